@@ -1,4 +1,5 @@
-//! The libraries whose calls are recorded: tables of hooked functions, and what a call of each means.
+//! The libraries whose calls are recorded. For each there are tables of hooked functions, and the
+//! meaning of their calls.
 
 #[allow(unsafe_code)]
 pub(crate) mod blas;

@@ -1,5 +1,6 @@
-//! Layer D: matrix products by cuBLAS and its kin, for their shapes. The kernels that they launch are counted by the driver
-//! layer; here one operation stands for all kernels of a call.
+//! Layer D: matrix products of cuBLAS and of the libraries with the same API. The driver layer
+//! counts their kernels; here, one operation with the product's shape represents all kernels of a
+//! call.
 
 #[allow(unsafe_code)]
 pub(crate) mod layout;
@@ -17,7 +18,7 @@ use crate::{
     },
 };
 
-/// Constant data, passed on.
+/// Constant data that is only passed on.
 type Const = *const std::ffi::c_void;
 
 hooked! {

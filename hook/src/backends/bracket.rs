@@ -1,6 +1,8 @@
-//! One operation between two events of its stream, and the rules for touching a stream from a launching thread.
+//! Brackets an operation between two events on its stream, and contains the rules for using a
+//! stream on a launching thread.
 //!
-//! An operation is handed to the watcher before anything that can block, so that a launch that never returns is seen too.
+//! An operation is handed to the watcher before anything that may block, so that a launch that
+//! never returns is seen too.
 
 use std::{
     ffi::c_int,
@@ -25,11 +27,12 @@ use crate::{
     },
 };
 
-/// An operation that the host is inside of; an index of a slot.
+/// The slot of an operation whose call the host is executing.
 #[derive(Clone, Copy)]
 pub struct OpenOperation(pub usize);
 
-/// Whether a launch on `stream` is only being captured: nothing happens on the device, and an event there would be an error.
+/// Whether a launch on `stream` is only captured. Then nothing happens on the device, and recording
+/// an event there would be an error.
 pub fn is_captured(stream: usize) -> bool {
     device().is_some_and(|device| device.is_capturing(stream))
 }
@@ -41,14 +44,14 @@ pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOper
     Some(open)
 }
 
-/// Begins an operation that nobody can tell the stream of: it is noted, and ends when its call returns.
+/// Begins an operation whose stream is unknown. It ends when its call returns.
 pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let index = recorder.begin(what)?;
     recorder.hand_over(index);
     Some(OpenOperation(index))
 }
 
-/// Records the start event of an operation, unless there is nothing to record it with.
+/// Records the start event of an operation, if events are used and the driver is available.
 pub fn start(recorder: &'static Recorder, index: usize) {
     if recorder.bracket.load(Ordering::Relaxed) == Bracket::None as u32 {
         return;
@@ -61,7 +64,7 @@ pub fn start(recorder: &'static Recorder, index: usize) {
     record(recorder, device, index, &slot.start);
 }
 
-/// Records a new event into `place`; on failure the place stays empty.
+/// Records a new event and stores it in `place`. On failure `place` stays empty.
 fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &AtomicUsize) {
     let slot = &recorder.slots[index];
     let (context, stream) = (slot.context.load(Ordering::Relaxed), slot.stream.load(Ordering::Relaxed));
@@ -72,7 +75,8 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     }
     let leave = || {
         if elsewhere {
-            // The context was current a moment ago; that it cannot be again is not ours to repair.
+            // The context was current a moment ago. If it cannot become current again, the hook
+            // cannot repair that.
             let _ = device.make_current(current);
         }
     };
@@ -85,7 +89,7 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     if let Some(event) = event {
         match device.record_event(event, stream) {
             Ok(()) => place.store(event, Ordering::Release),
-            // The context was reset, and its spare events went with it; they must not be used again.
+            // The context was reset, which invalidated its spare events.
             Err(_) => while spare().is_some() {},
         }
     }
@@ -94,15 +98,16 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     }
 }
 
-/// An event of a context that is not in use: one that came back to the calling thread's lane, else one of the context's pool.
+/// A spare event of a context: one that came back to the calling thread's lane, or one of the
+/// context's pool.
 fn spare_event(recorder: &Recorder, context: usize) -> Option<usize> {
     let lane = recorder.lane_of(thread_state::current());
     let own = lane.and_then(|lane| recorder.handoffs[lane].take_event(context));
     own.or_else(|| recorder.pools.of(context)?.pop())
 }
 
-/// A collective's kernel is launched: it tells the algorithm. It is that of the operations on its stream which the thread is
-/// just calling.
+/// Records the kernel of a collective, which identifies its algorithm. It belongs to the operations
+/// on its stream that the thread is launching.
 pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
     let first = thread_state::with(|thread| thread.open.get());
     for leader in chain(recorder, first, |recorder, slot| recorder.slots[slot].next.load(Ordering::Relaxed)) {
@@ -118,7 +123,8 @@ pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
     }
 }
 
-/// The call of an operation has returned: the end event, or what else its answer says. `index` leads its followers.
+/// Called when the call of an operation has returned: records the end event, or the status that the
+/// result implies. `index` is the leader of its followers.
 pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
     let now = tsc_clock::now_ns(thread_state::current());
     for member in members(recorder, index) {
@@ -136,7 +142,8 @@ pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
     }
 }
 
-/// The operation is in the stream as a whole: its end event, and from now on the device decides.
+/// The operation is completely in the stream. Records the end event; from now on the device
+/// determines when it completes.
 pub fn finish(recorder: &'static Recorder, index: usize) {
     let slot = &recorder.slots[index];
     if slot.start.load(Ordering::Relaxed) != 0
@@ -145,7 +152,7 @@ pub fn finish(recorder: &'static Recorder, index: usize) {
         record(recorder, device, index, &slot.end);
     }
     if slot.end.load(Ordering::Relaxed) == 0 {
-        // Nobody can tell when it completes. It must not look like a hang.
+        // Its completion cannot be observed, so it must not look like a hang.
         close_all(recorder, index, OpStatus::Completed, 0, 0);
     } else {
         slot.become_state(state::ARMED);

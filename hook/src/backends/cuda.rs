@@ -1,4 +1,4 @@
-//! CUDA, and the runtimes of AMD and MetaX: launches, graphs, copies and allocations.
+//! CUDA and the runtimes of AMD and MetaX: launches, graphs, copies and allocations.
 
 #[allow(unsafe_code)]
 pub(crate) mod driver_api;

@@ -1,9 +1,10 @@
-//! gloo inside PyTorch: the methods of `c10d::ProcessGroupGloo`, seen where they are called, and the work behind them, seen where
-//! a thread of gloo runs it.
+//! gloo inside PyTorch (layer E). The methods of `c10d::ProcessGroupGloo` are hooked where they are
+//! called, and their work where a gloo thread executes it.
 //!
-//! All of them are reached through symbols: the methods by the relocations of the class's table, the others through the PLT. That
-//! holds for the libraries of PyPI and of Debian alike, from 1.13 to 2.15, so nothing is patched. A method answers with
-//! a counted pointer whose place is its hidden first argument. Exceptions go through.
+//! All of them are reached through symbols: the methods through the relocations of the class's
+//! virtual table, the others through the PLT. This holds for the libraries of PyPI and of Debian
+//! from 1.13 to 2.15, so no code is patched. A method returns an intrusive pointer through its
+//! hidden first argument. Exceptions pass through.
 
 #[allow(unsafe_code)]
 pub(crate) mod group;
@@ -44,7 +45,8 @@ use crate::{
 const NOBODY: i32 = -1;
 
 thread_local! {
-    /// The operation of the method that this thread is inside of, as a slot plus one, until its work is queued.
+    /// The operation of the method that this thread is executing, as a slot plus one, until its
+    /// work is queued.
     static LAUNCHING: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -81,7 +83,7 @@ fn launched(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors
 }
 
 impl Launched {
-    /// The method is over. When its work was not queued, it is over as well.
+    /// The method has returned. If its work was not queued, it is complete.
     fn end(&mut self, status: OpStatus) {
         let Some(slot) = self.slot.take() else { return };
         if LAUNCHING.take() == slot + 1 {
@@ -98,33 +100,33 @@ impl After for Launched {
 
 impl Drop for Launched {
     fn drop(&mut self) {
-        // It threw. In a forked child the ring is the parent's.
+        // The method threw. In a forked child the ring belongs to the parent.
         if recorder::running().is_some_and(|now| std::ptr::eq(now, self.recorder)) {
             self.end(OpStatus::Failed);
         }
     }
 }
 
-/// The object that a counted pointer points to.
+/// The object of an intrusive pointer.
 fn pointee(pointer: Word) -> usize {
     // SAFETY: null, or the caller's pointer, which is one word.
     unsafe { (pointer as *const usize).as_ref() }.map_or(0, |object| *object)
 }
 
-/// The open operation whose work this is.
+/// The open operation with this work.
 fn slot_of(recorder: &'static Recorder, work: usize) -> Option<usize> {
     let is_it = |slot: &usize| recorder.slots[*slot].context.load(Ordering::Acquire) == work;
     recorder.open_calls.slots().find(is_it).filter(|_| work != 0)
 }
 
-/// Work is queued: from now on it tells how the operation goes on.
+/// The work is queued. It identifies the operation from now on.
 fn enqueued(recorder: &'static Recorder, work: Word) {
     if let Some(slot) = LAUNCHING.take().checked_sub(1) {
         recorder.slots[slot].context.store(pointee(work), Ordering::Release);
     }
 }
 
-/// A thread of gloo runs a piece of work.
+/// A gloo thread executes a work object.
 struct Executing(Option<(usize, usize)>);
 
 fn executing(recorder: &'static Recorder, work: Word) -> Executing {
@@ -158,7 +160,7 @@ fn failed(recorder: &'static Recorder, work: usize) {
     }
 }
 
-/// A send or receive: what it does is known by the work that it returns.
+/// A send or receive, which is identified by the work that it returns.
 struct Transfer {
     what: Option<NewOperation>,
     work: Word,
@@ -185,7 +187,7 @@ impl After for Transfer {
     }
 }
 
-/// A thread waits for a send or a receive.
+/// A thread waits for a send or receive.
 struct Waited {
     running: Running,
     work: u64,
@@ -207,28 +209,31 @@ impl After for Waited {
     }
 }
 
-/// A method that does its work before it returns.
+/// A method that finishes its work before it returns.
 fn direct(recorder: &'static Recorder, group: Word, op: Op) -> Running {
     let what = begin(recorder, group, op, NOBODY, Tensors::None);
     what.map_or_else(|| Running::new(recorder), |what| Running::new(recorder).with(&what))
 }
 
-/// The root of `BroadcastOptions`, `GatherOptions` and `ScatterOptions`, which all begin with it.
+/// The root of `BroadcastOptions`, `GatherOptions` and `ScatterOptions`, which is their first
+/// member.
 fn root(options: Word) -> i32 {
     // SAFETY: the caller's options.
     unsafe { (options as *const i32).as_ref() }.map_or(NOBODY, |root| *root)
 }
 
-/// The root of `ReduceOptions`, which begin with what is computed: an object of 32 bytes, of 40 where references are counted by two words,
-/// whose last two words are its kind and a pointer. Behind the root come another number, which is always 0, and the time limit in
-/// milliseconds, -1 for none. Where that is not what is there, the root is not known.
+/// The root of `ReduceOptions`. Its first member is the reduce operation: an object of 32 bytes, or
+/// of 40 where reference counts are two words. The last two words of that object are its kind and a
+/// pointer. The root follows, then a number that is always 0, then the timeout in milliseconds, -1
+/// for none. If the memory does not match this layout, the root is unknown.
 fn reduce_root(options: Word) -> i32 {
     const KINDS: u64 = 16;
     const LIMITS_MS: std::ops::Range<u64> = 1000..1 << 48;
-    // SAFETY: the caller's options. What lies behind the ones of the shorter object is only looked at when they are not these.
+    // SAFETY: the caller's options. Words after those of the shorter object are read only if the
+    // shorter layout does not match.
     let word = |index: usize| unsafe { (options as *const u64).add(index).read_unaligned() };
     let is_limit = |ms: u64| ms == u64::MAX || LIMITS_MS.contains(&ms);
-    // The object begins with the address of its class's table, and its own pointer may be null.
+    // The object begins with the address of its virtual table. Its own pointer may be null.
     let is_address = |word: u64| word >> 12 != 0;
     let is_object = |place: usize| {
         let pointer = word(place - 1);
@@ -241,13 +246,14 @@ fn reduce_root(options: Word) -> i32 {
     if options == 0 { NOBODY } else { [4, 5].into_iter().find_map(root_at).unwrap_or(NOBODY) }
 }
 
-/// The row whose original lies in the library of PyTorch that has its other functions, too.
+/// The row whose original is in the library that has PyTorch's other functions.
 fn allreduce() -> &'static Function {
     &_ZN4c10d16ProcessGroupGloo9allreduceERSt6vectorIN2at6TensorESaIS3_EERKNS_16AllreduceOptionsE::FUNCTION
 }
 
-/// Makes hooked C++ functions from rows: the symbol, its arguments as words, whether calls from inside other hooked collectives
-/// are seen as well, and what to do before. A row whose `when` does not hold goes straight through and starts nothing.
+/// Defines hooked C++ functions from rows: the symbol, its arguments as words, and the code that
+/// runs before it. `bypass` determines whether calls inside other hooked collectives are recorded
+/// too. If `when` is false, a call goes straight to the original and does not start the hook.
 macro_rules! symbols {
     ($(bypass $bypass:expr, when $when:expr => { $($name:ident($($arg:ident),*) => $before:expr;)* })*) => {
         $($(
@@ -275,13 +281,13 @@ macro_rules! symbols {
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
                 pub unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
-                    // SAFETY: the caller's own arguments.
+                    // SAFETY: the caller's arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: Word),*) -> Word {
                     FUNCTION.set_entry_slot(SLOT);
-                    // SAFETY: the caller's own arguments.
+                    // SAFETY: the caller's arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
@@ -290,14 +296,16 @@ macro_rules! symbols {
                     let slot = FUNCTION.take_entry_slot();
                     let real = FUNCTION.real(slot);
                     if real.is_null() {
-                        // The caller has come here through a table of the very library that has the original.
+                        // Unreachable, because the caller used a table of the library that has the
+                        // original.
                         return 0;
                     }
-                    // SAFETY: the address of the original of this row, whose arguments are words and whose answer fits one.
+                    // SAFETY: the address of this row's original, whose arguments are words and
+                    // whose result fits into one.
                     let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
                     let mut answer = 0;
                     let mut call = || {
-                        // SAFETY: the caller's own arguments.
+                        // SAFETY: the caller's arguments.
                         answer = unsafe { real($($arg),*) };
                         0
                     };
@@ -381,7 +389,7 @@ symbols! {
 
     }
 
-    // Called from inside the methods above, and on threads of gloo.
+    // Called inside the methods above, and on gloo threads.
     bypass IN_HOOK, when true => {
         _ZN4c10d16ProcessGroupGloo7enqueueEN3c1013intrusive_ptrINS0_9AsyncWorkENS1_6detail34intrusive_target_default_null_typeIS3_EEEE(this, work)
             => |recorder, _| enqueued(recorder, work);
@@ -396,7 +404,7 @@ symbols! {
 
     }
 
-    // Stores are used by many processes that are no rank of anything, such as the agent of torchrun.
+    // Many processes that are not ranks use stores, such as the agent of torchrun.
     bypass IN_HOOK, when group::wants_key() => {
         _ZN4c10d8TCPStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
             => |recorder, _| group::key_set(recorder, key);
@@ -443,7 +451,7 @@ mod tests {
     const NO_LIMIT: u64 = u64::MAX;
 
     fn root_of(options: &[u64]) -> i32 {
-        // As much is there as the longest form has.
+        // As many words as the longest layout has.
         let mut words = [0xdead_beef_dead_beef; 10];
         words[..options.len()].copy_from_slice(options);
         reduce_root(words.as_ptr() as Word)
@@ -452,11 +460,12 @@ mod tests {
     #[test]
     fn the_root_of_a_reduce_is_found_behind_either_object() {
         for (root, limit) in [(0, NO_LIMIT), (3, NO_LIMIT), (1, 1_800_000), (0, 30_000)] {
-            // Table, count, kind, nothing; root, 0, limit.
+            // Virtual table, count, kind, null pointer; root, 0, timeout.
             assert_eq!(root_of(&[TABLE, 1, 0, 0, root, 0, limit]), root as i32);
-            // Table, two counts, kind, nothing. The bytes beside a kind hold anything.
+            // Virtual table, two counts, kind, null pointer. The bytes beside the kind are
+            // arbitrary.
             assert_eq!(root_of(&[TABLE, 1, 1, 0xabcd_ef03, 0, root, 0, limit]), root as i32);
-            // A sum of products has a factor.
+            // A premultiplied sum has a factor.
             assert_eq!(root_of(&[TABLE, 1, 1, 8, TABLE + 64, root, 0, limit]), root as i32);
             assert_eq!(root_of(&[TABLE, 1, 8, TABLE + 64, root, 0, limit]), root as i32);
         }
@@ -465,9 +474,9 @@ mod tests {
     #[test]
     fn the_root_of_a_reduce_in_another_layout_is_not_known() {
         assert_eq!(reduce_root(0), NOBODY);
-        // As before there were objects: a kind alone.
+        // Older versions had only the kind.
         assert_eq!(root_of(&[0, 3, 0, NO_LIMIT]), NOBODY);
-        // A longer object, a root that is told otherwise, a member in between, a limit of another unit that does not fit.
+        // A longer object, a root of another type, an additional member, a timeout in another unit.
         assert_eq!(root_of(&[TABLE, 1, 1, 1, 0, 0, 3, 0, NO_LIMIT]), NOBODY);
         assert_eq!(root_of(&[TABLE, 1, 0, 0, TABLE + 64, 0, NO_LIMIT]), NOBODY);
         assert_eq!(root_of(&[TABLE, 1, 0, 0, 3, 7, 0, NO_LIMIT]), NOBODY);

@@ -1,7 +1,4 @@
-//! Operations that host threads run: begun and ended by the host, watched by the watcher, freed by whoever ends them.
-//!
-//! An MPI program makes many more calls than the watcher has turns, so a slot does not travel to the watcher and back: while it
-//! is open, one cell of a small table points to it, and when it ends it is free at once. Neither waits for the other.
+//! A blocking call of a host thread and the operations that it executes.
 
 use std::ffi::c_int;
 
@@ -18,19 +15,20 @@ use crate::{
     },
 };
 
-/// A blocking call of this thread: its operations end when it returns, or when the thread is unwound out of it.
+/// A blocking call of this thread. Its operations end when it returns, or when the thread unwinds
+/// out of it.
 pub struct Running {
     recorder: &'static Recorder,
     leader: Option<usize>,
 }
 
 impl Running {
-    /// A call without operations yet.
+    /// A call without operations.
     pub fn new(recorder: &'static Recorder) -> Self {
         Running { recorder, leader: None }
     }
 
-    /// Adds an operation that the call runs.
+    /// Adds an operation that the call executes.
     pub fn with(mut self, what: &NewOperation) -> Self {
         match self.leader {
             None => self.leader = open(self.recorder, what),
@@ -39,7 +37,7 @@ impl Running {
         self
     }
 
-    /// The patience with what the call waits for begins [`STARTUP_GRACE_NS`] later, when `starting`.
+    /// Adds the startup grace to the timeout if `starting`.
     pub fn with_startup_grace(self, recorder: &'static Recorder, starting: bool) -> Self {
         if let Some(leader) = self.leader.filter(|_| starting) {
             grant_startup_grace(recorder, leader);
@@ -54,14 +52,14 @@ impl Running {
         }
     }
 
-    /// The host is out of the call, whose operations may go on without it.
+    /// The host has left the call, but its operations may continue.
     pub fn leave(mut self) {
         if let Some(leader) = self.leader.take() {
             leave(self.recorder, leader);
         }
     }
 
-    /// The operations stay open when the call returns: whoever gets the slot of the first one ends them.
+    /// Keeps the operations open after the call. The caller ends them through the returned slot.
     pub fn keep(mut self) -> Option<usize> {
         self.leader.take()
     }
@@ -78,7 +76,7 @@ impl After for Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // In a forked child the ring is the parent's.
+        // In a forked child the ring belongs to the parent.
         let ours = || recorder::running().is_some_and(|now| std::ptr::eq(now, self.recorder));
         if let Some(leader) = self.leader.take().filter(|_| ours()) {
             close(self.recorder, leader, OpStatus::Failed, 0);

@@ -1,4 +1,4 @@
-//! TODO
+//! NCCL and the other collective libraries of device vendors (layer A).
 
 #[allow(unsafe_code)]
 pub(crate) mod async_error;

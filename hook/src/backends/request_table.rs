@@ -1,8 +1,10 @@
-//! What a handle stands for that somebody may wait for later: a request of MPI, a send or receive of gloo.
+//! The operations behind handles that a thread may wait for later: MPI requests, and gloo's sends
+//! and receives.
 //!
-//! Starting such a thing cannot hang, and it may rightly stay incomplete for as long as the job runs, such as a receive that is only
-//! there to be told to stop. So it becomes an operation when a thread waits for it. The table is a cache: an entry that
-//! meets another one in its place replaces it.
+//! Starting such an operation cannot hang, and it may legitimately stay incomplete for as long as
+//! the job runs, for example a receive that waits for a stop message. So it becomes a recorded
+//! operation only when a thread waits for it. The table is a cache: an entry replaces another one
+//! in the same place.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,13 +12,13 @@ use xpu_timer_proto::v1::{DataType, Op, OpKind};
 
 use crate::runtime::{lock_free::hash_slot::home_slot, recorder::NewOperation};
 
-/// Places of the table; a power of two.
+/// Number of entries, a power of two.
 const PLACES: usize = 4096;
 
 /// Key of an entry that is being written.
 const BUSY: u64 = u64::MAX;
 
-/// An entry: the handle, then the words of its [`RequestOperation`].
+/// An entry: the handle, and the words of its [`RequestOperation`].
 struct Entry {
     key: AtomicU64,
     words: [AtomicU64; 7],
@@ -41,19 +43,19 @@ pub struct RequestOperation {
     peer: i32,
     tag: Option<i32>,
     function: u64,
-    /// It can be started again and again.
+    /// The request is persistent.
     pub persistent: bool,
-    /// It is not started, so that who waits for it waits for nothing.
+    /// The request is not started, so that a wait for it returns at once.
     pub is_inactive: bool,
-    /// It is the first of two operations; [`SECOND`] leads to the other one.
+    /// It is the first of two operations; the other one has the key with [`SECOND`].
     paired: bool,
 }
 
-/// What a handle has beside its own key for the second of two operations. No address of a process and no number has this bit.
+/// Added to the key of the second of two operations. No address and no handle number has this bit.
 const SECOND: u64 = 1 << 63;
 
 impl RequestOperation {
-    /// Of an operation with a communicator.
+    /// An operation that has a communicator.
     pub fn of(what: &NewOperation, persistent: bool) -> Option<Self> {
         Some(RequestOperation {
             op: what.op,
@@ -71,19 +73,20 @@ impl RequestOperation {
         })
     }
 
-    /// The same thing, started once more: a collective as the next one of its communicator, `None` when that is not known any longer.
+    /// The request, started again. A collective gets the next sequence number of its communicator;
+    /// `None` when the communicator is unknown.
     pub fn restarted(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
         let is_collective = !matches!(self.op, Op::Send | Op::Recv);
         let seq = if is_collective { next(self.comm, self.communicator)? } else { self.seq };
         Some(RequestOperation { seq, is_inactive: false, ..*self })
     }
 
-    /// The same thing, until it is started once more.
+    /// The request, until it is started again.
     pub fn inactive(&self) -> Self {
         RequestOperation { is_inactive: true, ..*self }
     }
 
-    /// The operation, as it begins.
+    /// The operation as it begins.
     pub fn begin(&self) -> NewOperation {
         NewOperation {
             dtype: self.dtype,
@@ -99,29 +102,29 @@ impl RequestOperation {
     }
 }
 
-/// Notes what a handle stands for.
+/// Records the operation behind a handle.
 pub fn remember(handle: u64, meaning: &RequestOperation) {
     entry_of(handle).write(handle, meaning);
 }
 
-/// The same of one that stands for two operations, of which the first leads.
+/// Records two operations behind a handle. The first one is the leader.
 pub fn remember_both(handle: u64, first: &RequestOperation, second: &RequestOperation) {
     remember(handle, &RequestOperation { paired: true, ..*first });
     remember(handle | SECOND, second);
 }
 
-/// The operations behind a handle that was recalled as `meaning`, as they begin.
+/// The operations behind a handle, given the result of [`recall`].
 pub fn operations(handle: u64, meaning: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
     let second = meaning.paired.then(|| recall(handle | SECOND)).flatten();
     std::iter::once(*meaning).chain(second).map(|meaning| meaning.begin())
 }
 
-/// What a handle stands for, if that is known.
+/// The operation behind a handle, if it is known.
 pub fn recall(handle: u64) -> Option<RequestOperation> {
     entry_of(handle).read(handle)
 }
 
-/// The handle stands for nothing any more.
+/// Removes a handle.
 pub fn forget(handle: u64) {
     entry_of(handle).forget(handle);
 }
@@ -230,7 +233,7 @@ mod tests {
         };
         remember_both(0x9000, &receive, &send);
         assert_eq!(shown(0x9000), [(Op::Recv, 2), (Op::Send, 3)]);
-        // The next request of this handle is one operation.
+        // The next request with this handle has one operation.
         remember(0x9000, &send);
         assert_eq!(shown(0x9000), [(Op::Send, 3)]);
         forget(0x9000);

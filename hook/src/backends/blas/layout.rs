@@ -1,4 +1,4 @@
-//! Functions of the library whose product is called, asked for its stream and its descriptors.
+//! Queries the library of a product for its stream and descriptors.
 
 use std::ffi::{CStr, c_int, c_void};
 
@@ -7,61 +7,62 @@ use crate::{
     runtime::abi::{Data, SUCCESS, Stream},
 };
 
-/// How a family numbers the attributes of its layouts and products.
+/// A family's numbers of the attributes of layouts and products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attributes {
-    /// Of a layout: the element type.
+    /// Layout: the element type.
     pub kind: c_int,
-    /// As above.
+    /// Layout: the number of rows.
     pub rows: c_int,
-    /// As above.
+    /// Layout: the number of columns.
     pub columns: c_int,
-    /// As above.
+    /// Layout: the batch count.
     pub batch: c_int,
-    /// Of a product: whether A is transposed.
+    /// Product: whether A is transposed.
     pub trans_a: c_int,
-    /// As above, B.
+    /// Product: whether B is transposed.
     pub trans_b: c_int,
 }
 
-/// Those of cuBLASLt. MACA's are taken to be the same; no header of it was at hand.
+/// Those of cuBLASLt. MACA is assumed to use the same numbers; its header was not available.
 const CUBLAS_LT: Attributes = Attributes { kind: 0, rows: 2, columns: 3, batch: 5, trans_a: 3, trans_b: 4 };
 
 /// Those of hipBLASLt in ROCm 6 and 7.
 const HIPBLAS_LT: Attributes = Attributes { kind: 2, rows: 4, columns: 5, batch: 0, trans_a: 0, trans_b: 1 };
 
 impl Attributes {
-    /// Those of the family whose product this is, by its name.
+    /// The numbers of a product's family, determined by the function's name.
     fn of(function: &str) -> Self {
         if function.starts_with("hip") { HIPBLAS_LT } else { CUBLAS_LT }
     }
 }
 
-/// The stream of a handle; `None` when nobody can tell.
+/// The stream of a handle, `None` if unknown.
 #[inline]
 pub fn stream_of(site: Site, handle: Data) -> Option<Stream> {
     type Get = unsafe extern "C" fn(Data, *mut Stream) -> c_int;
     const NAMES: &[&CStr] = &[c"cublasGetStream_v2", c"hipblasGetStream", c"mcblasGetStream"];
     let get = site.companion(0, NAMES)?;
     let mut stream: Stream = std::ptr::null_mut();
-    // SAFETY: the function of this name beside the original, and the handle that the host passes to that.
+    // SAFETY: the function of this name in the original's library, and the handle that the host
+    // passes to the original.
     let code = unsafe { std::mem::transmute::<*mut c_void, Get>(get)(handle, &mut stream) };
     (code == SUCCESS).then_some(stream)
 }
 
-/// (descriptor, attribute, place, its bytes, bytes written*)
+/// Arguments: descriptor, attribute, buffer, size of the buffer, number of bytes written.
 type GetAttribute = unsafe extern "C" fn(Data, c_int, *mut c_void, usize, *mut usize) -> c_int;
 
-/// The functions that tell a layout's and a product's attributes.
+/// The functions that return the attributes of layouts and products.
 pub struct LayoutFunctions {
     layout: GetAttribute,
     product: GetAttribute,
-    /// What they are asked by.
+    /// The numbers to use with them.
     pub attributes: Attributes,
 }
 
 impl LayoutFunctions {
-    /// Those beside an original.
+    /// The functions in the library of an original.
     pub fn beside(site: Site) -> Option<Self> {
         const LAYOUT: &[&CStr] = &[
             c"cublasLtMatrixLayoutGetAttribute",
@@ -71,7 +72,7 @@ impl LayoutFunctions {
         const PRODUCT: &[&CStr] =
             &[c"cublasLtMatmulDescGetAttribute", c"hipblasLtMatmulDescGetAttribute", c"mcblasLtMatmulDescGetAttribute"];
         let [layout, product] = [site.companion(0, LAYOUT)?, site.companion(1, PRODUCT)?].map(|function| {
-            // SAFETY: functions of these names have this type.
+            // SAFETY: the functions of these names have this type.
             unsafe { std::mem::transmute::<*mut c_void, GetAttribute>(function) }
         });
         Some(LayoutFunctions { layout, product, attributes: Attributes::of(site.function.text()) })
@@ -101,7 +102,7 @@ fn ask<T>(get: GetAttribute, descriptor: Data, attribute: c_int, place: &mut T) 
         return false;
     }
     let (mut written, bytes) = (0, size_of::<T>());
-    // SAFETY: the descriptor that the host is passing to the product, and a place of the size that is said.
+    // SAFETY: the descriptor that the host passes to the product, and a buffer of the given size.
     let code = unsafe { get(descriptor, attribute, std::ptr::from_mut(place).cast(), bytes, &mut written) };
     code == SUCCESS && written == bytes
 }

@@ -1,4 +1,4 @@
-//! One matrix product: its shape, and two events around the call when it is one of those that are timed.
+//! A matrix product: its shape, and two events around the call if it is timed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -19,21 +19,21 @@ use crate::{
     },
 };
 
-/// When not all products are timed, one of them is after so long a time. That is enough for a rate, costs nothing that can be
-/// felt, and lets a product that never ends be named.
+/// When not all products are timed, one is timed after each such interval. That is enough for a
+/// rate, has no noticeable cost, and names a product that never ends.
 const SAMPLE_NS: u64 = 20_000_000;
 
-/// The last sample.
+/// Time of the last timed product.
 static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
 
-/// So many groups of one call are looked at.
+/// Maximum number of groups of a call that are read.
 const MOST_GROUPS: usize = 4096;
 
-/// What a call says of its elements.
+/// Where the element type comes from.
 pub enum Elements {
     /// The number of A's type; see [`dtype_of`].
     Type(i32),
-    /// The letter in front of `gemm` in the function's name.
+    /// The letter before `gemm` in the function's name.
     Letter,
 }
 
@@ -44,8 +44,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Of products that one call runs in groups, each of as many as `counts` says: one product as large as all of them. `None` when they
-    /// differ in more than one size.
+    /// The shape of a grouped call, with `counts` products in each group: one product as large as
+    /// all together. `None` when the groups differ in more than one dimension.
     pub fn of_groups<T: Copy + Into<i64>>(
         sizes: [*const T; 3],
         (counts, groups): (*const T, T),
@@ -56,7 +56,7 @@ impl Shape {
         if !is_there || transposes.iter().any(|array| array.is_null()) {
             return None;
         }
-        // SAFETY: the caller's arrays of so many numbers, valid during the call that this is used in.
+        // SAFETY: the caller's arrays of that many numbers, which are valid during the call.
         let at = |array: *const T, group: usize| -> i64 { unsafe { *array.add(group) }.into() };
         let differs = |size: &usize| (1..groups).any(|group| at(sizes[*size], group) != at(sizes[*size], 0));
         let mut differing = (0..sizes.len()).filter(differs);
@@ -85,14 +85,14 @@ impl Shape {
     }
 }
 
-/// cublasOperation_t; hipBLAS counts from 111.
+/// cublasOperation_t. hipBLAS counts from 111.
 fn transpose(operation: i32) -> u32 {
     const FIRST_OF_HIP: i32 = 111;
     u32::try_from(if operation >= FIRST_OF_HIP { operation - FIRST_OF_HIP } else { operation }).unwrap_or(0)
 }
 
-/// Before a product of a library whose handle has the stream. A copy of a library that does not say which it is has its shape noted
-/// and not its time.
+/// Called before a product whose stream is that of the handle. If the library cannot return the
+/// stream, the shape is recorded without a duration.
 #[inline]
 pub fn by_handle(
     recorder: &'static Recorder,
@@ -104,7 +104,8 @@ pub fn by_handle(
     by_groups(recorder, site, handle, elements, || Some(shape))
 }
 
-/// The same for a call of several products, whose shape is asked for only when it is noted.
+/// Like [`by_handle`], for several products in one call. The shape is computed only if it is
+/// recorded.
 #[inline]
 pub fn by_groups(
     recorder: &'static Recorder,
@@ -124,8 +125,8 @@ pub fn by_groups(
     open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape().map(|shape| shape.cut()))
 }
 
-/// Before a product whose shape is in descriptors of the library. A copy of a library that does not tell what is in them has its time
-/// noted and not its shape.
+/// Called before a product whose shape is in descriptors. If the library cannot return their
+/// content, the duration is recorded without a shape.
 #[inline]
 pub fn by_layout(
     recorder: &'static Recorder,
@@ -142,7 +143,7 @@ pub fn by_layout(
     open(recorder, site.function, Some(stream as usize), dtype, shape)
 }
 
-/// What a product's descriptors say.
+/// The shape and element type in a product's descriptors.
 fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<MatmulShape>, DataType) {
     let of = ask.attributes;
     let shape = || {
@@ -186,8 +187,8 @@ fn open(
     bracket::open(recorder, &NewOperation { stream, ..what })
 }
 
-/// The element type of a cudaDataType, or of hipBLAS's own (from 150), which ended with 3.0; those that no collective has are
-/// unspecified.
+/// The element type of a cudaDataType, or of hipBLAS's own numbers (from 150), which hipBLAS 3.0
+/// removed. Types that collectives do not have are unspecified.
 fn dtype_of(number: i32) -> DataType {
     match number {
         0 => DataType::Float32,
@@ -218,7 +219,7 @@ fn dtype_of(number: i32) -> DataType {
     }
 }
 
-/// `cublasSgemm_v2` multiplies single precision.
+/// For example, `cublasSgemm_v2` multiplies single precision numbers.
 fn dtype_of_name(function: &Function) -> DataType {
     let name = function.text();
     match name.find("gemm").and_then(|at| name.as_bytes().get(at.checked_sub(1)?)) {

@@ -1,4 +1,4 @@
-//! Layer B: the driver API, for callers through the PLT, through dlsym and through cuGetProcAddress.
+//! Layer B: the driver API, for callers through the PLT, dlsym and cuGetProcAddress.
 
 use std::ffi::c_uint;
 
@@ -14,14 +14,14 @@ use crate::{
     },
 };
 
-/// What NULL means to a `_ptsz` function.
+/// The stream for an argument of a `_ptsz` function.
 pub fn ptsz(stream: Stream) -> usize {
     if stream.is_null() { STREAM_PER_THREAD } else { stream as usize }
 }
 
-/// Stream of a launch configuration.
+/// The stream of a launch configuration.
 pub fn stream_of(config: *const DriverLaunchConfig) -> Stream {
-    // SAFETY: null, or the caller's configuration, whose head this is; it stays valid for the call.
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
 }
 
@@ -49,8 +49,9 @@ hooked! {
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
 
-    // What a graph holds. Of an instantiation only the first two arguments matter, which all its forms have in common; asked for
-    // by a name that stands for another form, the others pass through untouched.
+    // Changes of graphs. Only the first two arguments of an instantiation matter, and all its forms
+    // share them. If a name was looked up for another form, the other arguments pass through
+    // unchanged.
     cuStreamEndCapture(stream: Stream, graph: *mut Data) => |_, _| capture_ending(stream as usize, graph as usize);
     cuStreamEndCapture_ptsz(stream: Stream, graph: *mut Data) => |_, _| capture_ending(ptsz(stream), graph as usize);
     cuGraphInstantiate | cuGraphInstantiate_v2 | cuGraphInstantiateWithFlags | cuGraphInstantiateWithParams

@@ -1,8 +1,10 @@
-//! The collectives that a graph holds. Captured, they do not happen; every launch of the graph is one of each of them.
+//! The collectives inside a graph. A captured collective is not executed; each launch of the graph
+//! executes it once.
 //!
-//! What is captured is kept by the capture, then by the graph, then by every instantiation of it. Captures are rare and may take a
-//! lock; a launch looks its instantiation up without one. Equal lists are kept once and for ever, so that a program which captures
-//! the same step again and again does not grow.
+//! Captured collectives belong to the capture, then to the graph, then to each instantiation of it.
+//! Captures are rare and may take a lock; a launch finds its instantiation without one. Equal lists
+//! are stored once and never freed, so that a program that captures the same step repeatedly does
+//! not grow.
 
 use std::sync::{
     Mutex, MutexGuard,
@@ -40,21 +42,22 @@ pub struct CapturedCollective {
     pub count: u64,
     /// Root or peer.
     pub peer: i32,
-    /// As an operation has it.
+    /// Tag of a send or receive.
     pub tag: Option<i32>,
     /// Index in the communicator table.
     pub comm: usize,
-    /// Its identity, by which a reused index is noticed.
+    /// Identity of the communicator, to detect a reused index.
     pub communicator: u64,
 }
 
-/// Captures and graphs that are remembered; the oldest are forgotten, because a host may abandon them without a word.
+/// Maximum number of captures and of graphs. The oldest are forgotten, because a host may abandon
+/// them without a call.
 const MOST_REMEMBERED: usize = 256;
 
-/// Collectives in all lists together.
+/// Maximum number of collectives in all lists together.
 const MOST_HELD: usize = 1 << 16;
 
-/// Operations that one launch notes; of a graph with more, the last ones.
+/// Maximum number of operations that a launch records. For a larger graph they are the last ones.
 const MOST_NOTED: usize = 256;
 
 struct GraphRecords {
@@ -68,16 +71,17 @@ static RECORDS: Mutex<GraphRecords> =
     Mutex::new(GraphRecords { captures: Vec::new(), graphs: Vec::new(), lists: Vec::new(), held: 0 });
 struct List(Vec<CapturedCollective>);
 
-/// Instantiated graphs that hold collectives, by handle.
+/// Instantiated graphs with collectives, by handle.
 const EXECS: usize = 1024;
 
 static HANDLES: [AtomicUsize; EXECS] = [const { AtomicUsize::new(0) }; EXECS];
 static LISTS: [AtomicPtr<List>; EXECS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; EXECS];
 
-/// How many there are; most processes have none.
+/// Number of such graphs. Most processes have none.
 static USED: AtomicU64 = AtomicU64::new(0);
 
-/// The records, unless another thread has them for longer than a moment; what is lost then is counted.
+/// Locks the records. `None` when another thread holds them for longer than a moment; the loss is
+/// counted.
 fn records() -> Option<MutexGuard<'static, GraphRecords>> {
     for _ in 0..1000 {
         if let Ok(records) = RECORDS.try_lock() {
@@ -91,7 +95,7 @@ fn records() -> Option<MutexGuard<'static, GraphRecords>> {
     None
 }
 
-/// A collective was called on a stream that is being captured.
+/// Records collectives that were called on a capturing stream.
 pub fn capture_collectives(stream: usize, held: &[CapturedCollective]) {
     let capture = device().map_or(0, |device| device.capture_of(stream));
     if capture == 0 || held.is_empty() {
@@ -114,57 +118,57 @@ fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<CapturedCollective>)>, key: K,
     }
 }
 
-/// What a call does to the records when it has succeeded.
+/// A change of the records, made when the call has succeeded.
 pub enum GraphChange {
-    /// A capture becomes the graph at this place.
+    /// A capture becomes the graph whose handle is written to `graph`.
     Captured {
-        /// Its id.
+        /// Id of the capture.
         capture: u64,
         /// Where the handle is written.
         graph: usize,
     },
-    /// The graph is instantiated at this place.
+    /// The graph is instantiated.
     Instantiated {
         /// Handle.
         graph: usize,
         /// Where the handle of the instantiation is written.
         exec: usize,
     },
-    /// An instantiation becomes that of another graph.
+    /// An instantiation is updated from another graph.
     Updated {
         /// Handle.
         exec: usize,
         /// Handle.
         graph: usize,
     },
-    /// A graph is copied to this place.
+    /// A graph is cloned.
     Cloned {
         /// Handle.
         from: usize,
         /// Where the handle is written.
         to: usize,
     },
-    /// A graph becomes part of another.
+    /// A graph becomes a child of another one.
     Added {
         /// Handle.
         child: usize,
         /// Handle.
         graph: usize,
     },
-    /// A graph is gone.
+    /// A graph is destroyed.
     GraphGone(usize),
-    /// An instantiation is gone.
+    /// An instantiation is destroyed.
     ExecGone(usize),
 }
 
-/// Before the end of a capture, which its stream does not know afterwards.
+/// Called before the end of a capture. Afterwards the stream does not know its id any more.
 pub fn capture_ending(stream: usize, graph: usize) -> GraphChange {
     GraphChange::Captured { capture: device().map_or(0, |device| device.capture_of(stream)), graph }
 }
 
 /// A handle that a call has written.
 fn handle_at(place: usize) -> usize {
-    // SAFETY: null, or the caller's place for a handle, which the call has just written.
+    // SAFETY: null, or the caller's place for a handle, which the call has written.
     unsafe { (place as *const usize).as_ref() }.copied().unwrap_or(0)
 }
 
@@ -216,7 +220,7 @@ fn set_exec(records: &mut GraphRecords, exec: usize, list: Vec<CapturedCollectiv
         .find(|slot| HANDLES[*slot].load(Ordering::Relaxed) == exec);
     if list.is_empty() {
         if let Some(slot) = known {
-            // Its handle stays, so that the ones behind it are still found; the place is used again.
+            // The handle stays, so that entries after it are still found. The entry can be reused.
             LISTS[slot].store(std::ptr::null_mut(), Ordering::Release);
         }
         return;
@@ -235,7 +239,7 @@ fn set_exec(records: &mut GraphRecords, exec: usize, list: Vec<CapturedCollectiv
 }
 
 impl GraphRecords {
-    /// The list as it is kept for ever.
+    /// The stored copy of a list.
     fn intern(&mut self, list: Vec<CapturedCollective>) -> Option<&'static List> {
         if let Some(known) = self.lists.iter().find(|known| known.0 == list) {
             return Some(known);
@@ -253,7 +257,7 @@ impl GraphRecords {
     }
 }
 
-/// What an instantiated graph holds.
+/// The collectives of an instantiated graph.
 fn collectives_of(exec: usize) -> &'static [CapturedCollective] {
     if USED.load(Ordering::Relaxed) == 0 {
         return &[];
@@ -272,8 +276,8 @@ fn collectives_of(exec: usize) -> &'static [CapturedCollective] {
     &[]
 }
 
-/// The launch of a graph: one operation for it, and one for each collective in it. The events of the launch bracket them all,
-/// because what happens inside a graph cannot be told from outside.
+/// Records a graph launch: an operation for the graph, and one for each collective in it. The
+/// launch's events bracket them all, because progress inside a graph cannot be observed.
 pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<OpenOperation> {
     let held = collectives_of(exec);
     if bracket::is_captured(stream) {
@@ -298,7 +302,8 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
     Some(OpenOperation(leader))
 }
 
-/// Gives a collective its number in its communicator. `None` when that is gone.
+/// Assigns the next sequence number of its communicator to a collective. `None` when the
+/// communicator no longer exists.
 fn count(recorder: &'static Recorder, held: &CapturedCollective, stream: usize) -> Option<NewOperation> {
     if recorder.comm_id(held.comm) != held.communicator {
         return None;
@@ -354,7 +359,7 @@ mod tests {
         GraphChange::GraphGone(0x100).after(recorder, SUCCESS);
         assert_eq!(collectives_of(0x200), [held(1), held(2)]);
         assert_eq!(collectives_of(0x300), []);
-        // The same again is the same list; another one replaces it; at the end there is none.
+        // An equal list is stored once, another list replaces it, and finally there is none.
         let lists = RECORDS.lock().unwrap().lists.len();
         for _ in 0..3 {
             RECORDS.lock().unwrap().graphs.push((0x100, vec![held(1), held(2)]));

@@ -1,4 +1,5 @@
-//! Launches of the families whose runtime is the lowest layer: AMD and MetaX. They count as the driver's do for NVIDIA.
+//! Launches of AMD and MetaX, whose runtime is the lowest layer. They count like the driver's
+//! launches of NVIDIA.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -25,7 +26,8 @@ use crate::{
 /// The host stub of a kernel.
 type Stub = *const c_void;
 
-/// A kernel whose stream is not known. It gets no events: on another stream they would wait for other work.
+/// A kernel with an unknown stream. It gets no events, which on another stream would wait for other
+/// work.
 fn count_only(recorder: &'static Recorder, inside: u8) {
     if inside & IN_COLLECTIVES == 0 {
         recorder.launched(thread_state::current(), header::KERNELS, clock::coarse_now_ns());
@@ -55,7 +57,7 @@ hooked! {
     // Its configuration has the layout of CUDA's.
     hipDrvLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver_api::stream_of(config) as usize);
-    // The layout of this one's configuration is not known, so nobody reads its stream.
+    // The layout of its configuration is unknown, so the stream is not read.
     mcModuleLaunchKernelEx(config: Data, function: Kernel, parameters: Data, extra: Data)
         => |recorder, site| count_only(recorder, site.inside);
     hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,

@@ -1,7 +1,8 @@
-//! Kernel and graph launches, counted exactly once whatever layers see them.
+//! Kernel and graph launches. Each counts exactly once, whichever layers see it.
 //!
-//! The driver layer counts, because every launch passes it and it knows the kernel. The runtime layer counts what the driver
-//! layer did not see. A launch inside a collective is that collective, and only its stream is noted.
+//! The driver layer counts, because every launch passes it and it knows the kernel. The runtime
+//! layer counts launches that the driver layer did not see. A launch inside a collective is part of
+//! that collective, and only its stream is recorded.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -35,8 +36,8 @@ pub enum What {
     Graph(usize),
 }
 
-/// A launch on the driver layer. One function for all wrappers, with everything else inlined into it: of a wrapper's size there
-/// are dozens.
+/// A launch on the driver layer. One function for all wrappers with everything inlined into it,
+/// because there are dozens of wrappers.
 #[inline(never)]
 pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<OpenOperation> {
     let thread = thread_state::current();
@@ -56,7 +57,7 @@ pub fn by_runtime(what: What, stream: usize) -> ByRuntime {
     ByRuntime { what, stream }
 }
 
-/// A runtime launch whose driver launch may or may not be seen.
+/// A runtime launch. The driver layer may have seen it or not.
 pub struct ByRuntime {
     what: What,
     stream: usize,
@@ -66,7 +67,8 @@ impl After for ByRuntime {
     #[inline]
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
-            // The host stub is not a function of the driver: it has no name to ask for, so its handle is not kept.
+            // The host stub is not a driver function and has no name to request, so its handle is
+            // not recorded.
             let now = clock::coarse_now_ns();
             let thread = thread_state::current();
             let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
@@ -97,7 +99,7 @@ fn count(
     match what {
         What::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
-            // The kernels of a matrix product are timed as one operation, the product.
+            // The kernels of a matrix product are timed together, as the product.
             if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
                 return None;
             }
@@ -114,7 +116,7 @@ fn count(
     }
 }
 
-/// A captured launch is not one: it has no slot, and the graph that it becomes part of has.
+/// A captured launch is not executed, so it gets no slot. The launch of its graph does.
 #[inline(never)]
 fn bracketed(recorder: &'static Recorder, stream: usize, what: NewOperation) -> Option<OpenOperation> {
     if bracket::is_captured(stream) {

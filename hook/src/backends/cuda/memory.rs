@@ -1,7 +1,8 @@
-//! Copies and allocations of the runtime API: counted, never bracketed. Memsets, synchronizations and the copies of the driver API
-//! show only that the program goes on with its device.
+//! Copies and allocations of the runtime API, which are counted but never bracketed. Memsets,
+//! synchronizations and the driver's copies only show activity.
 //!
-//! How often a function was called is in the coverage table; what is counted here besides are the directions and the bytes.
+//! The coverage table contains the number of calls. Here, directions and bytes are counted in
+//! addition.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -14,10 +15,10 @@ use crate::{
     },
 };
 
-/// Where an allocation's address goes.
+/// Where an allocation's address is written.
 type Out = *mut *mut c_void;
 
-/// A copy that may succeed.
+/// A copy, which counts if it succeeds.
 struct Copy {
     kind: c_int,
     bytes: usize,
@@ -26,7 +27,7 @@ struct Copy {
 impl After for Copy {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
-            // A negative number is no direction.
+            // A negative number is not a direction.
             recorder.copied(usize::try_from(self.kind).unwrap_or(usize::MAX), self.bytes as u64);
         }
     }
@@ -40,7 +41,7 @@ impl After for Option<Copy> {
     }
 }
 
-/// A copy of rows, or of layers of rows, by its sizes in bytes and numbers.
+/// A 2D or 3D copy, by its extent in bytes and rows.
 fn copy_of(kind: c_int, sizes: [usize; 3]) -> Copy {
     Copy { kind, bytes: sizes.into_iter().fold(1, usize::saturating_mul) }
 }
@@ -48,7 +49,7 @@ fn copy_of(kind: c_int, sizes: [usize; 3]) -> Copy {
 /// Direction of a copy between devices.
 const BETWEEN_DEVICES: c_int = 3;
 
-/// An end of a copy of layers: an array, whose elements have a size that nobody says here, or an address.
+/// One end of a 3D copy: an address, or an array whose element size is not known here.
 #[repr(C)]
 pub struct End {
     array: *const c_void,
@@ -58,7 +59,7 @@ pub struct End {
     size: [usize; 2],
 }
 
-/// `cudaMemcpy3DParms`, and that of the others.
+/// `cudaMemcpy3DParms` and the equal structures of the other vendors.
 #[repr(C)]
 pub struct Layers {
     from: End,
@@ -82,19 +83,19 @@ fn layers(kind: c_int, ends: [&End; 2], extent: [usize; 3]) -> Copy {
     if is_in_bytes { copy_of(kind, extent) } else { Copy { kind, bytes: 0 } }
 }
 
-/// Before a copy that a structure describes.
+/// Called before a copy that a structure describes.
 fn by_layers(what: *const Layers) -> Option<Copy> {
-    // SAFETY: null, or the caller's structure, which is valid for the call.
+    // SAFETY: null, or the caller's structure, which is valid during the call.
     unsafe { what.as_ref() }.map(|what| layers(what.kind, [&what.from, &what.to], what.extent))
 }
 
-/// The same between devices.
+/// The same for a copy between devices.
 fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
     // SAFETY: as above.
     unsafe { what.as_ref() }.map(|what| layers(BETWEEN_DEVICES, [&what.from, &what.to], what.extent))
 }
 
-/// An allocation that may succeed.
+/// An allocation, which counts if it succeeds.
 struct Allocation(usize);
 
 impl After for Allocation {
@@ -105,7 +106,7 @@ impl After for Allocation {
     }
 }
 
-/// A call whose success shows that the program goes on with its device.
+/// A call whose success shows activity on the device.
 struct Active;
 
 impl After for Active {
@@ -175,7 +176,7 @@ hooked! {
     cudaFreeAsync | cudaFreeAsync_ptsz | mcFreeAsync | hipFreeAsync(address: Data, stream: Stream) => |_, _| ();
 }
 
-/// The same of the driver API. The names without a version are what cuGetProcAddress is asked for.
+/// The driver API. cuGetProcAddress is asked for the names without a version.
 pub mod driver {
     use super::{Active, Data, Stream, c_uint, hooked};
     use crate::{

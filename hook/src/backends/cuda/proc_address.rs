@@ -1,4 +1,4 @@
-//! The two forms of cuGetProcAddress.
+//! The two forms of cuGetProcAddress, and the replacement of the addresses that they return.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -112,7 +112,7 @@ pub unsafe extern "C-unwind" fn cuGetProcAddress_v2(
     unsafe { v2::<0>(symbol, out, version, flags, status) }
 }
 
-/// Replaces what cuGetProcAddress gave out.
+/// Replaces the address that cuGetProcAddress returned.
 ///
 /// # Safety
 /// `symbol` and `out` are the arguments of a call that succeeded.
@@ -123,12 +123,13 @@ pub unsafe fn wrap_result(symbol: *const c_char, out: *mut *mut c_void, version:
     // SAFETY: the caller's C string.
     let name = unsafe { CStr::from_ptr(symbol) }.to_bytes();
     if let Some(function) = by_proc_address(name, version, flags) {
-        // SAFETY: the caller's place, which the call has just written.
+        // SAFETY: the caller's place, which the call has written.
         unsafe { *out = function.wrap(*out) };
     }
 }
 
-/// The row for a name, a version and flags of cuGetProcAddress: one name stands for several functions there.
+/// The row for a name, version and flags of cuGetProcAddress, where one name denotes several
+/// functions.
 pub fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static Function> {
     if name == b"cuGetProcAddress" && version >= GET_PROC_ADDRESS_V2 {
         return Some(&V2);
@@ -146,7 +147,7 @@ pub fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'stat
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// From this version on, asking for `cuGetProcAddress` gives `cuGetProcAddress_v2`.
+/// From this version on, `cuGetProcAddress` denotes `cuGetProcAddress_v2`.
 const GET_PROC_ADDRESS_V2: c_int = 12000;
 
 #[cfg(test)]

@@ -17,9 +17,9 @@ use crate::{
 /// The host stub of a kernel.
 type Stub = *const c_void;
 
-/// Stream of a launch configuration.
+/// The stream of a launch configuration.
 pub fn stream_of(config: *const RuntimeLaunchConfig) -> Stream {
-    // SAFETY: null, or the caller's configuration, whose head this is; it stays valid for the call.
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
 }
 

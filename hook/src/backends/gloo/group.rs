@@ -1,7 +1,8 @@
-//! Process groups of gloo: their creation, which blocks until all members have met in the store, and an identity for each.
+//! Process groups of gloo. Their creation blocks until all members have met in the store.
 //!
-//! The identity is the key under which the group's members find each other in the store, without the part that names the member:
-//! torch puts the group's name, or its number, in front of it. It is equal on all members and differs between groups.
+//! The identity of a group is the key under which its members find each other in the store, without
+//! the part that names the member. PyTorch prefixes the key with the group's name or number, so it
+//! is equal on all members and differs between groups.
 
 use std::{
     cell::Cell,
@@ -29,7 +30,7 @@ use crate::{
 struct GroupInCreation {
     rank: i32,
     size: u32,
-    /// Its entry and its operation, once its identity is known.
+    /// Its entry and operation, once its identity is known.
     comm: Option<usize>,
     slot: Option<usize>,
 }
@@ -38,7 +39,8 @@ thread_local! {
     static GROUP_IN_CREATION: Cell<Option<GroupInCreation>> = const { Cell::new(None) };
 }
 
-/// The index of a group's entry and its identity. One that was created unseen has an identity of its own process only.
+/// The entry and identity of a group. A group whose creation was not seen gets an identity that
+/// only this process has.
 pub fn known(recorder: &'static Recorder, group: Word) -> Option<(usize, u64)> {
     let index = recorder.comms.find(group).or_else(|| adopt(recorder, group, -1, 0))?;
     Some((index, recorder.comm_id(index)))
@@ -65,7 +67,7 @@ pub struct Creating {
     size: u32,
 }
 
-/// Before a constructor.
+/// Called before the constructor.
 pub fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word) -> Creating {
     let (rank, size) = (rank as i32, size as u32);
     GROUP_IN_CREATION.set(Some(GroupInCreation { rank, size, comm: None, slot: None }));
@@ -97,7 +99,7 @@ impl Creating {
     }
 }
 
-/// A group that was at the same address before is gone.
+/// Forgets an earlier group at the same address.
 fn forget(recorder: &'static Recorder, group: Word) {
     if let Some(old) = recorder.comms.find(group) {
         recorder.set_comm_state(old, CommunicatorState::Finalized);
@@ -113,7 +115,7 @@ impl After for Creating {
 
 impl Drop for Creating {
     fn drop(&mut self) {
-        // The constructor threw. In a forked child the ring is the parent's.
+        // The constructor threw. In a forked child the ring belongs to the parent.
         if recorder::running().is_some_and(|now| std::ptr::eq(now, self.recorder)) {
             self.end(false);
         }
@@ -125,10 +127,12 @@ pub fn wants_key() -> bool {
     GROUP_IN_CREATION.get().is_some_and(|in_work| in_work.comm.is_none())
 }
 
-/// A key was set in a store while a group is created: the first one tells who the group is.
+/// Called when a key is set in a store during the creation of a group. The first key identifies the
+/// group.
 pub fn key_set(recorder: &'static Recorder, key: Word) {
     let Some(in_work) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
-    // SAFETY: a std::string of either ABI of libstdc++ begins with a pointer to its terminated characters.
+    // SAFETY: in both ABIs of libstdc++, a std::string begins with a pointer to its terminated
+    // characters.
     let key = unsafe { CStr::from_ptr(*(key as *const *const c_char)) }.to_bytes();
     let common = key.iter().rposition(|byte| *byte == b'/').map_or(&key[..0], |slash| &key[..slash]);
     let id = if common.is_empty() { local_id() } else { hash(&[b"gloo", common]) };

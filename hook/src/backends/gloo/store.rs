@@ -1,7 +1,9 @@
-//! The store in which the ranks of PyTorch find each other: a rank that never comes leaves the others in it, before there is any group.
+//! The store in which PyTorch's ranks find each other. A rank that never arrives blocks the others
+//! here, before there is any group.
 //!
-//! A store is used by many processes that are no rank of anything, such as the agent of torchrun, so only a rank's waiting counts; and
-//! other threads may rightly wait in one for as long as the job runs, so only the main thread's `wait` does.
+//! Many processes that are not ranks use stores, such as the agent of torchrun, so only calls of
+//! ranks count. Other threads may legitimately wait in a store for as long as the job runs, so
+//! `wait` counts on the main thread only.
 
 use crate::{
     backends::host_call::Running,
@@ -11,7 +13,8 @@ use crate::{
     },
 };
 
-/// Whether this process is one of several ranks, by the variables of torchrun, as of the first time that it is asked.
+/// Whether torchrun's variables make this process one of several ranks. Determined at the first
+/// call.
 pub fn of_a_rank() -> bool {
     static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
     *IS_RANK.get_or_init(|| {
@@ -20,12 +23,12 @@ pub fn of_a_rank() -> bool {
     })
 }
 
-/// The same for its main thread.
+/// Whether this is the main thread of such a process.
 pub fn of_main_thread() -> bool {
     thread_state::with(|thread| thread.tid()) == std::process::id() && of_a_rank()
 }
 
-/// Before a call that returns when others have come.
+/// Called before a call that returns when other ranks have arrived.
 pub fn waiting(recorder: &'static Recorder, name: &'static str) -> Running {
     Running::new(recorder)
         .with(&named_host_call(recorder, name))

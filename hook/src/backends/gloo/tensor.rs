@@ -1,4 +1,5 @@
-//! Elements and type of a tensor, asked of PyTorch through its stable C interface (from 2.1 on). Older ones do not tell.
+//! Element count and type of a tensor, through PyTorch's stable C interface (from 2.1 on). Older
+//! versions do not provide them.
 
 use std::ffi::{CStr, c_int};
 
@@ -6,18 +7,18 @@ use xpu_timer_proto::v1::DataType;
 
 use crate::runtime::{abi::Word, linker::function::Function};
 
-/// How an argument holds the tensor that tells the size of an operation.
+/// How an argument contains the tensor that determines the size of an operation.
 #[derive(Debug, Clone, Copy)]
 pub enum Tensors {
-    /// It does not, or not the same on all ranks.
+    /// It does not, or it differs between ranks.
     None,
     /// `at::Tensor&`.
     One(Word),
-    /// `std::vector<at::Tensor>&`; the first one tells.
+    /// `std::vector<at::Tensor>&`; the first tensor counts.
     Many(Word),
 }
 
-/// `c10::ScalarType` by its number.
+/// `c10::ScalarType` by number.
 const TYPES: [(c_int, DataType); 13] = [
     (0, DataType::Uint8),
     (1, DataType::Int8),
@@ -39,27 +40,31 @@ where
     T: Default,
 {
     let getter = beside.companion(0, number, &[name])?;
-    // SAFETY: aoti_torch_get_numel and aoti_torch_get_dtype have this type with `T` of 64 and 32 bits; they catch what throws.
+    // SAFETY: aoti_torch_get_numel and aoti_torch_get_dtype have this type, with a 64-bit and a
+    // 32-bit `T`. They catch exceptions.
     let getter =
         unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn(Word, *mut T) -> c_int>(getter) };
     let mut answer = T::default();
-    // SAFETY: the caller's tensor, which lives during the call, and a place for the answer.
+    // SAFETY: the caller's tensor, which lives during the call, and a place for the result.
     (unsafe { getter(tensor, &mut answer) } == 0).then_some(answer)
 }
 
-/// Elements and type; zero and unknown when they cannot be told. PyTorch's interface is in the library of the original of `beside`.
+/// Element count and type, zero and unspecified if unknown. The interface is looked up in the
+/// library of the original of `beside`.
 pub fn shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
     let tensor = match tensors {
         Tensors::None => 0,
         Tensors::One(tensor) => tensor,
-        // SAFETY: the caller's vector, which begins with the addresses of its first element and of its end.
+        // SAFETY: the caller's vector, which begins with the addresses of its first element and of
+        // its end.
         Tensors::Many(vector) if vector != 0 => unsafe {
             let [first, end] = *(vector as *const [Word; 2]);
             if first < end { first } else { 0 }
         },
         Tensors::Many(_) => 0,
     };
-    // SAFETY: a tensor is a pointer to its implementation, and one that is not defined has none of its own to be asked.
+    // SAFETY: a tensor consists of a pointer to its implementation. Without an implementation there
+    // is nothing to query.
     if tensor == 0 || unsafe { *(tensor as *const Word) } == 0 {
         return Default::default();
     }

@@ -1,11 +1,4 @@
-//! The MPI of the process, Open MPI, MPICH or one with the standard interface of MPI 5, by interposition of its functions and through dlsym. A function is a row.
-//!
-//! Each has two names: C programs call `MPI_`, and so does the Fortran of MPICH; the Fortran of Open MPI, and tools that stand between,
-//! call `PMPI_`. A call inside a hooked call is not seen again. What is not seen: `MPI_Put` and its kin, whose ends are seen;
-//! reading a file alone; and MPI linked statically. A form of MPI 4 whose name ends with `_c` stands beside the other one where nothing
-//! that it counts is read, else in [`large`].
-//! Arguments are words: all of them travel in integer registers or in stack slots of eight bytes, and go
-//! on as they came, so that no type of either interface is needed.
+//! Initialization, finalization, and the blocking and nonblocking collectives.
 
 use xpu_timer_proto::v1::Op;
 
@@ -28,7 +21,7 @@ use crate::{
     },
 };
 
-/// The end of MPI is a barrier of all ranks by another name.
+/// MPI_Finalize is recorded as a barrier of all ranks.
 fn finalizing(recorder: &'static Recorder) -> Running {
     let Some(world) = library().map(|library| library.abi.world as Word) else { return Running::new(recorder) };
     let what = operation(recorder, Op::Barrier, world, NOBODY, VARIES);

@@ -1,9 +1,12 @@
-//! The life of MPI's communicators, and identities for them that are equal on all ranks without a message between them.
+//! MPI's communicators, windows and files, and identities for them that are equal on all ranks
+//! without any message between them.
 //!
-//! An identity is a hash of the members' ranks in the world, in their order, and of how many communicators with
-//! exactly these members this process has made before. All members take part in making each of them, and in the same order,
-//! because making one is a collective call. One between two groups has as members those of the group with the lowest
-//! rank, then the others. A window and a file are the next thing that was made of their communicator.
+//! An identity is a hash of the members' ranks in the world, in order, and of how many
+//! communicators with exactly these members this process has created before. Creating a
+//! communicator is a collective call of all members, so they all create them in the same order. The
+//! members of an intercommunicator are those of the group with the lowest rank, then the others.
+//! The identity of a window or file is derived from its communicator and from the number of objects
+//! that were derived from that before.
 
 use std::{
     ffi::c_int,
@@ -38,37 +41,39 @@ use crate::{
     },
 };
 
-/// A communicator that a call uses.
+/// A communicator that the hook knows.
 #[derive(Debug, Clone, Copy)]
 pub struct KnownCommunicator {
-    /// Its entry.
+    /// Its entry in the communicator table.
     pub index: usize,
     /// Its identity.
     pub id: u64,
 }
 
-/// WaitFor each entry that connects two groups, one more than the number of the other group's first member; else 0.
+/// For the entry of an intercommunicator, the number of the remote group's first member plus one. 0
+/// for other entries.
 static FIRST_REMOTE: [AtomicU32; comm::SLOTS] = [const { AtomicU32::new(0) }; comm::SLOTS];
 
 impl KnownCommunicator {
-    /// Whether it connects two groups.
+    /// Whether it is an intercommunicator.
     pub fn is_inter(self) -> bool {
         FIRST_REMOTE[self.index].load(Ordering::Relaxed) != 0
     }
 
-    /// A copy of it connects the same groups.
+    /// A duplicate connects the same groups.
     pub fn copy_remote_group_to(self, copy: usize) {
         FIRST_REMOTE[copy].store(FIRST_REMOTE[self.index].load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// The number of a peer among all its members: between two groups, a peer is one of the other group.
+    /// The number of a peer among all members. In an intercommunicator, a peer is a member of the
+    /// remote group.
     pub fn peer(self, peer: Word) -> Word {
         peer + FIRST_REMOTE[self.index].load(Ordering::Relaxed).saturating_sub(1) as Word
     }
 }
 
-/// The communicator of a handle, made known when it was created where the hook did not see it. `None` for one that has only
-/// this process in it: nobody can keep it waiting there.
+/// The communicator with a handle. It is registered now if its creation was not seen. `None` for a
+/// communicator of this process alone, in which nothing waits for others.
 pub fn known(recorder: &'static Recorder, handle: Word) -> Option<KnownCommunicator> {
     let library = library()?;
     let handle = library.abi.handle(handle);
@@ -90,8 +95,9 @@ fn bytes(ranks: &[c_int]) -> Vec<u8> {
     ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect()
 }
 
-/// How many communicators with these members there were before. The table is found by hash and never cleared; two groups
-/// that meet in a place share its count, on all their members alike only when these are in both.
+/// How many communicators with these members were created before. The hash table is never cleared.
+/// Two member sets that collide share their count; that count is equal on all members only if they
+/// belong to both sets.
 fn generation(members: u64) -> u64 {
     const GROUPS: usize = 1024;
     static SEEN: [(AtomicU64, AtomicU64); GROUPS] = [const { (AtomicU64::new(0), AtomicU64::new(0)) }; GROUPS];
@@ -102,7 +108,7 @@ fn generation(members: u64) -> u64 {
             return count.fetch_add(1, Ordering::Relaxed);
         }
     }
-    // More different groups than places: from here on they cannot be told from each other's first.
+    // The table is full. From now on, communicators with the same members share an identity.
     0
 }
 
@@ -114,17 +120,17 @@ fn numbered(members: u64) -> u64 {
     hash(&[&members.to_le_bytes(), &generation(members).to_le_bytes()])
 }
 
-/// Who belongs to a communicator.
+/// The members of a communicator.
 #[derive(Debug, PartialEq, Eq)]
 struct Members {
     id: u64,
     size: u32,
     rank: i32,
-    /// As [`FIRST_REMOTE`] has it.
+    /// The value of [`FIRST_REMOTE`].
     first_remote: u32,
 }
 
-/// The members of a communicator between two groups, of which this process is member `rank` of the first one.
+/// The members of an intercommunicator, of which this process is member `rank` of the local group.
 fn both(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
     let leads = own.iter().min() < remote.iter().min();
     let (first, second) = if leads { (own, remote) } else { (remote, own) };
@@ -149,7 +155,8 @@ fn members(library: &Library, handle: u64) -> Option<Members> {
     }
     match (own, library.remote_ranks(handle)) {
         (Some(own), Some(remote)) => Some(both(&own, &remote, rank)),
-        // Spawned processes: neither side can tell the others' numbers. Nobody is matched there, and nothing is compared.
+        // Spawned processes: neither group can translate the other's ranks. The members are not
+        // matched, and sizes are not compared.
         _ => Some(Members { size: 0, rank: -1, first_remote: 1, ..plain(local_id()) }),
     }
 }
@@ -167,26 +174,26 @@ fn adopt(recorder: &'static Recorder, library: &Library, handle: u64) -> Option<
     Some(index)
 }
 
-/// A new entry.
+/// Creates an entry.
 pub fn create(recorder: &'static Recorder, new: &NewCommunicator) -> Option<usize> {
     let index = recorder.create_comm(new)?;
     FIRST_REMOTE[index].store(0, Ordering::Relaxed);
     Some(index)
 }
 
-/// It can be used from now on, by this handle.
+/// The communicator can be used from now on, with this handle.
 pub fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
 }
 
-/// `MPI_Init`, which returns on no rank before all have called it.
+/// `MPI_Init`, which returns on no rank before all ranks have called it.
 pub struct Starting {
     running: Running,
     comm: Option<usize>,
 }
 
-/// Before `MPI_Init` of any form.
+/// Called before any form of `MPI_Init`.
 pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
     let environment = config::snapshot();
     let info = Source::new(move |name| config::value(&environment, name).map(str::to_string), "").rank_info();
@@ -226,14 +233,14 @@ fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> NewOperati
     NewOperation { kind: OpKind::HostCall, op, ..named_host_call(recorder, name) }
 }
 
-/// What stands behind a handle.
+/// What a handle refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A communicator.
     Comm,
     /// A window.
     Window,
-    /// A file, whose handle is a pointer in both interfaces.
+    /// A file, whose handle is a pointer in every ABI.
     File,
 }
 
@@ -242,7 +249,7 @@ impl Kind {
         if self == Kind::File { word } else { library.abi.handle(word) as usize }
     }
 
-    /// A handle in memory.
+    /// Reads a handle from memory.
     ///
     /// # Safety
     /// `place` is null or points to a handle.
@@ -256,16 +263,17 @@ impl Kind {
     }
 }
 
-/// A call that makes a communicator, or a window or a file of one.
+/// A call that creates a communicator, or a window or file of one.
 pub struct Making {
     running: Running,
     output: Word,
     kind: Kind,
-    /// Its entry, when who belongs to it is known before.
+    /// Its entry, if the members are known before the call.
     comm: Option<usize>,
 }
 
-/// Before a call that all ranks of another communicator make. `output` is where the library writes the new one.
+/// Called before all ranks of a communicator create a new one. The library writes its handle to
+/// `output`.
 pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> Making {
     polling::interrupt(recorder);
     let running = of_parent(recorder, name, known(recorder, parent));
@@ -280,14 +288,15 @@ fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Kno
     running.with(&what)
 }
 
-/// Before a call that makes a communicator with processes that share none with this one, or none that the call names.
+/// Called before the creation of a communicator with processes that share none with this one, or
+/// without a parent.
 pub fn from_strangers(recorder: &'static Recorder, name: &'static str, output: Word) -> Making {
     polling::interrupt(recorder);
     let running = Running::new(recorder).with(&making(recorder, Op::CommInit, name));
     Making { running, output, kind: Kind::Comm, comm: None }
 }
 
-/// Before a call that only the ranks of a group make.
+/// Called before only the ranks of a group create a communicator.
 pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> Making {
     polling::interrupt(recorder);
     let running = Running::new(recorder);
@@ -306,7 +315,7 @@ pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, 
     Making { running: running.with(&what), output, kind: Kind::Comm, comm }
 }
 
-/// Before a call that all ranks of a communicator make to get a window or a file.
+/// Called before all ranks of a communicator create a window or file.
 pub fn derived(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word, kind: Kind) -> Making {
     polling::interrupt(recorder);
     let parent = known(recorder, parent);
@@ -328,7 +337,7 @@ impl After for Making {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         let library = library().filter(|_| result == SUCCESS);
-        // SAFETY: the caller's place for the handle, which the library has just written.
+        // SAFETY: the caller's place for the handle, which the library has written.
         let made = library.map(|library| (library, unsafe { self.kind.handle_at(library, self.output) }));
         match (made, self.comm) {
             (Some((_, handle)), Some(index)) => ready(recorder, index, handle),
@@ -344,16 +353,17 @@ impl After for Making {
     }
 }
 
-/// The window or file of a handle. `None` for one that only this process has, and for one that was made unseen.
+/// The window or file with a handle. `None` if it belongs to this process alone, or if its creation
+/// was not seen.
 pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<KnownCommunicator> {
     let index = recorder.comms.find(kind.handle(library()?, handle))?;
     with_others(recorder, index)
 }
 
-/// After `MPI_Session_init`.
+/// Token of `MPI_Session_init`.
 pub struct Session(Word);
 
-/// Before it. `place` is where it writes the session.
+/// Called before `MPI_Session_init`, which writes the session to `place`.
 pub fn session(place: Word) -> Session {
     Session(place)
 }
@@ -361,14 +371,14 @@ pub fn session(place: Word) -> Session {
 impl After for Session {
     fn after(self, _: &'static Recorder, result: c_int) {
         if let Some(library) = library().filter(|_| result == SUCCESS) {
-            // SAFETY: the caller's place for the session, which the library has just written.
+            // SAFETY: the caller's place for the session, which the library has written.
             library.set_session(unsafe { library.abi.handle_at(self.0, 0) });
         }
     }
 }
 
-/// Before `MPI_Session_finalize`, which may wait for those that the session's communicators were shared with, and writes the handle
-/// over. The library may not be asked by it any more.
+/// Called before `MPI_Session_finalize`, which overwrites the handle and may wait for processes
+/// that share the session's communicators. The hook must not use the session any more.
 pub fn session_over(recorder: &'static Recorder, place: Word) -> Running {
     polling::interrupt(recorder);
     if let Some(library) = library() {
@@ -381,13 +391,13 @@ pub fn session_over(recorder: &'static Recorder, place: Word) -> Running {
 /// A call that ends a communicator.
 pub struct Ending(Option<usize>);
 
-/// Before `MPI_Comm_free` and `MPI_Comm_disconnect`, which write the handle over.
+/// Called before `MPI_Comm_free` and `MPI_Comm_disconnect`, which overwrite the handle.
 pub fn ending(recorder: &'static Recorder, place: Word) -> Ending {
     polling::interrupt(recorder);
     ending_of(recorder, Kind::Comm, place).1
 }
 
-/// What stands behind the handle in a place, and its end.
+/// The object behind a handle in memory, and its end.
 pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<KnownCommunicator>, Ending) {
     // SAFETY: the caller's communicator, window or file.
     let handle = library().map(|library| unsafe { kind.handle_at(library, place) });
@@ -404,11 +414,11 @@ impl After for Ending {
     }
 }
 
-/// A call that all members make to end a window or a file.
+/// A call that all members make to end a window or file.
 pub struct Freeing {
     /// The call.
     pub running: Running,
-    /// What it ends.
+    /// The object that it ends.
     pub ending: Ending,
 }
 
@@ -429,7 +439,8 @@ mod tests {
         let again = identity(&[3, 5]);
         let turned = identity(&[5, 3]);
         assert!(pair != again && pair != turned && again != turned);
-        // What another rank computes, which has also seen two such pairs, and others in between.
+        // The computation of another rank, which has also created two such pairs, and others in
+        // between.
         let members = hash(&[b"MPI group", &bytes(&[3, 5])]);
         assert_eq!(pair, hash(&[&members.to_le_bytes(), &0u64.to_le_bytes()]));
         assert_eq!(again, hash(&[&members.to_le_bytes(), &1u64.to_le_bytes()]));
@@ -437,7 +448,8 @@ mod tests {
 
     #[test]
     fn members_of_two_groups_have_one_number_each_on_both_sides() {
-        // Ranks 0 and 2 on one side, 1 and 3 on the other; this is rank 2, and this is rank 3.
+        // One group has ranks 0 and 2, the other 1 and 3. The first result is that of rank 2, the
+        // second that of rank 3.
         let (two, three) = (both(&[0, 2], &[1, 3], 1), both(&[1, 3], &[0, 2], 1));
         assert_eq!((two.size, two.rank, two.first_remote), (4, 1, 3));
         assert_eq!((three.size, three.rank, three.first_remote), (4, 3, 1));

@@ -1,4 +1,4 @@
-//! Communicators are made and freed: rows.
+//! Functions that create and free communicators.
 
 use crate::{
     backends::mpi::{
@@ -62,7 +62,7 @@ hooked! {
     MPI_Comm_connect | PMPI_Comm_connect(port: Word, info: Word, root: Word, comm: Word, new: Word)
         => |recorder, _| from_parent(recorder, "MPI_Comm_connect", comm, new);
     MPI_Comm_join | PMPI_Comm_join(socket: Word, new: Word) => |recorder, _| from_strangers(recorder, "MPI_Comm_join", new);
-    // Of a communicator some of whose ranks are gone.
+    // The parent may have failed ranks.
     MPIX_Comm_shrink(comm: Word, new: Word) => |recorder, _| from_parent(recorder, "MPIX_Comm_shrink", comm, new);
 
     MPI_Session_init | PMPI_Session_init(info: Word, errors: Word, new: Word) => |_, _| session(new);

@@ -1,4 +1,5 @@
-//! `MPI_Comm_idup`: a communicator that is there when its request is done. Its identity is known when the call is made.
+//! `MPI_Comm_idup`: a communicator that is ready when its request completes. Its identity is
+//! determined when the call is made.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -28,7 +29,7 @@ pub struct Duplicating {
     made: Option<(usize, u64)>,
 }
 
-/// Before it. `place` is where the library writes the new communicator.
+/// Called before `MPI_Comm_idup`, which writes the new communicator to `place`.
 pub fn duplicating(
     recorder: &'static Recorder,
     name: &'static str,
@@ -57,7 +58,7 @@ impl After for Duplicating {
         if result != SUCCESS {
             return recorder.retire_comm(index);
         }
-        // SAFETY: the caller's place for the request, which the library has just written.
+        // SAFETY: the caller's place for the request, which the library has written.
         let request = unsafe { library.abi.handle_at(self.request, 0) };
         let one = Pending { request, place: self.place, index, id };
         if request == 0 || request == library.abi.request_null {

@@ -1,4 +1,5 @@
-//! The forms of MPI 4 that count in `MPI_Count`, which is 64 bits wide. mpi4py calls them wherever the library has them.
+//! The large-count functions of MPI 4, whose counts have 64 bits. mpi4py calls them if the library
+//! has them.
 
 use xpu_timer_proto::v1::Op;
 

@@ -1,9 +1,9 @@
-//! The loaded MPI library: which of the three binary interfaces it has, and the few functions of its own that the hook calls.
+//! The loaded MPI library: its ABI, and the few functions of it that the hook calls.
 //!
-//! No header is used. A handle is a pointer in Open MPI and in the standard interface of MPI 5, where the predefined ones are small
-//! numbers, and a 32-bit number in MPICH and all that share its interface (Intel MPI, MVAPICH, Cray MPICH), and the special numbers
-//! differ; [`Abi`] is the table. The `PMPI_` names are called, so that no
-//! profiling library sees the hook's own calls.
+//! No header is used. A handle is a pointer in Open MPI and in the standard ABI of MPI 5, where
+//! predefined handles are small numbers. It is a 32-bit number in MPICH and in libraries with its
+//! ABI (Intel MPI, MVAPICH, Cray MPICH). The special numbers differ too; see [`Abi`]. The hook
+//! calls the `PMPI_` names, so that no profiling library sees its calls.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -21,10 +21,10 @@ use crate::runtime::{
     os::leaked_once::LeakedOnce,
 };
 
-/// What differs between the interfaces.
+/// The differences between the ABIs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Abi {
-    /// Bits of a handle that mean something; the rest of its register may hold anything.
+    /// The bits of a word that belong to a handle. The other bits are arbitrary.
     mask: u64,
     /// `MPI_COMM_WORLD`.
     pub world: u64,
@@ -46,7 +46,7 @@ type Translate = unsafe extern "C" fn(Word, c_int, *const c_int, Word, *mut c_in
 type OfSession = unsafe extern "C" fn(Word, *const c_char, *mut u64) -> c_int;
 type FreeGroup = unsafe extern "C" fn(*mut u64) -> c_int;
 
-/// The library and what is known of it.
+/// The MPI library.
 pub struct Library {
     /// Its interface.
     pub abi: Abi,
@@ -62,16 +62,17 @@ pub struct Library {
     comm_remote_group: GroupOf,
     group_rank: Getter,
     initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
-    /// MPI 4 alone has sessions.
+    /// Only MPI 4 and newer have sessions.
     group_of_session: Option<OfSession>,
-    /// Sessions that are not over; 0 for none. Further ones are not needed.
+    /// Open sessions, 0 for none. One open session is enough, so further ones are ignored.
     sessions: [AtomicU64; 8],
 }
 
 /// `MPI_IN_PLACE`: 1, but -1 in MPICH.
 const IN_PLACE: [isize; 2] = [1, -1];
 
-/// Predefined types: Open MPI's symbol, MPICH's number, the standard's number, and what it is.
+/// Predefined types: symbol in Open MPI, number in MPICH, number in the standard ABI, and element
+/// type.
 const TYPES: [(&CStr, u64, u64, DataType); 23] = [
     (c"ompi_mpi_byte", 0x4c00_010d, 0x247, DataType::Uint8),
     (c"ompi_mpi_char", 0x4c00_0101, 0x243, DataType::Int8),
@@ -98,8 +99,8 @@ const TYPES: [(&CStr, u64, u64, DataType); 23] = [
     (c"ompi_mpi_c_double_complex", 0x4c00_1041, 0x215, DataType::Complex128),
 ];
 
-/// The process's MPI library. `None` when its interface is none of those that are known; then its calls only count as
-/// host calls that may block.
+/// The process's MPI library. `None` if its ABI is unknown; then its calls are recorded as host
+/// calls that may block.
 pub fn library() -> Option<&'static Library> {
     static LIBRARY: LeakedOnce<Option<Library>> = LeakedOnce::new();
     let find = || {
@@ -110,7 +111,7 @@ pub fn library() -> Option<&'static Library> {
     LIBRARY.get_or_init(find).as_ref()
 }
 
-/// Whether a function is one of a library of the standard interface, whose file has a name of its own.
+/// Whether a function belongs to a library with the standard ABI, which has a file name of its own.
 fn is_standard(function: *mut c_void) -> bool {
     let file = dynamic::path_of(function).and_then(|path| path.to_bytes().rsplit(|byte| *byte == b'/').next());
     file.is_some_and(|name| name.starts_with(b"libmpi_abi.so"))
@@ -118,14 +119,16 @@ fn is_standard(function: *mut c_void) -> bool {
 
 impl Library {
     fn find() -> Option<Self> {
-        // The next one in the global scope, as the exported functions do it; else one that was loaded into a scope of its own.
+        // The next library in the global scope, as for the exported functions; else one that was
+        // loaded with local scope.
         let next = std::iter::once(libc::RTLD_NEXT);
         let known = originals::host_libraries(family::Library::Mpi);
         next.chain(known).find_map(Self::of)
     }
 
     fn of(handle: *mut c_void) -> Option<Self> {
-        // The address that all of the process uses may be that of a copy in the executable, which only the global scope tells.
+        // The executable may contain a copy that the process uses. Only a lookup in the global
+        // scope finds it.
         let at = |name: &CStr| match look_up(libc::RTLD_DEFAULT, name) as u64 {
             0 => look_up(handle, name) as u64,
             found => found,
@@ -147,7 +150,7 @@ impl Library {
                 if found.is_null() {
                     return None;
                 }
-                // SAFETY: the function of this name has the type of the field that it goes to, by the MPI standard.
+                // SAFETY: by the MPI standard, the function of this name has the type of its field.
                 unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
             }};
         }
@@ -176,7 +179,8 @@ impl Library {
 
     fn ask(&self, getter: Getter, handle: u64) -> Option<c_int> {
         let mut number = 0;
-        // SAFETY: a live handle that the caller of a hooked function passed, and a place for the answer.
+        // SAFETY: a valid handle that the host passed to a hooked function, and a place for the
+        // result.
         (unsafe { getter(handle as Word, &mut number) } == 0).then_some(number)
     }
 
@@ -185,28 +189,30 @@ impl Library {
         Some((self.ask(self.comm_rank, comm)?, self.ask(self.comm_size, comm)? as u32))
     }
 
-    /// Whether a communicator connects two groups.
+    /// Whether a communicator is an intercommunicator.
     pub fn is_inter(&self, comm: u64) -> bool {
         self.ask(self.comm_test_inter, comm).is_none_or(|flag| flag != 0)
     }
 
-    /// The ranks in the world of a communicator's members, in their order; `None` when they cannot be told.
+    /// The ranks of a communicator's members in the world, in order. `None` when they cannot be
+    /// translated.
     pub fn world_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
         self.with_group(self.comm_group, comm, |group| self.world_ranks_of(group))?
     }
 
-    /// The same for the members of the other group that a communicator between two groups reaches.
+    /// The ranks of the remote group of an intercommunicator.
     pub fn remote_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
         self.with_group(self.comm_remote_group, comm, |group| self.world_ranks_of(group))?
     }
 
-    /// The same for a group. Members that are not in the world, such as spawned ones, cannot be told.
+    /// The ranks of a group. Members that are not in the world, such as spawned processes, cannot
+    /// be translated.
     pub fn world_ranks_of(&self, group: u64) -> Option<Vec<c_int>> {
         let size = self.ask(self.group_size, group)?;
         let own: Vec<c_int> = (0..size).collect();
         let mut ranks = vec![0; own.len()];
         let translated = self.with_world(|world| {
-            // SAFETY: two live groups, and arrays of `size` numbers.
+            // SAFETY: two valid groups, and arrays of `size` numbers.
             unsafe { (self.group_translate)(group as Word, size, own.as_ptr(), world as Word, ranks.as_mut_ptr()) }
         })?;
         (translated == 0 && ranks.iter().all(|rank| *rank >= 0)).then_some(ranks)
@@ -217,50 +223,53 @@ impl Library {
         self.ask(self.group_rank, group).filter(|rank| *rank >= 0)
     }
 
-    /// A session has begun.
+    /// Records a new session.
     pub fn set_session(&self, session: u64) {
         let free =
             |place: &&AtomicU64| place.compare_exchange(0, session, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         let _ = self.sessions.iter().find(free);
     }
 
-    /// A session is over.
+    /// Removes a finalized session.
     pub fn forget_session(&self, session: u64) {
         for place in self.sessions.iter().filter(|_| session != 0) {
             let _ = place.compare_exchange(session, 0, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 
-    /// The group of all processes: that of `MPI_COMM_WORLD`, which may not be touched in a program that only has sessions.
+    /// Calls a closure with the group of all processes: that of `MPI_COMM_WORLD`, or of a session
+    /// in a program that only uses sessions, where `MPI_COMM_WORLD` must not be used.
     fn with_world<R>(&self, use_it: impl FnOnce(u64) -> R) -> Option<R> {
         let mut flag = 0;
-        // SAFETY: a place for an int; the function may be called at any time.
+        // SAFETY: a place for an int. The function may be called at any time.
         if unsafe { (self.initialized)(&mut flag) } == 0 && flag != 0 {
             return self.with_group(self.comm_group, self.abi.world, use_it);
         }
         let of_session = self.group_of_session?;
         let session = self.sessions.iter().map(|place| place.load(Ordering::Relaxed)).find(|session| *session != 0)?;
         let mut group = 0;
-        // SAFETY: a live session, the name that the standard has for the set of all processes, and a place for a handle.
+        // SAFETY: an open session, the standard's name for the set of all processes, and a place
+        // for a handle.
         let result = unsafe { of_session(session as Word, c"mpi://WORLD".as_ptr(), &mut group) };
         (result == 0).then(|| self.and_free(group, use_it))
     }
 
     fn with_group<R>(&self, group_of: GroupOf, comm: u64, use_it: impl FnOnce(u64) -> R) -> Option<R> {
         let mut group = 0;
-        // SAFETY: a live communicator, and a place that is large enough for a handle of either interface.
+        // SAFETY: a valid communicator, and a place that is large enough for a handle of each ABI.
         let result = unsafe { group_of(comm as Word, &mut group) };
         (result == 0).then(|| self.and_free(group, use_it))
     }
 
     fn and_free<R>(&self, mut group: u64, use_it: impl FnOnce(u64) -> R) -> R {
         let result = use_it(self.abi.handle(group as Word));
-        // SAFETY: a group that was just made; nobody else knows it.
+        // SAFETY: a group that was created above and that nothing else uses.
         unsafe { (self.group_free)(&mut group) };
         result
     }
 
-    /// Elements and their type; bytes of an unknown type when it is not a predefined one.
+    /// Element count and type. For a type that is not predefined, it is the number of bytes and an
+    /// unspecified type.
     pub fn shape(&self, count: i64, dtype: Word) -> (u64, DataType) {
         let handle = self.abi.handle(dtype);
         let count = count.max(0) as u64;
@@ -282,7 +291,7 @@ impl Abi {
         proc_null: -1,
         any_tag: -1,
     };
-    /// That of MPI 5.
+    /// The standard ABI of MPI 5.
     const STANDARD: Abi = Abi {
         mask: u64::MAX,
         world: 0x101,
@@ -297,12 +306,12 @@ impl Abi {
         Abi { mask: u64::MAX, world, comm_null, request_null, any_source: -1, proc_null: -2, any_tag: -1 }
     }
 
-    /// A handle without what else its register holds.
+    /// The handle in a word.
     pub fn handle(&self, word: Word) -> u64 {
         word as u64 & self.mask
     }
 
-    /// A handle that the library wrote, or the host keeps in an array.
+    /// A handle in memory that the library wrote or that the host keeps in an array.
     ///
     /// # Safety
     /// `place` is null or points to `index + 1` handles.
@@ -317,7 +326,7 @@ impl Abi {
     }
 }
 
-/// Whether a buffer argument says that the other buffer is used.
+/// Whether a buffer argument is `MPI_IN_PLACE`.
 pub fn in_place(buffer: Word) -> bool {
     IN_PLACE.contains(&(buffer as isize))
 }

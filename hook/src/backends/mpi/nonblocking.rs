@@ -19,7 +19,8 @@ pub fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size
     posted(what.map(|what| NewOperation { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
 }
 
-/// The function that starts such a collective. The standard does not let it match a blocking one, so the record tells them apart.
+/// The function that starts such a collective. The standard does not let it match a blocking one,
+/// so the record distinguishes them.
 fn nonblocking(op: Op) -> &'static str {
     match op {
         Op::Barrier => "MPI_Ibarrier",
@@ -45,7 +46,7 @@ pub fn exchange_posted(
     posted_both(receive_and_send(recorder, comm, ends, sends), request)
 }
 
-/// Before a call that only prepares a collective.
+/// Called before a call that creates a persistent collective.
 pub(super) fn prepared(
     recorder: &'static Recorder,
     op: Op,
@@ -57,7 +58,7 @@ pub(super) fn prepared(
     posted(known(recorder, comm).map(|comm| collective_without_seq(op, comm, root, size)), request, true)
 }
 
-/// The same of one for which there is no [`Op`].
+/// Called before a call that creates a persistent collective without an [`Op`].
 pub(super) fn prepared_named(
     recorder: &'static Recorder,
     name: &'static str,

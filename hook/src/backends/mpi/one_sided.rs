@@ -1,7 +1,9 @@
-//! One-sided communication and files: rows. A window or a file is a communicator of its own, whose collectives have numbers of their own.
+//! One-sided communication (RMA) and files. A window or file is a communicator of its own, with its
+//! own sequence numbers.
 //!
-//! `MPI_Put` and its kin only begin something; what waits for its end is here. Who waits for the lock of a window waits for
-//! whoever holds it, which nobody says.
+//! `MPI_Put` and similar functions only begin an operation. The functions that wait for its
+//! completion are here. A thread that waits for a window's lock waits for the rank that holds it,
+//! which is unknown.
 
 use xpu_timer_proto::v1::Op;
 
@@ -31,7 +33,7 @@ fn file(recorder: &'static Recorder, name: &'static str, file: Word) -> Running 
     on(recorder, name, known_object(recorder, Kind::File, file))
 }
 
-/// Before a collective on a window or a file.
+/// Called before a collective on a window or file.
 fn on(recorder: &'static Recorder, name: &'static str, object: Option<KnownCommunicator>) -> Running {
     blocking(recorder, [object.map(|object| of(recorder, name, object))])
 }
@@ -46,7 +48,8 @@ fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, requ
     posted(object.map(|object| of(recorder, name, object)), request, false)
 }
 
-/// Before a call that waits for some members of a window: for `peer`, or for those that only the call knows.
+/// Called before a call that waits for some members of a window: for `peer`, or for members that
+/// only the call knows.
 fn partly(recorder: &'static Recorder, name: &'static str, window: Word, peer: Word) -> Running {
     let object = known_object(recorder, Kind::Window, window);
     blocking(recorder, [host_call_on(recorder, name, object, peer)])

@@ -1,4 +1,4 @@
-//! What a call of MPI runs.
+//! Describes the operations that a call of MPI executes.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -22,7 +22,8 @@ use crate::{
     },
 };
 
-/// `MPI_ERR_OTHER` of MPICH, for a call whose original is not there; in Open MPI it is a code nearby, and an error too.
+/// `MPI_ERR_OTHER` of MPICH, returned by a call without an original. In Open MPI it is another
+/// error code.
 pub const ERROR: c_int = 15;
 
 /// No root and no peer.
@@ -33,31 +34,33 @@ pub fn int(word: Word) -> i64 {
     i64::from(word as i32)
 }
 
-/// Elements and their type, as a call has them.
+/// Element count and type, as a call passes them.
 #[derive(Clone, Copy)]
 pub struct Size(pub i64, pub Word);
 
-/// Ranks may rightly differ in it.
+/// The size may differ between ranks.
 pub const VARIES: Size = Size(0, 0);
 
-/// What a call says of the size of its operation: what it sends, or what it receives when it sends in place.
+/// The size of a collective: that of the send buffer, or that of the receive buffer if the call
+/// sends in place.
 pub fn sized(send: Word, sends: Size, receives: Size) -> Size {
     if in_place(send) { receives } else { sends }
 }
 
-/// A collective. `None` when there is nobody to wait for.
+/// A collective. `None` for a communicator of this process alone.
 pub fn operation(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> Option<NewOperation> {
     let comm = known(recorder, comm)?;
     Some(NewOperation { seq: next(recorder, comm.index), ..collective_without_seq(op, comm, root, size) })
 }
 
-/// The number of a collective that begins.
+/// The sequence number of a collective that begins.
 pub fn next(recorder: &'static Recorder, comm: usize) -> u64 {
     recorder.count(header::COLLECTIVES);
     recorder.comm_word(comm, comm::LAUNCHED).fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// A collective without its number. Between two groups each has a root and sizes of its own.
+/// A collective without its sequence number. In an intercommunicator, each group has its own root
+/// and sizes.
 pub fn collective_without_seq(op: Op, comm: communicator::KnownCommunicator, root: Word, size: Size) -> NewOperation {
     match comm.is_inter() {
         true => begin(op, comm, 0, NOBODY, VARIES),
@@ -87,8 +90,8 @@ pub fn begin(
     }
 }
 
-/// A send to, or a receive from, a peer by a tag. `None` for one with nobody. A receive takes what comes, up to its size,
-/// which is not noted.
+/// A send or receive with a peer and a tag. `None` if the peer is `MPI_PROC_NULL`. The size of a
+/// receive is not recorded, because a smaller message may arrive.
 pub fn transfer(
     recorder: &'static Recorder,
     op: Op,
@@ -103,12 +106,12 @@ pub fn transfer(
     let comm = known(recorder, comm)?;
     let seq = recorder.comm_word(comm.index, comm::POINT_TO_POINT).fetch_add(1, Ordering::Relaxed) + 1;
     let peer = if peer as i32 == abi.any_source { NOBODY } else { comm.peer(peer) };
-    // As most interfaces have it, -1 is any tag.
+    // -1 represents any tag, as in most ABIs.
     let tag = if tag as i32 == abi.any_tag { -1 } else { tag as i32 };
     Some(NewOperation { tag: Some(tag), ..begin(op, comm, seq, peer, size) })
 }
 
-/// Before a blocking call that runs these operations.
+/// Called before a blocking call that executes these operations.
 pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<NewOperation>; N]) -> Running {
     polling::interrupt(recorder);
     operations.iter().flatten().fold(Running::new(recorder), |running, what| running.with(what))
@@ -118,7 +121,7 @@ pub fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, s
     blocking(recorder, [operation(recorder, op, comm, root, size)])
 }
 
-/// A collective for which there is no [`Op`]; its name tells.
+/// A collective without an [`Op`], which its name identifies.
 pub fn named_collective(
     recorder: &'static Recorder,
     name: &'static str,
@@ -129,7 +132,8 @@ pub fn named_collective(
     Some(NewOperation { function: recorder.name_key(name), ..what })
 }
 
-/// The receive leads: small messages are sent without the peer, so it is what such a call mostly waits for.
+/// The receive is the leader: small messages are sent without waiting for the peer, so such a call
+/// usually waits for the receive.
 pub fn receive_and_send(
     recorder: &'static Recorder,
     comm: Word,
@@ -144,7 +148,8 @@ pub fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2]
     blocking(recorder, receive_and_send(recorder, comm, ends, sends))
 }
 
-/// A call that waits for `peer` in a communicator or a window, or for those of its members that only the call knows.
+/// A call that waits for `peer` in a communicator or window, or for members that only the call
+/// knows.
 pub fn host_call_on(
     recorder: &'static Recorder,
     name: &'static str,

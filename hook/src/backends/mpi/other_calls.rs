@@ -1,5 +1,5 @@
-//! Calls of which little is known: rows. Of some only that they may block. Of others only that they make a request, for which somebody
-//! waits later: the request that had its handle before is known no longer.
+//! Functions of which little is known. Some are recorded only because they may block. Others create
+//! a request for which a thread may wait later; an earlier request with that handle is forgotten.
 
 use crate::{
     backends::{
@@ -29,7 +29,7 @@ fn with(recorder: &'static Recorder, name: &'static str, comm: Word) -> Running 
 hooked! {
     library Mpi, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing ERROR;
 
-    // They wait until what was sent from the buffer is on its way.
+    // These wait until the messages in the buffer have been sent.
     MPI_Buffer_detach | PMPI_Buffer_detach | MPI_Buffer_detach_c | PMPI_Buffer_detach_c(buffer: Word, size: Word)
         => |recorder, _| alone(recorder, "MPI_Buffer_detach");
     MPI_Session_detach_buffer | PMPI_Session_detach_buffer | MPI_Session_detach_buffer_c | PMPI_Session_detach_buffer_c(
@@ -43,7 +43,8 @@ hooked! {
         => |recorder, _| alone(recorder, "MPI_Session_flush_buffer");
     MPI_Comm_flush_buffer | PMPI_Comm_flush_buffer(comm: Word)
         => |recorder, _| with(recorder, "MPI_Comm_flush_buffer", comm);
-    // Who is left agrees on who is gone; those that are gone take no part, so it has no number.
+    // The remaining ranks agree on those that have failed. Failed ranks take no part, so the call
+    // has no sequence number.
     MPIX_Comm_agree(comm: Word, flag: Word) => |recorder, _| with(recorder, "MPIX_Comm_agree", comm);
 
     MPI_Imrecv | PMPI_Imrecv | MPI_Imrecv_c | PMPI_Imrecv_c(buffer: Word, n: Word, dtype: Word, message: Word,

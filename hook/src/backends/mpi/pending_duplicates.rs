@@ -1,4 +1,4 @@
-//! Duplicates of communicators whose request is not done.
+//! Duplicates of communicators whose request is not complete.
 
 use std::sync::{
     Mutex,
@@ -10,7 +10,7 @@ use crate::{
     runtime::{abi::Word, recorder::Recorder},
 };
 
-/// A communicator whose request is not done.
+/// A communicator whose request is not complete.
 #[derive(Clone, Copy)]
 pub struct Pending {
     pub request: u64,
@@ -20,24 +20,26 @@ pub struct Pending {
     pub id: u64,
 }
 
-/// So many are remembered; further ones get an identity of their own when they are used.
+/// Maximum number of pending duplicates. Further ones get another identity when they are used.
 pub const MOST: usize = 64;
 
 pub static PENDING: Mutex<Vec<Pending>> = Mutex::new(Vec::new());
 
-/// How many there are, so that who waits for something else takes no lock.
+/// Number of pending duplicates, so that other waits need no lock.
 pub static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 impl Pending {
-    /// Whether the entry is still its own: it is somebody else's when the table was made anew in a forked child.
+    /// Whether the entry still belongs to this communicator. In a forked child, the table is a new
+    /// one.
     fn is_its_own(&self, recorder: &'static Recorder) -> bool {
         recorder.comm_id(self.index) == self.id
     }
 
-    /// The call that is returning has made the communicator.
+    /// The call that is returning has created the communicator.
     pub fn is_there(&self, recorder: &'static Recorder) {
         let Some(library) = library().filter(|_| self.is_its_own(recorder)) else { return };
-        // SAFETY: the host's place for the communicator, which has to stay until the request is done, and that is now.
+        // SAFETY: the host's place for the communicator, which must stay valid until the request
+        // completes, which is now.
         match unsafe { library.abi.handle_at(self.place, 0) } {
             handle if handle == 0 || handle == library.abi.comm_null => recorder.retire_comm(self.index),
             handle => ready(recorder, self.index, handle as usize),
@@ -45,7 +47,7 @@ impl Pending {
     }
 }
 
-/// Takes out what is pending.
+/// Removes a pending duplicate.
 fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
     let mut pending = PENDING.try_lock().ok()?;
     let at = pending.iter().position(which)?;
@@ -54,8 +56,8 @@ fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
     Some(one)
 }
 
-/// The library has given this handle to a new request. The one that had it before was done without a word of it here: nobody knows
-/// whether the place for its communicator is still there.
+/// The library has returned this handle for a new request, so the earlier request with this handle
+/// completed unseen. The place for its communicator may no longer exist.
 #[inline]
 pub fn is_used_again(recorder: &'static Recorder, request: u64) {
     if COUNT.load(Ordering::Relaxed) != 0
@@ -66,19 +68,19 @@ pub fn is_used_again(recorder: &'static Recorder, request: u64) {
     }
 }
 
-/// Those of a call's requests that are pending here, with their numbers in its array.
+/// The pending duplicates among a call's requests, with their indices in its array.
 pub struct AwaitedDuplicates {
     requests: Word,
     pending: Vec<(usize, Pending)>,
 }
 
 impl AwaitedDuplicates {
-    /// None.
+    /// An empty list.
     pub fn nothing() -> Self {
         AwaitedDuplicates { requests: 0, pending: Vec::new() }
     }
 
-    /// Of an array of `count` requests, before the call.
+    /// Reads an array of `count` requests, before the call.
     #[inline]
     pub fn of(requests: Word, count: i32) -> Self {
         if COUNT.load(Ordering::Relaxed) == 0 { Self::nothing() } else { Self::find(requests, count) }
@@ -99,7 +101,7 @@ impl AwaitedDuplicates {
         asked
     }
 
-    /// The call has returned, and has written over the requests that are done.
+    /// Called after the call has returned and has overwritten the requests that are complete.
     #[inline]
     pub fn completed(&self, recorder: &'static Recorder) {
         for (index, one) in &self.pending {
@@ -110,9 +112,9 @@ impl AwaitedDuplicates {
     #[cold]
     fn look_at(&self, recorder: &'static Recorder, index: usize, one: &Pending) {
         let Some(library) = library() else { return };
-        // SAFETY: the caller's array, which is the library's to write to until it has returned.
+        // SAFETY: the caller's array, which the library may write to until the call returns.
         let now = unsafe { library.abi.handle_at(self.requests, index) };
-        // Another thread may have made a request since that has the same handle.
+        // Another thread may have created a request with the same handle meanwhile.
         if now == library.abi.request_null && take(|other| (other.request, other.id) == (one.request, one.id)).is_some()
         {
             one.is_there(recorder);

@@ -1,4 +1,4 @@
-//! Collectives that are prepared once and started again and again: rows. Each start is the next collective of its communicator.
+//! Persistent collectives. Each start is the next collective of the communicator.
 
 use xpu_timer_proto::v1::Op;
 

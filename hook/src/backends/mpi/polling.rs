@@ -1,13 +1,15 @@
-//! A thread that asks again and again whether something has come (`MPI_Test`, `MPI_Iprobe`) waits as one in `MPI_Wait` does.
+//! A thread that polls with `MPI_Test` or `MPI_Iprobe` waits like a thread in `MPI_Wait`.
 //!
-//! What it asks for becomes an operation when nothing has come for a tenth of a second, in which the thread made no other call of MPI
-//! and did nothing else: its questions follow each other at once, or it slept in between. A thread that computes between
-//! its questions does not wait, nor does one that has stopped asking; the watcher ends what was not asked for lately. So a receive
-//! that is only there to be told to stop never counts. Who has asked for long may do something else now and then: an interrupt, or a
-//! hypervisor that takes the processor away, looks like that.
+//! The operation that it polls for is recorded when nothing has completed for 0.1 s, in which the
+//! thread made no other MPI call and did nothing else: its polls follow each other immediately, or
+//! it slept in between. A thread that computes between its polls does not wait, nor does a thread
+//! that has stopped polling; the watcher ends operations that were not polled for lately. So a
+//! receive that waits for a stop message never counts. A thread that has polled for long may do
+//! something else now and then, because interrupts and a hypervisor that takes the processor away
+//! look the same.
 //!
-//! A question that follows the one before at once costs a reading of the processor's counter; the clocks are read when that is not so, and
-//! every few milliseconds.
+//! A poll that follows the previous one immediately costs a reading of the processor's counter.
+//! Otherwise, and every few milliseconds, the clocks are read.
 
 use std::{cell::Cell, sync::atomic::Ordering};
 
@@ -25,37 +27,41 @@ use crate::{
     },
 };
 
-/// Between two questions of a thread that does nothing else. An interpreter's step is several times shorter.
+/// Maximum time between two polls of a thread that does nothing else. A step of a Python
+/// interpreter takes a fraction of it.
 const MAX_POLL_GAP_NS: u64 = 50_000;
 
-/// From then on asking is waiting.
+/// After this time, polling counts as waiting.
 const POLLING_IS_WAITING_NS: u64 = 100_000_000;
 
-/// A thread that does something else for at most this part of the time since its first question waits.
+/// A thread still waits if it spends at most this fraction (one over the value) of its polling time
+/// on other work.
 const OTHER_WORK_FRACTION: u64 = 8;
 
-/// The same as [`MAX_POLL_GAP_NS`] in steps of the processor's counter, of which every processor makes at least one in a nanosecond: certainly no longer.
+/// [`MAX_POLL_GAP_NS`] in ticks. Every processor's counter advances by at least one tick per
+/// nanosecond, so this is never longer.
 const MAX_POLL_GAP_TICKS: u64 = 50_000;
 
-/// After so many steps the clock is read: some milliseconds at most.
+/// Maximum number of ticks between two clock readings: a few milliseconds.
 const CLOCK_CHECK_TICKS: u64 = 1 << 22;
 
-/// A thread's questions without an answer.
+/// The unsuccessful polls of a thread.
 #[derive(Clone, Copy)]
 struct PollState {
-    /// Address of the recorder, because a forked child has another one; 0 when nothing is asked for.
+    /// Address of the recorder, because a forked child has another one. 0 when the thread does not
+    /// poll.
     recorder: usize,
     since_ns: u64,
-    /// The processor's counter at the last question.
+    /// The processor's counter at the last poll.
     last: u64,
-    /// The counter and the clock when the clock was read last.
+    /// The counter and the clock at the last clock reading.
     looked: u64,
     looked_ns: u64,
-    /// The thread's time on a processor then; 0 at the first question, which reads the clock only.
+    /// The thread's CPU time then. 0 at the first poll, which reads only the clock.
     looked_cpu_ns: u64,
-    /// What it did besides since the first question.
+    /// Time spent on other work since the first poll.
     other_work_ns: u64,
-    /// Its place in [`POLLED`] and its slot, once it counts as an operation.
+    /// Index in [`POLLED`] and slot, once it is recorded as an operation.
     open: Option<(usize, usize)>,
 }
 
@@ -86,13 +92,15 @@ impl PollState {
         }
     }
 
-    /// Whether this question follows the one before at once, by the counter alone, and the clock was read lately.
+    /// Whether this poll follows the previous one immediately, judged by the counter, and the clock
+    /// was read recently.
     #[inline]
     fn continues(&self, counter: u64) -> bool {
         counter.wrapping_sub(self.last) <= MAX_POLL_GAP_TICKS && counter.wrapping_sub(self.looked) <= CLOCK_CHECK_TICKS
     }
 
-    /// Nanoseconds since the last question. The counter was at `counter` when the clock said `now`, and goes at an even pace.
+    /// Nanoseconds since the last poll. `counter` and `now` were read at the same time, and the
+    /// counter has a constant rate.
     fn gap_ns(&self, counter: u64, now: u64) -> u64 {
         let (steps, gap) = (counter.wrapping_sub(self.looked), counter.wrapping_sub(self.last));
         let since = now.saturating_sub(self.looked_ns);
@@ -102,21 +110,22 @@ impl PollState {
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
     }
 
-    /// Time that the thread spent on something else in the `gap` before this question, at which its time on a processor is `cpu_ns`;
-    /// `None` when it does not wait. From the last look to that gap it asked at once, for `polled_ns`, and was on a processor.
+    /// Time spent on other work in the `gap` before this poll. `None` when the thread does not
+    /// wait. `cpu_ns` is the thread's CPU time now. Between the last clock reading and the gap, the
+    /// thread polled for `polled_ns` without a pause, using the CPU.
     fn other_work_ns(&self, gap: u64, polled_ns: u64, cpu_ns: u64, now: u64) -> Option<u64> {
         if gap <= MAX_POLL_GAP_NS {
             return Some(0);
         }
         let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(polled_ns).min(gap);
-        // Waking up and asking takes some time, too.
+        // Waking up and polling take some time too.
         let aside = if busy <= (gap / 4).max(MAX_POLL_GAP_NS) { 0 } else { busy };
         let is_little = self.other_work_ns + aside <= now.saturating_sub(self.since_ns) / OTHER_WORK_FRACTION;
         (self.looked_cpu_ns != 0 && gap < STOPPED_NS && is_little).then_some(aside)
     }
 }
 
-/// A question without an answer; `what` is what the thread asks for.
+/// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
 #[inline]
 pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
     let counter = tsc_clock::ticks();
@@ -130,7 +139,7 @@ pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Run
     });
 }
 
-/// The same with a look at the clock.
+/// The same with a clock reading.
 #[cold]
 fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Running) {
     let now = clock::now_ns();
@@ -161,16 +170,16 @@ fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce(
     POLL_STATE.set(asking);
 }
 
-/// The thread has its answer.
+/// Called after a successful poll.
 pub fn poll_successful(recorder: &'static Recorder, to_all: bool) {
     end(recorder, |slot| match to_all {
         true => close(recorder, slot, OpStatus::Completed, 0),
-        // Some of what it asked for may still be on its way.
+        // Some of the requests may still be incomplete.
         false => leave(recorder, slot),
     });
 }
 
-/// The thread makes another call: it does not wait any more.
+/// Called when the thread makes another call: it no longer polls.
 pub fn interrupt(recorder: &'static Recorder) {
     end(recorder, |slot| leave(recorder, slot));
 }
@@ -204,7 +213,8 @@ mod tests {
         Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
     }
 
-    /// Whether a thread waits that asks at once for `polled_ns`, then not for `gap` nanoseconds, `busy` of which it is on a processor, and so on.
+    /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
+    /// nanoseconds, `busy` of them on the CPU.
     fn waits(gap: u64, busy: u64, polled_ns: u64) -> bool {
         let mut asking = PollState::new(recorder(), 0, 0);
         let unknown = asking.other_work_ns(gap, polled_ns, 1, polled_ns + gap);
@@ -231,7 +241,8 @@ mod tests {
 
     #[test]
     fn the_counter_tells_how_long_ago_the_last_question_was() {
-        // Three steps a nanosecond; the clock was read at step 3,000, and the last question was at step 30,000.
+        // Three ticks per nanosecond. The clock was read at tick 3,000, and the last poll was at
+        // tick 30,000.
         let asking = PollState { last: 30_000, ..PollState::new(recorder(), 1_000, 3_000) };
         assert!(asking.continues(80_000) && !asking.continues(80_001), "at once or not");
         assert_eq!(asking.gap_ns(33_000, 11_000), 1_000);
@@ -240,7 +251,7 @@ mod tests {
             !PollState { last: CLOCK_CHECK_TICKS + 4_000, ..asking }.continues(CLOCK_CHECK_TICKS + 4_001),
             "the clock is due"
         );
-        // A processor whose counter is behind that of another one.
+        // The counter of this processor is behind that of another one.
         assert!(!asking.continues(29_999));
         assert_eq!(asking.gap_ns(2_000, 5_000), 4_000);
     }

@@ -1,6 +1,7 @@
-//! Requests: what a nonblocking call began becomes an operation when somebody waits for it; see [`crate::host::posted`].
+//! Requests. The operation of a nonblocking call is recorded when a thread waits for its request;
+//! see [`crate::backends::request_table`].
 //!
-//! Waiting for a request that is not known is a host call without a meaning.
+//! A wait for an unknown request is recorded as a host call.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -27,10 +28,10 @@ use crate::{
     },
 };
 
-/// So many requests of one call are shown.
+/// Maximum number of requests of a call that are recorded.
 pub const SHOWN: usize = 64;
 
-/// A nonblocking call: when it returns, its request is known.
+/// A nonblocking call. Its request is known when it returns.
 pub struct Posted {
     what: Option<NewOperation>,
     second: Option<NewOperation>,
@@ -38,13 +39,13 @@ pub struct Posted {
     persistent: bool,
 }
 
-/// Before a nonblocking call that runs `what` and writes its request to `request`; of a call whose meaning is not known, only that the
-/// request is another one now.
+/// Called before a nonblocking call that executes `what` and writes its request to `request`.
+/// Without `what`, only the previous meaning of the handle is forgotten.
 pub fn posted(what: Option<NewOperation>, request: Word, persistent: bool) -> Posted {
     Posted { what, second: None, request, persistent }
 }
 
-/// The same for a call that runs two operations, of which the first leads.
+/// Like [`posted`], for a call that executes two operations. The first one is the leader.
 pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) -> Posted {
     let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
     Posted { what, second, request, persistent: false }
@@ -54,14 +55,14 @@ impl After for Posted {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         polling::interrupt(recorder);
         let Some(library) = library().filter(|_| result == SUCCESS) else { return };
-        // SAFETY: the caller's place for the request, which the library has just written.
+        // SAFETY: the caller's place for the request, which the library has written.
         let handle = unsafe { library.abi.handle_at(self.request, 0) };
         pending_duplicates::is_used_again(recorder, handle);
         if let Some(NewOperation { comm: Some(comm), op, seq, .. }) = &self.what
             && !self.persistent
             && !matches!(op, Op::Send | Op::Recv)
         {
-            // The library runs it from now on, whoever waits for it later.
+            // The library executes it from now on, whichever thread waits for it later.
             recorder.comm_word(*comm, comm::STARTED).fetch_max(*seq, Ordering::Relaxed);
         }
         if handle == library.abi.request_null || handle == 0 {
@@ -71,7 +72,7 @@ impl After for Posted {
         match (meaning(&self.what), meaning(&self.second)) {
             (Some(first), Some(second)) => remember_both(handle, &first, &second),
             (Some(one), None) => remember(handle, &one),
-            // The request that had this handle before may have been done without a word of it here.
+            // The previous request with this handle may have completed unseen.
             (None, _) => forget(handle),
         }
     }
@@ -80,26 +81,26 @@ impl After for Posted {
 /// Which of its requests a call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WaitFor {
-    /// All of them.
+    /// All requests.
     All,
-    /// One of them; it returns which.
+    /// One request, whose index the call returns.
     Any {
-        /// Where it writes its number.
+        /// Where the call writes the index.
         index: Word,
     },
-    /// At least one.
+    /// At least one request.
     Some,
 }
 
-/// The requests of a call, as they were before it: a library writes over those that are done.
+/// The requests of a call before it. The library overwrites those that complete.
 pub struct Handles {
     handles: [u64; SHOWN],
-    /// There was one that nobody knows.
+    /// At least one request is unknown.
     unknown: bool,
 }
 
 impl Handles {
-    /// Those of an array of `count` requests.
+    /// Reads an array of `count` requests.
     pub fn of(requests: Word, count: i32) -> Self {
         let mut own = Handles { handles: [0; SHOWN], unknown: false };
         let Some(library) = library() else { return Handles { unknown: true, ..own } };
@@ -121,7 +122,7 @@ impl Handles {
         handles.filter_map(|(index, handle)| Some((index, *handle, recall(*handle)?)))
     }
 
-    /// The operations that are waited for.
+    /// The operations that the call waits for.
     pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
         let started = self.known().filter(|(.., meaning)| !meaning.is_inactive);
         let known = started.flat_map(|(_, handle, meaning)| operations(handle, &meaning));
@@ -129,20 +130,21 @@ impl Handles {
         if self.unknown { known.with(&named_host_call(recorder, name)) } else { known }
     }
 
-    /// The call has returned with those done that it asked for.
+    /// Called after the call has returned.
     fn forget(&self, which: WaitFor) {
         forget_done(self.handles.into_iter().enumerate(), which);
     }
 }
 
-/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done; persistent ones are inactive.
+/// Forgets the completed requests of a call that has returned, given with their indices in its
+/// array. Persistent requests become inactive.
 pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) {
     let done = |index: usize| match which {
         WaitFor::All => true,
-        // SAFETY: the caller's place for a number, which the library has just written.
+        // SAFETY: the caller's place for the index, which the library has written.
         WaitFor::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
-        // Some of them are done, and which costs more to find out than it is worth: their handles are used again, and
-        // an entry is replaced then.
+        // Some are complete. It is not worth the cost to find out which: their entries are replaced
+        // when the handles are used again.
         WaitFor::Any { .. } | WaitFor::Some => false,
     };
     for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
@@ -162,7 +164,7 @@ pub struct Waiting {
     duplicates: AwaitedDuplicates,
 }
 
-/// Before a call that waits for `count` requests.
+/// Called before a call that waits for `count` requests.
 pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: WaitFor) -> Waiting {
     polling::interrupt(recorder);
     let handles = Handles::of(requests, count);
@@ -182,14 +184,14 @@ impl After for Waiting {
         }
         match (result, self.which) {
             (SUCCESS, WaitFor::All) => self.running.end(OpStatus::Completed, 0),
-            // The wait is over, which says nothing of the collectives that it was for.
+            // The wait is over, but the collectives may not be complete.
             (SUCCESS, _) => self.running.leave(),
             (error, _) => self.running.end(OpStatus::Failed, error as u32),
         }
     }
 }
 
-/// Before `MPI_Start` and `MPI_Startall`: what was prepared begins once more.
+/// Called before `MPI_Start` and `MPI_Startall`, which start persistent requests again.
 pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
     polling::interrupt(recorder);
     let Some(library) = library() else { return };
@@ -199,7 +201,7 @@ pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
         let known = recall(handle).filter(|meaning| handle != 0 && meaning.persistent);
         let Some(meaning) = known else { continue };
         let number = |index: usize, communicator: u64| {
-            // Another communicator may have its entry by now.
+            // The entry may belong to another communicator by now.
             let seq = (recorder.comm_id(index) == communicator).then(|| next(recorder, index))?;
             recorder.comm_word(index, comm::STARTED).fetch_max(seq, Ordering::Relaxed);
             Some(seq)

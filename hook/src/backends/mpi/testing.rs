@@ -1,4 +1,4 @@
-//! Calls that ask whether something has come.
+//! Calls that test whether something has completed.
 
 use std::{cell::Cell, ffi::c_int};
 
@@ -19,43 +19,44 @@ use crate::{
     },
 };
 
-/// Where a call says whether something has come.
+/// Where a call writes whether something has completed.
 #[derive(Clone, Copy)]
 pub enum CompletionFlag {
     /// A flag.
     Flag(Word),
-    /// How many.
+    /// The number of completed requests.
     Count(Word),
 }
 
 impl CompletionFlag {
     fn is_done(self) -> bool {
         let (CompletionFlag::Flag(place) | CompletionFlag::Count(place)) = self;
-        // SAFETY: null, or the caller's place for an int, which the library has just written.
+        // SAFETY: null, or the caller's place for an int, which the library has written.
         unsafe { (place as *const c_int).as_ref() }.is_none_or(|answer| *answer != 0)
     }
 }
 
-/// So many of a call's requests are kept beside the call, which is as many as most have; further ones in the thread's [`FURTHER`].
+/// Requests that are stored with the call, enough for most calls. Further ones are in the thread's
+/// [`FURTHER`].
 const KEPT: usize = 8;
 
 thread_local! {
-    /// Requests of the thread's call, from the one after [`KEPT`]. A call within it is not seen.
+    /// The further requests of the thread's call. A nested call is not recorded.
     static FURTHER: [Cell<u64>; SHOWN - KEPT] = const { [const { Cell::new(0) }; SHOWN - KEPT] };
 }
 
-/// A call that asks for requests.
+/// A call that tests requests.
 pub struct Testing {
     requests: Word,
     count: i32,
-    /// The first requests as they were before the call, which writes over those that are done.
+    /// The first requests before the call, which overwrites those that complete.
     before: [u64; KEPT],
     which: WaitFor,
     done: CompletionFlag,
     duplicates: AwaitedDuplicates,
 }
 
-/// Before a call that asks for `count` requests.
+/// Called before a call that tests `count` requests.
 #[inline]
 pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag) -> Testing {
     let mut before = [0; KEPT];
@@ -76,7 +77,8 @@ pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag)
     Testing { requests, count, before, which, done, duplicates: AwaitedDuplicates::of(requests, count) }
 }
 
-/// Before a call that asks for a request and leaves it as it is, or for a part of what it receives.
+/// Called before a call that tests a request without changing it, or tests a part of a partitioned
+/// receive.
 pub fn testing_one(request: Word, flag: Word) -> Testing {
     let mut before = [0; KEPT];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
@@ -93,7 +95,8 @@ pub fn testing_one(request: Word, flag: Word) -> Testing {
 impl Testing {
     #[cold]
     fn running(&self, recorder: &'static Recorder) -> Running {
-        // Nothing is done, so they are as they were. The low half of a word is first in memory, where a handle has 32 bits.
+        // No request has completed, so the requests are unchanged. The low half of a word comes
+        // first in memory, where a handle has 32 bits.
         let requests = if self.requests == 0 { self.before.as_ptr() as Word } else { self.requests };
         Handles::of(requests, self.count).running(recorder, "MPI_Test")
     }
@@ -122,13 +125,13 @@ impl After for Testing {
     }
 }
 
-/// A call that asks for something that is no request.
+/// A call that tests something other than a request.
 pub struct Probing<What> {
     flag: Word,
     what: What,
 }
 
-/// Before a call that asks for `what`, and says at `flag` whether it has come.
+/// Called before a call that tests for `what` and writes the result to `flag`.
 pub fn probing<What: Fn(&'static Recorder) -> Option<NewOperation>>(flag: Word, what: What) -> Probing<What> {
     Probing { flag, what }
 }

@@ -1,4 +1,4 @@
-//! Messages between two ranks, and waiting for what was begun without waiting: rows.
+//! Point-to-point messages, and the functions that wait for requests or test them.
 
 use xpu_timer_proto::v1::Op;
 
@@ -32,7 +32,7 @@ hooked! {
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
     MPI_Mprobe | PMPI_Mprobe(peer: Word, tag: Word, comm: Word, message: Word, status: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
-    // Nobody says whose the message is that was found before.
+    // The sender of a message that was matched before is unknown.
     MPI_Mrecv | PMPI_Mrecv | MPI_Mrecv_c | PMPI_Mrecv_c(buffer: Word, count: Word, dtype: Word, message: Word, status: Word)
         => |recorder, _| blocking(recorder, [Some(named_host_call(recorder, "MPI_Mrecv"))]);
     MPI_Sendrecv | PMPI_Sendrecv(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
@@ -74,7 +74,8 @@ hooked! {
         request: Word)
         => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
 
-    // Partitioned messages: each start of one is a message, whatever its parts. They count in 64 bits in either form.
+    // Partitioned messages. Each start is one message, whatever its partitions. Both forms have
+    // 64-bit counts.
     MPI_Psend_init | PMPI_Psend_init | MPI_Psend_init_c | PMPI_Psend_init_c(buffer: Word, parts: Word, count: Word,
         dtype: Word, peer: Word, tag: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| {
@@ -106,7 +107,7 @@ hooked! {
         => |_, _| testing(requests, count as i32, WaitFor::Any { index }, CompletionFlag::Flag(flag));
     MPI_Testsome | PMPI_Testsome(count: Word, requests: Word, finished: Word, indices: Word, statuses: Word)
         => |_, _| testing(requests, count as i32, WaitFor::Some, CompletionFlag::Count(finished));
-    // These leave their requests as they are.
+    // These do not change their requests.
     MPI_Request_get_status | PMPI_Request_get_status(request: Word, flag: Word, status: Word)
         => |_, _| testing_one(request, flag);
     MPI_Request_get_status_all | PMPI_Request_get_status_all(count: Word, requests: Word, flag: Word, statuses: Word)

@@ -1,4 +1,4 @@
-//! `ncclCommGetAsyncError`.
+//! `ncclCommGetAsyncError`, with which a host polls a nonblocking communicator.
 
 use std::ffi::c_int;
 
@@ -24,14 +24,14 @@ use crate::{
     },
 };
 
-/// A poll of a communicator's state by the host, which is how a nonblocking one becomes ready.
+/// A poll of a communicator's state. A nonblocking communicator becomes ready by it.
 pub struct Polled {
     site: Site,
     comm: usize,
     error: usize,
 }
 
-/// Before ncclCommGetAsyncError.
+/// Called before ncclCommGetAsyncError.
 pub fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
     Polled { site, comm: comm as usize, error: error as usize }
 }
@@ -42,7 +42,7 @@ impl After for Polled {
         if result != SUCCESS || self.error == 0 {
             return;
         }
-        // SAFETY: the caller's place, which the call has just written.
+        // SAFETY: the caller's place, which the call has written.
         let state = unsafe { *(self.error as *const c_int) };
         if state == NCCL_IN_PROGRESS {
             return;
@@ -54,7 +54,8 @@ impl After for Polled {
     }
 }
 
-/// A nonblocking call of a communicator is through: its operations get their end events, its init its end.
+/// A nonblocking call of a communicator has finished. Ends the host calls and records the end
+/// events of the operations that waited for it.
 pub fn settle_waiting(recorder: &'static Recorder, site: Site, comm: usize, result: c_int) {
     let now = clock::now_ns();
     for slot in chain(recorder, recorder.take_waiting(comm), next) {

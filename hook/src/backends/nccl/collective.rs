@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// Arguments of a call that matter.
+/// The arguments of a call that are recorded.
 pub struct Call {
     pub op: Op,
     pub count: usize,
@@ -32,7 +32,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// NCCL's numbers are those of the schema less one, as far as it has them.
+    /// NCCL's numbers are those of the schema minus one, up to the last type that NCCL has.
     fn dtype(&self) -> DataType {
         const LAST: c_int = DataType::Float8E5m2 as c_int;
         let number = self.dtype.saturating_add(1);
@@ -44,7 +44,7 @@ impl Call {
         CapturedCollective { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, tag, comm, communicator }
     }
 
-    /// As it begins, with its number.
+    /// The operation as it begins, with its sequence number.
     fn begin(
         &self,
         recorder: &'static Recorder,
@@ -72,12 +72,12 @@ impl Call {
     }
 }
 
-/// The word of a communicator that numbers such operations.
+/// The communicator's counter for such an operation.
 fn counter_of(op: Op) -> usize {
     if matches!(op, Op::Send | Op::Recv) { comm::POINT_TO_POINT } else { comm::LAUNCHED }
 }
 
-/// Before a collective. In a group it is only queued; the end of the group brackets it.
+/// Called before a collective. In a group it is only queued; the end of the group brackets it.
 #[inline]
 pub fn collective(
     recorder: &'static Recorder,
@@ -89,7 +89,8 @@ pub fn collective(
     tagged(recorder, [(call, None)], known(recorder, site, handle), stream)
 }
 
-/// The same for operations that one call runs together, those between two ranks with their tags. They end together.
+/// Like [`collective`], for several operations of one call, with tags for those between two ranks.
+/// They end together.
 #[inline]
 pub fn tagged(
     recorder: &'static Recorder,
@@ -98,7 +99,7 @@ pub fn tagged(
     stream: Stream,
 ) -> Option<OpenOperation> {
     let stream = stream as usize;
-    // A captured collective does not happen now. Each launch of its graph gives it a number.
+    // A captured collective is not executed now. Each launch of its graph gets a sequence number.
     if bracket::is_captured(stream) {
         for (call, tag) in calls {
             if let Some(comm) = comm {
@@ -124,7 +125,7 @@ pub fn tagged(
     Some(OpenOperation(leader))
 }
 
-/// An operation that was queued in a group which is only tried out has never been one.
+/// Removes an operation of a group that was only simulated.
 pub fn withdraw(recorder: &'static Recorder, slot: usize) {
     let words = recorder.ring.op(slot);
     let op = Op::try_from((words[op::WHAT].load(Ordering::Relaxed) >> 8 & 0xff) as i32).unwrap_or_default();
@@ -151,7 +152,8 @@ mod tests {
     #[test]
     fn a_type_is_the_one_of_nccls_number_and_no_other_of_the_schema() {
         let of = |dtype: c_int| Call { op: Op::AllReduce, count: 1, dtype, reduce: 0, peer: -1 }.dtype();
-        // By nccl.h: char, unsigned char, int, unsigned, 64 bits twice, half, float, double, bfloat16, two of 8 bits; no others.
+        // By nccl.h: char, unsigned char, int, unsigned, two of 64 bits, half, float, double,
+        // bfloat16, two of 8 bits; no others.
         let known = [
             DataType::Int8,
             DataType::Uint8,

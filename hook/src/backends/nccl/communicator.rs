@@ -1,4 +1,4 @@
-//! The life of communicators: identity, state, and the host calls that can block until the peers come.
+//! Known communicators, and host calls that may block until the peers arrive.
 
 use std::{ffi::c_void, sync::atomic::Ordering};
 
@@ -18,26 +18,28 @@ use crate::{
     },
 };
 
-/// A handle that the library wrote.
+/// A handle that the library has written.
 pub fn handle_at(place: usize) -> usize {
     let place = place as *const *mut c_void;
-    // SAFETY: null, or the caller's place for the communicator, which the library has written by now.
+    // SAFETY: null, or the caller's place for the communicator, which the library has written.
     unsafe { place.as_ref() }.map_or(0, |comm| *comm as usize)
 }
 
-/// The same when the host may have left the call that gave the place: a thread that polls at the same time may have told it that the
-/// communicator is there, and then the host may have freed the place. `None` when it is gone or cannot be read.
+/// A handle in a place that the host may have freed. A thread that polls at the same time may have
+/// learned that the communicator is ready, left the call and freed the place. `None` when the place
+/// is unmapped or cannot be read.
 pub fn handle_still_at(place: usize, caller: u32) -> Option<usize> {
     match sys::word_at(place) {
         Ok(handle) => Some(handle),
         Err(error) if error.raw_os_error() == Some(libc::EFAULT) => None,
-        // Where the system does not read it: the thread that gave the place is inside this very call.
+        // The system does not permit the checked read. Then read only if the thread that provided
+        // the place is inside this call.
         Err(_) => (caller != 0 && caller == thread_state::current().tid()).then(|| handle_at(place)),
     }
 }
 
-/// The communicator of a handle. One that was created where the hook did not see it gets an identity of its own: it cannot be
-/// matched with other ranks', but its operations are still watched.
+/// The communicator with a handle. One whose creation was not seen gets a local identity: it cannot
+/// be matched with those of other ranks, but its operations are watched.
 pub fn known(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
     recorder.comms.find(handle as usize).or_else(|| adopt(recorder, site, handle))
 }
@@ -59,7 +61,7 @@ fn adopt(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize>
     Some(index)
 }
 
-/// A communicator can be used. Its size and rank are asked for when nobody said them.
+/// The communicator can be used. Queries size and rank if they are unknown.
 pub fn ready(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
@@ -79,7 +81,7 @@ fn complete(recorder: &'static Recorder, site: Site, index: usize, handle: usize
     }
 }
 
-/// Begins a host call; in a group it is queued.
+/// Begins a host call. In a group it is queued.
 pub fn host_call(
     recorder: &'static Recorder,
     op: Op,

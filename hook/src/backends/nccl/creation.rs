@@ -1,4 +1,4 @@
-//! Calls that make communicators.
+//! Calls that create communicators.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -31,7 +31,7 @@ pub fn bytes_of<'a>(ids: *const UniqueId, count: c_int) -> &'a [u8] {
     if ids.is_null() || count <= 0 {
         return &[];
     }
-    // SAFETY: the caller's array of `count` ids, valid during the call that this is used in.
+    // SAFETY: the caller's array of `count` ids, which is valid during the call.
     unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), count as usize * size_of::<UniqueId>()) }
 }
 
@@ -40,34 +40,34 @@ pub fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
     if ints.is_null() || count <= 0 {
         return &[];
     }
-    // SAFETY: the caller's array of `count` ints, valid during the call that this is used in.
+    // SAFETY: the caller's array of `count` ints, which is valid during the call.
     unsafe { std::slice::from_raw_parts(ints.cast::<u8>(), count as usize * size_of::<c_int>()) }
 }
 
-/// So many bytes of the caller's.
+/// Bytes of a structure or array of the caller.
 pub fn bytes_of_words<'a>(place: Data, bytes: usize) -> &'a [u8] {
     if place.is_null() {
         return &[];
     }
-    // SAFETY: the caller's structure or array of that size, valid during the call that this is used in.
+    // SAFETY: the caller's structure or array of that size, which is valid during the call.
     unsafe { std::slice::from_raw_parts(place.cast::<u8>(), bytes) }
 }
 
-/// A call that makes one communicator.
+/// A call that creates a communicator.
 pub struct Creating {
     site: Site,
-    /// Slot of the host call, unless there was none, or it is queued in a group.
+    /// Slot of the host call. `None` if there was none, or if it is queued in a group.
     slot: Option<usize>,
     comm: Option<usize>,
     output: usize,
 }
 
-/// What a communicator has to do with others.
+/// Relations of a new communicator to others.
 #[derive(Default)]
 struct Relations {
-    /// Index of the one that it is made of.
+    /// Index of its parent.
     parent: Option<usize>,
-    /// By which other ranks know it, unless that is 0.
+    /// A second identity by which other ranks know it, 0 for none.
     alias: u64,
 }
 
@@ -81,7 +81,7 @@ fn create(
     let comm = recorder.create_comm(new);
     if let Some(comm) = comm {
         recorder.comm_word(comm, comm_words::ALIAS).store(relations.alias, Ordering::Relaxed);
-        // A child of a communicator that the hook does not know has an identity that children elsewhere may have too.
+        // If the parent is unknown, the identity of the child may not be unique.
         let unique = op == Op::CommInit || new.parent != 0;
         recorder.comm_word(comm, comm_words::UNIQUE).store(u64::from(unique), Ordering::Relaxed);
         if let Some(parent) = relations.parent {
@@ -129,26 +129,27 @@ pub fn created(
     }
     match (slot, comm, result) {
         (Some(slot), Some(comm), NCCL_IN_PROGRESS) => {
-            // A child that has no handle yet gets it when its parent is through.
+            // A child without a handle gets it when its parent has finished.
             let parent = recorder.comm_parent(comm).filter(|_| handle == 0);
             recorder.slots[slot].output.store(if parent.is_some() { output } else { 0 }, Ordering::Relaxed);
             recorder.wait_for_comm(parent.unwrap_or(comm), slot);
         }
-        // Without a communicator of its own nobody can say when it is through; the host is out of it.
+        // Without a communicator, the end of the call cannot be observed. The host has left it.
         (Some(slot), _, SUCCESS | NCCL_IN_PROGRESS) => recorder.close(slot, OpStatus::Completed, 0, now),
         (Some(slot), _, error) => recorder.close(slot, OpStatus::Failed, error as u32, now),
         (None, ..) => {}
     }
 }
 
-/// The group that a creating call was queued in has ended: only now its communicator is valid.
+/// The group of a creating call has ended. Only now its communicator is valid.
 pub fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usize, result: c_int) {
     let output = recorder.slots[slot].output.load(Ordering::Relaxed);
     let comm = comm_of(recorder, slot);
     created(recorder, site, (Some(slot), comm), output, result);
 }
 
-/// The communicator `waited_for`, which a host call waited for, is through. If the call made a child of it, that has a handle now.
+/// The communicator `waited_for`, for which a host call waited, has finished. If the call created a
+/// child of it, the child has a handle now.
 pub fn host_call_settled(
     recorder: &'static Recorder,
     site: Site,
@@ -160,10 +161,10 @@ pub fn host_call_settled(
     if let Some(child) = comm_of(recorder, slot).filter(|child| output != 0 && !recorder.has_handle(*child)) {
         let caller = (recorder.ring.op(slot)[op::WHAT].load(Ordering::Relaxed) >> 32) as u32;
         match (result, handle_still_at(output, caller)) {
-            // The library writes it a moment later; the host still waits for it.
+            // The library writes the handle a moment later, and the host still waits for it.
             (SUCCESS, Some(0)) => return recorder.wait_for_comm(waited_for, slot),
             (SUCCESS, Some(handle)) => ready(recorder, site, child, handle),
-            // It is known again, by another identity, when it is used.
+            // It gets another identity when it is used.
             (SUCCESS, None) => recorder.retire_comm(child),
             _ => {
                 recorder.set_comm_state(child, CommunicatorState::Failed);
@@ -175,7 +176,7 @@ pub fn host_call_settled(
     recorder.close(slot, status, result as u32, now);
 }
 
-/// Before a ncclCommInitRank of any form.
+/// Called before any form of ncclCommInitRank.
 pub fn init(
     recorder: &'static Recorder,
     site: Site,
@@ -195,7 +196,7 @@ pub fn init(
     create(recorder, site, Op::CommInit, (&new, Relations::default()), output)
 }
 
-/// A child of a communicator; every rank of the parent calls this in the same order.
+/// A child of a communicator. Every rank of the parent makes this call in the same order.
 fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color: c_int) -> NewCommunicator {
     let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
     let number = parent.map_or(0, |parent| recorder.next_split(parent));
@@ -209,7 +210,8 @@ fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color:
     }
 }
 
-/// Before ncclCommSplit. A rank without color takes part in the call but gets no communicator.
+/// Called before ncclCommSplit. A rank without a color takes part in the call but gets no
+/// communicator.
 pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, b"split", color);
@@ -219,7 +221,8 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
     without_communicator(recorder, site, new.parent)
 }
 
-/// Before a call that all ranks of a communicator make together, or that waits for them, and that makes no communicator.
+/// Called before a call that all ranks of a communicator make together or that waits for them, and
+/// that creates no communicator.
 pub fn together(recorder: &'static Recorder, site: Site, comm: Comm) -> Creating {
     let id = known(recorder, site, comm).map_or(0, |comm| recorder.comm_id(comm));
     without_communicator(recorder, site, id)
@@ -236,7 +239,8 @@ fn without_communicator(recorder: &'static Recorder, site: Site, id: u64) -> Cre
     Creating { site, slot, comm: None, output: 0 }
 }
 
-/// Before a call that only the members of a part of a communicator make, who all say the same of it.
+/// Called before a call that only a subset of a communicator makes. All members pass the same
+/// `said`.
 pub fn subset(
     recorder: &'static Recorder,
     site: Site,
@@ -245,23 +249,24 @@ pub fn subset(
     said: &[&[u8]],
     output: *mut Comm,
 ) -> Creating {
-    // SAFETY: null, or the caller's place of a communicator.
+    // SAFETY: null, or the caller's place for a communicator.
     let parent = unsafe { parent.as_ref() }.and_then(|parent| known(recorder, site, *parent));
     let parent = parent.map_or(0, |parent| recorder.comm_id(parent)).to_le_bytes();
     let parts: Vec<&[u8]> = std::iter::once(&parent[..]).chain(said.iter().copied()).collect();
     init(recorder, site, &parts, size, rank, output)
 }
 
-/// Before ncclCommShrink: the ranks that stay agree on who leaves.
+/// Called before ncclCommShrink. The remaining ranks agree on those that leave.
 pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, excluded, 0);
     create(recorder, site, Op::CommSplit, (&new, Relations { parent, alias: 0 }), output)
 }
 
-/// Before ncclCommGrow. The ranks that were there know their parent, and only the one that made the id knows it; those that join know
-/// only the id. So there are two identities, each the same on all ranks of its kind, and that one rank says that they are one. Of its
-/// children nobody need say so: by [`child_id`] it follows.
+/// Called before ncclCommGrow. Existing ranks know the parent, and only the one that created the id
+/// knows that id. New ranks know only the id. So the communicator has two identities, one for each
+/// kind of rank, and that one rank declares them equal. Those of its children follow by
+/// [`child_id`].
 pub fn grow(
     recorder: &'static Recorder,
     site: Site,
@@ -272,7 +277,7 @@ pub fn grow(
     if parent.is_null() {
         return init(recorder, site, &[id], size, rank, output);
     }
-    // They keep their numbers.
+    // Existing ranks keep their numbers.
     let parent = known(recorder, site, parent);
     let rank = parent.map_or(-1, |parent| recorder.comm_rank(parent));
     let new = NewCommunicator { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
@@ -280,7 +285,7 @@ pub fn grow(
     create(recorder, site, Op::CommInit, (&new, Relations { parent, alias }), output)
 }
 
-/// A call that makes the communicators of several devices of this process.
+/// A call that creates the communicators of several devices of this process.
 pub struct CreatingAll {
     site: Site,
     slot: Option<usize>,
@@ -289,7 +294,7 @@ pub struct CreatingAll {
     count: usize,
 }
 
-/// Before ncclCommInitAll.
+/// Called before ncclCommInitAll.
 pub fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devices: c_int) -> CreatingAll {
     let id = local_id();
     let slot = host_call(recorder, Op::CommInit, site.function.text(), None, id, -1);

@@ -1,4 +1,4 @@
-//! Layer A: the host API of NCCL, by interposition and through dlsym. A function is a row; what it means is in the modules below.
+//! The functions of NCCL, reached by interposition and through dlsym.
 
 use std::ffi::c_int;
 

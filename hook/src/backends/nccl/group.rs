@@ -1,5 +1,6 @@
-//! Groups: between ncclGroupStart and the outermost ncclGroupEnd calls are only queued. One pair of events a stream brackets
-//! all operations of the group on that stream: the first is their leader.
+//! Groups. Between ncclGroupStart and the outermost ncclGroupEnd, calls are only queued. One pair
+//! of events per stream brackets all operations of the group on that stream; the first one is their
+//! leader.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -26,10 +27,10 @@ use crate::{
     },
 };
 
-/// What ncclGroupStart leaves for its return.
+/// Token of ncclGroupStart.
 pub struct Started;
 
-/// Before ncclGroupStart.
+/// Called before ncclGroupStart.
 pub fn group_start(recorder: &'static Recorder) -> Started {
     thread_state::with(|thread| {
         let depth = thread.group_depth.get();
@@ -53,7 +54,7 @@ impl After for Started {
     }
 }
 
-/// One level down; the first slot of the list when that was the last level.
+/// Leaves one level. Returns the first slot of the list at the outermost level, else 0.
 fn leave(thread: &ThreadState) -> u32 {
     let depth = thread.group_depth.get();
     thread.group_depth.set(depth.saturating_sub(1));
@@ -65,13 +66,14 @@ fn leave(thread: &ThreadState) -> u32 {
     thread.group_first.replace(0)
 }
 
-/// The operations of a group whose end is being called: a chain of leaders and host calls.
+/// The operations of a group that ends: a chain of leaders and host calls.
 pub struct Ended {
     site: Site,
     first: u32,
 }
 
-/// Before ncclGroupEnd: at the outermost one everything is handed to the watcher, and the start events go into the streams.
+/// Called before ncclGroupEnd. At the outermost level all operations are handed to the watcher, and
+/// their start events are recorded.
 pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
     let first = thread_state::with(leave);
     let now = clock::now_ns();
@@ -117,7 +119,8 @@ impl After for Ended {
     }
 }
 
-/// Before ncclGroupSimulateEnd, which launches nothing of the group, but makes the communicators that were queued in it.
+/// Called before ncclGroupSimulateEnd. It launches nothing, but creates the communicators that were
+/// queued.
 pub fn group_simulated(recorder: &'static Recorder, site: Site) -> Ended {
     let slots: Vec<usize> = chain(recorder, thread_state::with(leave), next).collect();
     let (host_calls, others): (Vec<usize>, Vec<usize>) =

@@ -1,4 +1,4 @@
-//! The operations of an open group.
+//! The list of operations in a thread's open group.
 
 use std::sync::atomic::Ordering;
 
@@ -6,7 +6,7 @@ use xpu_timer_proto::v1::OpKind;
 
 use crate::runtime::{os::thread_state, recorder::Recorder};
 
-/// Adds a slot that was begun to the thread's open group.
+/// Adds an operation to the thread's open group.
 pub fn queue(recorder: &'static Recorder, index: usize) {
     let link = index as u32 + 1;
     thread_state::with(|thread| {

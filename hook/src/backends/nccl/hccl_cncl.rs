@@ -1,7 +1,8 @@
-//! The collective libraries whose functions are not NCCL's: Huawei's HCCL and Cambricon's CNCL, by their public headers. Rows.
+//! The functions of Huawei's HCCL and Cambricon's CNCL, which differ from NCCL's.
 //!
-//! Only what these headers say for certain is here. The events of their devices are not used, so that a collective of theirs counts, with
-//! its number in its communicator, and never pends; which rank is behind is seen when the job is idle.
+//! This uses only what their public headers guarantee. It does not use the events of their devices,
+//! so their collectives count, with a sequence number, but are never pending. A straggler is found
+//! when the job is idle.
 
 use std::ffi::{c_int, c_uint};
 
@@ -23,22 +24,22 @@ use crate::{
 /// `HCCL_E_PARA`, and `CNCL_RET_ERR_INTERNAL`.
 const ERROR: c_int = 1;
 
-/// Bytes of `HcclRootInfo` and of the part of a `cnclCliqueId` that says who belongs together.
+/// Size of `HcclRootInfo`.
 const ROOT_INFO_BYTES: usize = 4108;
 
-/// As above.
+/// Size of the part of a `cnclCliqueId` that identifies the clique.
 const CLIQUE_ID_BYTES: usize = 128;
 
-/// Of a type that NCCL does not have.
+/// A type that NCCL does not have.
 const OTHER: c_int = -1;
 
-/// NCCL's number of a data type of HCCL.
+/// NCCL's number of an HCCL data type.
 fn hccl(dtype: c_int) -> c_int {
     const TYPES: [c_int; 12] = [0, OTHER, 2, 6, 7, 4, 5, 1, OTHER, 3, 8, 9];
     usize::try_from(dtype).ok().and_then(|number| TYPES.get(number).copied()).unwrap_or(OTHER)
 }
 
-/// NCCL's number of a data type of CNCL.
+/// NCCL's number of a CNCL data type.
 fn cncl(dtype: c_int) -> c_int {
     match dtype {
         0x10 => 6,
@@ -58,7 +59,7 @@ fn call(op: Op, count: u64, dtype: c_int, reduce: c_int, peer: c_int) -> Call {
     Call { op, count: count as usize, dtype, reduce, peer }
 }
 
-/// An int of an array, -1 when there is none.
+/// The first int of an array, -1 without an array.
 fn first(numbers: *const c_int) -> c_int {
     // SAFETY: null, or the caller's array, which is not empty.
     unsafe { numbers.as_ref() }.map_or(NOBODY, |number| *number)
@@ -81,7 +82,7 @@ hooked! {
         => |recorder, site| collective(recorder, site, call(Op::Scatter, count, hccl(dtype), 0, root as c_int), comm, stream);
     HcclAlltoAll(send: Data, count: u64, dtype: c_int, recv: Data, receives: u64, rtype: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, call(Op::AllToAll, count, hccl(dtype), 0, NOBODY), comm, stream);
-    // Each rank sends as much as it likes to each other one.
+    // Each rank may send a different amount to each other rank.
     HcclAlltoAllV(send: Data, counts: Data, offsets: Data, dtype: c_int, recv: Data, receives: Data, places: Data,
         rtype: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, call(Op::AllToAll, 0, OTHER, 0, NOBODY), comm, stream);
@@ -116,7 +117,7 @@ hooked! {
         => |recorder, site| collective(recorder, site, call(Op::ReduceScatter, count as u64, cncl(dtype), reduce, NOBODY), comm, queue);
     cnclBroadcast(send: Data, recv: Data, count: usize, dtype: c_int, root: c_int, comm: Comm, queue: Stream)
         => |recorder, site| collective(recorder, site, call(Op::Broadcast, count as u64, cncl(dtype), 0, root), comm, queue);
-    // Several at once are those of one process; the first one is known.
+    // A call with several communicators belongs to one process. Only the first one is recorded.
     cnclInitComms(comms: *mut Comm, count: c_int, devices: *const c_int, ranks: *const c_int, size: c_int, clique: Data)
         => |recorder, site| {
             let clique = bytes_of_words(clique, CLIQUE_ID_BYTES);

@@ -1,7 +1,7 @@
-//! Functions of NCCL since 2.28, and those that RCCL and MCCL have besides: rows.
+//! Functions of NCCL since 2.28, and further functions of RCCL and MCCL.
 //!
-//! A signal is a send of nothing to a window of the peer, with the signal's number as its tag, and waiting for signals is as many
-//! receives as ranks are waited for. The signal itself waits for nobody.
+//! A signal is a send without data to a window of the peer, with the signal's number as its tag.
+//! Waiting for signals is one receive for each awaited rank. Sending a signal does not wait.
 
 use std::ffi::c_int;
 
@@ -35,7 +35,7 @@ pub struct Awaited {
     context: c_int,
 }
 
-/// So many ranks that one call waits for are noted.
+/// Maximum number of awaited ranks per call that are recorded.
 const MOST_AWAITED: usize = 64;
 
 fn awaited<'a>(list: Word, count: c_int) -> &'a [Awaited] {
@@ -43,27 +43,29 @@ fn awaited<'a>(list: Word, count: c_int) -> &'a [Awaited] {
     if list.is_null() || count <= 0 {
         return &[];
     }
-    // SAFETY: the caller's array of `count` descriptors, valid during the call that this is used in.
+    // SAFETY: the caller's array of `count` descriptors, which is valid during the call.
     unsafe { std::slice::from_raw_parts(list, (count as usize).min(MOST_AWAITED)) }
 }
 
-/// A message whose size each rank says for itself.
+/// A message whose size may differ between ranks.
 fn varies(op: Op, dtype: c_int, peer: c_int) -> Call {
     Call { op, count: 0, dtype, reduce: 0, peer }
 }
 
-/// Of a type that nobody says.
+/// Without a data type.
 const NO_TYPE: c_int = -1;
 
-/// An argument of a function that had other arguments before: the whole register or place on the stack, which is passed on as it is.
-/// The rows have as many as any known form, so that none is lost; what is above the arguments of a shorter one is the caller's stack.
+/// An argument of a function whose signature has changed. The full register or stack slot is passed
+/// on unchanged. The rows have as many arguments as the longest known form; for a shorter form, the
+/// additional words belong to the caller's stack.
 type Word = usize;
 
-/// The first version of NCCL with signals in this form. Builds of older ones have functions of these names with other arguments.
+/// The first version of NCCL with signals in this form. Builds of older versions have functions
+/// with these names and other arguments.
 const FIRST_WITH_SIGNALS: c_int = 22900;
 
-/// Signals, of a library that has them in this form, in a communicator that is known already: whatever else the word is, nobody
-/// is asked about it.
+/// Signals, if the library has them in this form and the communicator is known. Otherwise the word
+/// may not be a communicator, so it is not used.
 fn signals<C: IntoIterator<Item = (Call, Option<c_int>)>>(
     recorder: &'static Recorder,
     site: Site,

@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-/// What becomes of a communicator after the call.
+/// Whether the handle is valid after the call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum HandleAfter {
     /// The handle is invalid.
@@ -48,17 +48,18 @@ fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, h
     Ending { slot, comm: index, handle_after, state }
 }
 
-/// Before ncclCommFinalize.
+/// Called before ncclCommFinalize.
 pub fn finalized(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
     ending(recorder, Op::CommFinalize, name, comm, HandleAfter::Valid)
 }
 
-/// Before ncclCommDestroy.
+/// Called before ncclCommDestroy.
 pub fn destroyed(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
     ending(recorder, Op::CommDestroy, name, comm, HandleAfter::Invalid)
 }
 
-/// Before ncclCommAbort or ncclCommRevoke. From now on what completes did so because its kernel left.
+/// Called before ncclCommAbort or ncclCommRevoke. From now on, an operation that completes has been
+/// aborted.
 pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, handle_after: HandleAfter) -> Ending {
     let ending = ending(recorder, Op::CommAbort, name, comm, handle_after);
     if let Some(index) = ending.comm {
@@ -87,7 +88,7 @@ impl After for Ending {
             recorder.set_comm_state(comm, self.state);
         }
         if self.handle_after == HandleAfter::Invalid {
-            // What still waited for the library to get ready never will.
+            // Operations that wait for the communicator to become ready will never start.
             let next = |recorder: &Recorder, slot: usize| recorder.slots[slot].next.load(Ordering::Relaxed);
             for slot in chain(recorder, recorder.take_waiting(comm), next) {
                 close_all(recorder, slot, OpStatus::Aborted, 0, now);
