@@ -168,7 +168,7 @@ impl After for Option<OpenOperation> {
     }
 
     #[inline]
-    fn matters(&self) -> bool {
+    fn has_work(&self) -> bool {
         self.is_some()
     }
 }

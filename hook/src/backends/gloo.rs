@@ -405,22 +405,22 @@ symbols! {
     }
 
     // Many processes that are not ranks use stores, such as the agent of torchrun.
-    bypass IN_HOOK, when group::wants_key() => {
+    bypass IN_HOOK, when group::needs_identity() => {
         _ZN4c10d8TCPStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d9FileStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d9HashStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d8TCPStore3setERKSsRKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d9FileStore3setERKSsRKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d9HashStore3setERKSsRKSt6vectorIhSaIhEE(this, key, value)
-            => |recorder, _| group::key_set(recorder, key);
+            => |recorder, _| group::store_key_set(recorder, key);
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when store::of_a_rank() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when store::is_rank() => {
         _ZN4c10d8TCPStoreC1ENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKNS_15TCPStoreOptionsE(this, host, options)
             => |recorder, _| store::waiting(recorder, "c10d::TCPStore");
         _ZN4c10d8TCPStoreC1ESsRKNS_15TCPStoreOptionsE(this, host, options)
@@ -431,7 +431,7 @@ symbols! {
             => |recorder, _| store::waiting(recorder, "c10d::TCPStore::get");
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when store::of_main_thread() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when store::is_main_thread_of_rank() => {
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(this, keys)
             => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn the_root_of_a_reduce_in_another_layout_is_not_known() {
+    fn the_root_of_a_reduce_in_another_layout_is_unknown() {
         assert_eq!(reduce_root(0), NOBODY);
         // Older versions had only the kind.
         assert_eq!(root_of(&[0, 3, 0, NO_LIMIT]), NOBODY);

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_call_runs_ends_together() {
+    fn operations_of_one_call_end_together() {
         let recorder = recorder();
         let running = Running::new(recorder).with(&what(1)).with(&what(2)).with(&what(3));
         assert_eq!(recorder.open_calls.slots().count(), 1, "one age for one call");

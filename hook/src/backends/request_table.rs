@@ -103,8 +103,8 @@ impl RequestOperation {
 }
 
 /// Records the operation behind a handle.
-pub fn remember(handle: u64, meaning: &RequestOperation) {
-    entry_of(handle).write(handle, meaning);
+pub fn remember(handle: u64, operation: &RequestOperation) {
+    entry_of(handle).write(handle, operation);
 }
 
 /// Records two operations behind a handle. The first one is the leader.
@@ -114,9 +114,9 @@ pub fn remember_both(handle: u64, first: &RequestOperation, second: &RequestOper
 }
 
 /// The operations behind a handle, given the result of [`recall`].
-pub fn operations(handle: u64, meaning: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
-    let second = meaning.paired.then(|| recall(handle | SECOND)).flatten();
-    std::iter::once(*meaning).chain(second).map(|meaning| meaning.begin())
+pub fn operations(handle: u64, operation: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
+    let second = operation.paired.then(|| recall(handle | SECOND)).flatten();
+    std::iter::once(*operation).chain(second).map(|operation| operation.begin())
 }
 
 /// The operation behind a handle, if it is known.
@@ -130,27 +130,27 @@ pub fn forget(handle: u64) {
 }
 
 impl Entry {
-    fn write(&self, handle: u64, meaning: &RequestOperation) {
+    fn write(&self, handle: u64, operation: &RequestOperation) {
         let old = self.key.load(Ordering::Relaxed);
         if old == BUSY || self.key.compare_exchange(old, BUSY, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return;
         }
-        let small = meaning.op as u64
-            | (meaning.dtype as u64) << 8
-            | u64::from(meaning.persistent) << 16
-            | u64::from(meaning.tag.is_some()) << 17
-            | u64::from(meaning.is_inactive) << 18
-            | u64::from(meaning.paired) << 19
-            | u64::from(meaning.peer as u32) << 32;
-        let tag = meaning.tag.unwrap_or(0) as u32;
+        let small = operation.op as u64
+            | (operation.dtype as u64) << 8
+            | u64::from(operation.persistent) << 16
+            | u64::from(operation.tag.is_some()) << 17
+            | u64::from(operation.is_inactive) << 18
+            | u64::from(operation.paired) << 19
+            | u64::from(operation.peer as u32) << 32;
+        let tag = operation.tag.unwrap_or(0) as u32;
         let words = [
             small,
-            meaning.comm as u64,
-            meaning.communicator,
-            meaning.seq,
-            meaning.count,
+            operation.comm as u64,
+            operation.communicator,
+            operation.seq,
+            operation.count,
             u64::from(tag),
-            meaning.function,
+            operation.function,
         ];
         for (place, word) in self.words.iter().zip(words) {
             place.store(word, Ordering::Relaxed);
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_known_until_it_is_forgotten_or_replaced() {
-        let meaning = RequestOperation {
+        let operation = RequestOperation {
             op: Op::Recv,
             dtype: DataType::Float64,
             comm: 3,
@@ -207,10 +207,10 @@ mod tests {
             paired: true,
         };
         let entry = entry_of(0x7000);
-        entry.write(0x7000, &meaning);
-        assert_eq!(entry.read(0x7000), Some(meaning));
+        entry.write(0x7000, &operation);
+        assert_eq!(entry.read(0x7000), Some(operation));
         assert_eq!(entry.read(0x7001), None);
-        entry.write(0x8000, &RequestOperation { persistent: false, ..meaning });
+        entry.write(0x8000, &RequestOperation { persistent: false, ..operation });
         assert_eq!(entry.read(0x7000), None);
         entry.forget(0x7000);
         assert!(entry.read(0x8000).is_some());
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_may_stand_for_two_operations() {
+    fn a_handle_may_have_two_operations() {
         let of = |op: Op, peer: i32| {
             RequestOperation::of(
                 &NewOperation { comm: Some(1), communicator: 5, peer, ..NewOperation::new(OpKind::Collective, op) },
@@ -228,8 +228,8 @@ mod tests {
         };
         let (receive, send) = (of(Op::Recv, 2).unwrap(), of(Op::Send, 3).unwrap());
         let shown = |handle: u64| -> Vec<(Op, i32)> {
-            let meaning = recall(handle).expect("it was remembered");
-            operations(handle, &meaning).map(|what| (what.op, what.peer)).collect()
+            let operation = recall(handle).expect("it was remembered");
+            operations(handle, &operation).map(|what| (what.op, what.peer)).collect()
         };
         remember_both(0x9000, &receive, &send);
         assert_eq!(shown(0x9000), [(Op::Recv, 2), (Op::Send, 3)]);

@@ -15,7 +15,7 @@ use crate::{
         lifecycle::config,
         linker::{
             dynamic::{look_up, next_dlopen, next_dlsym, next_dlvsym},
-            function_table::{find, is_ours},
+            function_table::{find, is_wrapper},
         },
         os::thread_state,
     },
@@ -37,12 +37,12 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
         "push rdi",
         "push rsi",
         "sub rsp, 8",
-        "call {choose}",
+        "call {select_dlsym}",
         "add rsp, 8",
         "pop rsi",
         "pop rdi",
         "jmp rax",
-        choose = sym choose,
+        select_dlsym = sym select_dlsym,
     )
 }
 
@@ -59,12 +59,12 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
         "push rsi",
         "push rdx",
         "mov rdx, [rsp + 24]",
-        "call {choose}",
+        "call {select_dlsym}",
         "pop rdx",
         "pop rsi",
         "pop rdi",
         "jmp rax",
-        choose = sym choose_by_version,
+        select_dlsym = sym select_dlvsym,
     )
 }
 
@@ -96,29 +96,29 @@ unsafe extern "C" fn opening(_: *const c_char, mode: c_int) -> *const () {
 }
 
 /// Returns the function that performs a lookup.
-unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *const () {
+unsafe extern "C" fn select_dlsym(handle: *mut c_void, name: *const c_char) -> *const () {
     if handle == libc::RTLD_NEXT {
         return next_dlsym() as *const ();
     }
-    chosen(name, answer as *const (), || next_dlsym() as *const ())
+    select(name, dlsym_of_hooked as *const (), || next_dlsym() as *const ())
 }
 
 /// Returns the function that performs a lookup by version from `caller`. After the program, the
 /// next object is the hook, but its exports have no version and would not be found. After a
 /// library, the next object is not the hook.
-unsafe extern "C" fn choose_by_version(handle: *mut c_void, name: *const c_char, caller: usize) -> *const () {
-    let ours = answer_by_version as *const ();
-    let chosen = chosen(name, ours, || next_dlvsym() as *const ());
+unsafe extern "C" fn select_dlvsym(handle: *mut c_void, name: *const c_char, caller: usize) -> *const () {
+    let ours = dlvsym_of_hooked as *const ();
+    let select = select(name, ours, || next_dlvsym() as *const ());
     // Checked only for the hook's names: a sanitizer looks up its functions before it can be
     // called, and this code would call it.
-    if chosen == ours && handle == libc::RTLD_NEXT && !crate::runtime::linker::elf::is_in_program(caller) {
+    if select == ours && handle == libc::RTLD_NEXT && !crate::runtime::linker::elf::is_in_program(caller) {
         return next_dlvsym() as *const ();
     }
-    chosen
+    select
 }
 
 /// Returns `ours` for the name of a hooked function.
-fn chosen(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *const () {
+fn select(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *const () {
     if name.is_null() {
         return real();
     }
@@ -139,28 +139,24 @@ fn chosen(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *con
 }
 
 /// Looks up a hooked function by a handle or in the default scope.
-unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+unsafe extern "C" fn dlsym_of_hooked(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: the caller's arguments. Handles that depend on the caller are not used for these
     // names.
     let found = unsafe { next_dlsym()(handle, name) };
-    // SAFETY: the caller's C string; `choose` has found it in the table.
+    // SAFETY: the caller's C string; `select_dlsym` has found it in the table.
     wrapped(found, unsafe { CStr::from_ptr(name) })
 }
 
 /// Looks up a hooked function by version. The result is never an export of the hook, because those
 /// have no version. RTLD_NEXT is resolved from the hook's position, which follows that of the
 /// program.
-unsafe extern "C" fn answer_by_version(
-    handle: *mut c_void,
-    name: *const c_char,
-    version: *const c_char,
-) -> *mut c_void {
+unsafe extern "C" fn dlvsym_of_hooked(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
     type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
     // SAFETY: the address of a function of this type.
     let real = unsafe { std::mem::transmute::<*const (), Dlvsym>(next_dlvsym() as *const ()) };
     // SAFETY: the caller's arguments.
     let found = unsafe { real(handle, name, version) };
-    // SAFETY: the caller's C string; `choose_by_version` has found it in the table.
+    // SAFETY: the caller's C string; `select_dlvsym` has found it in the table.
     wrapped(found, unsafe { CStr::from_ptr(name) })
 }
 
@@ -168,7 +164,7 @@ unsafe extern "C" fn answer_by_version(
 fn wrapped(found: *mut c_void, name: &CStr) -> *mut c_void {
     let wrap = || {
         let Some(function) = find(name.to_bytes()) else { return prctl::before(found, name.to_bytes()) };
-        if !is_ours(found) {
+        if !is_wrapper(found) {
             return function.wrap(found);
         }
         // The lookup found the hook's own export. Without the hook it would have found the original
@@ -193,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn look_ups_of_other_names_are_the_real_ones() {
+    fn lookups_of_other_names_are_passed_on() {
         let malloc = look_up(libc::RTLD_DEFAULT, c"malloc");
         // SAFETY: see dlsym(3).
         assert_eq!(unsafe { dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) }, malloc);

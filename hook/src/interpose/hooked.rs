@@ -49,7 +49,7 @@ pub trait After {
 
     /// Whether there is anything to do. For most launches there is not.
     #[inline]
-    fn matters(&self) -> bool {
+    fn has_work(&self) -> bool {
         true
     }
 }
@@ -58,14 +58,14 @@ impl After for () {
     fn after(self, _: &'static Recorder, _: c_int) {}
 
     #[inline]
-    fn matters(&self) -> bool {
+    fn has_work(&self) -> bool {
         false
     }
 }
 
 /// The state of a hooked call. Each row compiles its own copy of [`around`], so code that does not
 /// depend on the row is here.
-struct Passage {
+struct HookedCall {
     thread: &'static ThreadState,
     /// The thread's marks before the call.
     inside: u8,
@@ -77,13 +77,13 @@ struct Passage {
     shield: Shield,
 }
 
-impl Passage {
+impl HookedCall {
     #[inline(always)]
     fn enter(thread: &'static ThreadState, bit: u8) -> Self {
         let inside = thread.inside.replace(thread.inside.get() | bit | IN_HOOK);
         let errno = thread.errno().get();
         let cost = OverheadTimer::begin(thread, bit);
-        Passage { thread, inside, bit, errno, cost, shield: Shield::raised() }
+        HookedCall { thread, inside, bit, errno, cost, shield: Shield::raised() }
     }
 
     #[inline(always)]
@@ -98,7 +98,7 @@ impl Passage {
     fn after_the_real_call<T: After>(&mut self, token: Option<(&'static Recorder, T)>, result: c_int) {
         self.cost.resume();
         if let Some((recorder, token)) = token
-            && (token.matters() || self.cost.is_measured())
+            && (token.has_work() || self.cost.is_measured())
         {
             self.end(recorder, token, result);
         }
@@ -123,7 +123,7 @@ impl Passage {
 
 /// Restores the thread's marks, even if the host cancels the thread inside the real call and
 /// unwinds through this frame.
-impl Drop for Passage {
+impl Drop for HookedCall {
     #[inline]
     fn drop(&mut self) {
         self.thread.inside.set(self.inside);
@@ -143,11 +143,11 @@ pub fn around<T: After>(
     if thread.inside.get() & bypass != 0 {
         return real();
     }
-    let mut passage = Passage::enter(thread, bit);
+    let mut passage = HookedCall::enter(thread, bit);
     let inside = passage.inside;
     let token = guarded(|| {
         let recorder = start::recorder()?;
-        called(recorder, thread, function);
+        count_call(recorder, thread, function);
         Some((recorder, before(recorder, Site { function, slot, inside })))
     })
     .flatten();
@@ -165,7 +165,7 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
         let saved = errno.get();
         guarded(|| {
             if let Some(recorder) = recorder::running() {
-                called(recorder, thread_state::current(), function);
+                count_call(recorder, thread_state::current(), function);
             }
             after();
         });
@@ -175,9 +175,9 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
 }
 
 #[inline(always)]
-fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
+fn count_call(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
     recorder.called(thread, function.coverage.load(Ordering::Relaxed) as usize);
-    if recorder.inject.load(Ordering::Relaxed) {
+    if recorder.injects_panics.load(Ordering::Relaxed) {
         crate::runtime::lifecycle::panic_injection::maybe_panic(function);
     }
 }

@@ -153,7 +153,7 @@ pub unsafe extern "C" fn prctl(
     fourth: c_ulong,
     fifth: c_ulong,
 ) -> c_int {
-    note(option as c_ulong, second);
+    inspect_prctl(option as c_ulong, second);
     let call = || ptracer::call(&NEXT_PRCTL, [option as c_ulong, second, third, fourth, fifth]);
     match Install::of_prctl(option as c_ulong, second, third) {
         Some(install) => install.around(|| c_long::from(call())) as c_int,
@@ -162,7 +162,7 @@ pub unsafe extern "C" fn prctl(
 }
 
 /// Records what a prctl(2) that is about to be made reveals about the program.
-fn note(option: c_ulong, value: c_ulong) {
+fn inspect_prctl(option: c_ulong, value: c_ulong) {
     if takes_counter(option, value) {
         tsc::forbid();
     }
@@ -182,25 +182,25 @@ fn note(option: c_ulong, value: c_ulong) {
 pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
     core::arch::naked_asm!(
         "cmp rdi, {seccomp}",
-        "je {noted}",
+        "je {inspected_syscall}",
         "cmp rdi, {prctl}",
-        "je {noted}",
+        "je {inspected_syscall}",
         "mov rax, qword ptr [rip + {next}]",
         "test rax, rax",
-        "je {bare}",
+        "je {raw_syscall}",
         "jmp rax",
         seccomp = const libc::SYS_seccomp,
         prctl = const libc::SYS_prctl,
-        noted = sym noted,
+        inspected_syscall = sym inspected_syscall,
         next = sym NEXT_SYSCALL,
-        bare = sym bare,
+        raw_syscall = sym raw_syscall,
     )
 }
 
 type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
 
 /// A call of seccomp(2) or prctl(2) by number.
-unsafe extern "C" fn noted(
+unsafe extern "C" fn inspected_syscall(
     number: c_long,
     first: c_ulong,
     second: c_ulong,
@@ -211,11 +211,11 @@ unsafe extern "C" fn noted(
 ) -> c_long {
     let next = NEXT_SYSCALL.load(Ordering::Relaxed);
     // SAFETY: the next function of this name, which accepts as many arguments as the call has.
-    let next = if next.is_null() { bare } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
+    let next = if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
     // SAFETY: the caller's arguments, and the registers that follow them.
     let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
-        note(first, second);
+        inspect_prctl(first, second);
         Install::of_prctl(first, second, third)
     } else {
         if first == 0 {
@@ -232,7 +232,15 @@ unsafe extern "C" fn noted(
 
 /// Does what the C library's `syscall` does, for calls before the next function is known.
 #[unsafe(naked)]
-unsafe extern "C" fn bare(_: c_long, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong) -> c_long {
+unsafe extern "C" fn raw_syscall(
+    _: c_long,
+    _: c_ulong,
+    _: c_ulong,
+    _: c_ulong,
+    _: c_ulong,
+    _: c_ulong,
+    _: c_ulong,
+) -> c_long {
     core::arch::naked_asm!(
         "mov rax, rdi",
         "mov rdi, rsi",
@@ -247,12 +255,12 @@ unsafe extern "C" fn bare(_: c_long, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ul
         "ret",
         "2:",
         "mov rdi, rax",
-        "jmp {failed}",
-        failed = sym failed,
+        "jmp {syscall_error}",
+        syscall_error = sym syscall_error,
     )
 }
 
-extern "C" fn failed(code: c_long) -> c_long {
+extern "C" fn syscall_error(code: c_long) -> c_long {
     errno::errno().set(-code as c_int);
     -1
 }
@@ -262,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_that_install_a_filter_are_told_from_those_that_ask() {
+    fn installs_are_distinguished_from_queries() {
         let own = Install { synchronizes: false, listens: false };
         let plain = Some(own);
         assert_eq!(Install::of_prctl(22, 2, 0x1000), plain);
@@ -285,10 +293,11 @@ mod tests {
     }
 
     #[test]
-    fn a_bare_call_answers_as_the_c_library() {
+    fn a_raw_syscall_returns_what_the_c_library_returns() {
         // SAFETY: getpid and close use no memory.
-        let (own, wrong) =
-            unsafe { (bare(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0)) };
+        let (own, wrong) = unsafe {
+            (raw_syscall(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), raw_syscall(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0))
+        };
         assert_eq!((own, wrong, errno::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
         // SAFETY: as above.
         let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };

@@ -121,7 +121,7 @@ pub struct Recorder {
     /// Spare events.
     pub pools: EventPools,
     /// A test injects panics; see `panic_injection`.
-    pub inject: AtomicBool,
+    pub injects_panics: AtomicBool,
     /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
     pub bracket: AtomicU32,
     seen: Box<[AtomicU64]>,
@@ -157,7 +157,7 @@ impl Recorder {
             comms: CommunicatorTable::new(),
             open_calls: OpenCalls::new(),
             pools: EventPools::new(),
-            inject: AtomicBool::new(false),
+            injects_panics: AtomicBool::new(false),
             bracket: AtomicU32::new(0),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
             shared: Shared::default(),

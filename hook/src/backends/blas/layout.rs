@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_family_has_its_numbers() {
+    fn each_family_has_its_attribute_numbers() {
         let numbers = |function| {
             let of = Attributes::of(function);
             ([of.kind, of.rows, of.columns, of.batch], [of.trans_a, of.trans_b])

@@ -27,7 +27,7 @@ const SAMPLE_NS: u64 = 20_000_000;
 static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
 
 /// Maximum number of groups of a call that are read.
-const MOST_GROUPS: usize = 4096;
+const MAX_GROUPS: usize = 4096;
 
 /// Where the element type comes from.
 pub enum Elements {
@@ -51,7 +51,7 @@ impl Shape {
         (counts, groups): (*const T, T),
         transposes: [*const i32; 2],
     ) -> Option<Self> {
-        let groups = usize::try_from(groups.into()).ok().filter(|groups| (1..=MOST_GROUPS).contains(groups))?;
+        let groups = usize::try_from(groups.into()).ok().filter(|groups| (1..=MAX_GROUPS).contains(groups))?;
         let is_there = !counts.is_null() && sizes.iter().all(|array| !array.is_null());
         if !is_there || transposes.iter().any(|array| array.is_null()) {
             return None;
@@ -138,8 +138,8 @@ pub fn by_layout(
     if !is_timed(recorder) {
         return None;
     }
-    let told = LayoutFunctions::beside(site).map(|ask| described(&ask, what, [a, d]));
-    let (shape, dtype) = told.unwrap_or((None, DataType::Unspecified));
+    let known = LayoutFunctions::beside(site).map(|ask| described(&ask, what, [a, d]));
+    let (shape, dtype) = known.unwrap_or((None, DataType::Unspecified));
     open(recorder, site.function, Some(stream as usize), dtype, shape)
 }
 
@@ -240,7 +240,7 @@ mod tests {
     };
 
     #[test]
-    fn the_letter_is_the_type() {
+    fn the_letter_determines_the_type() {
         assert_eq!(dtype_of_name(&cublasSgemm_v2::FUNCTION), DataType::Float32);
         assert_eq!(dtype_of_name(&cublasDgemm_v2_64::FUNCTION), DataType::Float64);
         assert_eq!(dtype_of_name(&cublasHgemmStridedBatched::FUNCTION), DataType::Float16);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn products_in_groups_are_one_as_large_as_all() {
+    fn grouped_products_have_one_total_shape() {
         let counts = [1i32, 2, 3];
         let of = |m: [i32; 3], n: [i32; 3], k: [i32; 3]| {
             let sizes = [&m, &n, &k].map(|size| size.as_ptr());

@@ -52,13 +52,13 @@ pub struct CapturedCollective {
 
 /// Maximum number of captures and of graphs. The oldest are forgotten, because a host may abandon
 /// them without a call.
-const MOST_REMEMBERED: usize = 256;
+const MAX_REMEMBERED: usize = 256;
 
 /// Maximum number of collectives in all lists together.
-const MOST_HELD: usize = 1 << 16;
+const MAX_STORED_COLLECTIVES: usize = 1 << 16;
 
 /// Maximum number of operations that a launch records. For a larger graph they are the last ones.
-const MOST_NOTED: usize = 256;
+const MAX_RECORDED: usize = 256;
 
 struct GraphRecords {
     captures: Vec<(u64, Vec<CapturedCollective>)>,
@@ -110,7 +110,7 @@ pub fn capture_collectives(stream: usize, held: &[CapturedCollective]) {
 
 fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<CapturedCollective>)>, key: K, list: Vec<CapturedCollective>) {
     known.retain(|(other, _)| *other != key);
-    if known.len() == MOST_REMEMBERED {
+    if known.len() == MAX_REMEMBERED {
         known.remove(0);
     }
     if !list.is_empty() {
@@ -244,7 +244,7 @@ impl GraphRecords {
         if let Some(known) = self.lists.iter().find(|known| known.0 == list) {
             return Some(known);
         }
-        if self.held + list.len() > MOST_HELD {
+        if self.held + list.len() > MAX_STORED_COLLECTIVES {
             if let Some(recorder) = recorder::running() {
                 recorder.count(header::OVERFLOWS);
             }
@@ -287,7 +287,7 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
     let is_bracketed = recorder.bracket.load(Ordering::Relaxed) != Bracket::None as u32;
     let what = NewOperation { stream, function: exec as u64, ..NewOperation::new(OpKind::GraphLaunch, Op::Graph) };
     let leader = if is_bracketed { recorder.begin(&what) } else { None };
-    let noted_from = held.len().saturating_sub(MOST_NOTED);
+    let noted_from = held.len().saturating_sub(MAX_RECORDED);
     let mut last = leader;
     for (number, held) in held.iter().enumerate() {
         let Some(what) = count(recorder, held, stream) else { continue };
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instantiation_keeps_what_its_graph_held() {
+    fn an_instantiation_keeps_the_collectives_of_its_graph() {
         let recorder: &'static Recorder =
             Box::leak(Box::new(Recorder::create(Box::leak(Box::new(descriptor::Descriptor::none()))).unwrap()));
         let (mut graph, mut exec) = (0usize, 0usize);

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn flag_2_is_a_function_of_its_own() {
+    fn flag_2_selects_the_ptsz_function() {
         assert_eq!(row("cuLaunchKernel", 4000, 0), Some("cuLaunchKernel"));
         assert_eq!(row("cuLaunchKernel", 7000, 2), Some("cuLaunchKernel_ptsz"));
         assert_eq!(row("cuGraphLaunch", 10000, 2), Some("cuGraphLaunch_ptsz"));

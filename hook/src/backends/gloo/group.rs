@@ -76,12 +76,12 @@ pub fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word
 
 impl Creating {
     fn end(&self, made: bool) {
-        let Some(in_work) = GROUP_IN_CREATION.take() else { return };
+        let Some(creation) = GROUP_IN_CREATION.take() else { return };
         let recorder = self.recorder;
-        if let Some(slot) = in_work.slot {
+        if let Some(slot) = creation.slot {
             close(recorder, slot, if made { OpStatus::Completed } else { OpStatus::Failed }, 0);
         }
-        match in_work.comm {
+        match creation.comm {
             Some(index) if made => {
                 forget(recorder, self.group);
                 ready(recorder, index, self.group);
@@ -123,14 +123,14 @@ impl Drop for Creating {
 }
 
 /// Whether the calling thread is creating a group whose identity is not known yet.
-pub fn wants_key() -> bool {
-    GROUP_IN_CREATION.get().is_some_and(|in_work| in_work.comm.is_none())
+pub fn needs_identity() -> bool {
+    GROUP_IN_CREATION.get().is_some_and(|creation| creation.comm.is_none())
 }
 
 /// Called when a key is set in a store during the creation of a group. The first key identifies the
 /// group.
-pub fn key_set(recorder: &'static Recorder, key: Word) {
-    let Some(in_work) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
+pub fn store_key_set(recorder: &'static Recorder, key: Word) {
+    let Some(creation) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
     // SAFETY: in both ABIs of libstdc++, a std::string begins with a pointer to its terminated
     // characters.
     let key = unsafe { CStr::from_ptr(*(key as *const *const c_char)) }.to_bytes();
@@ -138,8 +138,8 @@ pub fn key_set(recorder: &'static Recorder, key: Word) {
     let id = if common.is_empty() { local_id() } else { hash(&[b"gloo", common]) };
     let comm = recorder.create_comm(&NewCommunicator {
         id,
-        size: in_work.size,
-        rank: in_work.rank,
+        size: creation.size,
+        rank: creation.rank,
         device: -1,
         parent: 0,
         created_ns: clock::now_ns(),
@@ -150,5 +150,5 @@ pub fn key_set(recorder: &'static Recorder, key: Word) {
     if let Some(slot) = slot.filter(|_| comm == Some(0)) {
         grant_startup_grace(recorder, slot);
     }
-    GROUP_IN_CREATION.set(Some(GroupInCreation { comm, slot, ..in_work }));
+    GROUP_IN_CREATION.set(Some(GroupInCreation { comm, slot, ..creation }));
 }

@@ -15,7 +15,7 @@ use crate::{
 
 /// Whether torchrun's variables make this process one of several ranks. Determined at the first
 /// call.
-pub fn of_a_rank() -> bool {
+pub fn is_rank() -> bool {
     static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
     *IS_RANK.get_or_init(|| {
         let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
@@ -24,8 +24,8 @@ pub fn of_a_rank() -> bool {
 }
 
 /// Whether this is the main thread of such a process.
-pub fn of_main_thread() -> bool {
-    thread_state::with(|thread| thread.tid()) == std::process::id() && of_a_rank()
+pub fn is_main_thread_of_rank() -> bool {
+    thread_state::with(|thread| thread.tid()) == std::process::id() && is_rank()
 }
 
 /// Called before a call that returns when other ranks have arrived.

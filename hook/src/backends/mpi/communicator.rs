@@ -78,10 +78,10 @@ pub fn known(recorder: &'static Recorder, handle: Word) -> Option<KnownCommunica
     let library = library()?;
     let handle = library.abi.handle(handle);
     let index = recorder.comms.find(handle as usize).or_else(|| adopt(recorder, library, handle))?;
-    with_others(recorder, index)
+    unless_alone(recorder, index)
 }
 
-fn with_others(recorder: &'static Recorder, index: usize) -> Option<KnownCommunicator> {
+fn unless_alone(recorder: &'static Recorder, index: usize) -> Option<KnownCommunicator> {
     let alone = recorder.comm_word(index, comm::SIZE_RANK).load(Ordering::Relaxed) as u32 == 1;
     (!alone).then(|| KnownCommunicator { index, id: recorder.comm_id(index) })
 }
@@ -113,10 +113,10 @@ fn generation(members: u64) -> u64 {
 }
 
 fn identity(ranks: &[c_int]) -> u64 {
-    numbered(hash(&[b"MPI group", &bytes(ranks)]))
+    with_generation(hash(&[b"MPI group", &bytes(ranks)]))
 }
 
-fn numbered(members: u64) -> u64 {
+fn with_generation(members: u64) -> u64 {
     hash(&[&members.to_le_bytes(), &generation(members).to_le_bytes()])
 }
 
@@ -131,12 +131,12 @@ struct Members {
 }
 
 /// The members of an intercommunicator, of which this process is member `rank` of the local group.
-fn both(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
+fn intercommunicator_members(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
     let leads = own.iter().min() < remote.iter().min();
     let (first, second) = if leads { (own, remote) } else { (remote, own) };
     let (before_own, before_remote) = if leads { (0, first.len()) } else { (first.len(), 0) };
     Members {
-        id: numbered(hash(&[b"MPI groups", &bytes(first), b"and", &bytes(second)])),
+        id: with_generation(hash(&[b"MPI groups", &bytes(first), b"and", &bytes(second)])),
         size: (own.len() + remote.len()) as u32,
         rank: rank + before_own as i32,
         first_remote: before_remote as u32 + 1,
@@ -154,7 +154,7 @@ fn members(library: &Library, handle: u64) -> Option<Members> {
         return Some(plain(own.map_or_else(local_id, |own| identity(&own))));
     }
     match (own, library.remote_ranks(handle)) {
-        (Some(own), Some(remote)) => Some(both(&own, &remote, rank)),
+        (Some(own), Some(remote)) => Some(intercommunicator_members(&own, &remote, rank)),
         // Spawned processes: neither group can translate the other's ranks. The members are not
         // matched, and sizes are not compared.
         _ => Some(Members { size: 0, rank: -1, first_remote: 1, ..plain(local_id()) }),
@@ -290,7 +290,7 @@ fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Kno
 
 /// Called before the creation of a communicator with processes that share none with this one, or
 /// without a parent.
-pub fn from_strangers(recorder: &'static Recorder, name: &'static str, output: Word) -> Making {
+pub fn from_other_processes(recorder: &'static Recorder, name: &'static str, output: Word) -> Making {
     polling::interrupt(recorder);
     let running = Running::new(recorder).with(&making(recorder, Op::CommInit, name));
     Making { running, output, kind: Kind::Comm, comm: None }
@@ -357,7 +357,7 @@ impl After for Making {
 /// was not seen.
 pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<KnownCommunicator> {
     let index = recorder.comms.find(kind.handle(library()?, handle))?;
-    with_others(recorder, index)
+    unless_alone(recorder, index)
 }
 
 /// Token of `MPI_Session_init`.
@@ -402,7 +402,7 @@ pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Optio
     // SAFETY: the caller's communicator, window or file.
     let handle = library().map(|library| unsafe { kind.handle_at(library, place) });
     let index = handle.and_then(|handle| recorder.comms.find(handle));
-    (index.and_then(|index| with_others(recorder, index)), Ending(index))
+    (index.and_then(|index| unless_alone(recorder, index)), Ending(index))
 }
 
 impl After for Ending {
@@ -434,7 +434,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identity_is_the_members_and_how_often_they_met() {
+    fn an_identity_depends_on_members_and_generation() {
         let pair = identity(&[3, 5]);
         let again = identity(&[3, 5]);
         let turned = identity(&[5, 3]);
@@ -447,10 +447,11 @@ mod tests {
     }
 
     #[test]
-    fn members_of_two_groups_have_one_number_each_on_both_sides() {
+    fn members_of_an_intercommunicator_have_equal_numbers_on_both_sides() {
         // One group has ranks 0 and 2, the other 1 and 3. The first result is that of rank 2, the
         // second that of rank 3.
-        let (two, three) = (both(&[0, 2], &[1, 3], 1), both(&[1, 3], &[0, 2], 1));
+        let (two, three) =
+            (intercommunicator_members(&[0, 2], &[1, 3], 1), intercommunicator_members(&[1, 3], &[0, 2], 1));
         assert_eq!((two.size, two.rank, two.first_remote), (4, 1, 3));
         assert_eq!((three.size, three.rank, three.first_remote), (4, 3, 1));
         let members = hash(&[b"MPI groups", &bytes(&[0, 2]), b"and", &bytes(&[1, 3])]);

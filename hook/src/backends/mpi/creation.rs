@@ -2,7 +2,7 @@
 
 use crate::{
     backends::mpi::{
-        communicator::{ending, from_group, from_parent, from_strangers, session, session_over},
+        communicator::{ending, from_group, from_other_processes, from_parent, session, session_over},
         duplicates::duplicating,
         operations::ERROR,
     },
@@ -61,7 +61,7 @@ hooked! {
         => |recorder, _| from_parent(recorder, "MPI_Comm_accept", comm, new);
     MPI_Comm_connect | PMPI_Comm_connect(port: Word, info: Word, root: Word, comm: Word, new: Word)
         => |recorder, _| from_parent(recorder, "MPI_Comm_connect", comm, new);
-    MPI_Comm_join | PMPI_Comm_join(socket: Word, new: Word) => |recorder, _| from_strangers(recorder, "MPI_Comm_join", new);
+    MPI_Comm_join | PMPI_Comm_join(socket: Word, new: Word) => |recorder, _| from_other_processes(recorder, "MPI_Comm_join", new);
     // The parent may have failed ranks.
     MPIX_Comm_shrink(comm: Word, new: Word) => |recorder, _| from_parent(recorder, "MPIX_Comm_shrink", comm, new);
 
@@ -70,6 +70,6 @@ hooked! {
         => |recorder, _| from_group(recorder, "MPI_Comm_create_from_group", group, new);
     MPI_Intercomm_create_from_groups | PMPI_Intercomm_create_from_groups(own: Word, leader: Word, remote: Word,
         other: Word, tag: Word, info: Word, errors: Word, new: Word)
-        => |recorder, _| from_strangers(recorder, "MPI_Intercomm_create_from_groups", new);
+        => |recorder, _| from_other_processes(recorder, "MPI_Intercomm_create_from_groups", new);
     MPI_Session_finalize | PMPI_Session_finalize(place: Word) => |recorder, _| session_over(recorder, place);
 }

@@ -10,7 +10,7 @@ use crate::{
         communicator::{create, known},
         library::library,
         operations::{VARIES, named_collective},
-        pending_duplicates::{COUNT, MOST, PENDING, Pending},
+        pending_duplicates::{COUNT, MAX, PENDING, Pending},
         request::{Posted, posted},
     },
     interpose::hooked::After,
@@ -65,7 +65,7 @@ impl After for Duplicating {
             return one.is_there(recorder);
         }
         match PENDING.try_lock() {
-            Ok(mut pending) if pending.len() < MOST => {
+            Ok(mut pending) if pending.len() < MAX => {
                 pending.push(one);
                 COUNT.store(pending.len(), Ordering::Relaxed);
             }

@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_is_read_as_wide_as_its_interface_has_it() {
+    fn a_handle_is_read_with_the_width_of_its_abi() {
         let pair: [u32; 4] = [0x4400_0000, 0x8400_0001, 7, 0];
         let place = pair.as_ptr() as Word;
         let open_mpi = Abi::open_mpi(1, 2, 3);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn every_interface_says_in_place_in_its_way() {
+    fn in_place_is_recognized_in_every_abi() {
         assert!(in_place(1) && in_place(usize::MAX) && !in_place(0) && !in_place(0x1000));
     }
 }

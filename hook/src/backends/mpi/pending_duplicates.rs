@@ -21,7 +21,7 @@ pub struct Pending {
 }
 
 /// Maximum number of pending duplicates. Further ones get another identity when they are used.
-pub const MOST: usize = 64;
+pub const MAX: usize = 64;
 
 pub static PENDING: Mutex<Vec<Pending>> = Mutex::new(Vec::new());
 

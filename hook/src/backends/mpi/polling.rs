@@ -130,9 +130,9 @@ impl PollState {
 pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
     let counter = tsc_clock::ticks();
     POLL_STATE.with(|cell| {
-        let asking = cell.get();
-        if asking.recorder == recorder_address(recorder) && asking.continues(counter) {
-            cell.set(PollState { last: counter, ..asking });
+        let state = cell.get();
+        if state.recorder == recorder_address(recorder) && state.continues(counter) {
+            cell.set(PollState { last: counter, ..state });
         } else {
             poll_with_clock(recorder, counter, what);
         }
@@ -143,31 +143,31 @@ pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Run
 #[cold]
 fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Running) {
     let now = clock::now_ns();
-    let mut asking = POLL_STATE.get();
-    if asking.recorder != recorder_address(recorder) {
+    let mut state = POLL_STATE.get();
+    if state.recorder != recorder_address(recorder) {
         POLL_STATE.set(PollState::new(recorder, now, counter));
         return;
     }
-    let gap = asking.gap_ns(counter, now);
-    let polled_ns = now.saturating_sub(asking.looked_ns).saturating_sub(gap);
+    let gap = state.gap_ns(counter, now);
+    let polled_ns = now.saturating_sub(state.looked_ns).saturating_sub(gap);
     let cpu_ns = clock::thread_cpu_ns().max(1);
-    match asking.other_work_ns(gap, polled_ns, cpu_ns, now) {
-        Some(other_work_ns) => asking.other_work_ns += other_work_ns,
+    match state.other_work_ns(gap, polled_ns, cpu_ns, now) {
+        Some(other_work_ns) => state.other_work_ns += other_work_ns,
         None => {
             interrupt(recorder);
-            asking = PollState::new(recorder, now, counter);
+            state = PollState::new(recorder, now, counter);
         }
     }
-    asking = PollState { last: counter, looked: counter, looked_ns: now, looked_cpu_ns: cpu_ns, ..asking };
-    if let Some((place, slot)) = asking.open {
+    state = PollState { last: counter, looked: counter, looked_ns: now, looked_cpu_ns: cpu_ns, ..state };
+    if let Some((place, slot)) = state.open {
         POLLED[place].polled_ns.store(now, Ordering::Relaxed);
         if POLLED[place].link.load(Ordering::Relaxed) != slot as u32 + 1 {
-            asking.open = None;
+            state.open = None;
         }
-    } else if now.saturating_sub(asking.since_ns) >= POLLING_IS_WAITING_NS {
-        asking.open = what().keep().and_then(|slot| publish(recorder, slot, now));
+    } else if now.saturating_sub(state.since_ns) >= POLLING_IS_WAITING_NS {
+        state.open = what().keep().and_then(|slot| publish(recorder, slot, now));
     }
-    POLL_STATE.set(asking);
+    POLL_STATE.set(state);
 }
 
 /// Called after a successful poll.
@@ -186,13 +186,13 @@ pub fn interrupt(recorder: &'static Recorder) {
 
 #[inline]
 fn end(recorder: &'static Recorder, close: impl FnOnce(usize)) {
-    let asking = POLL_STATE.get();
-    if asking.recorder == 0 {
+    let state = POLL_STATE.get();
+    if state.recorder == 0 {
         return;
     }
     POLL_STATE.set(NOT_POLLING);
-    if let Some((place, slot)) = asking.open
-        && asking.recorder == recorder_address(recorder)
+    if let Some((place, slot)) = state.open
+        && state.recorder == recorder_address(recorder)
         && POLLED[place].take(slot)
     {
         close(slot);
@@ -216,19 +216,19 @@ mod tests {
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
     /// nanoseconds, `busy` of them on the CPU.
     fn waits(gap: u64, busy: u64, polled_ns: u64) -> bool {
-        let mut asking = PollState::new(recorder(), 0, 0);
-        let unknown = asking.other_work_ns(gap, polled_ns, 1, polled_ns + gap);
+        let mut state = PollState::new(recorder(), 0, 0);
+        let unknown = state.other_work_ns(gap, polled_ns, 1, polled_ns + gap);
         assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
         (1..100).all(|turn| {
-            asking.looked_cpu_ns = 1 + (turn - 1) * (busy + polled_ns);
-            let aside = asking.other_work_ns(gap, polled_ns, 1 + turn * (busy + polled_ns), turn * (polled_ns + gap));
-            asking.other_work_ns += aside.unwrap_or(0);
+            state.looked_cpu_ns = 1 + (turn - 1) * (busy + polled_ns);
+            let aside = state.other_work_ns(gap, polled_ns, 1 + turn * (busy + polled_ns), turn * (polled_ns + gap));
+            state.other_work_ns += aside.unwrap_or(0);
             aside.is_some()
         })
     }
 
     #[test]
-    fn who_asks_at_once_or_sleeps_in_between_waits_and_who_computes_does_not() {
+    fn a_thread_that_polls_or_sleeps_waits_and_one_that_computes_does_not() {
         assert!(waits(2_000, 2_000, 0));
         assert!(waits(10_000_000, 20_000, 0), "sleeps, and works for a moment in each turn");
         assert!(waits(10_000_000, 0, 3_000_000), "asks at once, and its processor is taken away again and again");
@@ -240,31 +240,31 @@ mod tests {
     }
 
     #[test]
-    fn the_counter_tells_how_long_ago_the_last_question_was() {
+    fn the_counter_measures_the_time_since_the_last_poll() {
         // Three ticks per nanosecond. The clock was read at tick 3,000, and the last poll was at
         // tick 30,000.
-        let asking = PollState { last: 30_000, ..PollState::new(recorder(), 1_000, 3_000) };
-        assert!(asking.continues(80_000) && !asking.continues(80_001), "at once or not");
-        assert_eq!(asking.gap_ns(33_000, 11_000), 1_000);
-        assert_eq!(asking.gap_ns(300_030_000, 100_010_000), 100_000_000);
+        let state = PollState { last: 30_000, ..PollState::new(recorder(), 1_000, 3_000) };
+        assert!(state.continues(80_000) && !state.continues(80_001), "at once or not");
+        assert_eq!(state.gap_ns(33_000, 11_000), 1_000);
+        assert_eq!(state.gap_ns(300_030_000, 100_010_000), 100_000_000);
         assert!(
-            !PollState { last: CLOCK_CHECK_TICKS + 4_000, ..asking }.continues(CLOCK_CHECK_TICKS + 4_001),
+            !PollState { last: CLOCK_CHECK_TICKS + 4_000, ..state }.continues(CLOCK_CHECK_TICKS + 4_001),
             "the clock is due"
         );
         // The counter of this processor is behind that of another one.
-        assert!(!asking.continues(29_999));
-        assert_eq!(asking.gap_ns(2_000, 5_000), 4_000);
+        assert!(!state.continues(29_999));
+        assert_eq!(state.gap_ns(2_000, 5_000), 4_000);
     }
 
     #[test]
-    fn what_nobody_asks_for_any_more_ends() {
+    fn an_operation_that_is_no_longer_polled_ends() {
         let recorder = recorder();
         let what = || Running::new(recorder).with(&named_host_call(recorder, "MPI_Test"));
         poll_unsuccessful(recorder, what);
         let asked = |before_ns: u64| {
-            let mut asking = POLL_STATE.get();
-            asking.since_ns = clock::now_ns() - before_ns;
-            POLL_STATE.set(asking);
+            let mut state = POLL_STATE.get();
+            state.since_ns = clock::now_ns() - before_ns;
+            POLL_STATE.set(state);
             poll_with_clock(recorder, tsc::counter(), what);
             recorder.open_calls.slots().count()
         };

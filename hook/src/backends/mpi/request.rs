@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// Maximum number of requests of a call that are recorded.
-pub const SHOWN: usize = 64;
+pub const MAX_RECORDED_REQUESTS: usize = 64;
 
 /// A nonblocking call. Its request is known when it returns.
 pub struct Posted {
@@ -68,8 +68,8 @@ impl After for Posted {
         if handle == library.abi.request_null || handle == 0 {
             return;
         }
-        let meaning = |what: &Option<NewOperation>| RequestOperation::of(what.as_ref()?, self.persistent);
-        match (meaning(&self.what), meaning(&self.second)) {
+        let operation = |what: &Option<NewOperation>| RequestOperation::of(what.as_ref()?, self.persistent);
+        match (operation(&self.what), operation(&self.second)) {
             (Some(first), Some(second)) => remember_both(handle, &first, &second),
             (Some(one), None) => remember(handle, &one),
             // The previous request with this handle may have completed unseen.
@@ -94,7 +94,7 @@ pub enum WaitFor {
 
 /// The requests of a call before it. The library overwrites those that complete.
 pub struct Handles {
-    handles: [u64; SHOWN],
+    handles: [u64; MAX_RECORDED_REQUESTS],
     /// At least one request is unknown.
     unknown: bool,
 }
@@ -102,9 +102,9 @@ pub struct Handles {
 impl Handles {
     /// Reads an array of `count` requests.
     pub fn of(requests: Word, count: i32) -> Self {
-        let mut own = Handles { handles: [0; SHOWN], unknown: false };
+        let mut own = Handles { handles: [0; MAX_RECORDED_REQUESTS], unknown: false };
         let Some(library) = library() else { return Handles { unknown: true, ..own } };
-        for index in 0..count.clamp(0, SHOWN as i32) as usize {
+        for index in 0..count.clamp(0, MAX_RECORDED_REQUESTS as i32) as usize {
             // SAFETY: the caller's array of `count` requests.
             let handle = unsafe { library.abi.handle_at(requests, index) };
             if handle != library.abi.request_null && handle != 0 {
@@ -124,8 +124,8 @@ impl Handles {
 
     /// The operations that the call waits for.
     pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
-        let started = self.known().filter(|(.., meaning)| !meaning.is_inactive);
-        let known = started.flat_map(|(_, handle, meaning)| operations(handle, &meaning));
+        let started = self.known().filter(|(.., operation)| !operation.is_inactive);
+        let known = started.flat_map(|(_, handle, operation)| operations(handle, &operation));
         let known = known.fold(Running::new(recorder), |running, what| running.with(&what));
         if self.unknown { known.with(&named_host_call(recorder, name)) } else { known }
     }
@@ -149,7 +149,7 @@ pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) 
     };
     for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
         match recall(handle).filter(|_| done(index)) {
-            Some(meaning) if meaning.persistent => remember(handle, &meaning.inactive()),
+            Some(operation) if operation.persistent => remember(handle, &operation.inactive()),
             Some(_) => forget(handle),
             None => {}
         }
@@ -198,15 +198,15 @@ pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
     for index in 0..count.max(0) as usize {
         // SAFETY: the caller's array of `count` requests.
         let handle = unsafe { library.abi.handle_at(requests, index) };
-        let known = recall(handle).filter(|meaning| handle != 0 && meaning.persistent);
-        let Some(meaning) = known else { continue };
+        let known = recall(handle).filter(|operation| handle != 0 && operation.persistent);
+        let Some(operation) = known else { continue };
         let number = |index: usize, communicator: u64| {
             // The entry may belong to another communicator by now.
             let seq = (recorder.comm_id(index) == communicator).then(|| next(recorder, index))?;
             recorder.comm_word(index, comm::STARTED).fetch_max(seq, Ordering::Relaxed);
             Some(seq)
         };
-        if let Some(restarted) = meaning.restarted(number) {
+        if let Some(restarted) = operation.restarted(number) {
             remember(handle, &restarted);
         }
     }

@@ -9,7 +9,7 @@ use crate::{
             library::library,
             pending_duplicates::AwaitedDuplicates,
             polling::{poll_successful, poll_unsuccessful},
-            request::{Handles, SHOWN, WaitFor, forget_done},
+            request::{Handles, MAX_RECORDED_REQUESTS, WaitFor, forget_done},
         },
     },
     interpose::hooked::After,
@@ -37,12 +37,12 @@ impl CompletionFlag {
 }
 
 /// Requests that are stored with the call, enough for most calls. Further ones are in the thread's
-/// [`FURTHER`].
-const KEPT: usize = 8;
+/// [`MORE_REQUESTS`].
+const INLINE_REQUESTS: usize = 8;
 
 thread_local! {
     /// The further requests of the thread's call. A nested call is not recorded.
-    static FURTHER: [Cell<u64>; SHOWN - KEPT] = const { [const { Cell::new(0) }; SHOWN - KEPT] };
+    static MORE_REQUESTS: [Cell<u64>; MAX_RECORDED_REQUESTS - INLINE_REQUESTS] = const { [const { Cell::new(0) }; MAX_RECORDED_REQUESTS - INLINE_REQUESTS] };
 }
 
 /// A call that tests requests.
@@ -50,7 +50,7 @@ pub struct Testing {
     requests: Word,
     count: i32,
     /// The first requests before the call, which overwrites those that complete.
-    before: [u64; KEPT],
+    before: [u64; INLINE_REQUESTS],
     which: WaitFor,
     done: CompletionFlag,
     duplicates: AwaitedDuplicates,
@@ -59,15 +59,15 @@ pub struct Testing {
 /// Called before a call that tests `count` requests.
 #[inline]
 pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag) -> Testing {
-    let mut before = [0; KEPT];
+    let mut before = [0; INLINE_REQUESTS];
     if let Some(library) = library() {
         for (index, handle) in before.iter_mut().enumerate().take(count.max(0) as usize) {
             // SAFETY: the caller's array of `count` requests.
             *handle = unsafe { library.abi.handle_at(requests, index) };
         }
-        if count as usize > KEPT && count > 0 {
-            FURTHER.with(|further| {
-                for (index, handle) in (KEPT..count as usize).zip(further) {
+        if count as usize > INLINE_REQUESTS && count > 0 {
+            MORE_REQUESTS.with(|further| {
+                for (index, handle) in (INLINE_REQUESTS..count as usize).zip(further) {
                     // SAFETY: as above.
                     handle.set(unsafe { library.abi.handle_at(requests, index) });
                 }
@@ -80,7 +80,7 @@ pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag)
 /// Called before a call that tests a request without changing it, or tests a part of a partitioned
 /// receive.
 pub fn testing_one(request: Word, flag: Word) -> Testing {
-    let mut before = [0; KEPT];
+    let mut before = [0; INLINE_REQUESTS];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
     Testing {
         requests: 0,
@@ -103,9 +103,11 @@ impl Testing {
 
     fn forget(&self, recorder: &'static Recorder) {
         forget_done(self.before.into_iter().enumerate(), self.which);
-        let further = usize::try_from(self.count).unwrap_or(0).saturating_sub(KEPT);
+        let further = usize::try_from(self.count).unwrap_or(0).saturating_sub(INLINE_REQUESTS);
         if further > 0 {
-            FURTHER.with(|kept| forget_done((KEPT..).zip(kept.iter().take(further).map(Cell::get)), self.which));
+            MORE_REQUESTS.with(|kept| {
+                forget_done((INLINE_REQUESTS..).zip(kept.iter().take(further).map(Cell::get)), self.which)
+            });
         }
         self.duplicates.completed(recorder);
     }

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_type_is_the_one_of_nccls_number_and_no_other_of_the_schema() {
+    fn each_nccl_type_number_has_its_type() {
         let of = |dtype: c_int| Call { op: Op::AllReduce, count: 1, dtype, reduce: 0, peer: -1 }.dtype();
         // By nccl.h: char, unsigned char, int, unsigned, two of 64 bits, half, float, double,
         // bfloat16, two of 8 bits; no others.

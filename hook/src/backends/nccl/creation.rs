@@ -240,19 +240,19 @@ fn without_communicator(recorder: &'static Recorder, site: Site, id: u64) -> Cre
 }
 
 /// Called before a call that only a subset of a communicator makes. All members pass the same
-/// `said`.
+/// `identity_parts`.
 pub fn subset(
     recorder: &'static Recorder,
     site: Site,
     parent: *const Comm,
     (size, rank): (c_int, c_int),
-    said: &[&[u8]],
+    identity_parts: &[&[u8]],
     output: *mut Comm,
 ) -> Creating {
     // SAFETY: null, or the caller's place for a communicator.
     let parent = unsafe { parent.as_ref() }.and_then(|parent| known(recorder, site, *parent));
     let parent = parent.map_or(0, |parent| recorder.comm_id(parent)).to_le_bytes();
-    let parts: Vec<&[u8]> = std::iter::once(&parent[..]).chain(said.iter().copied()).collect();
+    let parts: Vec<&[u8]> = std::iter::once(&parent[..]).chain(identity_parts.iter().copied()).collect();
     init(recorder, site, &parts, size, rank, output)
 }
 

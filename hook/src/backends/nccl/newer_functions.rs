@@ -36,7 +36,7 @@ pub struct Awaited {
 }
 
 /// Maximum number of awaited ranks per call that are recorded.
-const MOST_AWAITED: usize = 64;
+const MAX_AWAITED: usize = 64;
 
 fn awaited<'a>(list: Word, count: c_int) -> &'a [Awaited] {
     let list = list as *const Awaited;
@@ -44,7 +44,7 @@ fn awaited<'a>(list: Word, count: c_int) -> &'a [Awaited] {
         return &[];
     }
     // SAFETY: the caller's array of `count` descriptors, which is valid during the call.
-    unsafe { std::slice::from_raw_parts(list, (count as usize).min(MOST_AWAITED)) }
+    unsafe { std::slice::from_raw_parts(list, (count as usize).min(MAX_AWAITED)) }
 }
 
 /// A message whose size may differ between ranks.

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_linker_of_this_machine_can_be_listened_to() {
+    fn the_linkers_debug_function_can_be_replaced() {
         assert!(!first().is_null());
         // SAFETY: the linker's structure and its function.
         assert!(is_empty_function(unsafe { std::slice::from_raw_parts(_r_debug.call as *const u8, 16) }));

@@ -7,7 +7,7 @@ use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKi
 const JUMP: usize = 5;
 
 /// Functions larger than this are refused, because all of their code must be checked.
-const MOST: usize = 1 << 20;
+const MAX: usize = 1 << 20;
 
 /// Marks a target of indirect branches, and does nothing else.
 pub const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
@@ -31,7 +31,7 @@ pub enum Refusal {
 /// # Errors
 /// Why the function must stay unchanged.
 pub fn check(code: &[u8], address: u64) -> Result<(), Refusal> {
-    if !(JUMP..=MOST).contains(&code.len()) {
+    if !(JUMP..=MAX).contains(&code.len()) {
         return Err(Refusal::Size);
     }
     let mut decoder = Decoder::with_ip(64, code, address, DecoderOptions::NONE);
@@ -81,7 +81,7 @@ mod tests {
     const RETURN: &[u8] = &[0xc3];
 
     #[test]
-    fn ordinary_starts_can_be_moved() {
+    fn ordinary_prologues_can_be_moved() {
         // push rbp; mov rbp, rsp; sub rsp, 16
         assert_eq!(judge(&[0x55, 0x48, 0x89, 0xe5, 0x48, 0x83, 0xec, 0x10], RETURN), Ok(()));
         // endbr64; push r15; …
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_moved_is_left_alone() {
+    fn unmovable_prologues_are_refused() {
         assert_eq!(judge(&[0x55], &[]), Err(Refusal::Size), "shorter than a jump");
         assert_eq!(judge(&[0x31, 0xc0, 0xc3, 0x90, 0x90, 0x90], &[]), Err(Refusal::Start), "xor eax, eax; ret");
         assert_eq!(judge(&[0xcc, 0x48, 0x89, 0xe5, 0x90], RETURN), Err(Refusal::Start), "a breakpoint");
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_to_the_start_is_seen_wherever_it_is() {
+    fn a_jump_to_the_start_is_found_anywhere() {
         // push rax; dec ecx; nop…; jne to the dec
         let start = [0x50, 0xff, 0xc9, 0x90, 0x90, 0x90];
         let back = |to: i8, nops: usize| [vec![0x90; nops], vec![0x75, (to - 8 - nops as i8) as u8, 0xc3]].concat();

@@ -13,7 +13,7 @@ use crate::{
     runtime::linker::{
         elf::{self, LinkMap, Object, Symbol, own_base},
         function::Function,
-        function_table::is_ours,
+        function_table::is_wrapper,
     },
 };
 
@@ -120,7 +120,7 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
     if !object.holds_code(symbol.address) || !object.holds_code(symbol.address + symbol.size.max(1) - 1) {
         return Err(Refusal::Start);
     }
-    if is_ours(symbol.address as *mut _) {
+    if is_wrapper(symbol.address as *mut _) {
         return Err(Refusal::Start);
     }
     // SAFETY: code of a loaded object, as checked above.

@@ -22,14 +22,14 @@ use crate::{
 };
 
 /// Files with more bytes of symbols and names are not read.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 /// Reading more than this would delay the start of a process too much. It is done only for an
 /// object with device code, which every collective or BLAS library contains.
-const MOST_BYTES_OF_ANY: u64 = 256 << 10;
+const MAX_BYTES_OF_ANY: u64 = 256 << 10;
 
 /// Maximum size of the section names.
-const MOST_BYTES_OF_SECTIONS: u64 = 64 << 10;
+const MAX_BYTES_OF_SECTIONS: u64 = 64 << 10;
 
 /// Names of the wanted functions.
 fn wanted() -> &'static HashSet<&'static [u8]> {
@@ -106,12 +106,12 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
         file.read_exact_at(&mut bytes, section.offset).map(|()| bytes)
     };
     let holds_device_code = || {
-        let names = sections.get(usize::from(half(&header, 0x3e))).filter(|names| names.size < MOST_BYTES_OF_SECTIONS);
+        let names = sections.get(usize::from(half(&header, 0x3e))).filter(|names| names.size < MAX_BYTES_OF_SECTIONS);
         let names = names.and_then(|names| contents(names).ok()).unwrap_or_default();
         sections.iter().any(|section| is_of_device(names.get(section.name as usize..).unwrap_or_default()))
     };
     let bytes = table.size.saturating_add(names.size);
-    if bytes > MOST_BYTES || bytes > MOST_BYTES_OF_ANY && !holds_device_code() {
+    if bytes > MAX_BYTES || bytes > MAX_BYTES_OF_ANY && !holds_device_code() {
         return Ok(found);
     }
     let (symbols, names) = (contents(table)?, contents(names)?);

@@ -15,7 +15,7 @@ use crate::{
     interpose::inline::{code_memory, deepbind::define_locally},
     runtime::linker::{
         elf::{self, LinkMap, Object, own_base},
-        function_table::{self, is_ours},
+        function_table::{self, is_wrapper},
     },
 };
 
@@ -40,7 +40,7 @@ pub unsafe fn unbind(map: *const LinkMap) {
             // the hook.
             unsafe { define_locally(&object, symbol.cast_mut(), 0) };
         }
-        for place in object.places_of(symbol).filter(|place| is_ours(held(*place) as *mut _)) {
+        for place in object.places_of(symbol).filter(|place| is_wrapper(held(*place) as *mut _)) {
             // SAFETY: the caller's promise.
             unsafe { rebind(&object, place, 0) };
         }

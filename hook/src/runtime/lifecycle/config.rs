@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_decides_and_bad_values_are_named() {
+    fn the_environment_is_read_and_bad_values_are_reported() {
         let config = config(&[
             "RANK=3",
             "WORLD_SIZE=8",

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filters_that_the_job_has_added_are_told_from_those_it_was_launched_under() {
+    fn filters_of_the_job_are_distinguished_from_those_at_launch() {
         assert!(has_more(1, b"0:4b1d", b"4b1d\n"));
         assert!(!has_more(1, b"1:4b1d", b"4b1d\n") && !has_more(1, b"2:4b1d", b"4b1d\n"));
         assert!(!has_more(1, b"0:4b1d", b"77aa\n"), "another machine");
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_neither() {
+    fn this_process_needs_no_exception() {
         record_filters_at_load();
         assert!(!must_stay_out());
     }

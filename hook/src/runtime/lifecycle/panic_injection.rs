@@ -15,7 +15,7 @@ static WANTED: Mutex<Option<(String, u64)>> = Mutex::new(None);
 /// Reads the variable at the start.
 pub fn configure(recorder: &Recorder, environment: &Environment) {
     let wanted = config::value(environment, "XPU_TIMER_TEST_PANIC").and_then(parse);
-    recorder.inject.store(wanted.is_some(), Ordering::Relaxed);
+    recorder.injects_panics.store(wanted.is_some(), Ordering::Relaxed);
     if let Ok(mut place) = WANTED.try_lock() {
         *place = wanted;
     }
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_names_a_function_and_a_call() {
+    fn the_variable_names_a_function_and_a_call() {
         assert_eq!(parse("ncclAllReduce:3"), Some(("ncclAllReduce".into(), 3)));
         assert_eq!(parse("ncclAllReduce"), None);
         assert_eq!(parse("x:y"), None);

@@ -20,7 +20,7 @@ pub fn current() -> Option<&'static Family> {
 }
 
 /// The process's family, or all families while no runtime is loaded.
-pub fn in_order() -> impl Iterator<Item = &'static Family> {
+pub fn candidates() -> impl Iterator<Item = &'static Family> {
     let current = current();
     FAMILIES.iter().filter(move |family| current.is_none_or(|current| std::ptr::eq(current, *family)))
 }

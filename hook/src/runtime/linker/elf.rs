@@ -68,7 +68,7 @@ const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const TABLES: [i64; 8] = [DT_HASH, DT_STRTAB, DT_RELA, 23, DT_GNU_HASH, 0x6fff_fff0, 0x6fff_fffe, 0x6fff_fffc];
 
 /// Upper limit for the symbols of a program that exports nothing.
-const MOST_SYMBOL_BYTES: usize = 1 << 20;
+const MAX_SYMBOL_BYTES: usize = 1 << 20;
 
 const DF_SYMBOLIC: usize = 2;
 const DF_TEXTREL: usize = 4;
@@ -293,7 +293,7 @@ impl Object {
             }
         }
         let bytes = self.next_table.wrapping_sub(self.symbols as usize);
-        if bytes < MOST_SYMBOL_BYTES { bytes / size_of::<libc::Elf64_Sym>() } else { 0 }
+        if bytes < MAX_SYMBOL_BYTES { bytes / size_of::<libc::Elf64_Sym>() } else { 0 }
     }
 
     /// Whether `address` is code of this object.
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn both_hash_tables_know_the_same_functions() {
+    fn both_hash_tables_contain_the_same_functions() {
         let mut object = libc_object();
         let found = object.exported(c"qsort").unwrap();
         if object.old_hash.is_null() {
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_bound_awaits_nothing_and_is_sealed() {
+    fn relocated_places_of_a_bound_object_are_sealed() {
         let object = libc_object();
         let places: Vec<_> = object.imported().flat_map(|(_, symbol)| object.places_of(symbol)).collect();
         // SAFETY: the places of relocations.
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn imports_are_the_symbols_without_a_place() {
+    fn imports_are_the_undefined_symbols() {
         let names: Vec<String> =
             libc_object().imported().map(|(name, _)| name.to_string_lossy().into_owned()).collect();
         assert!(names.iter().any(|name| name == "__tls_get_addr"), "{names:?}");

@@ -147,7 +147,7 @@ mod tests {
     use super::display_name;
 
     #[test]
-    fn names_for_people() {
+    fn display_names() {
         assert_eq!(display_name(c"MPI_Barrier"), b"MPI_Barrier");
         assert_eq!(
             display_name(c"_ZN4c10d16ProcessGroupGloo7barrierERKNS_14BarrierOptionsE"),

@@ -29,7 +29,7 @@ pub fn functions() -> impl Iterator<Item = &'static Function> {
 }
 
 /// Whether an address is a wrapper of the hook.
-pub fn is_ours(address: *mut c_void) -> bool {
+pub fn is_wrapper(address: *mut c_void) -> bool {
     functions().any(|function| function.wrappers.iter().any(|wrapper| wrapper.0 == address.cast_const().cast()))
 }
 

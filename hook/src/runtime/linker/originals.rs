@@ -12,7 +12,7 @@ use crate::runtime::{
         device_family,
         dynamic::{self, loaded, loaded_from, look_up, object_of, objects},
         function::Function,
-        function_table::is_ours,
+        function_table::is_wrapper,
     },
     os::{errno, sys, thread_state::in_hook},
 };
@@ -66,18 +66,18 @@ impl Function {
             return found;
         }
         let next = look_up(libc::RTLD_NEXT, self.name);
-        if usable(next) {
+        if is_original(next) {
             // A program that finds a function in the default scope depends on its library, which
             // keeps that loaded. Here the hook is in between, so it keeps the library loaded.
             object_of(next);
             return next;
         }
-        let sonames = device_family::in_order().flat_map(|family| family.sonames(self.library));
+        let sonames = device_family::candidates().flat_map(|family| family.sonames(self.library));
         if let Some(found) = sonames.filter_map(|soname| loaded(soname)).find_map(|library| self.find_in(library)) {
             return found;
         }
         let host = host_libraries(self.library).into_iter().map(|library| look_up(library, self.name));
-        host.into_iter().find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
+        host.into_iter().find(|real| is_original(*real)).unwrap_or(std::ptr::null_mut())
     }
 
     /// The original in a library. For a collective it is the name of the profiling interface, which
@@ -86,7 +86,7 @@ impl Function {
         let mut name = [0; 64];
         let profiled = (self.library == Library::Collectives).then(|| prefixed(c"p", self.name, &mut name)).flatten();
         let names = profiled.into_iter().chain([self.name]);
-        names.map(|name| look_up(library, name)).find(|real| usable(*real))
+        names.map(|name| look_up(library, name)).find(|real| is_original(*real))
     }
 
     /// The variable in which the user names the library of this function, for a library with an
@@ -135,7 +135,7 @@ impl Function {
     /// The wrapper of an original that the host looked up. Returns `real` when it is a wrapper
     /// already, or when all slots are used.
     pub fn wrap(&self, real: *mut c_void) -> *mut c_void {
-        if !usable(real) {
+        if !is_original(real) {
             return real;
         }
         // Check the exported symbol's original first, so that a function has one address however it
@@ -172,7 +172,7 @@ pub fn in_same_object(address: *mut c_void, name: &CStr) -> Option<*mut c_void> 
     in_hook(|| {
         let found = look_up(object_of(address)?, name);
         dynamic::forget_linker_error();
-        usable(found).then_some(found)
+        is_original(found).then_some(found)
     })
 }
 
@@ -183,8 +183,8 @@ fn prefixed<'a>(prefix: &CStr, name: &CStr, buffer: &'a mut [u8; 64]) -> Option<
     CStr::from_bytes_until_nul(buffer).ok()
 }
 
-fn usable(address: *mut c_void) -> bool {
-    !address.is_null() && !is_ours(address)
+fn is_original(address: *mut c_void) -> bool {
+    !address.is_null() && !is_wrapper(address)
 }
 
 /// The loaded libraries of a kind that belongs to no device family.
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_of_another_row_leaves_the_entry_alone() {
+    fn a_call_of_another_row_does_not_take_the_entry() {
         let (row, other) = (row(), row());
         row.set_entry_slot(2);
         assert_eq!(other.take_entry_slot(), 0, "as in a signal handler");
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_not_loaded_gives_no_original() {
+    fn without_a_library_there_is_no_original() {
         let row = row();
         assert!(row.resolve().is_null());
         assert!(!row.is_known());

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_context_keeps_its_pool_and_the_seventeenth_has_none() {
+    fn a_context_keeps_its_pool_and_the_seventeenth_gets_none() {
         let pools = EventPools::new();
         pools.of(0x10).unwrap().push(7).unwrap();
         for context in 2..=CONTEXTS {

@@ -24,12 +24,12 @@ pub struct Handoff {
     context: AtomicUsize,
     /// Where the thread takes the next event.
     taken: AtomicUsize,
-    given: Given,
+    returned: Returned,
 }
 
 /// The watcher's side.
 #[repr(align(128))]
-struct Given {
+struct Returned {
     /// Where the watcher puts the next event.
     next: AtomicUsize,
     /// Events, 0 for an empty cell. On the heap, because the thread of the first device call may
@@ -44,7 +44,7 @@ impl Handoff {
             begun: AtomicU32::new(0),
             context: AtomicUsize::new(0),
             taken: AtomicUsize::new(0),
-            given: Given { next: AtomicUsize::new(0), cells: (0..SPARE).map(|_| AtomicUsize::new(0)).collect() },
+            returned: Returned { next: AtomicUsize::new(0), cells: (0..SPARE).map(|_| AtomicUsize::new(0)).collect() },
         }
     }
 
@@ -81,7 +81,7 @@ impl Handoff {
             self.adopt(context)?;
         }
         let place = self.taken.load(Ordering::Relaxed);
-        let cell = &self.given.cells[place % SPARE];
+        let cell = &self.returned.cells[place % SPARE];
         let event = cell.load(Ordering::Acquire);
         if event == 0 {
             return None;
@@ -90,7 +90,7 @@ impl Handoff {
         self.taken.store(place.wrapping_add(1), Ordering::Relaxed);
         // The watcher wrote the next cache line on another core, and this thread reaches it a few
         // operations later.
-        cpu::prefetch(&self.given.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
+        cpu::prefetch(&self.returned.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
         Some(event)
     }
 
@@ -103,20 +103,20 @@ impl Handoff {
 
     /// Gives an event back. False when there is no room. Called by the watcher only.
     pub fn give_event(&self, context: usize, event: usize) -> bool {
-        let place = self.given.next.load(Ordering::Relaxed);
-        let cell = &self.given.cells[place % SPARE];
+        let place = self.returned.next.load(Ordering::Relaxed);
+        let cell = &self.returned.cells[place % SPARE];
         if self.context.load(Ordering::Relaxed) != context || cell.load(Ordering::Acquire) != 0 {
             return false;
         }
         cell.store(event, Ordering::Release);
-        self.given.next.store(place.wrapping_add(1), Ordering::Relaxed);
+        self.returned.next.store(place.wrapping_add(1), Ordering::Relaxed);
         true
     }
 
     /// The number of spare events, approximate while they are exchanged.
     pub fn events(&self) -> usize {
-        let given = self.given.next.load(Ordering::Relaxed);
-        given.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)
+        let returned = self.returned.next.load(Ordering::Relaxed);
+        returned.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)
     }
 }
 
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn events_come_back_to_the_context_that_they_are_of_and_no_more_than_there_is_room() {
+    fn events_return_to_their_context_up_to_the_capacity() {
         let handoff = Handoff::new();
         assert!(!handoff.give_event(0x10, 1), "the lane has no context yet");
         assert_eq!(handoff.take_event(0x10), None);

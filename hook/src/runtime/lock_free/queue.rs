@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn four_threads_lose_and_double_nothing() {
+    fn four_threads_neither_lose_nor_duplicate_words() {
         const EACH: usize = 20_000;
         let queue = Queue::<64>::new();
         let sum = AtomicUsize::new(0);

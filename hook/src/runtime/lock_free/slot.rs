@@ -5,7 +5,7 @@ use xpu_timer_proto::ring::op;
 
 use super::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
-/// Values of [`Slot::state`](super::Slot::state).
+/// Values of [`Slot::state`].
 pub mod state {
     /// Free.
     pub const FREE: u8 = 0;

@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_takes_the_pages_of_a_ring_away() {
+    fn the_pages_of_a_ring_cannot_be_removed() {
         let (fd, memory) = shared_memory(8192).unwrap();
         for size in [0, 4096, 1 << 20] {
             // SAFETY: the descriptor is ours.
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_closed_behind_our_back_is_not_ours_any_more() {
+    fn a_descriptor_that_the_host_closed_is_not_used() {
         let (fd, _) = shared_memory(4096).unwrap();
         let ours = Descriptor::none();
         assert_eq!(ours.get(), None);

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_is_made_once_and_nobody_waits_for_who_makes_it() {
+    fn a_value_is_created_once_without_waiting() {
         static MADE: LeakedOnce<u32> = LeakedOnce::new();
         assert_eq!(MADE.get(), None);
         // Like a thread that never returns from the creation.

@@ -115,11 +115,11 @@ fn known_filters() -> u32 {
         return seen;
     }
     // SAFETY: the words of the ring, which is never unmapped; the header comes first.
-    let said = SeenFilters::certain(unsafe { &*words.add(header::FILTERED) }.load(Ordering::Relaxed) as u32);
-    if said & !seen != 0 {
-        SEEN.add(said);
+    let reported = SeenFilters::certain(unsafe { &*words.add(header::FILTERED) }.load(Ordering::Relaxed) as u32);
+    if reported & !seen != 0 {
+        SEEN.add(reported);
     }
-    seen | said
+    seen | reported
 }
 
 /// Stores the collector's report for a child that is about to be forked. The child inherits the
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_that_fails_undoes_nothing_that_others_have_installed() {
+    fn a_failed_install_does_not_undo_other_installs() {
         let (own, all) = (false, true);
         let both = filtered::PROGRAM | filtered::WATCHER;
         let seen = SeenFilters::new();

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_zombie_has_the_status_that_it_ended_with() {
+    fn a_zombie_has_its_exit_status() {
         let stat =
             |state: &str, status: &str| format!("77 (a) Z b) {state} 1 77 0 -1 4228 {}{status}\n", "0 ".repeat(43));
         assert_eq!(status_of_zombie(stat("Z", "1280").as_bytes()), Some(5));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_is_gone_is_an_error_and_no_fault() {
+    fn an_unmapped_word_is_an_error() {
         let word = 7usize;
         assert_eq!(word_at(std::ptr::from_ref(&word) as usize).unwrap(), 7);
         for gone in [8, usize::MAX - 7] {

@@ -131,7 +131,7 @@ mod tests {
     use crate::runtime::os::thread_state;
 
     #[test]
-    fn it_is_the_clock_and_never_goes_back() {
+    fn the_time_follows_the_clock_and_never_goes_back() {
         let mut rate = RateMeasurement::default();
         // A busy machine interrupts some of the readings.
         for _ in 0..100 {
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_clock_the_counter_goes_on_within_a_tick_and_never_back() {
+    fn without_the_clock_the_time_is_extrapolated_within_a_tick() {
         const HALF: u64 = 1 << 31;
         let last = 1_000_000_000;
         assert_eq!(extrapolate(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
@@ -176,13 +176,13 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_in_place_of_a_pace_is_none() {
+    fn a_forbidden_counter_has_no_rate() {
         assert!(!is_known(0) && !is_known(FORBIDDEN));
         assert!(is_known(PLAUSIBLE.start) && is_known(PLAUSIBLE.end));
     }
 
     #[test]
-    fn a_pace_that_cannot_be_is_none() {
+    fn an_implausible_rate_is_rejected() {
         assert_eq!(rate_of(1000, 2000), 1 << 31);
         assert_eq!(rate_of(1000, 1000), 1 << 32);
         assert_eq!((rate_of(1000, 0), rate_of(1000, 1), rate_of(0, 1000), rate_of(1000, u64::MAX - 5)), (0, 0, 0, 0));

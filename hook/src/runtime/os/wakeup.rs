@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_rings_is_heard_before_and_during_the_sleep() {
+    fn a_wakeup_before_or_during_the_pause_ends_it() {
         let begun = Instant::now();
         wake_watcher();
         wait(Duration::from_secs(600));

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_reuses_the_dead_and_counts_what_does_not_fit() {
+    fn a_full_table_reuses_dead_entries_and_counts_overflows() {
         let recorder = recorder();
         let all: Vec<usize> = (0..comm::SLOTS).map(|id| recorder.create_comm(&new(id as u64 + 1)).unwrap()).collect();
         assert!(recorder.create_comm(&new(5)).is_none());

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hundred_thousand_calls_need_no_watcher_and_lose_nothing() {
+    fn a_hundred_thousand_calls_need_no_watcher() {
         let recorder = recorder();
         for seq in 0..100_000 {
             let slot = open(recorder, &what(seq)).expect("the slots are free again");

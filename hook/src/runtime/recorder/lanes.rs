@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn every_launch_of_every_thread_counts_once_also_with_more_threads_than_lanes() {
+    fn every_launch_counts_once_even_with_more_threads_than_lanes() {
         let recorder = recorder();
         let threads = lane::SLOTS + 20;
         let all_up = std::sync::Barrier::new(threads);

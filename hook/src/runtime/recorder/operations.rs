@@ -25,7 +25,7 @@ use crate::runtime::{
 const SLOTS_PER_WAKEUP: usize = 256;
 
 /// Maximum number of tickets that a thread takes at once.
-const MOST_TICKETS: u64 = 64;
+const MAX_TICKETS: u64 = 64;
 
 /// How long tickets in reserve are valid. Older ones would appear among the operations of a later
 /// time.
@@ -64,7 +64,7 @@ impl Recorder {
     fn take_tickets(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
         let recent = now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS;
         let last = u64::from(thread.tickets.get());
-        let count = if recent && thread.is_not_alone.get() { (last * 2).clamp(1, MOST_TICKETS) } else { 1 };
+        let count = if recent && thread.is_not_alone.get() { (last * 2).clamp(1, MAX_TICKETS) } else { 1 };
         let first = self.ring.header(header::OPS).fetch_add(count, Ordering::Relaxed);
         let alone = first == thread.end_of_tickets.get();
         thread.is_not_alone.set(!alone);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn who_launches_alone_uses_every_ticket() {
+    fn a_single_launching_thread_uses_every_ticket() {
         let recorder = recorder();
         let begin = || recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).unwrap();
         assert_eq!((0..500).map(|_| begin()).collect::<Vec<_>>(), (0..500).collect::<Vec<_>>());

@@ -33,7 +33,7 @@ const WELCOME_DEADLINE: Duration = Duration::from_secs(10);
 const GREETING_PAUSE: Duration = Duration::from_millis(20);
 
 /// Messages that are queued while the socket is full.
-const MOST_WAITING: usize = 64;
+const MAX_WAITING: usize = 64;
 
 /// The connection in any state.
 pub struct Connection {
@@ -65,7 +65,7 @@ impl Connection {
     /// Queues a message. It is dropped when the connection ends, because the next Hello repeats the
     /// information.
     pub fn send(&mut self, message: Message) {
-        if !matches!(self.stage, Stage::Connected) || self.waiting.len() == MOST_WAITING {
+        if !matches!(self.stage, Stage::Connected) || self.waiting.len() == MAX_WAITING {
             return;
         }
         self.waiting.push_back(HookMessage { message: Some(message) }.encode_to_vec());
@@ -293,18 +293,18 @@ mod tests {
     use xpu_timer_proto::v1::Goodbye;
 
     #[test]
-    fn goodbye_is_what_the_schema_says() {
+    fn goodbye_matches_the_schema() {
         assert_eq!(HookMessage { message: Some(Message::Goodbye(Goodbye {})) }.encode_to_vec(), GOODBYE);
     }
 
     #[test]
-    fn a_path_that_does_not_fit_is_an_error() {
+    fn a_path_that_is_too_long_is_an_error() {
         let long = PathBuf::from(format!("/{}", "x".repeat(200)));
         assert_eq!(address(&long).map(|_| ()).unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]
-    fn a_full_socket_waits_in_the_queue_and_nobody_else_does() {
+    fn messages_are_queued_while_the_socket_is_full() {
         let _alone = ALONE.lock();
         let mut pair = [0; 2];
         // SAFETY: a place for two descriptors.
@@ -316,7 +316,7 @@ mod tests {
         let mut log = Log::new("/proc/nowhere".into(), "/proc/nowhere".into(), 0o600);
         let resolved = |ticket| Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket });
         let mut sent = 0;
-        while connection.waiting.len() < MOST_WAITING {
+        while connection.waiting.len() < MAX_WAITING {
             connection.send(resolved(sent));
             connection.turn(&Hello::default(), &Descriptor::none(), &mut log, false);
             assert!(matches!(connection.stage, Stage::Connected));
@@ -324,7 +324,7 @@ mod tests {
             assert!(sent < 1_000_000, "the socket never fills");
         }
         connection.send(resolved(sent));
-        assert_eq!(connection.waiting.len(), MOST_WAITING, "bounded");
+        assert_eq!(connection.waiting.len(), MAX_WAITING, "bounded");
         // The collector wakes up: everything arrives in order.
         let mut packet = [0; 64];
         for ticket in 0..sent {

@@ -31,15 +31,15 @@ const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
 const SCHEDULE_NS: [u64; 4] = [100_000_000, 1_000_000_000, 10_000_000_000, 60_000_000_000];
 
 /// Keeps the coverage table up to date.
-pub struct Survey {
+pub struct CoverageUpdater {
     next_ns: u64,
     turns: usize,
 }
 
-impl Survey {
+impl CoverageUpdater {
     /// Due immediately.
     pub fn new() -> Self {
-        Survey { next_ns: 0, turns: 0 }
+        CoverageUpdater { next_ns: 0, turns: 0 }
     }
 
     /// Refreshes the table when it is due.
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_communicator_that_was_made_is_no_collective_that_was_seen() {
+    fn creating_a_communicator_does_not_count_as_a_collective() {
         let row = |name| Function::new(name, Library::Collectives, [Wrapper(std::ptr::null()); SLOTS]);
         let collectives = [c"ncclAllReduce", c"ncclSend", c"HcclReduceScatter", c"cnclBroadcast", c"ncclAlltoAll"];
         assert!(collectives.iter().all(|name| runs_collectives(&row(name))));
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_the_first_thing_that_is_missing() {
+    fn the_reason_is_the_first_missing_condition() {
         let row = |library| Function::new(c"ncclNothing", library, [Wrapper(std::ptr::null()); SLOTS]);
         let libraries = |path: &str| [path.to_string()];
         let driver = libraries("/usr/lib/libcuda.so.1");

@@ -14,13 +14,13 @@ use std::{
 use xpu_timer_proto::{file, printable, socket::is_remote};
 
 /// Maximum number of lines.
-const MOST_LINES: u32 = 200;
+const MAX_LINES: u32 = 200;
 
 /// Maximum length of a line.
-const MOST_BYTES: usize = 4096;
+const MAX_BYTES: usize = 4096;
 
 /// A file that has reached this size is not extended.
-const MOST_FILE_BYTES: u64 = 2_000_000;
+const MAX_FILE_BYTES: u64 = 2_000_000;
 
 /// A log file that is opened for each line and closed again, so that no descriptor stays open in
 /// the host process.
@@ -53,11 +53,11 @@ impl Log {
     /// answer blocks one thread, which is not the watcher.
     pub fn write_line(&mut self, text: &str) {
         self.lines += 1;
-        if self.lines > MOST_LINES || self.hangs {
+        if self.lines > MAX_LINES || self.hangs {
             return;
         }
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        let text = &text[..text.floor_char_boundary(MOST_BYTES)];
+        let text = &text[..text.floor_char_boundary(MAX_BYTES)];
         let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
         let mut place = self.place.clone();
         // Checked for each line, because another file system may have been mounted.
@@ -82,7 +82,7 @@ impl Place {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = OpenOptions::new().create(true).append(true).mode(self.mode).custom_flags(flags).open(&self.path)?;
         let status = file.metadata()?;
-        if !status.is_file() || status.uid() != self.owner || status.nlink() > 1 || status.len() > MOST_FILE_BYTES {
+        if !status.is_file() || status.uid() != self.owner || status.nlink() > 1 || status.len() > MAX_FILE_BYTES {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         if status.mode() & 0o777 != self.mode {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_name_of_another_file_is_left_alone() {
+    fn a_hard_link_is_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let (precious, path) = (folder.path().join("precious"), folder.path().join("log"));
         fs::write(&precious, "precious").unwrap();
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn it_has_its_mode_and_ends_somewhere() {
+    fn the_log_has_its_mode_and_a_size_limit() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         for mode in [0o600, 0o644, 0o640] {
@@ -122,19 +122,19 @@ mod tests {
             assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
         }
         let mut talkative = log(&path, 0o600);
-        let long = "\u{e4}".repeat(MOST_BYTES);
-        (0..2 * MOST_LINES).for_each(|_| talkative.write_line(&long));
+        let long = "\u{e4}".repeat(MAX_BYTES);
+        (0..2 * MAX_LINES).for_each(|_| talkative.write_line(&long));
         let text = fs::read_to_string(&path).unwrap();
-        assert_eq!(text.lines().count(), 3 + MOST_LINES as usize);
-        assert!(text.lines().all(|line| line.len() < MOST_BYTES + 50));
+        assert_eq!(text.lines().count(), 3 + MAX_LINES as usize);
+        assert!(text.lines().all(|line| line.len() < MAX_BYTES + 50));
         // Written by earlier processes with this pid.
-        File::options().write(true).open(&path).unwrap().set_len(MOST_FILE_BYTES + 1).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
         log(&path, 0o600).write_line("one more");
-        assert_eq!(fs::metadata(&path).unwrap().len(), MOST_FILE_BYTES + 1);
+        assert_eq!(fs::metadata(&path).unwrap().len(), MAX_FILE_BYTES + 1);
     }
 
     #[test]
-    fn what_others_have_put_there_is_left_alone() {
+    fn foreign_files_are_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let (path, link) = (folder.path().join("log"), folder.path().join("link"));
         fs::write(&path, "precious").unwrap();

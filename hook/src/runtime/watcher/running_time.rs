@@ -56,7 +56,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     #[test]
-    fn only_the_time_in_which_the_process_ran_counts() {
+    fn only_running_time_counts() {
         let mut clock = RunningTime::default();
         clock.mark(10 * SECOND, 0);
         clock.mark(10 * SECOND + SECOND / 4, SECOND / 10);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_always_slow_does_not_stop_the_clock() {
+    fn a_slow_driver_does_not_stop_the_running_time() {
         let mut clock = RunningTime::default();
         for turn in 1..=100 {
             clock.mark_driver(turn * SECOND);

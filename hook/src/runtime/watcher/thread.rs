@@ -166,7 +166,7 @@ fn run(mut watcher: Box<Watcher>) -> bool {
         if should_end(&mut own) {
             return false;
         }
-        if let Some(status) = own.as_mut().and_then(|watcher| watcher.sees_no_other_thread()) {
+        if let Some(status) = own.as_mut().and_then(|watcher| watcher.status_if_no_other_thread()) {
             process::set_watched(false);
             thread_state::with(|thread| thread.is_watcher.set(false));
             sys::end_thread_unless_success(status);
@@ -205,7 +205,7 @@ mod tests {
     use xpu_timer_proto::ring::header;
 
     #[test]
-    fn a_stopped_watcher_has_no_thread_and_goes_on_when_it_may() {
+    fn a_stopped_watcher_has_no_thread_and_can_resume() {
         let recorder: &'static Recorder =
             Box::leak(Box::new(Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()));
         let turns = |more: &str| {

@@ -32,7 +32,7 @@ mod call {
 
 /// The outcome of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Outcome {
     /// Still pending.
     Pending,
     /// Completed.
@@ -145,17 +145,17 @@ impl Tracker {
     }
 
     /// The outcome of an operation that was pending.
-    pub fn verdict(&self, slot: usize, ticket: u64) -> Verdict {
+    pub fn outcome(&self, slot: usize, ticket: u64) -> Outcome {
         let words = self.recorder.ring.op(slot);
         let status = words[op::STATUS].load(Ordering::Acquire) as u32 as i32;
         if words[op::TICKET].load(Ordering::Acquire) != ticket + 1 {
             // The slot belongs to another operation, which happens only after this one has ended.
-            return Verdict::Completed;
+            return Outcome::Completed;
         }
         match OpStatus::try_from(status) {
-            Ok(OpStatus::Pending) => Verdict::Pending,
-            Ok(OpStatus::Completed) => Verdict::Completed,
-            _ => Verdict::Ended,
+            Ok(OpStatus::Pending) => Outcome::Pending,
+            Ok(OpStatus::Completed) => Outcome::Completed,
+            _ => Outcome::Ended,
         }
     }
 
@@ -319,7 +319,7 @@ mod tests {
     use crate::runtime::{os::descriptor::Descriptor, recorder::NewOperation};
 
     #[test]
-    fn operations_of_one_stream_are_in_the_order_of_their_begin_whatever_threads_they_come_from() {
+    fn operations_of_a_stream_are_ordered_by_begin_across_threads() {
         let recorder: &'static Recorder =
             Box::leak(Box::new(Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()));
         let begin = |since_ns: u64, stream: usize| {

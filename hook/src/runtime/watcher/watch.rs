@@ -26,7 +26,7 @@ use crate::runtime::{
         coverage,
         log::Log,
         running_time::RunningTime,
-        tracker::{Tracker, Verdict},
+        tracker::{Outcome, Tracker},
     },
 };
 
@@ -61,7 +61,7 @@ pub struct Watcher {
     events_ns: u64,
     /// Time of the last check for other threads.
     thread_check_ns: u64,
-    coverage: coverage::Survey,
+    coverage: coverage::CoverageUpdater,
 }
 
 /// Interval of the check for other threads.
@@ -83,7 +83,7 @@ impl Watcher {
             panics: 0,
             events_ns: 0,
             thread_check_ns: 0,
-            coverage: coverage::Survey::new(),
+            coverage: coverage::CoverageUpdater::new(),
             config,
         }
     }
@@ -107,7 +107,7 @@ impl Watcher {
     /// The exit status of the program's first thread when no other thread is left. It is checked
     /// only after a second without a hooked call: a thread that calls exists, and an unknown filter
     /// may forbid the check.
-    pub fn sees_no_other_thread(&mut self) -> Option<i32> {
+    pub fn status_if_no_other_thread(&mut self) -> Option<i32> {
         let now = clock::now_ns();
         let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
         let last_ns = called_ns.max(self.thread_check_ns);
@@ -164,13 +164,13 @@ impl Watcher {
     fn check_for_hang(&mut self) {
         let now = clock::now_ns();
         if let Some((slot, ticket)) = self.signalled {
-            match self.tracker.verdict(slot, ticket) {
-                Verdict::Pending => return,
-                Verdict::Completed => {
+            match self.tracker.outcome(slot, ticket) {
+                Outcome::Pending => return,
+                Outcome::Completed => {
                     self.connection.send(Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket }));
                 }
                 // The collector reads a failure or an abort in the ring. Neither is a recovery.
-                Verdict::Ended => {}
+                Outcome::Ended => {}
             }
             self.signalled = None;
         }

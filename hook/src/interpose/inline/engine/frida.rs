@@ -23,8 +23,8 @@ unsafe impl Send for Kept {}
 unsafe impl Sync for Kept {}
 
 fn interceptor() -> Interceptor {
-    static KEPT: OnceLock<Kept> = OnceLock::new();
-    KEPT.get_or_init(|| Kept(Interceptor::obtain(&Gum::obtain()))).0.clone()
+    static INLINE_REQUESTS: OnceLock<Kept> = OnceLock::new();
+    INLINE_REQUESTS.get_or_init(|| Kept(Interceptor::obtain(&Gum::obtain()))).0.clone()
 }
 
 /// As many bytes as the shortest jump.
