@@ -1,5 +1,6 @@
-//! Functions of which little is known. Some are recorded only because they may block. Others create
-//! a request for which a thread may wait later; an earlier request with that handle is forgotten.
+//! Functions whose meaning is mostly unknown. Some are recorded only because they may block. Others
+//! create a request for which a thread may wait later; an earlier request with that handle is
+//! forgotten.
 
 use crate::{
     backends::{

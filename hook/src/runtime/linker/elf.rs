@@ -272,7 +272,7 @@ impl Object {
             if section != 0 || name >= self.string_bytes {
                 return None;
             }
-            // SAFETY: an offset into the object's strings, the last of which is terminated.
+            // SAFETY: an offset into the object's strings, which are terminated.
             Some((unsafe { CStr::from_ptr(self.strings.add(name)) }, symbol))
         })
     }

@@ -155,7 +155,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Receives packets, of which there are none yet, in order to notice the end of the collector.
+    /// Reads the socket to notice the end of the collector, which does not send further packets
+    /// yet.
     fn listen(&mut self) -> io::Result<()> {
         let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
         let mut packet = [0; MAX_PACKET_BYTES];
