@@ -1,46 +1,15 @@
-//! Layer C: the runtime API, for launches whose driver call cannot be seen.
+//! Records operations in the ring and watches them, whatever library is called.
+//!
+//! Architecture Invariant: nothing here imports `interpose` or `backends`.
 
-use std::ffi::c_void;
-
-use crate::{
-    abi::{Data, Dim3, GraphExec, RUNTIME_NOT_FOUND, RuntimeLaunchConfig, Stream},
-    driver::ptsz,
-    hooked::hooked,
-    launch::{What, by_runtime},
-    thread_state::{IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
-};
-
-/// The host stub of a kernel.
-type Stub = *const c_void;
-
-/// Stream of a launch configuration.
-pub fn stream_of(config: *const RuntimeLaunchConfig) -> Stream {
-    // SAFETY: null, or the caller's configuration, whose head this is; it stays valid for the call.
-    unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
-}
-
-hooked! {
-    library Runtime, mark IN_RUNTIME, bypass IN_RUNTIME | IN_COLLECTIVES | IN_HOOK, missing RUNTIME_NOT_FOUND;
-
-    cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
-    cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
-    __cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
-    __cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
-    cudaLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
-    cudaLaunchCooperativeKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize,
-        stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
-    cudaLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream_of(config) as usize);
-    cudaLaunchKernelExC_ptsz(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream_of(config)));
-    cudaGraphLaunch(graph: GraphExec, stream: Stream)
-        => |_, _| by_runtime(What::Graph(graph as usize), stream as usize);
-    cudaGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
-        => |_, _| by_runtime(What::Graph(graph as usize), ptsz(stream));
-}
+pub(crate) mod abi;
+#[allow(unsafe_code)]
+pub(crate) mod device;
+pub(crate) mod lifecycle;
+pub(crate) mod linker;
+pub(crate) mod lock_free;
+pub(crate) mod os;
+pub(crate) mod overhead;
+#[allow(unsafe_code)]
+pub(crate) mod recorder;
+pub(crate) mod watcher;

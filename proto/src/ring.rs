@@ -8,7 +8,7 @@
 //! Words that are filled in later (returned, started, completed, status) change only once, from 0
 //! to their value.
 //!
-//! This module does not depend on the writer, `hook/src/recorder.rs`.
+//! This module does not depend on the writer, `hook/src/runtime/recorder/`.
 
 mod child_id;
 pub mod lane;

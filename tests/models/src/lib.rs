@@ -7,20 +7,20 @@
 #![allow(clippy::new_without_default, clippy::len_without_is_empty, reason = "private parts of the hook, public here")]
 
 pub mod atomic;
-#[path = "../../../hook/src/counter.rs"]
+#[path = "../../../hook/src/runtime/lock_free/counter.rs"]
 pub mod counter;
-#[path = "../../../hook/src/handoff.rs"]
+#[path = "../../../hook/src/runtime/lock_free/event_pools.rs"]
+pub mod event_pools;
+#[path = "../../../hook/src/runtime/lock_free/handoff.rs"]
 pub mod handoff;
-#[path = "../../../hook/src/pools.rs"]
-pub mod pools;
-#[path = "../../../hook/src/queue.rs"]
+#[path = "../../../hook/src/runtime/lock_free/queue.rs"]
 #[allow(unsafe_code)]
 pub mod queue;
-#[path = "../../../hook/src/slot.rs"]
+#[path = "../../../hook/src/runtime/lock_free/slot.rs"]
 pub mod slot;
 
 /// Replaces the hook's module.
-pub mod sys {
+pub mod cpu {
     /// A model has no caches.
     pub fn prefetch<T>(_: &T) {}
 }

@@ -11,9 +11,9 @@ use xpu_timer_models::{
     atomic::{AtomicU64, CONTEXTS, Ordering},
     check,
     counter::{add, claim},
+    event_pools::EventPools,
     explore,
     handoff::Handoff,
-    pools::EventPools,
     queue::Queue,
     slot::{Slot, publish, state},
 };

@@ -1,0 +1,77 @@
+//! The interposed `_exit`, `_Exit` and `quick_exit`.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use crate::runtime::{
+    lifecycle::{
+        exit::{QUICK_SUCCESS, finish_watching, say_goodbye},
+        fork::{is_vfork_child, running_in_own_process},
+    },
+    os::process::PROCESS,
+    recorder::running,
+};
+
+/// The next functions of these names: the C library's, or another preloaded library's. Found when
+/// the library is loaded.
+pub static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// See [`NEXT_EXIT`].
+pub static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
+    let next = next.load(Ordering::Relaxed);
+    if !next.is_null() {
+        // SAFETY: a function of this type, found when the hook was loaded.
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(next)(status) };
+    }
+    loop {
+        // SAFETY: ends the process, as the C library's function does.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// Interposes `_exit`, so that an end with status 0 and without handlers (`os._exit(0)`) does not
+/// count as a death. Makes only system calls, because a signal handler or a child of vfork may call
+/// it.
+///
+/// # Safety
+/// See _exit(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _exit(status: c_int) -> ! {
+    if let Some(recorder) = running_in_own_process() {
+        finish_watching(recorder);
+        if status == 0 {
+            say_goodbye();
+        }
+    }
+    end(&NEXT_EXIT, status)
+}
+
+/// Interposes `quick_exit` to see the status, which its handlers do not receive.
+///
+/// # Safety
+/// See quick_exit(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
+    if status == 0 && running().is_some() && !is_vfork_child() {
+        PROCESS.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
+    }
+    end(&NEXT_QUICK_EXIT, status)
+}
+
+/// The ISO C name of [`_exit`].
+///
+/// # Safety
+/// See _Exit(3).
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
+    // SAFETY: the caller's argument.
+    unsafe { _exit(status) }
+}

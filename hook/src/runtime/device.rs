@@ -1,0 +1,264 @@
+//! The driver functions that the hook calls itself.
+//!
+//! Launching threads call them for the capture check, the context and two event records; the
+//! watcher calls the rest. No runtime function is called, because it would create a context.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use xpu_timer_proto::family::Place;
+
+use crate::runtime::{
+    abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
+    linker::{
+        device_family,
+        dynamic::{forget_linker_error, loaded, look_up},
+    },
+    os::leaked_once::LeakedOnce,
+};
+
+/// The functions of the loaded driver.
+pub struct Device {
+    event_create: unsafe extern "C" fn(*mut Event, c_uint) -> c_int,
+    event_record: unsafe extern "C" fn(Event, Stream) -> c_int,
+    event_query: unsafe extern "C" fn(Event) -> c_int,
+    event_elapsed: unsafe extern "C" fn(*mut f32, Event, Event) -> c_int,
+    event_destroy: unsafe extern "C" fn(Event) -> c_int,
+    stream_is_capturing: unsafe extern "C" fn(Stream, *mut c_int) -> c_int,
+    exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
+    capture_info: Option<CaptureInfo>,
+    place: PlaceFunctions,
+    pub function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
+}
+
+type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
+
+/// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
+/// represents it as a number other than 0: the address of the driver's context, or the device
+/// number plus one.
+enum PlaceFunctions {
+    Context {
+        of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
+        of_any_stream: Option<unsafe extern "C" fn(Stream, *mut Context, *mut Context) -> c_int>,
+        current: unsafe extern "C" fn(*mut Context) -> c_int,
+        set: unsafe extern "C" fn(Context) -> c_int,
+        device: unsafe extern "C" fn(*mut c_int) -> c_int,
+    },
+    Device {
+        of_stream: Option<unsafe extern "C" fn(Stream, *mut c_int) -> c_int>,
+        current: unsafe extern "C" fn(*mut c_int) -> c_int,
+        set: unsafe extern "C" fn(c_int) -> c_int,
+    },
+}
+
+/// The driver, once it is loaded. A driver that lacks one of the functions is not used, and nothing
+/// is bracketed.
+pub fn device() -> Option<&'static Device> {
+    static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
+    if let Some(device) = DEVICE.get() {
+        return Some(device);
+    }
+    let found = find();
+    forget_linker_error();
+    let device = found?;
+    Some(DEVICE.get_or_init(|| device))
+}
+
+#[cold]
+fn find() -> Option<Device> {
+    let names = device_family::current()?.device.as_ref()?;
+    let sonames = device_family::current()?.sonames(names.library);
+    let library = sonames.iter().find_map(|soname| loaded(soname))?;
+    // SAFETY: each function is looked up by a name whose type in the family's public ABI is the
+    // type of its field.
+    unsafe {
+        Some(Device {
+            event_create: typed(library, names.event_create)?,
+            event_record: typed(library, names.event_record)?,
+            event_query: typed(library, names.event_query)?,
+            event_elapsed: typed(library, names.event_elapsed)?,
+            event_destroy: typed(library, names.event_destroy)?,
+            stream_is_capturing: typed(library, names.stream_is_capturing)?,
+            exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
+            capture_info: typed(library, names.capture_info),
+            place: match &names.place {
+                Place::Context { of_stream, of_any_stream, current, set, device } => PlaceFunctions::Context {
+                    of_stream: typed(library, of_stream)?,
+                    of_any_stream: typed(library, of_any_stream),
+                    current: typed(library, current)?,
+                    set: typed(library, set)?,
+                    device: typed(library, device)?,
+                },
+                Place::Device { of_stream, current, set } => PlaceFunctions::Device {
+                    of_stream: typed(library, of_stream),
+                    current: typed(library, current)?,
+                    set: typed(library, set)?,
+                },
+            },
+            function_name: names.function_name.and_then(|name| typed(library, name)),
+        })
+    }
+}
+
+/// A function of a library as a function pointer of type `F`.
+///
+/// # Safety
+/// `F` is the type of the function `name`.
+unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    let address = look_up(library, name);
+    // SAFETY: a function pointer has the size of an address, asserted above, and the caller
+    // guarantees its type.
+    (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// Whether a handle denotes a different stream in each context.
+pub fn is_default(stream: usize) -> bool {
+    stream <= STREAM_PER_THREAD
+}
+
+/// A device number as a context.
+fn numbered(device: c_int) -> usize {
+    (device + 1).max(0) as usize
+}
+
+/// A code that the driver returned.
+pub type Code = c_int;
+
+fn check(code: c_int) -> Result<(), Code> {
+    if code == SUCCESS { Ok(()) } else { Err(code) }
+}
+
+impl Device {
+    /// Whether a stream is being captured. An error counts as yes: the driver returns one for a
+    /// stream that cannot be queried while another stream captures.
+    pub fn is_capturing(&self, stream: usize) -> bool {
+        let mut status = 0;
+        // SAFETY: the host is launching on this stream; `status` is valid.
+        let code = unsafe { (self.stream_is_capturing)(stream as Stream, &mut status) };
+        code != SUCCESS || status != 0
+    }
+
+    /// The id of the capture that a stream takes part in. 0 when there is none or the driver cannot
+    /// say.
+    pub fn capture_of(&self, stream: usize) -> u64 {
+        let Some(info) = self.capture_info else { return 0 };
+        let (mut status, mut id) = (0, 0);
+        let null = std::ptr::null_mut();
+        // SAFETY: as above; outputs that are not wanted may be null.
+        let code = unsafe { info(stream as Stream, &mut status, &mut id, null, null, null) };
+        if code == SUCCESS && status != 0 { id } else { 0 }
+    }
+
+    /// The context for the events of a launch on `stream`: that of the stream, or that of the
+    /// thread for a default stream. For a stream of a green context it is the primary context,
+    /// because a green context may be current to one thread only.
+    pub fn context_of(&self, stream: usize) -> Option<usize> {
+        let own = stream as Stream;
+        let context = match &self.place {
+            PlaceFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
+                let (mut context, mut green): (Context, Context) = (std::ptr::null_mut(), std::ptr::null_mut());
+                // SAFETY: as above.
+                if unsafe { of_any_stream(own, &mut context, &mut green) } == SUCCESS { context as usize } else { 0 }
+            }
+            _ if is_default(stream) => self.current(),
+            PlaceFunctions::Context { of_stream, .. } => {
+                let mut context: Context = std::ptr::null_mut();
+                // SAFETY: as above.
+                if unsafe { of_stream(own, &mut context) } == SUCCESS { context as usize } else { 0 }
+            }
+            PlaceFunctions::Device { of_stream: Some(of_stream), .. } => {
+                let mut device = -1;
+                // SAFETY: as above.
+                if unsafe { of_stream(own, &mut device) } == SUCCESS { numbered(device) } else { 0 }
+            }
+            PlaceFunctions::Device { of_stream: None, .. } => self.current(),
+        };
+        (context != 0).then_some(context)
+    }
+
+    /// The thread's current context, 0 for none.
+    pub fn current(&self) -> usize {
+        match &self.place {
+            PlaceFunctions::Context { current, .. } => {
+                let mut context: Context = std::ptr::null_mut();
+                // SAFETY: `context` is valid.
+                if unsafe { current(&mut context) } == SUCCESS { context as usize } else { 0 }
+            }
+            PlaceFunctions::Device { .. } => numbered(self.device_number()),
+        }
+    }
+
+    /// Makes a context current on this thread.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn make_current(&self, context: usize) -> Result<(), Code> {
+        match &self.place {
+            // SAFETY: a launch was seen in this context; the driver returns an error if it no
+            // longer exists.
+            PlaceFunctions::Context { set, .. } => check(unsafe { set(context as Context) }),
+            PlaceFunctions::Device { .. } if context == 0 => Ok(()),
+            // SAFETY: the argument is an integer.
+            PlaceFunctions::Device { set, .. } => check(unsafe { set(context as c_int - 1) }),
+        }
+    }
+
+    /// The thread's current device, -1 for none.
+    pub fn device_number(&self) -> i32 {
+        let mut number = -1;
+        let (PlaceFunctions::Context { device: ask, .. } | PlaceFunctions::Device { current: ask, .. }) = &self.place;
+        // SAFETY: `number` is valid.
+        if unsafe { ask(&mut number) } == SUCCESS { number } else { -1 }
+    }
+
+    /// Creates an event with timing in the thread's context.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn create_event(&self) -> Result<usize, Code> {
+        let mut event: Event = std::ptr::null_mut();
+        // SAFETY: `event` is valid.
+        check(unsafe { (self.event_create)(&mut event, 0) })?;
+        Ok(event as usize)
+    }
+
+    /// Records an event.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn record_event(&self, event: usize, stream: usize) -> Result<(), Code> {
+        // SAFETY: an event of the hook that no other thread uses, and the stream of a launch.
+        check(unsafe { (self.event_record)(event as Event, stream as Stream) })
+    }
+
+    /// 0 when the event is complete, 600 when it is not, else an error.
+    pub fn query_event(&self, event: usize) -> Code {
+        // SAFETY: an event of the hook.
+        unsafe { (self.event_query)(event as Event) }
+    }
+
+    /// Time between two complete events.
+    pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<u64> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: two complete events of the hook.
+        let code = unsafe { (self.event_elapsed)(&mut milliseconds, start as Event, end as Event) };
+        (code == SUCCESS).then_some((f64::from(milliseconds) * 1e6) as u64)
+    }
+
+    /// Destroys an event.
+    pub fn destroy_event(&self, event: usize) {
+        // SAFETY: an event of the hook without further references.
+        unsafe { (self.event_destroy)(event as Event) };
+    }
+
+    /// Switches the thread to relaxed capture mode, so that its queries do not break another
+    /// thread's capture.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn relax_capture(&self) -> Result<(), Code> {
+        let mut mode = crate::runtime::abi::CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is valid.
+        check(unsafe { (self.exchange_capture_mode)(&mut mode) })
+    }
+}

@@ -1,0 +1,46 @@
+//! The atomics and sizes of the lock-free data structures. `tests/models` compiles the other files
+//! of this folder with the atomics of loom and smaller sizes in place of this file.
+
+use std::cell::UnsafeCell;
+pub use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+
+/// Spare events per lane. Further events go to the pool of their context.
+pub const LANE_EVENTS: usize = 1024;
+
+/// Contexts whose events are reused. The events of further contexts are created and destroyed each
+/// time.
+pub const CONTEXTS: usize = 16;
+
+/// Spare events per context. Further events are destroyed.
+pub const POOL_EVENTS: usize = 512;
+
+/// A word that only one thread at a time may access.
+pub struct Word(UnsafeCell<usize>);
+
+// SAFETY: the callers guarantee that no two threads access a word at the same time.
+unsafe impl Sync for Word {}
+
+impl Word {
+    /// A word of 0.
+    pub fn new() -> Self {
+        Word(UnsafeCell::new(0))
+    }
+
+    /// Reads the word.
+    ///
+    /// # Safety
+    /// No other thread writes the word at the same time.
+    pub unsafe fn get(&self) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe { *self.0.get() }
+    }
+
+    /// Replaces the word.
+    ///
+    /// # Safety
+    /// No other thread reads or writes the word at the same time.
+    pub unsafe fn set(&self, word: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { *self.0.get() = word }
+    }
+}

@@ -1,0 +1,136 @@
+//! System calls and files, in a form that is safe inside a foreign process: no failure ends the
+//! process.
+
+use std::{
+    ffi::{CStr, c_int, c_void},
+    io,
+};
+
+use crate::runtime::os::{descriptor::close, seccomp};
+
+/// Lets another thread run, if this one may make the system call.
+pub fn relax() {
+    if seccomp::may_call() { std::thread::yield_now() } else { std::hint::spin_loop() }
+}
+
+/// Copies an environment variable.
+pub fn variable(name: &CStr) -> Option<Vec<u8>> {
+    // SAFETY: a C string.
+    let value = unsafe { libc::getenv(name.as_ptr()) };
+    // SAFETY: getenv's string is terminated.
+    (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
+}
+
+/// Reads the beginning of a file into `buffer` and returns its length. 0 if the file cannot be
+/// read.
+pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
+    // SAFETY: a C string.
+    let fd = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    if fd < 0 {
+        return 0;
+    }
+    // SAFETY: a valid buffer.
+    let length = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
+    close(fd);
+    usize::try_from(length).unwrap_or(0)
+}
+
+/// The exit status of the process's first thread, if that has ended and the calling thread is the
+/// only one left.
+pub fn first_threads_status_when_alone() -> Option<c_int> {
+    /// Links of a directory without subdirectories. `/proc/PID/task` has one more for each thread.
+    const LINKS: u64 = 2;
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
+    // A first thread that has ended is listed until all threads have ended.
+    if !known || stat.st_nlink != LINKS + 2 {
+        return None;
+    }
+    let mut text = [0; 1024];
+    let length = read_file(c"/proc/self/stat", &mut text);
+    status_of_zombie(&text[..length])
+}
+
+/// The exit status in the `/proc/PID/stat` of a zombie.
+fn status_of_zombie(stat: &[u8]) -> Option<c_int> {
+    // The name in parentheses may contain any character. The last of the 52 fields is the status as
+    // wait(2) returns it.
+    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
+    let mut fields = fields.split_ascii_whitespace();
+    let state = fields.next()?;
+    let waited: c_int = fields.last()?.parse().ok()?;
+    (state == "Z").then_some((waited >> 8) & 0xff)
+}
+
+/// Ends the calling thread with a status, unless that is 0. When the first thread ended by the bare
+/// system call, the process's exit status is that of its last thread (since Linux 5.18). So the
+/// hook's thread must end with the program's status.
+pub fn end_thread_unless_success(status: c_int) {
+    if status != 0 {
+        // SAFETY: no other thread is left that could notice what this one does not clean up.
+        unsafe { libc::syscall(libc::SYS_exit, status) };
+    }
+}
+
+/// Whether a path names a regular file.
+pub fn is_regular(path: &CStr) -> bool {
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(path.as_ptr(), &mut stat) } == 0;
+    known && stat.st_mode & libc::S_IFMT == libc::S_IFREG
+}
+
+/// Reads a word of this process's memory that may be unmapped.
+///
+/// # Errors
+/// `EFAULT` when it is unmapped. Another error when the system or a filter forbids this kind of
+/// read.
+pub fn word_at(address: usize) -> io::Result<usize> {
+    if !seccomp::may_call() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let mut word = 0usize;
+    let here = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: size_of::<usize>() };
+    let there = libc::iovec { iov_base: address as *mut c_void, iov_len: size_of::<usize>() };
+    // SAFETY: `here` is a valid place; the kernel checks `there`.
+    let read = unsafe { libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0) };
+    if read == size_of::<usize>() as isize { Ok(word) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether the process has exactly one thread. False when that cannot be determined.
+pub fn is_alone() -> bool {
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
+    // A directory has a link to itself, one from its parent, and one from each subdirectory.
+    known && stat.st_nlink == 3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_zombie_has_its_exit_status() {
+        let stat =
+            |state: &str, status: &str| format!("77 (a) Z b) {state} 1 77 0 -1 4228 {}{status}\n", "0 ".repeat(43));
+        assert_eq!(status_of_zombie(stat("Z", "1280").as_bytes()), Some(5));
+        assert_eq!(status_of_zombie(stat("Z", "0").as_bytes()), Some(0));
+        assert_eq!(status_of_zombie(stat("S", "0").as_bytes()), None);
+        assert_eq!(status_of_zombie(b"77 (cut"), None);
+    }
+
+    #[test]
+    fn an_unmapped_word_is_an_error() {
+        let word = 7usize;
+        assert_eq!(word_at(std::ptr::from_ref(&word) as usize).unwrap(), 7);
+        for gone in [8, usize::MAX - 7] {
+            assert_eq!(word_at(gone).unwrap_err().raw_os_error(), Some(libc::EFAULT));
+        }
+    }
+}

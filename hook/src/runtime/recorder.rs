@@ -1,0 +1,189 @@
+//! The flight recorder, the only writer of the ring.
+//!
+//! Launching threads call everything here, so nothing takes a lock, allocates or makes a system
+//! call. What does not fit is counted. The launching thread writes a slot and hands it to the
+//! watcher. Only the watcher frees it, so a pending operation is never overwritten. Threads that
+//! launch in different communicators write to different cache lines.
+
+pub(crate) mod communicator_id;
+pub(crate) mod communicator_table;
+pub(crate) mod communicators;
+pub(crate) mod host_operations;
+pub(crate) mod lanes;
+#[allow(unsafe_code)]
+pub(crate) mod names;
+pub(crate) mod open_calls;
+pub(crate) mod operations;
+pub(crate) mod polled_operations;
+#[allow(unsafe_code)]
+pub(crate) mod ring;
+pub(crate) mod slot_chain;
+pub(crate) mod streams;
+
+use std::{
+    io,
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};
+
+use xpu_timer_proto::{
+    ring::{lane, name, op},
+    v1::{DataType, Op, OpKind},
+};
+
+use crate::runtime::{
+    lock_free::{event_pools::EventPools, handoff::Handoff, slot::Slot},
+    os::{descriptor::Descriptor, process::PROCESS},
+    recorder::{communicator_table::CommunicatorTable, open_calls::OpenCalls, ring::Ring},
+};
+
+const _: () = assert!(size_of::<Slot>() == 64);
+
+/// The shape of a matrix product; see [`xpu_timer_proto::v1::Matmul`].
+#[derive(Debug, Clone, Copy)]
+#[allow(missing_docs)]
+pub struct MatmulShape {
+    pub batch: u32,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub trans_a: u32,
+    pub trans_b: u32,
+}
+
+/// An operation as it begins.
+pub struct NewOperation {
+    /// Kind.
+    pub kind: OpKind,
+    /// Operation.
+    pub op: Op,
+    /// Element type.
+    pub dtype: DataType,
+    /// Reduce operation.
+    pub reduce: u8,
+    /// Index in the communicator table.
+    pub comm: Option<usize>,
+    /// Identity of the communicator.
+    pub communicator: u64,
+    /// Sequence number.
+    pub seq: u64,
+    /// Number of elements.
+    pub count: u64,
+    /// Root or peer, -1 for none.
+    pub peer: i32,
+    /// Tag of a send or receive, -1 for any. `None` if the operation has no tag.
+    pub tag: Option<i32>,
+    /// Stream, as the caller passed it.
+    pub stream: usize,
+    /// Key into the name table.
+    pub function: u64,
+    /// Only for a matrix product, which has no communicator, sequence number or count.
+    pub matmul: Option<MatmulShape>,
+}
+
+impl NewOperation {
+    /// An operation without a communicator.
+    pub fn new(kind: OpKind, op: Op) -> Self {
+        NewOperation {
+            kind,
+            op,
+            dtype: DataType::Unspecified,
+            reduce: 0,
+            comm: None,
+            communicator: 0,
+            seq: 0,
+            count: 0,
+            peer: -1,
+            tag: None,
+            stream: 0,
+            function: 0,
+            matmul: None,
+        }
+    }
+}
+
+/// Size of the table of kernels whose name was requested: twice the name table, so that a lookup
+/// ends soon.
+const SEEN: usize = name::SLOTS * 2;
+
+/// The recorder of this process.
+pub struct Recorder {
+    /// Shared with the collector.
+    pub ring: Ring,
+    /// Private side of the operation slots.
+    pub slots: Box<[Slot]>,
+    /// The exchange between each lane's thread and the watcher. The last one is shared by threads
+    /// without a lane.
+    pub handoffs: Box<[Handoff]>,
+    /// Communicators.
+    pub comms: CommunicatorTable,
+    /// Operations that host threads are executing.
+    pub open_calls: OpenCalls,
+    /// Spare events.
+    pub pools: EventPools,
+    /// A test injects panics; see `panic_injection`.
+    pub injects_panics: AtomicBool,
+    /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
+    pub bracket: AtomicU32,
+    seen: Box<[AtomicU64]>,
+    shared: Shared,
+}
+
+/// Counters that every thread writes, but rarely. They are apart from the data that every launch
+/// reads.
+#[derive(Default)]
+#[repr(align(128))]
+struct Shared {
+    names: AtomicUsize,
+    groups: AtomicU64,
+    host_calls: AtomicU64,
+    /// Lanes from this index on were never taken.
+    lanes: AtomicUsize,
+    /// The watcher's heartbeat at the last check whether it is late.
+    heartbeat: AtomicU64,
+}
+
+impl Recorder {
+    /// A recorder with an empty ring. It is created on the heap, because the thread of the first
+    /// device call may have a very small stack.
+    ///
+    /// # Errors
+    /// When the system has no memory or descriptor for the ring.
+    #[inline(never)]
+    pub fn boxed(descriptor: &'static Descriptor) -> io::Result<Box<Self>> {
+        Ok(Box::new(Recorder {
+            ring: Ring::create(descriptor)?,
+            slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
+            handoffs: (0..=lane::SLOTS).map(|_| Handoff::new()).collect(),
+            comms: CommunicatorTable::new(),
+            open_calls: OpenCalls::new(),
+            pools: EventPools::new(),
+            injects_panics: AtomicBool::new(false),
+            bracket: AtomicU32::new(0),
+            seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
+            shared: Shared::default(),
+        }))
+    }
+
+    /// A recorder that is not boxed.
+    ///
+    /// # Errors
+    /// See [`Recorder::boxed`].
+    #[cfg(test)]
+    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+        Self::boxed(descriptor).map(|recorder| *recorder)
+    }
+
+    /// Increments a word of the header.
+    #[inline]
+    pub fn count(&self, header: usize) {
+        self.ring.header(header).fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The process's recorder, if it has started.
+#[inline]
+pub fn running() -> Option<&'static Recorder> {
+    let recorder = PROCESS.recorder.load(Ordering::Acquire).cast::<Recorder>();
+    // SAFETY: null, or a recorder that is never freed.
+    unsafe { recorder.as_ref() }
+}

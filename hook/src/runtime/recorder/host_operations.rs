@@ -1,0 +1,139 @@
+//! Operations that host threads execute. The host begins and ends them, the watcher observes them,
+//! and the thread that ends an operation frees its slot.
+//!
+//! An MPI program makes many more calls than the watcher has turns, so a slot does not travel to
+//! the watcher and back. While an operation is open, a cell of a small table refers to it; when it
+//! ends, its slot is free at once. Neither side waits for the other.
+
+use std::sync::atomic::Ordering;
+
+use xpu_timer_proto::{
+    ring::{comm, header, op},
+    v1::{OpKind, OpStatus},
+};
+
+use crate::runtime::{
+    lock_free::slot::state,
+    os::{clock, thread_state},
+    recorder::{NewOperation, Recorder, slot_chain::members},
+};
+
+/// Begins an operation that a host thread executes. Its age counts from now.
+pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
+    let slot = queue(recorder, what)?;
+    mark_started(recorder, slot);
+    Some(slot)
+}
+
+/// The ranks of a job do not start at the same time: each must load its libraries, on a machine
+/// where the others do so too. So the timeout of the first collective call of all ranks begins this
+/// much later.
+pub const STARTUP_GRACE_NS: u64 = 10_000_000_000;
+
+/// Adds the startup grace to an operation that is the first rendezvous with the other ranks.
+pub fn grant_startup_grace(recorder: &'static Recorder, slot: usize) {
+    recorder.slots[slot].since_ns.store(clock::now_ns() + STARTUP_GRACE_NS, Ordering::Relaxed);
+}
+
+/// Begins an operation that another host thread will execute. Its age counts from now.
+pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
+    let slot = recorder.begin_unwatched(what)?;
+    let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
+    if cell == 0 {
+        recorder.count(header::OVERFLOWS);
+    }
+    recorder.slots[slot].output.store(cell, Ordering::Relaxed);
+    Some(slot)
+}
+
+/// Begins an operation that the same call executes, and that ends with `leader`.
+pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
+    let Some(slot) = recorder.begin_unwatched(what) else { return };
+    mark_started(recorder, slot);
+    let link = &recorder.slots[leader].follower;
+    recorder.slots[slot].follower.store(link.load(Ordering::Relaxed), Ordering::Relaxed);
+    link.store(slot as u32 + 1, Ordering::Relaxed);
+}
+
+/// Records that a host thread executes the operation now.
+pub fn mark_started(recorder: &'static Recorder, slot: usize) {
+    recorder.ring.op(slot)[op::STARTED_NS].store(clock::now_ns(), Ordering::Relaxed);
+    recorder.raise_counter(slot, comm::STARTED);
+}
+
+/// Ends an operation and its followers.
+pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+    if status == OpStatus::Completed {
+        for slot in members(recorder, leader) {
+            recorder.raise_counter(slot, comm::COMPLETED);
+        }
+    }
+    free(recorder, leader, status, error);
+}
+
+/// The host stops waiting for an operation and its followers, whose outcome is unknown.
+pub fn leave(recorder: &'static Recorder, leader: usize) {
+    free(recorder, leader, OpStatus::Completed, 0);
+}
+
+pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+    let now = clock::now_ns();
+    for slot in members(recorder, leader) {
+        recorder.returned(slot, now);
+        recorder.settle(slot, status, error, now);
+    }
+    recorder.open_calls.clear(recorder.slots[leader].output.swap(0, Ordering::Relaxed));
+    for slot in members(recorder, leader) {
+        recorder.slots[slot].become_state(state::FREE);
+    }
+}
+
+/// A call that may block and whose meaning is unknown. Only its name is recorded.
+pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOperation {
+    NewOperation {
+        seq: recorder.next_host_call(),
+        function: recorder.name_key(name),
+        ..NewOperation::new(OpKind::HostCall, xpu_timer_proto::v1::Op::Unspecified)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::os::descriptor::Descriptor;
+    use crate::runtime::recorder::open_calls::CELLS;
+    use xpu_timer_proto::v1::Op;
+
+    fn recorder() -> &'static Recorder {
+        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
+        Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
+    }
+
+    fn what(seq: u64) -> NewOperation {
+        NewOperation { seq, communicator: 5, ..NewOperation::new(OpKind::Collective, Op::Barrier) }
+    }
+
+    #[test]
+    fn a_hundred_thousand_calls_need_no_watcher() {
+        let recorder = recorder();
+        for seq in 0..100_000 {
+            let slot = open(recorder, &what(seq)).expect("the slots are free again");
+            assert_eq!(recorder.open_calls.slots().collect::<Vec<_>>(), [slot]);
+            close(recorder, slot, OpStatus::Completed, 0);
+        }
+        assert_eq!(recorder.open_calls.slots().count(), 0);
+        assert_eq!(recorder.ring.header(header::DROPPED).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn more_open_calls_than_cells_are_recorded_and_counted() {
+        let recorder = recorder();
+        let slots: Vec<usize> = (0..CELLS as u64 + 3).map(|seq| open(recorder, &what(seq)).unwrap()).collect();
+        assert_eq!(recorder.open_calls.slots().count(), CELLS);
+        assert_eq!(recorder.ring.header(header::OVERFLOWS).load(Ordering::Relaxed), 3);
+        for slot in slots {
+            close(recorder, slot, OpStatus::Completed, 0);
+        }
+        assert_eq!(recorder.open_calls.slots().count(), 0);
+    }
+}

@@ -1,0 +1,262 @@
+//! The lane of a thread: counters that only this thread writes. So a launch needs no atomic
+//! read-modify-write, and writes no cache line that another thread writes.
+//!
+//! A thread takes a lane at its first launch and never returns it, because the thread-local memory
+//! has no destructor. When no free lane is left, the kernel is asked which owners have ended.
+//! Further threads share the words of the header.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xpu_timer_proto::ring::{coverage, header, lane, offset, stream};
+
+use crate::runtime::{
+    lock_free::counter::{self, add},
+    os::{
+        clock, thread_id,
+        thread_state::{self, ThreadState},
+    },
+    recorder::Recorder,
+};
+
+/// Value of [`ThreadState::lane`] when no lane was left.
+const NONE: u32 = u32::MAX;
+
+impl Recorder {
+    /// Index of the calling thread's lane.
+    #[inline(always)]
+    pub fn lane_of(&self, thread: &ThreadState) -> Option<usize> {
+        match thread.lane.get() {
+            0 => self.take_lane(thread),
+            NONE => None,
+            lane => Some(lane as usize - 1),
+        }
+    }
+
+    /// The words of a lane.
+    #[inline]
+    pub fn lane_words(&self, lane: usize) -> &'static [AtomicU64] {
+        self.ring.entry(offset::LANES, lane, lane::WORDS)
+    }
+
+    /// Records that a lane is in use.
+    fn use_lane(&self, lane: usize) {
+        self.shared.lanes.fetch_max(lane + 1, Ordering::AcqRel);
+    }
+
+    #[cold]
+    fn take_lane(&self, thread: &ThreadState) -> Option<usize> {
+        let me = u64::from(thread.tid());
+        if me == 0 {
+            return None;
+        }
+        let claim = |index: &usize, from: u64| counter::claim(&self.lane_words(*index)[lane::OWNER], from, me);
+        let ended = |index: &usize| {
+            let owner = self.lane_words(*index)[lane::OWNER].load(Ordering::Relaxed);
+            // An owner with this thread's id and other thread-local memory was an earlier thread.
+            (owner == me || !thread_id::is_thread(owner as u32)) && claim(index, owner)
+        };
+        let index = (0..lane::SLOTS).find(|index| claim(index, 0)).or_else(|| (0..lane::SLOTS).find(ended));
+        if let Some(index) = index {
+            self.use_lane(index);
+        }
+        thread.lane.set(index.map_or(NONE, |index| index as u32 + 1));
+        index
+    }
+
+    /// Counts a call of a hooked function, by the index of its coverage entry.
+    #[inline(always)]
+    pub fn called(&self, thread: &ThreadState, function: usize) {
+        match self.lane_of(thread) {
+            Some(lane) => add(&self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function], 1),
+            None => {
+                let entry = self.ring.entry(offset::COVERAGE, function, coverage::WORDS);
+                entry[coverage::CALLS].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Number of calls of a hooked function by all threads.
+    pub fn calls(&self, function: usize) -> u64 {
+        let shared =
+            self.ring.entry(offset::COVERAGE, function, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
+        let lanes = (0..lane::SLOTS)
+            .map(|lane| self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function].load(Ordering::Relaxed));
+        shared + lanes.sum::<u64>()
+    }
+
+    /// Counts a launch: [`header::KERNELS`] or [`header::GRAPHS`].
+    #[inline(always)]
+    pub fn launched(&self, thread: &ThreadState, counter: usize, now_ns: u64) {
+        match self.lane_of(thread) {
+            Some(lane) => {
+                let words = self.lane_words(lane);
+                words[lane::LAST_LAUNCH_NS].store(now_ns, Ordering::Relaxed);
+                add(&words[if counter == header::KERNELS { lane::KERNELS } else { lane::GRAPHS }], 1);
+            }
+            None => {
+                self.ring.header(header::LAST_LAUNCH_NS).store(now_ns, Ordering::Relaxed);
+                self.count(counter);
+            }
+        }
+    }
+
+    /// Counts a collective that a device executes.
+    #[inline]
+    pub fn launched_collective(&self) {
+        match self.lane_of(thread_state::current()) {
+            Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], 1),
+            None => self.count(header::COLLECTIVES),
+        }
+    }
+
+    /// Takes back a count of [`Recorder::launched_collective`].
+    #[cold]
+    pub fn withdrew_collective(&self) {
+        match self.lane_of(thread_state::current()) {
+            Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], u64::MAX),
+            None => {
+                self.ring.header(header::COLLECTIVES).fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Counts a kernel or graph on a stream. Nothing else is kept of most launches.
+    #[inline(always)]
+    pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {
+        let Some(lane) = self.lane_of(thread) else { return self.on_shared_stream(stream_handle, function, now_ns) };
+        let key = stream_handle as u64 + 1;
+        let words = self.ring.entry(offset::LANE_STREAMS, lane, lane::STREAM_WORDS);
+        for entry in words.chunks_exact(stream::WORDS).take(lane::STREAMS) {
+            let found = entry[stream::HANDLE].load(Ordering::Relaxed);
+            if found == 0 {
+                entry[stream::HANDLE].store(key, Ordering::Relaxed);
+            } else if found != key {
+                continue;
+            }
+            add(&entry[stream::LAUNCHES], 1);
+            entry[stream::LAST_NS].store(now_ns, Ordering::Relaxed);
+            if function != 0 && entry[stream::LAST_FUNCTION].load(Ordering::Relaxed) != function {
+                entry[stream::LAST_FUNCTION].store(function, Ordering::Relaxed);
+                self.see_function(function);
+            }
+            return;
+        }
+        self.on_shared_stream(stream_handle, function, now_ns);
+    }
+
+    /// Counts a copy in one of the directions of [`lane::COPY_KINDS`].
+    pub fn copied(&self, kind: usize, bytes: u64) {
+        let lane = self.lane_of(thread_state::current());
+        if let Some(lane) = lane {
+            let words = self.lane_words(lane);
+            let kind = kind.min(lane::COPY_KINDS.len() - 1);
+            add(&words[lane::COPIES + kind], 1);
+            add(&words[lane::COPY_BYTES + kind], bytes);
+        }
+        self.last_launch(lane).store(clock::coarse_now_ns(), Ordering::Relaxed);
+    }
+
+    /// Records activity on the device: a copy, a memset, or the end of a synchronization.
+    #[inline]
+    pub fn active(&self) {
+        let lane = self.lane_of(thread_state::current());
+        self.last_launch(lane).store(clock::coarse_now_ns(), Ordering::Relaxed);
+    }
+
+    /// The word with the time of the last launch, for a thread with or without a lane.
+    #[inline(always)]
+    pub fn last_launch(&self, lane: Option<usize>) -> &AtomicU64 {
+        match lane {
+            Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
+            None => self.ring.header(header::LAST_LAUNCH_NS),
+        }
+    }
+
+    /// Counts allocated memory.
+    pub fn allocated(&self, bytes: u64) {
+        if let Some(lane) = self.lane_of(thread_state::current()) {
+            add(&self.lane_words(lane)[lane::ALLOCATED_BYTES], bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::os::descriptor::Descriptor;
+
+    fn recorder() -> Recorder {
+        Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()
+    }
+
+    fn totals(recorder: &Recorder) -> lane::Totals {
+        let fd = recorder.ring.descriptor.get().unwrap();
+        let file = std::fs::File::open(format!("/proc/self/fd/{fd}")).unwrap();
+        lane::totals(&|at, buffer: &mut [u8]| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at)).unwrap()
+    }
+
+    #[test]
+    fn every_launch_counts_once_even_with_more_threads_than_lanes() {
+        let recorder = recorder();
+        let threads = lane::SLOTS + 20;
+        let all_up = std::sync::Barrier::new(threads);
+        std::thread::scope(|scope| {
+            for number in 0..threads {
+                let (recorder, all_up) = (&recorder, &all_up);
+                scope.spawn(move || {
+                    let thread = thread_state::current();
+                    recorder.launched(thread, header::GRAPHS, 5);
+                    all_up.wait();
+                    for _ in 0..1000 {
+                        recorder.launched(thread, header::KERNELS, 7 + number as u64);
+                        recorder.on_stream(thread, 64, 9, 7);
+                        recorder.called(thread, 3);
+                    }
+                });
+            }
+        });
+        let all = totals(&recorder);
+        assert_eq!(recorder.ring.header(header::KERNELS).load(Ordering::Relaxed), 20 * 1000);
+        assert_eq!((all.kernels, all.graphs), (lane::SLOTS as u64 * 1000, lane::SLOTS as u64));
+        assert_eq!(recorder.calls(3), threads as u64 * 1000);
+    }
+
+    #[test]
+    fn the_lane_of_a_thread_that_ended_is_used_again_and_keeps_its_count() {
+        let recorder = recorder();
+        for _ in 0..lane::SLOTS * 3 {
+            std::thread::scope(|scope| {
+                scope.spawn(|| recorder.launched(thread_state::current(), header::KERNELS, 1));
+            });
+        }
+        assert_eq!(recorder.ring.header(header::KERNELS).load(Ordering::Relaxed), 0, "no thread had to share");
+        assert_eq!(totals(&recorder).kernels, lane::SLOTS as u64 * 3);
+    }
+
+    #[test]
+    fn a_thread_with_many_streams_uses_the_shared_table_for_the_rest() {
+        let recorder = recorder();
+        for stream in 1..=lane::STREAMS + 2 {
+            recorder.on_stream(thread_state::current(), stream * 64, 0, 1);
+            recorder.on_stream(thread_state::current(), stream * 64, 0, 2);
+        }
+        let fd = recorder.ring.descriptor.get().unwrap();
+        let file = std::fs::File::open(format!("/proc/self/fd/{fd}")).unwrap();
+        let read = |at, buffer: &mut [u8]| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at);
+        let streams = lane::streams(&read).unwrap();
+        assert_eq!(streams.len(), lane::STREAMS + 2);
+        assert!(streams.iter().all(|entry| entry[stream::LAUNCHES] == 2 && entry[stream::LAST_NS] == 2), "{streams:?}");
+    }
+
+    #[test]
+    fn copies_and_allocations_are_counted_by_direction() {
+        let recorder = recorder();
+        recorder.copied(1, 100);
+        recorder.copied(1, 10);
+        recorder.copied(9, 1);
+        recorder.allocated(4096);
+        let all = totals(&recorder);
+        assert_eq!((all.copies, all.copy_bytes), ([0, 2, 0, 0, 1], [0, 110, 0, 0, 1]));
+        assert_eq!(all.allocated_bytes, 4096);
+    }
+}

@@ -1,0 +1,349 @@
+//! Operations and their slots, from the begin of a call until the watcher takes over.
+
+use std::sync::atomic::Ordering;
+
+use xpu_timer_proto::{
+    ring::{self, header, lane, name, op, pack_halves, pack_what},
+    v1::{OpKind, OpStatus},
+};
+
+use crate::runtime::{
+    lock_free::cpu,
+    lock_free::{
+        handoff::Handoff,
+        slot::{publish, state},
+    },
+    os::{
+        thread_state::{self, ThreadState},
+        tsc_clock, wakeup,
+    },
+    recorder::{NewOperation, Recorder, names::name_in},
+};
+
+/// When the watcher has not run for this many slots, it is woken. That is long before no slot is
+/// left, and before a lane runs out of spare events.
+const SLOTS_PER_WAKEUP: usize = 256;
+
+/// Maximum number of tickets that a thread takes at once.
+const MAX_TICKETS: u64 = 64;
+
+/// How long tickets in reserve are valid. Older ones would appear among the operations of a later
+/// time.
+const TICKETS_NS: u64 = 5_000_000;
+
+/// Group numbers that a thread takes at once.
+const GROUPS: u64 = 64;
+
+impl Recorder {
+    /// The number of a new group, which is unique in this process and not 0.
+    pub fn next_group(&self, thread: &ThreadState) -> u64 {
+        if thread.groups_left.get() == 0 {
+            thread.next_group.set(self.shared.groups.fetch_add(GROUPS, Ordering::Relaxed) + 1);
+            thread.groups_left.set(GROUPS as u32);
+        }
+        thread.groups_left.set(thread.groups_left.get() - 1);
+        let number = thread.next_group.get();
+        thread.next_group.set(number + 1);
+        number
+    }
+
+    /// The next ticket of this thread, and whether the following ticket is this thread's too.
+    #[inline]
+    fn next_ticket(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
+        let (next, end) = (thread.next_ticket.get(), thread.end_of_tickets.get());
+        if next < end && now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS {
+            thread.next_ticket.set(next + 1);
+            return (next, next + 1 < end);
+        }
+        self.take_tickets(thread, now_ns)
+    }
+
+    /// A thread that launches alone takes single tickets, so that all are used. A thread that finds
+    /// that others took tickets meanwhile takes twice as many as last time, so no more tickets are
+    /// wasted than used.
+    fn take_tickets(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
+        let recent = now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS;
+        let last = u64::from(thread.tickets.get());
+        let count = if recent && thread.is_not_alone.get() { (last * 2).clamp(1, MAX_TICKETS) } else { 1 };
+        let first = self.ring.header(header::OPS).fetch_add(count, Ordering::Relaxed);
+        let alone = first == thread.end_of_tickets.get();
+        thread.is_not_alone.set(!alone);
+        thread.tickets.set(count as u32);
+        thread.next_ticket.set(first + 1);
+        thread.end_of_tickets.set(first + count);
+        thread.tickets_ns.set(now_ns);
+        (first, alone || count > 1)
+    }
+
+    /// Prefetches a slot that this thread is about to use.
+    #[inline]
+    fn prefetch(&self, index: usize) {
+        let words = self.ring.op(index);
+        cpu::prefetch(&self.slots[index]);
+        cpu::prefetch(&words[0]);
+        cpu::prefetch(&words[8]);
+    }
+
+    /// The number of a new host call, from 1.
+    pub fn next_host_call(&self) -> u64 {
+        self.shared.host_calls.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Claims a slot and publishes the operation as pending. `None` when the slot's previous
+    /// operation is still pending, which is counted. The age counts from now. The watcher frees the
+    /// slot, and is woken when many slots are in use.
+    pub fn begin(&self, what: &NewOperation) -> Option<usize> {
+        let slot = self.begin_unwatched(what);
+        if slot.is_none_or(|slot| slot % SLOTS_PER_WAKEUP == 0) {
+            self.wake_watcher_if_late();
+        }
+        slot
+    }
+
+    /// Wakes the watcher if it has not run since the last check. A job with the collectives of
+    /// training makes no system call here.
+    #[cold]
+    fn wake_watcher_if_late(&self) {
+        let heartbeat = self.ring.header(header::HEARTBEAT_NS).load(Ordering::Relaxed);
+        if self.shared.heartbeat.swap(heartbeat, Ordering::Relaxed) == heartbeat {
+            wakeup::wake_watcher();
+        }
+    }
+
+    /// Like [`Recorder::begin`], for an operation whose slot a host thread frees.
+    pub fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
+        let thread = thread_state::current();
+        let now = tsc_clock::now_ns(thread);
+        let lane = self.lane_of(thread);
+        self.last_launch(lane).store(now, Ordering::Relaxed);
+        let (ticket, next_is_ours) = self.next_ticket(thread, now);
+        let index = ticket as usize % op::SLOTS;
+        if next_is_ours {
+            self.prefetch((index + 1) % op::SLOTS);
+        }
+        let slot = &self.slots[index];
+        if !slot.claim() {
+            self.count(header::DROPPED);
+            return None;
+        }
+        slot.lane.store(lane.unwrap_or(lane::SLOTS) as u8, Ordering::Relaxed);
+        slot.comm.store(what.comm.map_or(0, |comm| comm as u16 + 1), Ordering::Relaxed);
+        slot.since_ns.store(now, Ordering::Relaxed);
+        slot.stream.store(what.stream, Ordering::Relaxed);
+        for word in [&slot.context, &slot.start, &slot.end, &slot.output] {
+            word.store(0, Ordering::Relaxed);
+        }
+        slot.next.store(0, Ordering::Relaxed);
+        slot.follower.store(0, Ordering::Relaxed);
+
+        let (communicator, seq, count) = what.matmul.map_or((what.communicator, what.seq, what.count), |shape| {
+            (
+                pack_halves(shape.m, shape.n),
+                pack_halves(shape.k, shape.batch),
+                pack_halves(shape.trans_a, shape.trans_b),
+            )
+        });
+        let values = [
+            (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, thread.tid())),
+            (op::COMMUNICATOR, communicator),
+            (op::SEQ, seq),
+            (op::COUNT, count),
+            (op::PEER, u64::from(what.peer as u32)),
+            (op::STREAM, what.stream as u64),
+            (op::ENTERED_NS, now),
+            (op::RETURNED_NS, 0),
+            (op::STARTED_NS, 0),
+            (op::COMPLETED_NS, 0),
+            (op::STATUS, pack_halves(OpStatus::Pending as u32, 0)),
+            (op::DEVICE_NS, 0),
+            (op::FUNCTION, what.function),
+            (op::GROUP, thread.group.get()),
+            (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
+        ];
+        publish(self.ring.op(index), ticket, values);
+        Some(index)
+    }
+
+    /// Hands an open slot to the watcher.
+    pub fn hand_over(&self, index: usize) {
+        let slot = &self.slots[index];
+        slot.become_state(state::OPEN);
+        self.handoff_of(index).push(&self.slots, index);
+    }
+
+    /// The exchanges with all threads that have launched anything, including those without a lane.
+    pub fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
+        let (without, lanes) = self.handoffs.split_last().expect("there is one more than lanes");
+        lanes[..self.shared.lanes.load(Ordering::Acquire)].iter().chain([without])
+    }
+
+    /// The exchange with the thread that launched a slot's operation.
+    pub fn handoff_of(&self, index: usize) -> &Handoff {
+        &self.handoffs[usize::from(self.slots[index].lane.load(Ordering::Relaxed))]
+    }
+
+    /// Records that the host has left the call.
+    pub fn returned(&self, index: usize, now_ns: u64) {
+        self.ring.op(index)[op::RETURNED_NS].store(now_ns, Ordering::Relaxed);
+    }
+
+    /// Ends an operation with a status that the host determined. `completed_ns` is 0 when the time
+    /// is unknown. The watcher frees the slot.
+    pub fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+        self.settle(index, status, error, completed_ns);
+        self.slots[index].become_state(state::CLOSED);
+    }
+
+    /// Writes the status of an operation that has ended.
+    pub fn settle(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+        let words = self.ring.op(index);
+        words[op::COMPLETED_NS].store(completed_ns, Ordering::Relaxed);
+        words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
+    }
+
+    /// The operation as a message.
+    pub fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
+        let words = std::array::from_fn(|word| self.ring.op(index)[word].load(Ordering::Acquire));
+        let function: u64 = words[op::FUNCTION];
+        let text = self
+            .names()
+            .find(|entry| function != 0 && entry[name::FUNCTION].load(Ordering::Acquire) == function)
+            .map(name_in);
+        ring::operation(&words, text.unwrap_or_default())
+    }
+}
+
+impl Recorder {
+    /// The kind of an operation.
+    pub fn kind(&self, slot: usize) -> OpKind {
+        let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
+        OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
+    }
+}
+
+/// The communicator of an operation.
+pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
+    recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::os::{clock, descriptor::Descriptor, thread_id};
+    use xpu_timer_proto::{ring::stream, v1::Op};
+
+    fn recorder() -> Recorder {
+        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
+        Recorder::create(descriptor).unwrap()
+    }
+
+    fn read(recorder: &Recorder) -> xpu_timer_proto::v1::FlightRecord {
+        let fd = recorder.ring.descriptor.get().unwrap();
+        let path = format!("/proc/self/fd/{fd}");
+        let file = std::fs::File::open(path).unwrap();
+        ring::read(
+            |at, buffer| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at),
+            Default::default(),
+            clock::now_ns(),
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn an_operation_is_readable_from_outside_at_every_step() {
+        let recorder = recorder();
+        let what =
+            NewOperation { seq: 3, count: 10, stream: 0x70, ..NewOperation::new(OpKind::Collective, Op::AllReduce) };
+        let slot = recorder.begin(&what).unwrap();
+        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
+        assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, thread_id::gettid()));
+        recorder.hand_over(slot);
+        recorder.returned(slot, 77);
+        recorder.close(slot, OpStatus::Failed, 700, 99);
+        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        assert_eq!((operation.status(), operation.error, operation.returned_ns), (OpStatus::Failed, 700, 77));
+        assert_eq!(recorder.operation(slot), *operation);
+    }
+
+    #[test]
+    fn a_pending_slot_is_never_overwritten_and_the_loss_is_counted() {
+        let recorder = recorder();
+        let begin = || recorder.begin(&NewOperation { seq: 1, ..NewOperation::new(OpKind::Collective, Op::Send) });
+        for lap in 0..op::SLOTS {
+            let slot = begin().unwrap();
+            if lap != 5 {
+                recorder.slots[slot].state.store(state::FREE, Ordering::Relaxed);
+            }
+        }
+        let second: Vec<Option<usize>> = (0..op::SLOTS).map(|_| begin()).collect();
+        assert_eq!(second.iter().filter(|slot| slot.is_none()).count(), 1);
+        assert!(second[5].is_none());
+        let record = read(&recorder);
+        assert_eq!(record.health.unwrap().dropped, 1);
+        assert_eq!(record.operations[0].ticket, 5);
+    }
+
+    #[test]
+    fn a_single_launching_thread_uses_every_ticket() {
+        let recorder = recorder();
+        let begin = || recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).unwrap();
+        assert_eq!((0..500).map(|_| begin()).collect::<Vec<_>>(), (0..500).collect::<Vec<_>>());
+        assert_eq!(recorder.ring.header(header::OPS).load(Ordering::Relaxed), 500);
+    }
+
+    #[test]
+    fn threads_that_launch_together_share_no_ticket_and_leave_few_unused() {
+        const EACH: usize = 400;
+        let recorder = recorder();
+        let all_up = std::sync::Barrier::new(8);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    all_up.wait();
+                    for _ in 0..EACH {
+                        assert!(recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).is_some());
+                    }
+                });
+            }
+        });
+        // A second operation with the same ticket would have been refused.
+        let used = (0..op::SLOTS).filter(|slot| recorder.ring.op(*slot)[op::TICKET].load(Ordering::Relaxed) != 0);
+        assert_eq!(used.count(), 8 * EACH);
+        let taken = recorder.ring.header(header::OPS).load(Ordering::Relaxed) as usize;
+        assert!(taken <= 2 * 8 * EACH, "{taken} tickets for {} operations", 8 * EACH);
+    }
+
+    #[test]
+    fn streams_count_from_many_threads_and_overflow_is_counted() {
+        let recorder = recorder();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for stream in 0..200 {
+                        recorder.on_shared_stream(stream * 64, 0, 1);
+                    }
+                });
+            }
+        });
+        let streams = read(&recorder).streams;
+        assert_eq!(streams.len(), 200);
+        assert!(streams.iter().all(|stream| stream.launches == 4), "{streams:?}");
+        for stream in 0..100 {
+            recorder.on_shared_stream(100_000 + stream * 64, 0, 1);
+        }
+        assert_eq!(read(&recorder).health.unwrap().overflows, 200 + 100 - stream::SLOTS as u64);
+    }
+
+    #[test]
+    fn names_are_kept_once_and_cut() {
+        let recorder = recorder();
+        let key = recorder.name_key("ncclCommInitRank");
+        assert_eq!(recorder.name_key("ncclCommInitRank"), key);
+        recorder.add_name(7, &[b'k'; 1000]);
+        let slot =
+            recorder.begin(&NewOperation { function: 7, ..NewOperation::new(OpKind::Kernel, Op::Kernel) }).unwrap();
+        assert_eq!(recorder.operation(slot).function.len(), crate::runtime::recorder::ring::NAME_BYTES);
+        assert_eq!(read(&recorder).operations[0].function.len(), crate::runtime::recorder::ring::NAME_BYTES);
+    }
+}
