@@ -16,7 +16,7 @@ mod tools;
 mod torch;
 
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
-pub use fake_collector::{Ears, FakeCollector, RECONNECT};
+pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
 pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
 pub use glibc::old_enough;
 pub use job::{Incident, Job, LAUNCHED_BY};
