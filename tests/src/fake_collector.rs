@@ -56,11 +56,11 @@ struct Heard {
 
 /// Whether a collector reads its messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ears {
+pub enum ReadMode {
     /// It reads them.
-    Open,
+    Reads,
     /// It sends Welcome and never reads.
-    Deaf,
+    Ignores,
 }
 
 impl FakeCollector {
@@ -69,7 +69,7 @@ impl FakeCollector {
     /// # Panics
     /// It cannot listen there.
     #[must_use]
-    pub fn listen(path: &Path, ears: Ears) -> Self {
+    pub fn listen(path: &Path, ears: ReadMode) -> Self {
         let _ = fs::remove_file(path);
         let flags = SockFlag::SOCK_CLOEXEC;
         let listener = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).expect("a socket");
@@ -149,7 +149,7 @@ impl FakeCollector {
     /// All operations in a ring. A flight record contains only the last ones.
     ///
     /// # Panics
-    /// See [`FakeCollector::record`].
+    /// See [`FakeCollector::ring`].
     #[must_use]
     pub fn operations(&self, pid: i32) -> Vec<Operation> {
         self.with_ring(pid, |file| {
@@ -167,7 +167,7 @@ impl FakeCollector {
     /// The counters of a process: launches, copies, allocations.
     ///
     /// # Panics
-    /// See [`FakeCollector::record`].
+    /// See [`FakeCollector::ring`].
     #[must_use]
     pub fn totals(&self, pid: i32) -> ring::lane::Totals {
         self.with_ring(pid, |file| ring::lane::totals(&|at, buffer: &mut [u8]| file.read_exact_at(buffer, at)))
@@ -177,7 +177,7 @@ impl FakeCollector {
     /// The header of a process's ring.
     ///
     /// # Panics
-    /// See [`FakeCollector::record`].
+    /// See [`FakeCollector::ring`].
     #[must_use]
     pub fn header(&self, pid: i32) -> [u64; ring::header::WORDS] {
         self.with_ring(pid, |file| ring::read_header(|at, buffer| file.read_exact_at(buffer, at))).expect("its header")
@@ -219,12 +219,12 @@ impl Drop for FakeCollector {
     }
 }
 
-fn serve(listener: &OwnedFd, ears: Ears, heard: &Mutex<Heard>, quiet: &AtomicU64, stop: &AtomicBool) {
+fn serve(listener: &OwnedFd, ears: ReadMode, heard: &Mutex<Heard>, quiet: &AtomicU64, stop: &AtomicBool) {
     let mut connections: Vec<(OwnedFd, i32)> = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         let sockets = std::iter::once(listener.as_fd()).chain(connections.iter().map(|(socket, _)| socket.as_fd()));
         let mut waiting: Vec<PollFd> = sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
-        if ears == Ears::Deaf {
+        if ears == ReadMode::Ignores {
             waiting.truncate(1);
         }
         let _ = poll(&mut waiting, PollTimeout::from(20u16));

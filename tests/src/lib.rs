@@ -20,7 +20,7 @@ mod torch;
 pub use archive::{read_archive, write_archive};
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
 pub use distribution::{copy_stripped, write_wheel};
-pub use fake_collector::{Ears, FakeCollector, RECONNECT};
+pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
 pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
 pub use glibc::old_enough;
 pub use job::{Incident, Job, LAUNCHED_BY};

@@ -115,7 +115,7 @@ impl Stage {
         }
     }
 
-    fn words(self) -> String {
+    fn text(self) -> String {
         match self {
             Stage::Starting => format!("{RANKS} ranks start"),
             Stage::Training => {
@@ -141,7 +141,7 @@ fn wait(job: &Job, ranks: &mut xpu_timer_tests::Process) -> Result<Incident> {
         let stage = Stage::of(job);
         if printed.is_none_or(|printed| printed < stage) {
             printed = Some(stage);
-            println!("{:>6.1} s  {}", start.elapsed().as_secs_f64(), stage.words());
+            println!("{:>6.1} s  {}", start.elapsed().as_secs_f64(), stage.text());
             io::stdout().flush()?;
         }
         let ended = ranks.try_wait();

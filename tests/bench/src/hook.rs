@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, Ears, FakeCollector, python, tree};
+use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, python, tree};
 
 use crate::{
     report::Report,
@@ -104,7 +104,7 @@ impl Bench {
     /// Runs `hook_calls` under the hook with this many rounds in each thread.
     fn calls(&self, what: &str, threads: usize, rounds: usize, calls: usize) -> Result<Calls> {
         let socket = self.folder.path().join("collector.sock");
-        let collector = FakeCollector::listen(&socket, Ears::Open);
+        let collector = FakeCollector::listen(&socket, ReadMode::Reads);
         let mut command = self.hooked("hook_calls", &socket);
         command.arg(what).args([threads, rounds * threads, calls, PATIENCE_S].map(|number| number.to_string()));
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
@@ -301,7 +301,7 @@ fn memory(bench: &Bench, report: &mut Report) {
     let what = "added to the resident memory, 16 threads launching, ring full";
     let socket = bench.folder.path().join("collector.sock");
     let peak = |hooked: bool| -> Result<f64> {
-        let _collector = FakeCollector::listen(&socket, Ears::Open);
+        let _collector = FakeCollector::listen(&socket, ReadMode::Reads);
         let mut command = if hooked {
             bench.hooked("hook_calls", &socket)
         } else {

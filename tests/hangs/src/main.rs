@@ -82,7 +82,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
             Ok(score::report(&results, &output))
         }
         Command::Again { filter, output } => {
-            let results = run::again(corpus::matching(filter.as_deref())?, &output)?;
+            let results = run::judge_again(corpus::matching(filter.as_deref())?, &output)?;
             Ok(score::report(&results, &output))
         }
         Command::Record { filter, output } => {

@@ -45,7 +45,7 @@ mod tests {
     use xpu_timer_proto::v1::Evidence;
 
     use super::*;
-    use crate::{corpus, scenario::Truth, score::Said};
+    use crate::{corpus, scenario::Truth, score::Reported};
 
     /// Maximum length of a sentence. Longer ones repeat something.
     const MOST_LETTERS: usize = 300;
@@ -71,15 +71,16 @@ mod tests {
             .collect()
     }
 
-    fn said(evidence: &Evidence) -> Said {
-        Said::of(&serde_json::to_value(judge(evidence)).expect("a verdict is JSON")).expect("a verdict has its fields")
+    fn reported(evidence: &Evidence) -> Reported {
+        Reported::of(&serde_json::to_value(judge(evidence)).expect("a verdict is JSON"))
+            .expect("a verdict has its fields")
     }
 
     #[test]
     fn a_sentence_can_be_read_at_once() {
         let mut long: Vec<String> = recorded()
             .into_iter()
-            .map(|(scenario, evidence)| (scenario.name, said(&evidence).sentence))
+            .map(|(scenario, evidence)| (scenario.name, reported(&evidence).sentence))
             // A verdict with two causes has two sentences.
             .filter(|(_, sentence)| sentence.split("; also ").any(|part| part.chars().count() > MOST_LETTERS))
             .map(|(name, sentence)| format!("{} {name}: {sentence}", sentence.chars().count()))
@@ -138,9 +139,12 @@ mod tests {
         let mut wrong = Vec::new();
         for (scenario, evidence) in recorded() {
             let Truth::Hang { causes, culprits } = &scenario.truth else { continue };
-            let said = said(&evidence);
-            if said.culprits != *culprits || !causes.contains(&said.cause.as_str()) {
-                wrong.push(format!("{}: {} {:?}: {}", scenario.name, said.cause, said.culprits, said.sentence));
+            let reported = reported(&evidence);
+            if reported.culprits != *culprits || !causes.contains(&reported.cause.as_str()) {
+                wrong.push(format!(
+                    "{}: {} {:?}: {}",
+                    scenario.name, reported.cause, reported.culprits, reported.sentence
+                ));
             }
         }
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -150,7 +154,7 @@ mod tests {
     fn ranks_of_other_numbers_that_arrive_in_another_order_are_judged_alike() {
         let mut numbers = Numbers(7);
         for (scenario, evidence) in recorded() {
-            let right = said(&evidence);
+            let right = reported(&evidence);
             for _ in 0..VARIANTS {
                 let new = numbers.permutation(evidence.world_size as usize);
                 let mut other = evidence.clone();
@@ -166,13 +170,13 @@ mod tests {
                 let order = numbers.permutation(other.ranks.len());
                 other.ranks = order.iter().map(|index| other.ranks[*index as usize].clone()).collect();
                 let moved: BTreeSet<u32> = right.culprits.iter().map(|rank| new[*rank as usize]).collect();
-                let said = said(&other);
+                let reported = reported(&other);
                 assert_eq!(
-                    (said.cause.as_str(), said.culprits, said.confidence.as_str()),
+                    (reported.cause.as_str(), reported.culprits, reported.confidence.as_str()),
                     (right.cause.as_str(), moved.into_iter().collect(), right.confidence.as_str()),
                     "{}: {}",
                     scenario.name,
-                    said.sentence
+                    reported.sentence
                 );
             }
         }
@@ -246,11 +250,11 @@ mod tests {
                 for _ in 0..times {
                     let mut other = evidence.clone();
                     damage(&mut other, how, &mut numbers);
-                    let said = said(&other);
-                    right.0 += usize::from(said.culprits == *culprits);
+                    let reported = reported(&other);
+                    right.0 += usize::from(reported.culprits == *culprits);
                     right.1 += 1;
-                    if said.accuses_wrongly(&scenario.truth) {
-                        wrong.push(format!("{} damaged in way {how}: {}", scenario.name, said.sentence));
+                    if reported.accuses_wrongly(&scenario.truth) {
+                        wrong.push(format!("{} damaged in way {how}: {}", scenario.name, reported.sentence));
                     }
                 }
             }
@@ -283,10 +287,10 @@ mod tests {
                         rank.flight = None;
                     }
                 }
-                let said = said(&other);
+                let reported = reported(&other);
                 all += 1;
-                right += usize::from(said.culprits == *culprits);
-                assert!(!said.accuses_wrongly(&scenario.truth), "{}: {}", scenario.name, said.sentence);
+                right += usize::from(reported.culprits == *culprits);
+                assert!(!reported.accuses_wrongly(&scenario.truth), "{}: {}", scenario.name, reported.sentence);
             }
         }
         println!("culprits right in {right} of {all}");

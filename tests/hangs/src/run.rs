@@ -16,7 +16,7 @@ use crate::{
     folder,
     program::{Compiled, Need, Program},
     scenario::{Scenario, Truth},
-    score::{Outcome, Said},
+    score::{Outcome, Reported},
 };
 
 /// Time from the start of the processes to the end of the first incident.
@@ -53,15 +53,15 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> 
 }
 
 /// Judges the folders of an earlier run again.
-pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
+pub fn judge_again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
     let mut outcomes = Vec::new();
     for scenario in scenarios.into_iter().filter(Scenario::hangs) {
         let latest = folder::incident(output, &scenario);
         if !latest.exists() {
             continue;
         }
-        let said = Said::of(&serde_json::to_value(judge(&folder::evidence(&latest)?))?);
-        let outcome = Outcome { scenario, said: said.map(Some), wall: Duration::ZERO };
+        let reported = Reported::of(&serde_json::to_value(judge(&folder::evidence(&latest)?))?);
+        let outcome = Outcome { scenario, reported: reported.map(Some), wall: Duration::ZERO };
         println!("{outcome}");
         outcomes.push(outcome);
     }
@@ -81,11 +81,11 @@ fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> O
     static POLLING: Mutex<()> = Mutex::new(());
     let _alone = scenario.program.polls().then(|| POLLING.lock().unwrap_or_else(PoisonError::into_inner));
     let start = Instant::now();
-    let said = run(scenario, compiled, folder, kill);
-    Outcome { scenario: scenario.clone(), said, wall: start.elapsed() }
+    let reported = run(scenario, compiled, folder, kill);
+    Outcome { scenario: scenario.clone(), reported, wall: start.elapsed() }
 }
 
-fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Result<Option<Said>> {
+fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Result<Option<Reported>> {
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
@@ -118,7 +118,7 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
             if kill {
                 ended(&job, &incident)?;
             }
-            Said::of(&incident.verdict).map(Some)
+            Reported::of(&incident.verdict).map(Some)
         }
         Truth::Passes { stands_still, .. } => {
             let incident = hang(&job, &mut ranks)?;
@@ -127,7 +127,7 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
             } else {
                 passed(&job, ranks, &incident)?;
             }
-            Said::of(&incident.verdict).map(Some)
+            Reported::of(&incident.verdict).map(Some)
         }
         Truth::Slow(expected) => slow(&job, &mut ranks, scenario.world, expected),
         Truth::Healthy => healthy(&job, ranks),
@@ -228,18 +228,18 @@ fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
 
 /// Waits until ranks are reported as slow, or, if none should be, until they have been compared
 /// long enough.
-fn slow(job: &Job, ranks: &mut Process, world: u32, expected: &[u32]) -> Result<Option<Said>> {
+fn slow(job: &Job, ranks: &mut Process, world: u32, expected: &[u32]) -> Result<Option<Reported>> {
     let start = Instant::now();
     let mut compared_since = None;
     loop {
         ensure!(ranks.try_wait().is_none(), "the job has ended; {}", tail(&ranks.stderr()));
         if let Some(incident) = job.incidents().into_iter().next() {
-            return Said::of(&incident.verdict).map(Some);
+            return Reported::of(&incident.verdict).map(Some);
         }
         let named = slow_ranks(job.port);
         let foreign = named.iter().any(|rank| !expected.contains(rank));
         if foreign || !named.is_empty() && named == expected {
-            return Ok(Said::slow(named));
+            return Ok(Reported::slow(named));
         }
         let (_, page) = http("GET", job.port + 1, "/metrics").unwrap_or_default();
         let compared = page.lines().filter(|line| line.starts_with("xpu_timer_rank_wait_ratio{")).count();
@@ -263,10 +263,10 @@ fn slow_ranks(port: u16) -> Vec<u32> {
     ranks
 }
 
-fn healthy(job: &Job, ranks: Process) -> Result<Option<Said>> {
+fn healthy(job: &Job, ranks: Process) -> Result<Option<Reported>> {
     let output = end(ranks)?;
     if let Some(incident) = job.incidents().into_iter().next() {
-        return Said::of(&incident.verdict).map(Some);
+        return Reported::of(&incident.verdict).map(Some);
     }
     if output.code() != 0 || !output.stderr.is_empty() {
         return Err(anyhow!("the job ended with {}; {}", output.code(), tail(&output.stderr)));

@@ -23,7 +23,7 @@ const ONE_MISSING_OF: u32 = 8;
 
 /// The contents of a verdict.
 #[derive(Debug, Clone)]
-pub struct Said {
+pub struct Reported {
     /// Its cause.
     pub cause: String,
     /// Ascending.
@@ -36,7 +36,7 @@ pub struct Said {
     seconds: Option<f64>,
 }
 
-impl Said {
+impl Reported {
     /// Whether it accuses a rank that is not to blame with high confidence. For a job that recovers
     /// by itself, every rank counts as not to blame.
     pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
@@ -52,14 +52,14 @@ impl Said {
     pub fn slow(culprits: Vec<u32>) -> Option<Self> {
         let sentence = format!("{culprits:?} slow the job down");
         let (cause, confidence) = (SLOW.into(), "high".into());
-        (!culprits.is_empty()).then_some(Said { cause, culprits, confidence, sentence, seconds: None })
+        (!culprits.is_empty()).then_some(Reported { cause, culprits, confidence, sentence, seconds: None })
     }
 
     /// From a `verdict.json`.
     pub fn of(verdict: &Value) -> Result<Self> {
         let text = |name: &str| verdict[name].as_str().map(str::to_owned).with_context(|| format!("no {name}"));
         let culprits = verdict["culprits"].as_array().context("no culprits")?;
-        Ok(Said {
+        Ok(Reported {
             cause: text("cause")?,
             culprits: culprits.iter().filter_map(|rank| u32::try_from(rank.as_u64()?).ok()).collect(),
             confidence: text("confidence")?,
@@ -74,30 +74,30 @@ pub struct Outcome {
     /// The scenario.
     pub scenario: Scenario,
     /// The verdict, if any; an error if the scenario could not be run.
-    pub said: Result<Option<Said>>,
+    pub reported: Result<Option<Reported>>,
     /// Its run time.
     pub wall: Duration,
 }
 
 impl Outcome {
     fn culprits_right(&self) -> bool {
-        match (self.scenario.right(), &self.said) {
-            (Some((_, culprits)), Ok(Some(said))) => *culprits == said.culprits,
+        match (self.scenario.right(), &self.reported) {
+            (Some((_, culprits)), Ok(Some(reported))) => *culprits == reported.culprits,
             (None, Ok(None)) => true,
             _ => false,
         }
     }
 
     fn cause_right(&self) -> bool {
-        match (self.scenario.right(), &self.said) {
-            (Some((causes, _)), Ok(Some(said))) => causes.contains(&said.cause.as_str()),
+        match (self.scenario.right(), &self.reported) {
+            (Some((causes, _)), Ok(Some(reported))) => causes.contains(&reported.cause.as_str()),
             (None, Ok(None)) => true,
             _ => false,
         }
     }
 
     fn confident_mistake(&self) -> bool {
-        matches!(&self.said, Ok(Some(said)) if said.accuses_wrongly(&self.scenario.truth))
+        matches!(&self.reported, Ok(Some(reported)) if reported.accuses_wrongly(&self.scenario.truth))
     }
 }
 
@@ -110,16 +110,16 @@ impl fmt::Display for Outcome {
         };
         let name = &self.scenario.name;
         let wall = self.wall.as_secs_f64();
-        match &self.said {
+        match &self.reported {
             Err(error) => return write!(f, "{mark} {name:24} {wall:5.1} s  {error:#}"),
             Ok(None) => write!(f, "{mark} {name:24} {wall:5.1} s  no incident")?,
-            Ok(Some(said)) => write!(
+            Ok(Some(reported)) => write!(
                 f,
                 "{mark} {name:24} {wall:5.1} s  {} {:?}, {}{}",
-                said.cause,
-                said.culprits,
-                said.confidence,
-                said.seconds.map_or(String::new(), |seconds| format!(", {seconds:.1} s after the timeout"))
+                reported.cause,
+                reported.culprits,
+                reported.confidence,
+                reported.seconds.map_or(String::new(), |seconds| format!(", {seconds:.1} s after the timeout"))
             )?,
         }
         if self.culprits_right() && self.cause_right() {
@@ -128,8 +128,8 @@ impl fmt::Display for Outcome {
         if let Some((causes, culprits)) = self.scenario.right() {
             write!(f, "\n        truth: {} {culprits:?}", causes.join(" or "))?;
         }
-        if let Ok(Some(said)) = &self.said {
-            write!(f, "\n        said: {}", said.sentence)?;
+        if let Ok(Some(reported)) = &self.reported {
+            write!(f, "\n        said: {}", reported.sentence)?;
         }
         Ok(())
     }
@@ -197,8 +197,9 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
 /// The longest time from a timeout to its verdict, and its scenario. A death has two seconds of
 /// grace in place of a timeout, so it counts like the others.
 fn latest(hangs: &[&Outcome]) -> Option<(f64, String)> {
-    let said = hangs.iter().filter_map(|outcome| Some((outcome.said.as_ref().ok()?.as_ref()?.seconds?, outcome)));
-    let (seconds, outcome) = said.max_by(|one, other| one.0.total_cmp(&other.0))?;
+    let reported =
+        hangs.iter().filter_map(|outcome| Some((outcome.reported.as_ref().ok()?.as_ref()?.seconds?, outcome)));
+    let (seconds, outcome) = reported.max_by(|one, other| one.0.total_cmp(&other.0))?;
     Some((seconds, format!("{} of {} ranks", outcome.scenario.name, outcome.scenario.world)))
 }
 
@@ -220,8 +221,10 @@ fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
             for rank in evidence.ranks.iter_mut().filter(|rank| rank.rank % ONE_MISSING_OF == missing) {
                 rank.dump = None;
             }
-            let said = serde_json::to_value(judge(&evidence)).context("a verdict").and_then(|value| Said::of(&value));
-            let again = Outcome { scenario: outcome.scenario.clone(), said: said.map(Some), wall: Duration::ZERO };
+            let reported =
+                serde_json::to_value(judge(&evidence)).context("a verdict").and_then(|value| Reported::of(&value));
+            let again =
+                Outcome { scenario: outcome.scenario.clone(), reported: reported.map(Some), wall: Duration::ZERO };
             gaps.all += 1;
             gaps.right += usize::from(again.culprits_right());
             gaps.mistakes += usize::from(again.confident_mistake());

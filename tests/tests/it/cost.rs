@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use xpu_timer_proto::server::Stacktrace;
-use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, http, tree};
+use xpu_timer_tests::{FakeCollector, Job, PATIENCE, Process, ReadMode, artifacts, compile_c, http, tree};
 
 /// A driver and a collective library that do nothing, in the job's folder.
 pub fn idle_libraries(job: &Job) {
@@ -43,7 +43,7 @@ pub fn hooked_program(
 #[test]
 fn no_hooked_call_allocates_but_the_first_ones() {
     let job = Job::new();
-    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
     let libraries = [
         ("libmpi.so.40", "-DMPI"),
         ("libcublas.so.13", "-DBLAS"),

@@ -18,7 +18,7 @@ use std::{
 
 use tempfile::TempDir;
 use xpu_timer_proto::v1::{FlightRecord, HookedFunction, Op};
-use xpu_timer_tests::{Ears, FakeCollector, PATIENCE, Process, artifacts, tree, wait_until};
+use xpu_timer_tests::{FakeCollector, PATIENCE, Process, ReadMode, artifacts, tree, wait_until};
 
 /// Calls that each program makes.
 const CALLS: u64 = 3;
@@ -283,7 +283,7 @@ fn run_under_and(
     look: impl FnOnce(&FakeCollector, i32),
 ) -> FlightRecord {
     let (socket, stop) = (dir.join(format!("socket-{inline}")), dir.join(format!("stop-{inline}")));
-    let collector = FakeCollector::listen(&socket, Ears::Open);
+    let collector = FakeCollector::listen(&socket, ReadMode::Reads);
     let mut command = Command::new(program);
     command
         .arg(&stop)

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, lacks, skip};
+use xpu_timer_tests::{FakeCollector, Job, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, lacks, skip};
 
 use crate::cost::{hooked_program, idle_device, idle_libraries};
 
@@ -28,7 +28,7 @@ fn ends_well(collector: &FakeCollector, program: Process, case: &str) -> Option<
 /// Runs one case of a program.
 fn run(source: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
     let job = Job::new();
-    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
     let program = idle_device(&job, "guest", source, |command| {
         command.args(arguments).envs(environment.iter().copied());
     });
@@ -44,7 +44,7 @@ fn guest(arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecor
 fn loads(case: &str, flags: &[&str], change: impl FnOnce(&Job, &mut Command)) -> Option<FlightRecord> {
     let job = Job::new();
     idle_libraries(&job);
-    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
     let program = hooked_program(&job, "loads", LOADS, flags, |command| {
         command.arg(case).arg(&job.dir);
         change(&job, command);

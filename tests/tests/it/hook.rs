@@ -16,7 +16,7 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, OpKind, OpStatus, Operation};
 use xpu_timer_tests::{
-    Ears, FakeCollector, Output, PATIENCE, Process, RECONNECT, artifacts, compile_c, python, tree, wait_until,
+    FakeCollector, Output, PATIENCE, Process, RECONNECT, ReadMode, artifacts, compile_c, python, tree, wait_until,
 };
 
 /// A folder of its own for a job, and its environment.
@@ -42,7 +42,7 @@ impl Job {
     }
 
     fn collector(&self) -> FakeCollector {
-        FakeCollector::listen(&self.socket(), Ears::Open)
+        FakeCollector::listen(&self.socket(), ReadMode::Reads)
     }
 
     /// A command without the hook, and with nothing of the caller's settings.
@@ -425,7 +425,7 @@ fn without_a_collector_the_training_goes_on() {
 #[test]
 fn a_deaf_collector_holds_nobody_up() {
     let job = Job::new();
-    let _collector = FakeCollector::listen(&job.socket(), Ears::Deaf);
+    let _collector = FakeCollector::listen(&job.socket(), ReadMode::Ignores);
     trains_undisturbed(&job, |command| {
         command.env("XPU_TIMER_HANG_TIMEOUT", "0");
     });

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 use xpu_timer_proto::socket;
 use xpu_timer_tests::{
-    Ears, FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, artifacts, compile_c, processes_with, skip,
+    FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, processes_with, skip,
 };
 
 use crate::collector::Tmpfs;
@@ -35,7 +35,7 @@ impl Place {
     }
 
     fn collector(&self) -> FakeCollector {
-        FakeCollector::listen(&self.path("socket"), Ears::Open)
+        FakeCollector::listen(&self.path("socket"), ReadMode::Reads)
     }
 
     /// A script in place of the collector's binary.
@@ -266,7 +266,7 @@ fn a_socket_that_its_collector_left_behind_is_no_obstacle() {
     let job = Job::new();
     let socket = job.dir.join("left.sock");
     let job = job.with("XPU_TIMER_SOCKET", &socket.display().to_string());
-    drop(FakeCollector::listen(&socket, Ears::Open));
+    drop(FakeCollector::listen(&socket, ReadMode::Reads));
     assert!(socket.exists());
     let output = Process::spawn(job.launch("sh").args(["-c", "kill -0 $XPU_TIMER_COLLECTOR_PID"])).wait(PATIENCE);
     assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{output:?}");

@@ -6,7 +6,7 @@ use std::{
 };
 
 use xpu_timer_proto::ring::{filtered, header};
-use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, wait_until};
+use xpu_timer_tests::{FakeCollector, Job, Output, PATIENCE, Process, ReadMode, wait_until};
 
 use crate::cost::{idle_device, idle_libraries};
 
@@ -23,7 +23,7 @@ fn went_on(how: &str, action: &str, output: &Output) {
 
 /// The program under the hook, and who its collector is.
 fn start(job: &Job, how: &str, action: &str) -> (FakeCollector, Process) {
-    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
     let folder = job.dir.clone();
     let process = idle_device(job, "filters", SOURCE, |command| {
         command.arg(how).arg(action).arg(&folder);
@@ -85,7 +85,7 @@ fn a_program_that_was_executed_by_one_that_shut_itself_in_gets_nothing() {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     for action in ["kill", "trap", "errno"] {
         let job = Job::new();
-        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
         let folder = job.dir.clone();
         let process = idle_device(&job, "filters", SOURCE, |command| {
             let launched = format!("{}:{}", own_filters(), boot.trim());

@@ -4,7 +4,7 @@
 use std::{fs, path::Path, process::Command};
 
 use xpu_timer_proto::v1::{FlightRecord, OpStatus};
-use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, tree, wait_until};
+use xpu_timer_tests::{FakeCollector, Job, PATIENCE, Process, ReadMode, artifacts, compile_c, tree, wait_until};
 
 use crate::cost::{hooked_program, idle_device, idle_libraries};
 
@@ -30,7 +30,7 @@ impl Guest {
     /// `change` may change the program's environment, too.
     fn start_with(case: &str, change: impl FnOnce(&Path, &mut Command)) -> Self {
         let job = Job::new();
-        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
         let folder = job.dir.clone();
         let process = idle_device(&job, "safety", SOURCE, |command| {
             change(&folder, command);
@@ -225,7 +225,7 @@ fn a_large_program_is_searched_for_libraries_only_if_it_holds_code_for_a_device(
 fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
     for bytes in ["1000", "200000", "1048576", "8000000"] {
         let job = Job::new();
-        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
         idle_libraries(&job);
         let (folder, size) = (format!("-L{}", job.dir.display()), format!("-DBYTES={bytes}"));
         let link = ["-O2", &size, &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
@@ -246,7 +246,7 @@ fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
 fn the_watcher_does_not_outlive_the_programs_last_thread() {
     for (how, ended) in [("exit", (0, "ended\n")), ("raw", (5, ""))] {
         let job = Job::new();
-        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
         let process = idle_device(&job, "last_thread", include_str!("last_thread.c"), |command| {
             command.arg(how);
         });

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use xpu_timer_proto::v1::{DataType, FlightRecord, Matmul, Op, OpStatus, Operation};
-use xpu_timer_tests::{Ears, FakeCollector, PATIENCE, Process, artifacts, wait_until};
+use xpu_timer_tests::{FakeCollector, PATIENCE, Process, ReadMode, artifacts, wait_until};
 
 use super::{RANKS, Torch};
 
@@ -78,7 +78,7 @@ impl Told {
 fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<Vec<Told>> {
     let torch = Torch::new()?;
     let socket = torch.job.dir.join("socket");
-    let collector = FakeCollector::listen(&socket, Ears::Open);
+    let collector = FakeCollector::listen(&socket, ReadMode::Reads);
     let mut command = torch.job.command(torch.torch.python());
     Torch::words(&mut command, ranks, "torch_cuda.py", arguments);
     command.env("LD_PRELOAD", artifacts().hook()).env("XPU_TIMER_SOCKET", &socket).env("XPU_SIM_DEBUG", "1");
