@@ -11,14 +11,7 @@ use rustix::{fs::Mode, process::umask};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
-use crate::{
-    cluster,
-    config::Settings,
-    error::Error,
-    incidents::Remote,
-    logging::{self, Destination},
-    node, supervisor,
-};
+use crate::{client::incidents::Remote, cluster, config::Settings, error::Error, logging::{self, Destination}, node::{self, supervisor}};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]

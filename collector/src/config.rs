@@ -12,7 +12,7 @@ use xpu_timer_proto::{
     socket::{self, Fingerprint, Look, NO_LOOK},
 };
 
-use crate::metrics::MetricsSettings;
+use crate::metrics::settings::MetricsSettings;
 
 /// Settings of one node collector.
 #[derive(Debug, Clone)]

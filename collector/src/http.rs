@@ -2,9 +2,14 @@
 //! token; the metrics are for everybody on this machine. A page that a browser loaded from elsewhere reaches neither: only requests
 //! that name this machine as their host, and come from no other origin, are answered.
 
-pub mod peer;
-pub mod server;
-pub mod watch;
+pub(crate) mod address;
+pub(crate) mod pages;
+pub(crate) mod peer;
+pub(crate) mod questions;
+pub(crate) mod routes;
+pub(crate) mod server;
+pub(crate) mod token;
+pub(crate) mod watch;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -22,11 +27,7 @@ use axum::{
 use rustix::process::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
 
-use self::{
-    peer::Owners,
-    server::{Caller, Server},
-};
-use crate::{inbox::Inbox, routes, token::Token, uplink};
+use crate::http::{peer::Owners, questions::Answers, server::{Caller, Server}, token::Token};
 
 /// Listens on a loopback port.
 ///
@@ -45,17 +46,17 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
 }
 
 /// Serves the control endpoint until the process ends.
-pub async fn serve_control(server: Server, listener: TcpListener, inbox: Inbox, token: Token) {
-    server.run(listener, control(routes::control().with_state(inbox), token)).await;
+pub async fn serve_control(server: Server, listener: TcpListener, answers: impl Answers, token: Token) {
+    server.run(listener, control(routes::control().with_state(answers), token)).await;
 }
 
 /// Serves the metrics endpoint until the process ends.
-pub async fn serve_metrics(server: Server, listener: TcpListener, inbox: Inbox) {
+pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl Answers) {
     let cache = Arc::new(Mutex::new(None));
     let router = routes::metrics()
         .layer(middleware::from_fn_with_state(cache, strangers_share_pages))
         .layer(middleware::from_fn(local_only))
-        .with_state(inbox);
+        .with_state(answers);
     server.run(listener, router).await;
 }
 
@@ -162,7 +163,7 @@ fn is_loopback(authority: &str) -> bool {
         Some((host, port)) if !port.ends_with(']') => (host, port),
         _ => (authority, "0"),
     };
-    port.bytes().all(|byte| byte.is_ascii_digit()) && uplink::is_loopback(host)
+    port.bytes().all(|byte| byte.is_ascii_digit()) && address::is_loopback(host)
 }
 
 #[cfg(test)]

@@ -1,5 +1,37 @@
 //! The node role: one loop around poll that owns the state, and a small runtime beside it for HTTP and signals.
 
+mod captures;
+mod cluster_messages;
+mod commands;
+mod comparing;
+mod connections;
+mod delivery;
+mod dump;
+mod ending;
+mod evidence;
+mod filters;
+mod inbox;
+mod judged;
+mod launched;
+mod link;
+mod member;
+mod metrics_page;
+mod monitor;
+mod plan;
+mod registration;
+mod registry;
+mod socket;
+mod state;
+mod status;
+mod subjects;
+pub(crate) mod supervisor;
+mod tick;
+mod unwritten;
+mod unwritten_verdicts;
+mod uplink;
+mod work;
+mod writing;
+
 use std::{
     os::fd::AsFd,
     path::PathBuf,
@@ -7,10 +39,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Resource, Rlimit, getrlimit, setrlimit},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
@@ -18,28 +47,11 @@ use tokio::{
     time::{MissedTickBehavior, interval},
 };
 use tracing::{error, info, warn};
-use xpu_timer_proto::socket;
+use xpu_timer_proto::socket::settings_file;
 
-use crate::{
-    captures::Captures,
-    clock::Now,
-    config::Settings,
-    connections::{Connections, Event},
-    core::Core,
-    error::{Error, chain},
-    http::{self, server::Server, watch::Limits},
-    inbox::{Command, Inbox},
-    logging, memory,
-    process::Handle,
-    registry::{ConnectionId, RankId},
-    socket::Endpoint,
-    supervisor::{News, Supervised},
-    token::{Token, read_token},
-    uplink::{self, Address},
-};
+use crate::os::limits::raise_descriptor_limit;
+use crate::{config::Settings, error::{Error, chain}, http::{self, server::Server, token::{Token, read_token}, watch::Limits}, job::key::{ConnectionId, RankId}, logging, node::{captures::Captures, connections::{Connections, Event}, inbox::{Command, Inbox}, socket::Endpoint, state::{Core, TICK}, supervisor::{News, Supervised}, uplink::Address}, os::{clock::Now, memory, process::Handle}};
 
-/// The loop turns at least once in so long.
-pub const TICK: Duration = Duration::from_secs(1);
 /// At the end, dumps in work are hurried and then given this long.
 const LAST_WORK: Duration = Duration::from_secs(10);
 /// Between two looks at the logs of hooks.
@@ -219,19 +231,9 @@ async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) ->
 /// Leaves beside the socket what this collector is like, for launchers of jobs that want it otherwise. What is wrong, if that fails.
 fn tell_settings(settings: &Settings) -> Option<String> {
     let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
-    let file = socket::settings_file(&settings.socket);
+    let file = settings_file(&settings.socket);
     let error = std::fs::write(&file, lines).err()?;
     Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
-}
-
-/// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select. Returns how many there may be.
-pub fn raise_descriptor_limit() -> u64 {
-    let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
-        warn!("the limit of open files stays at {:?}: {error}", limit.current);
-        return limit.current.unwrap_or(u64::MAX);
-    }
-    limit.maximum.unwrap_or(u64::MAX)
 }
 
 /// Whether a process must have named this one, or an ancestor of it, before this one may look into it (Yama).

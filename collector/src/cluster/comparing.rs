@@ -12,8 +12,8 @@ use tracing::warn;
 use xpu_timer_analysis::stragglers::{self, Pace};
 use xpu_timer_proto::v1::RankPace;
 
-use super::hub::Command;
-use crate::registry::JobKey;
+use crate::cluster::hub::Command;
+use crate::job::key::JobKey;
 
 /// What the thread is told.
 #[derive(Debug)]

@@ -19,15 +19,8 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{hub::Left, nodes::NodeId, ranks::Ranks, service::Credit};
-use crate::{
-    clock::{self, Now},
-    delivery::rank_of,
-    dump::write_verdict,
-    error::{Error, chain},
-    folder::Folder,
-    judging, memory, viewer,
-};
+use crate::cluster::{hub::Left, nodes::NodeId, ranks::Ranks, service::Credit};
+use crate::{error::{Error, chain}, incident::{folder::{Folder, rank_of}, judging, verdict_files::write_verdict, viewer}, os::{clock::{self, Now}, memory}};
 
 /// What is gathered.
 #[derive(Debug, Clone)]
@@ -337,7 +330,7 @@ impl Gather {
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.plan.incident);
-            let changed = crate::dump::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
+            let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
             if let Err(error) = changed {
                 warn!("incident {}: {}", self.plan.incident, chain(&error));
             }
@@ -358,9 +351,9 @@ fn part_of(name: &str) -> String {
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// [`crate::registry::JobKey::name`].
+    /// [`crate::job::key::JobKey::name`].
     pub job: String,
-    /// [`crate::registry::JobKey::instance`].
+    /// [`crate::job::key::JobKey::instance`].
     pub instance: String,
     /// Attempt.
     pub attempt: u32,
@@ -388,11 +381,11 @@ impl Record {
     /// Incidents that an earlier cluster collector left open.
     #[must_use]
     pub fn open_in(root: &Path) -> Vec<Left> {
-        let mut folders = crate::records::own_folders(root);
+        let mut folders = crate::incident::folder::own_folders(root);
         folders.reverse();
         let of = |folder: PathBuf| {
             let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
-            let verdict = crate::records::verdict(&folder);
+            let verdict = crate::incident::records::verdict(&folder);
             let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);
             open.then_some((folder, record, verdict))
         };

@@ -16,7 +16,7 @@ use xpu_timer_proto::v1::{
     Alarm, NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
 };
 
-pub use self::{deadlines::TICK, files::ALL_FILES};
+pub use self::deadlines::TICK;
 use super::{
     comparing::{self, Comparing},
     config::Settings,
@@ -25,17 +25,7 @@ use super::{
     nodes::{NodeId, Nodes, Outgoing, StreamId},
     service::StreamEvent,
 };
-use crate::{
-    clock::Now,
-    disk::Disk,
-    error::Error,
-    folder::Folder,
-    inbox::Question,
-    registry::JobKey,
-    slow::SlowRanks,
-    throttle::{BY_HAND, Throttle},
-    webhook::Webhook,
-};
+use crate::{client::webhook::Webhook, error::Error, http::questions::Question, incident::{folder::Folder, throttle::{BY_HAND, Throttle}}, job::key::JobKey, metrics::slow_ranks::SlowRanks, os::{clock::Now, disk::Disk}};
 
 /// A message to the hub that is not from a node's stream.
 #[derive(Debug)]

@@ -9,8 +9,8 @@ use std::{
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
-use super::{gather::Work, nodes::NodeId};
-use crate::{clock::Now, inbox::DumpReply, registry::JobKey};
+use crate::cluster::{gather::Work, nodes::NodeId};
+use crate::{http::questions::DumpReply, job::key::JobKey, os::clock::Now};
 
 /// How far a node is with its part.
 #[derive(Debug, Clone, PartialEq, Eq)]

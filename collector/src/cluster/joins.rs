@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::nodes::NodeId;
-use crate::registry::JobKey;
+use crate::cluster::nodes::NodeId;
+use crate::job::key::JobKey;
 
 /// A job as one node has it.
 #[derive(Debug, Clone, PartialEq, Eq)]

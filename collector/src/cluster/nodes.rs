@@ -13,8 +13,8 @@ use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
-use super::joins::{self, Unit};
-use crate::{member, process::TICK_NS, registry::JobKey};
+use crate::cluster::joins::{self, Unit};
+use crate::{job::key::{self, JobKey}, os::process::TICK_NS};
 
 /// A node collector process. It keeps its number when its stream ends and another one begins.
 pub type NodeId = u64;
@@ -459,7 +459,7 @@ impl Nodes {
     /// The cluster's key of a job that a node speaks of.
     #[must_use]
     pub fn key(&self, id: NodeId, job: &JobId) -> JobKey {
-        let own = member::key(job);
+        let own = key::key(job);
         self.nodes.get(&id).and_then(|node| node.keys.get(&own)).cloned().unwrap_or(own)
     }
 
@@ -519,7 +519,7 @@ impl Nodes {
                 .collect();
             let mut told = node.told.clone();
             for job in told.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-                let current = member::key(job);
+                let current = key::key(job);
                 let own = before.get(&current).unwrap_or(&current);
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
@@ -628,7 +628,7 @@ impl Nodes {
     /// A node says when each of its jobs launched last.
     pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            let own = member::key(job);
+            let own = key::key(job);
             let job = node.keys.get(&own).cloned().unwrap_or(own);
             node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
         }
@@ -673,7 +673,7 @@ fn is_of_node(job: &JobKey) -> bool {
 }
 
 fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
-    Some((member::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
+    Some((key::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]

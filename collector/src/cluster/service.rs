@@ -22,7 +22,7 @@ use xpu_timer_proto::{
     },
 };
 
-use super::nodes::{Outbound, Outgoing, StreamId};
+use crate::cluster::nodes::{Outbound, Outgoing, StreamId};
 
 /// What happens on the streams.
 #[derive(Debug)]

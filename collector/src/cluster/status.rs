@@ -3,16 +3,8 @@
 use serde_json::{Value, json};
 use xpu_timer_analysis::Status;
 
-use super::{
-    hub::Hub,
-    incident::{Incident, Progress, State},
-};
-use crate::{
-    clock::{self, Now},
-    metrics::Page,
-    records::WithoutFolder,
-    registry::JobKey,
-};
+use crate::cluster::{hub::Hub, incident::{Incident, Progress, State}};
+use crate::{incident::records::WithoutFolder, job::key::JobKey, metrics::exposition::Page, os::clock::{self, Now}};
 
 /// Nodes, jobs and incidents as JSON.
 #[must_use]

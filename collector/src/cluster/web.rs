@@ -10,13 +10,8 @@ use axum::{
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::hub::Command;
-use crate::{
-    http::{is_local, is_same_origin, refusal, server::Caller},
-    inbox::Question,
-    routes::{self, Answers},
-    token::Token,
-};
+use crate::cluster::hub::Command;
+use crate::http::{is_local, is_same_origin, questions::{Answers, Question}, refusal, routes, server::Caller, token::Token};
 
 /// What the pages need.
 #[derive(Debug, Clone)]

@@ -21,11 +21,8 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
-use super::{
-    peer::Owners,
-    watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched},
-};
-use crate::uplink::KEEPALIVE;
+use crate::http::{peer::Owners, watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched}};
+use crate::http::address::KEEPALIVE;
 
 /// How connections are served.
 #[derive(Clone)]

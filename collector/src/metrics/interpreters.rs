@@ -11,7 +11,7 @@ use std::{
 use tracing::warn;
 use xpu_timer_capture::{Counter, Counts};
 
-use crate::registry::RankId;
+use crate::job::key::RankId;
 
 /// How long one look may take.
 const DEADLINE: Duration = Duration::from_secs(2);

@@ -6,7 +6,7 @@
 
 use xpu_timer_proto::v1::{Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation};
 
-use super::settings::MetricsSettings;
+use crate::metrics::settings::MetricsSettings;
 
 /// What is measured of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

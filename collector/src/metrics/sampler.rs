@@ -8,16 +8,11 @@ use std::{
 use tracing::debug;
 use xpu_timer_proto::{
     ring::{self, header, lane},
-    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation},
+    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
 };
 
-use super::{cursor::Cursor, interpreters::Interpreters, meaning, series::AllSeries, settings::MetricsSettings};
-use crate::{
-    clock::Now,
-    pace::Recorder,
-    registry::{Rank, RankId},
-    ring_file::RingFile,
-};
+use crate::metrics::{cursor::Cursor, interpreters::Interpreters, meaning, series::AllSeries, settings::MetricsSettings};
+use crate::{job::key::RankId, metrics::pace::Recorder, os::{clock::Now, ring_file::RingFile}};
 
 /// All that is known of the living ranks' operations.
 pub struct Sampler {
@@ -27,6 +22,19 @@ pub struct Sampler {
     ranks: BTreeMap<RankId, Sampled>,
     /// Their interpreters.
     pub interpreters: Interpreters,
+}
+
+/// A living rank, as the sampler reads it.
+#[derive(Debug, Clone, Copy)]
+pub struct LivingRank<'a> {
+    /// Identity of its entry in the registry.
+    pub id: RankId,
+    /// Its process; 0 outside the collector's PID namespace.
+    pub pid: i32,
+    /// Its place in the job.
+    pub info: &'a RankInfo,
+    /// Its flight record; `None` when it registered without one.
+    pub ring: Option<&'a RingFile>,
 }
 
 /// What is known of one rank's.
@@ -69,26 +77,26 @@ impl Sampler {
     }
 
     /// Looks at all rings, when it is time. What is known of a rank goes with it.
-    pub fn turn<'a>(&mut self, living: impl Iterator<Item = &'a Rank>, now: Now) {
+    pub fn turn<'a>(&mut self, living: impl Iterator<Item = LivingRank<'a>>, now: Now) {
         if now.mono_ns < self.looked_ns.saturating_add(self.settings.look.as_nanos() as u64) {
             return;
         }
         self.looked_ns = now.mono_ns;
-        let living: Vec<&Rank> = living.collect();
+        let living: Vec<LivingRank<'_>> = living.collect();
         let ids: BTreeSet<RankId> = living.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
         let search = now.mono_ns >= self.searched_ns.saturating_add(self.settings.publish.as_nanos() as u64);
         if search {
             self.searched_ns = now.mono_ns;
         }
-        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid())).collect(), search);
+        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         let mut completed = Vec::new();
         for rank in &living {
-            let Some(ring) = &rank.ring else { continue };
+            let Some(ring) = rank.ring else { continue };
             match self.ranks.entry(rank.id).or_default().read(ring, &self.settings, now) {
-                Ok(operations) => completed.push((*rank, operations)),
+                Ok(operations) => completed.push((rank, operations)),
                 // The memory of a rank that is just ending, or one that spoils its own ring.
-                Err(error) => debug!("{}: its ring cannot be read: {error}", rank.title()),
+                Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
             }
         }
         let here = members_here(&living, &self.ranks);
@@ -105,7 +113,7 @@ impl Sampler {
 }
 
 /// How many ranks of each communicator live on this node.
-fn members_here(living: &[&Rank], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
+fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
     let mut here = HashMap::new();
     for sampled in living.iter().filter_map(|rank| ranks.get(&rank.id)) {
         for id in sampled.communicators.keys() {
@@ -156,7 +164,7 @@ impl Sampled {
 
     fn add(
         &mut self,
-        rank: &Rank,
+        rank: &LivingRank<'_>,
         operations: &[Operation],
         here: &HashMap<u64, u32>,
         settings: &MetricsSettings,
@@ -187,7 +195,7 @@ impl Sampled {
 }
 
 /// Whether a communicator has ranks on other nodes.
-fn spans_nodes(rank: &Rank, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
+fn spans_nodes(rank: &LivingRank<'_>, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
     let (world, local) = (rank.info.world_size, rank.info.local_world_size);
     if local > 0 && (world <= local || communicator.size > local) {
         return world > local;

@@ -6,10 +6,7 @@ use std::{
     time::Duration,
 };
 
-use super::{
-    meaning::{Done, Family, Key},
-    settings::MetricsSettings,
-};
+use crate::metrics::{meaning::{Done, Family, Key}, settings::MetricsSettings};
 
 /// What is published of a series.
 #[derive(Debug, Clone, Copy, PartialEq)]

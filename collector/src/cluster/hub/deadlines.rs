@@ -5,17 +5,8 @@ use std::{path::Path, time::Duration};
 use tracing::{info, warn};
 use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
-use super::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS};
-use crate::{
-    clock::{self, Now},
-    cluster::{
-        comparing::Told,
-        incident::{Part, Progress, State},
-        nodes::{Node, NodeId},
-    },
-    dump::change_verdict,
-    error::chain,
-};
+use crate::cluster::hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS};
+use crate::{cluster::{comparing::Told, incident::{Part, Progress, State}, nodes::{Node, NodeId}}, error::chain, incident::verdict_files::change_verdict, os::clock::{self, Now}};
 
 /// How often the hub looks at its deadlines.
 pub const TICK: Duration = Duration::from_millis(500);

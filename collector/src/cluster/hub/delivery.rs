@@ -9,18 +9,8 @@ use xpu_timer_proto::v1::{
     cluster_message::Message, delivery::Message as Brought,
 };
 
-use super::{Command, Expected, Hub, SECOND, opening::runs};
-use crate::{
-    clock::Now,
-    cluster::{
-        gather::{self, Plan, Work},
-        incident::{Progress, State},
-        nodes::NodeId,
-        service::Credit,
-    },
-    error::chain,
-    judging, process,
-};
+use crate::cluster::hub::{Command, Expected, Hub, SECOND, opening::runs};
+use crate::{cluster::{gather::{self, Plan, Work}, incident::{Progress, State}, nodes::NodeId, service::Credit}, error::chain, incident::judging, os::{clock::Now, process}};
 
 /// For a node to send what it was asked for.
 pub(super) const DELIVERY_NS: u64 = 15 * SECOND;

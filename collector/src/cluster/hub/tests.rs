@@ -82,7 +82,7 @@ impl Told {
     /// The node of a rank, which was started with this collector, has a process of its own for it from a time on.
     fn restarts(&mut self, rank: i32, started: Now, now: Now) {
         let entry = RankEntry {
-            start: started.mono_ns / crate::process::TICK_NS,
+            start: started.mono_ns / crate::os::process::TICK_NS,
             age_ms: (now.mono_ns - started.mono_ns) / 1_000_000,
             ..entry(rank, now)
         };
@@ -269,7 +269,7 @@ fn a_verdict_that_comes_when_the_incident_is_over_does_not_open_it_again() {
     told.hub.close(&id, State::Resolved, at(42));
     told.hub.judge(&id);
     let verdict = told.verdict();
-    let status = || crate::records::verdict(&folder).unwrap().timing.status;
+    let status = || crate::incident::records::verdict(&folder).unwrap().timing.status;
     assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
     told.hub.judged(&id, &verdict, at(43));
     assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
@@ -475,7 +475,7 @@ fn a_hang_of_a_new_world_that_was_counted_to_the_incident_of_the_old_one_is_an_i
     told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
     let of_rank_0 = |now: Now| RankEntry {
         info: Some(RankInfo { rank: 0, world_size: 2, ..Default::default() }),
-        start: at(42).mono_ns / crate::process::TICK_NS,
+        start: at(42).mono_ns / crate::os::process::TICK_NS,
         age_ms: (now.mono_ns - at(42).mono_ns) / 1_000_000,
         ..entry(0, now)
     };

@@ -1,0 +1,103 @@
+//! A node's part of a job-wide incident: merged trees and condensed evidence, and the messages that carry it to the cluster collector.
+
+use std::path::PathBuf;
+
+use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
+use xpu_timer_proto::{Message as _, lenient, server::Stacktrace, v1::{NodeDump, RankEvidence, StackTree}};
+
+/// The node's part, in the node's incident folder, so that it outlives a restart of either collector.
+pub const PART: &str = "node_dump.bin";
+/// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
+pub const ALL_FILES: usize = 1024;
+/// No message is larger. The cluster refuses messages of more than [`MAX_MESSAGE_BYTES`].
+pub(crate) const CHUNK_BYTES: usize = 512 * 1024;
+/// What the cluster takes in one message: a tree is not divided.
+pub const MAX_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+
+/// Merges the dumps of a node, one after the other.
+#[derive(Debug, Default)]
+pub struct Part {
+    native: PrefixTree,
+    python: PrefixTree,
+    ranks: Vec<RankEvidence>,
+}
+
+impl Part {
+    /// Adds one rank: its file, and its evidence with the newest `operations`.
+    pub fn add(&mut self, file: &Stacktrace, evidence: &RankEvidence, operations: usize) {
+        folded::insert_native(&mut self.native, file, evidence.rank);
+        folded::insert_python(&mut self.python, file, evidence.rank);
+        self.ranks.push(condense(evidence, operations));
+    }
+
+    /// The whole as one message.
+    #[must_use]
+    pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
+        NodeDump {
+            incident: incident.into(),
+            native: Some(self.native.to_message()),
+            python: Some(self.python.to_message()),
+            ranks: self.ranks,
+            last: true,
+            errors,
+        }
+    }
+}
+
+/// Where a node's part is.
+#[derive(Debug, Clone)]
+pub enum Kept {
+    /// In its folder.
+    In(PathBuf),
+    /// No folder could be made.
+    Here(Box<NodeDump>),
+}
+
+impl Kept {
+    pub(crate) fn read(&self) -> Result<NodeDump, String> {
+        match self {
+            Kept::Here(part) => Ok((**part).clone()),
+            Kept::In(folder) => {
+                let path = folder.join(PART);
+                let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                lenient::decode(&bytes).map_err(|error| format!("{}: {error}", path.display()))
+            }
+        }
+    }
+}
+
+/// Divides a part into messages that the cluster takes.
+#[must_use]
+pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
+    let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
+    let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
+    let mut pieces = Vec::new();
+    let mut fits = |tree: Option<StackTree>, name: &str| {
+        let tree = tree?;
+        if tree.encoded_len() < MAX_MESSAGE_BYTES {
+            return Some(tree);
+        }
+        errors.push(format!("its {name} stacks are too many to be sent: {} MB", tree.encoded_len() / 1_000_000));
+        None
+    };
+    // The ranks come first: the cluster takes only trees of ranks that it knows to be here.
+    let trees = [
+        NodeDump { native: fits(native, "native"), ..empty() },
+        NodeDump { python: fits(python, "Python"), ..empty() },
+    ];
+    let mut bytes = 0;
+    let mut chunk = empty();
+    for rank in ranks {
+        bytes += rank.encoded_len();
+        chunk.ranks.push(rank);
+        if bytes >= CHUNK_BYTES {
+            pieces.push(std::mem::replace(&mut chunk, empty()));
+            bytes = 0;
+        }
+    }
+    pieces.push(chunk);
+    pieces.extend(trees);
+    pieces.push(NodeDump { last: true, errors, ..empty() });
+    pieces
+}
+

@@ -1,0 +1,60 @@
+//! What may be believed of what a node says. A rendezvous on loopback is a place on the machine that names it: of two jobs that both name
+//! `127.0.0.1:29500` on two machines, each is a job of its own, and one that is spread over several collectors of one machine is one.
+
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::LazyLock,
+};
+
+use crate::{http::address::is_loopback, os::process};
+
+/// What stands behind the instance of a job whose rendezvous is on this machine's loopback.
+static HERE: LazyLock<String> = LazyLock::new(|| {
+    // A container may have a loopback of its own.
+    let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string()).unwrap_or_default();
+    let mut hasher = DefaultHasher::new();
+    (process::boot_id(), namespace).hash(&mut hasher);
+    format!(" on {} {:08x}", process::host_name(), hasher.finish() as u32)
+});
+
+/// The instance of a job as other machines are told of it.
+#[must_use]
+pub fn beyond_this_machine(instance: &str) -> String {
+    match instance.rsplit_once(':') {
+        Some((host, port)) if is_loopback(host) && port.bytes().all(|byte| byte.is_ascii_digit()) => {
+            of_this_machine(instance)
+        }
+        _ => instance.into(),
+    }
+}
+
+/// What means something on this machine alone, as other machines are told of it.
+#[must_use]
+pub fn of_this_machine(instance: &str) -> String {
+    format!("{instance}{}", *HERE)
+}
+
+/// The instance of a job as it is called on this machine.
+#[must_use]
+pub fn on_this_machine(instance: &str) -> &str {
+    instance.strip_suffix(HERE.as_str()).unwrap_or(instance)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rendezvous_on_loopback_is_one_of_this_machine() {
+        for instance in ["127.0.0.1:29500", "localhost:29500", "[::1]:1", "::1:1", "127.0.1.1:29500"] {
+            let told = beyond_this_machine(instance);
+            assert!(told.starts_with(instance) && told.len() > instance.len() + 8, "{told}");
+            assert_eq!((on_this_machine(&told), beyond_this_machine(&told)), (instance, told.clone()));
+        }
+        for instance in ["", "10.0.0.9:29500", "prterun-1", "4711.0", "node:35363", "localhost.evil.example:1"] {
+            assert_eq!((beyond_this_machine(instance).as_str(), on_this_machine(instance)), (instance, instance));
+        }
+        assert_eq!(on_this_machine("127.0.0.1:1 on other 00000001"), "127.0.0.1:1 on other 00000001");
+    }
+}

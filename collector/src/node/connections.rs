@@ -1,0 +1,231 @@
+//! Connections of hooks and launchers: accepted within bounds, read fairly, closed when they misbehave.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tracing::warn;
+use xpu_timer_proto::v1::HookMessage;
+
+use crate::{job::key::ConnectionId, node::socket::{self, Endpoint, Peer, Received}, os::process::Handle};
+
+/// One peer.
+#[derive(Debug)]
+pub struct Connection {
+    /// The socket.
+    pub fd: OwnedFd,
+    /// Process at the other end.
+    pub pid: i32,
+    /// It too; `None` when it had gone already.
+    pub process: Option<Arc<Handle>>,
+    accepted: Instant,
+    spoke: bool,
+}
+
+/// What a connection brought.
+#[derive(Debug)]
+pub enum Event {
+    /// A message, and the descriptor that came with it.
+    Message(Box<HookMessage>, Option<OwnedFd>),
+    /// The end.
+    End,
+}
+
+/// All connections of a node.
+#[derive(Debug, Default)]
+pub struct Connections {
+    open: BTreeMap<ConnectionId, Connection>,
+    next: ConnectionId,
+    paused_until: Option<Instant>,
+    limiter: Limiter,
+}
+
+/// A node has some eight to sixteen ranks with a few helpers each; more than this is a mistake or an attack.
+const MAX_CONNECTIONS: usize = 1024;
+/// A hook says hello at once, a launcher goes away at once.
+const SILENCE: Duration = Duration::from_secs(10);
+/// Packets that one connection may bring before the others have their turn.
+const PACKETS_A_TURN: usize = 64;
+
+impl Connections {
+    /// Identities and connections.
+    pub fn iter(&self) -> impl Iterator<Item = (ConnectionId, &Connection)> {
+        self.open.iter().map(|(id, connection)| (*id, connection))
+    }
+
+    /// Whether anybody is connected.
+    #[must_use]
+    pub fn are_used(&self) -> bool {
+        !self.open.is_empty()
+    }
+
+    /// Pid at the other end.
+    #[must_use]
+    pub fn pid(&self, id: ConnectionId) -> i32 {
+        self.open.get(&id).map_or(0, |connection| connection.pid)
+    }
+
+    /// Process at the other end, as it was found when it connected.
+    #[must_use]
+    pub fn process(&self, id: ConnectionId) -> Option<Arc<Handle>> {
+        self.open.get(&id)?.process.clone()
+    }
+
+    /// Whether new connections are taken now; not for a moment after the descriptors ran out.
+    #[must_use]
+    pub fn accepts(&self) -> bool {
+        self.paused_until.is_none_or(|until| Instant::now() >= until)
+    }
+
+    /// Takes the connections that wait.
+    pub fn accept(&mut self, endpoint: &Endpoint) {
+        for _ in 0..PACKETS_A_TURN {
+            match endpoint.accept() {
+                Ok(Some(peer)) => self.take(peer),
+                Ok(None) => return,
+                Err(error) => {
+                    // Out of descriptors, most likely: they may be back in a second, and until then poll must not spin.
+                    self.limiter.warn(&format!("a connection cannot be accepted: {error}"));
+                    self.paused_until = Some(Instant::now() + Duration::from_secs(1));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, peer: Peer) {
+        if !socket::is_own(&peer) {
+            self.limiter.warn(&format!("pid {} of user {} is refused: another user's process", peer.pid, peer.uid));
+            return;
+        }
+        if self.open.len() >= MAX_CONNECTIONS {
+            self.limiter.warn(&format!("pid {} is refused: there are {MAX_CONNECTIONS} connections already", peer.pid));
+            return;
+        }
+        let process = Handle::of_peer(peer.pid)
+            .inspect_err(|error| {
+                self.limiter.warn(&format!("pid {} connects and cannot be looked at: {error}", peer.pid));
+            })
+            .ok()
+            .map(Arc::new);
+        socket::welcome(&peer.fd);
+        self.next += 1;
+        let connection = Connection { fd: peer.fd, pid: peer.pid, process, accepted: Instant::now(), spoke: false };
+        self.open.insert(self.next, connection);
+    }
+
+    /// Reads one connection. A packet that no hook sends ends it.
+    pub fn read(&mut self, id: ConnectionId) -> Vec<Event> {
+        let Some(connection) = self.open.get_mut(&id) else { return Vec::new() };
+        let mut events = Vec::new();
+        while events.len() < PACKETS_A_TURN {
+            match socket::receive(&connection.fd) {
+                Received::Message(message, descriptor) => {
+                    connection.spoke = true;
+                    events.push(Event::Message(message, descriptor));
+                }
+                Received::Nothing => return events,
+                Received::End => {
+                    events.push(Event::End);
+                    return events;
+                }
+                Received::Bad(problem) => {
+                    self.limiter.warn(&format!("pid {} sent {problem}; its connection is closed", connection.pid));
+                    events.push(Event::End);
+                    return events;
+                }
+            }
+        }
+        events
+    }
+
+    /// Closes one. A peer that went without a word is a launcher, and its process, which is returned, the command from now on.
+    pub fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
+        let connection = self.open.remove(&id)?;
+        connection.process.filter(|_| !connection.spoke)
+    }
+
+    /// Closes one that said something wrong.
+    pub fn refuse(&mut self, id: ConnectionId, problem: &str) {
+        self.limiter.warn(&format!("pid {} {problem}; its connection is closed", self.pid(id)));
+        self.open.remove(&id);
+    }
+
+    /// Closes all. Hooks connect again within a moment.
+    pub fn close_all(&mut self) -> Vec<ConnectionId> {
+        let all = std::mem::take(&mut self.open);
+        all.into_keys().collect()
+    }
+
+    /// Closes those that never spoke.
+    pub fn close_silent(&mut self) {
+        let silent = |connection: &Connection| !connection.spoke && connection.accepted.elapsed() > SILENCE;
+        let (limiter, open) = (&mut self.limiter, &mut self.open);
+        open.retain(|_, connection| {
+            if silent(connection) {
+                limiter.warn(&format!("pid {} connected and said nothing; it is disconnected", connection.pid));
+            }
+            !silent(connection)
+        });
+    }
+}
+
+/// Keeps a flood of bad peers from filling the disk with log lines.
+#[derive(Debug, Default)]
+struct Limiter {
+    window: Option<Instant>,
+    lines: u32,
+}
+
+const LINES_A_MINUTE: u32 = 30;
+
+impl Limiter {
+    fn warn(&mut self, text: &str) {
+        if self.allows() {
+            warn!("{text}");
+        }
+    }
+
+    fn allows(&mut self) -> bool {
+        let fresh = self.window.is_none_or(|since| since.elapsed() > Duration::from_secs(60));
+        if fresh {
+            if self.lines > LINES_A_MINUTE {
+                warn!("{} more lines about connections were left out", self.lines - LINES_A_MINUTE);
+            }
+            self.window = Some(Instant::now());
+            self.lines = 0;
+        }
+        self.lines += 1;
+        self.lines <= LINES_A_MINUTE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn who_goes_without_a_word_is_a_launcher() {
+        let mut connections = Connections::default();
+        let process = Handle::of_peer(std::process::id() as i32).ok().map(Arc::new);
+        for (id, spoke) in [(1, false), (2, true)] {
+            let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
+            let connection =
+                Connection { fd: fd.into(), pid: 0, process: process.clone(), accepted: Instant::now(), spoke };
+            connections.open.insert(id, connection);
+        }
+        assert!(connections.close(1).is_some() && connections.close(2).is_none() && !connections.are_used());
+    }
+
+    #[test]
+    fn a_flood_of_lines_is_cut() {
+        let mut limiter = Limiter::default();
+        let allowed = (0..1000).filter(|_| limiter.allows()).count();
+        assert_eq!(allowed, LINES_A_MINUTE as usize);
+    }
+}

@@ -1,0 +1,224 @@
+//! What follows a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy, and `XPU_TIMER_HANG_KILL`, which
+//! ends the ranks of a job that hangs so that its agent starts them again.
+//!
+//! Only a verdict with evidence of a hang ends ranks, and any progress since its samples cancels that.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use rustix::process::Signal;
+use tracing::{info, warn};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::v1::Grounds;
+
+use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
+use crate::{incident::{engine::{Cause, Incident, State}, judging}, job::key::JobKey, node::{launched::{self, Silent}, registry::Rank}, os::{clock::{Now, seconds}, process::Handle}};
+
+/// Between the polite and the final signal.
+const KILL_AFTER_NS: u64 = 5_000_000_000;
+
+impl Core {
+    /// There is a verdict. It decides which ranks hang. Their job's ranks are ended if the user wants that and the verdict allows
+    /// it; a verdict without or with doubtful evidence is made again later for as long as the incident lasts.
+    pub(crate) fn judged(&mut self, id: &str, judged: &Judged, now: Now) {
+        let Some(told) = self.told.get_mut(id) else { return };
+        told.culprits.clone_from(&judged.culprits);
+        told.hanging.clone_from(&judged.hanging);
+        let Some(incident) = self.engine.get(id).filter(|_| self.hangs_now(id)) else { return };
+        let (job, attempt) = (incident.job.clone(), incident.attempt);
+        let is_ending = self.registry.is_ending(&job, attempt);
+        let grounds = if is_ending { judged.grounds.min(Grounds::Doubtful) } else { judged.grounds };
+
+        let watch = self.ending.watched.entry(id.into()).or_default();
+        let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && watch.suspected);
+        watch.suspected = grounds != Grounds::Unspecified;
+        (watch.postponed, watch.due_ns) = (false, None);
+        let since_ns = self.told.get(id).map_or(0, |told| told.sampled_ns);
+        let postponed = is_confirmed && !self.kill(id, since_ns, now);
+        if (is_confirmed || judged.by_cluster) && !postponed {
+            return;
+        }
+        self.look_again(id, postponed && judged.by_cluster, now);
+    }
+
+    /// Looks at the incident again after another hang timeout, or later the more often that was done.
+    fn look_again(&mut self, id: &str, postponed: bool, now: Now) {
+        let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
+        let timeout = self.hang_timeout(&job);
+        let quiet_ns = self.quiet_at_ns(id, now).map(|quiet_ns| quiet_ns - now.mono_ns);
+        let watch = self.ending.watched.entry(id.into()).or_default();
+        let wait_ns = match quiet_ns {
+            Some(wait_ns) if !postponed => wait_ns,
+            _ => {
+                let wait_ns = judging::next_look_ns(timeout, watch.looks);
+                watch.looks += 1;
+                wait_ns
+            }
+        };
+        watch.postponed = postponed;
+        watch.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
+        info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
+    }
+
+    /// When the devices of an incident's culprits will have been quiet for the hang timeout, if they are not used again; `None` when
+    /// they are quiet already, or cannot be seen from here. Before that a verdict has no evidence of a hang.
+    fn quiet_at_ns(&self, id: &str, now: Now) -> Option<u64> {
+        let (incident, told) = self.engine.get(id).zip(self.told.get(id))?;
+        let is_culprit = |rank: &&&Rank| {
+            let number = u32::try_from(rank.info.rank).unwrap_or(0);
+            rank.presence.is_alive() && told.culprits.contains(&number)
+        };
+        let ranks = self.registry.of_job(&incident.job);
+        let used_ns = ranks.iter().filter(is_culprit).filter_map(|rank| {
+            let progress = rank.ring.as_ref()?.progress().ok()?;
+            Some(progress.called_ns.max(progress.completed_ns))
+        });
+        let quiet_ns = used_ns.max()?.saturating_add(nanoseconds(self.hang_timeout(&incident.job)));
+        (quiet_ns > now.mono_ns).then_some(quiet_ns)
+    }
+
+    fn hang_timeout(&self, job: &JobKey) -> Duration {
+        let timeouts = self.registry.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
+        timeouts.max().unwrap_or(self.settings.hang_timeout)
+    }
+
+    /// Whether something is wrong with the job of an incident now, other than that somebody asked for a dump.
+    fn hangs_now(&self, id: &str) -> bool {
+        let causes = self.engine.get(id).map(|incident| &incident.causes);
+        causes.is_some_and(|causes| causes.iter().any(|cause| *cause != Cause::Manual))
+    }
+
+    /// Whether the job of an incident hangs now and its ranks are to be ended for that.
+    fn is_to_be_ended(&self, id: &str) -> bool {
+        let Some(incident) = self.engine.get(id) else { return false };
+        self.hangs_now(id) && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
+    }
+
+    /// Ends the ranks of a job that still hangs, if they are to be ended for that, unless one of them has made progress since
+    /// `since_ns`; false then. One rank of each agent is given no chance to end with success, from which the agent would take its job for done.
+    fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
+        let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
+        let culprits = self.told.get(id).map(|told| told.culprits.clone()).unwrap_or_default();
+        let ranks = self.registry.of_job(&incident.job).into_iter().filter(|rank| rank.presence.is_alive());
+        let ranks: Vec<&Rank> = ranks.collect();
+        if let Some((rank, what)) = ranks.iter().find_map(|rank| Some((rank, progress_since(rank, since_ns)?))) {
+            info!("incident {id}: the ranks are not ended: {} {what} since the first stacks were taken", rank.title());
+            return false;
+        }
+        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
+        let registered = ranks.iter().filter_map(|rank| Some((rank.info.rank, Arc::clone(rank.process.as_ref()?))));
+        let processes: Vec<(i32, Arc<Handle>)> = registered.chain(self.silent_that_hang(id, now)).collect();
+        let mut agents: BTreeMap<i32, Vec<(i32, Arc<Handle>)>> = BTreeMap::new();
+        for (rank, process) in processes {
+            let parent = process.stat().map_or(0, |stat| stat.parent);
+            agents.entry(parent).or_default().push((rank, process));
+        }
+        for processes in agents.into_values() {
+            let is_culprit = |(rank, _): &(i32, _)| culprits.iter().any(|culprit| *rank == *culprit as i32);
+            let failing = processes.iter().position(is_culprit).unwrap_or(0);
+            for (index, (rank, process)) in processes.into_iter().enumerate() {
+                let signal = if index == failing { Signal::KILL } else { Signal::TERM };
+                if let Err(error) = process.signal(signal) {
+                    warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
+                }
+                let due_ns = now.mono_ns + KILL_AFTER_NS;
+                self.ending.told.push(Signalled { rank, process, due_ns, was_killed: false });
+            }
+        }
+        true
+    }
+
+    /// The processes of ranks that hang by the verdict on an incident and have not registered: they hang before their first device
+    /// call, or were stopped in it.
+    fn silent_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
+        let Some((incident, told)) = self.engine.get(id).zip(self.told.get(id)) else { return Vec::new() };
+        let is_its = |silent: &&&Silent| {
+            let hangs = u32::try_from(silent.info.rank).is_ok_and(|rank| told.hanging.contains(rank));
+            hangs && (&silent.job, silent.info.attempt) == (&incident.job, incident.attempt)
+        };
+        let silent = self.silent_ranks(now);
+        let processes = silent.iter().filter(is_its).filter_map(|silent| match &silent.state {
+            launched::State::Runs(process) => Some((silent.info.rank, Arc::clone(process))),
+            launched::State::Ended(..) => None,
+        });
+        processes.collect()
+    }
+
+    /// Whether a rank hangs by the newest verdict on an open incident of its job: `XPU_TIMER_COMMON_HANG`. A suspicion that was
+    /// not judged yet does not count, and neither does an incident that is over.
+    #[must_use]
+    pub fn is_hanging(&self, rank: &Rank) -> bool {
+        let is_its = |incident: &&Incident| {
+            matches!(incident.state, State::Open | State::Dumped)
+                && !incident.past
+                && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
+        };
+        // A process that names no rank is a job of its own and its only rank.
+        let number = u32::try_from(rank.info.rank).unwrap_or(0);
+        let mut told = self.engine.incidents().filter(is_its).filter_map(|incident| self.told.get(&incident.id));
+        told.any(|told| told.hanging.contains(number))
+    }
+
+    /// Once a second.
+    pub(super) fn tick_ending(&mut self, now: Now) {
+        self.ending.told.retain_mut(|told| {
+            if told.due_ns > now.mono_ns {
+                return true;
+            }
+            if told.process.is_dead() {
+                return false;
+            }
+            if told.was_killed {
+                let (rank, process) = (told.rank, &told.process);
+                warn!(
+                    "rank {rank} (pid {}) does not end after SIGKILL: {}",
+                    process.pid,
+                    process.where_the_kernel_is()
+                );
+                return false;
+            }
+            // It fails when the process has just ended.
+            let _ = told.process.signal(Signal::KILL);
+            told.was_killed = true;
+            told.due_ns = now.mono_ns + KILL_AFTER_NS;
+            true
+        });
+        let engine = &self.engine;
+        self.ending.watched.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));
+        let due = self.ending.watched.iter_mut().filter_map(|(id, watch)| {
+            watch.due_ns.take_if(|due_ns| *due_ns <= now.mono_ns).map(|_| (id.clone(), watch.postponed))
+        });
+        for (id, postponed) in due.collect::<Vec<_>>() {
+            if !self.hangs_now(&id) {
+                self.ending.watched.remove(&id);
+            } else if postponed {
+                let Some(job) = self.engine.get(&id).map(|incident| incident.job.clone()) else { continue };
+                // Nothing may have completed for a whole timeout.
+                if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
+                    self.look_again(&id, true, now);
+                }
+            } else if let Some(quiet_ns) = self.quiet_at_ns(&id, now) {
+                // Another verdict would say no more than that these ranks use their devices.
+                if let Some(watch) = self.ending.watched.get_mut(&id) {
+                    watch.due_ns = Some(quiet_ns);
+                }
+            } else if self.engine.again(&id) {
+                info!("incident {id}: it lasts; its ranks are looked at again");
+                self.capture_alone(&id);
+            } else {
+                self.look_again(&id, false, now);
+            }
+        }
+    }
+}
+
+/// What a rank's ring shows to have happened after this CLOCK_MONOTONIC.
+fn progress_since(rank: &Rank, since_ns: u64) -> Option<&'static str> {
+    let progress = rank.ring.as_ref()?.progress().ok()?;
+    if progress.completed_ns > since_ns {
+        Some("completed an operation")
+    } else if progress.called_ns > since_ns {
+        Some("called its device")
+    } else {
+        None
+    }
+}

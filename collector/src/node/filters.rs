@@ -1,0 +1,56 @@
+//! Filters of system calls that ranks put on themselves. The hook must not make a call that such a filter may forbid, and it cannot see
+//! one that is installed by a bare instruction. It is seen from here, in `/proc`, and said in the rank's ring.
+
+use std::{collections::BTreeMap, fs};
+
+use tracing::warn;
+use xpu_timer_proto::ring::{self, filtered, header};
+
+use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
+use crate::{job::key::RankId, node::registry::Rank, os::clock::Now};
+
+impl Core {
+    /// Looks at ranks, and says in their rings that somebody looks, and what was found.
+    pub(super) fn look_at_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
+        for id in ids {
+            let Some(rank) = self.registry.get(id) else { continue };
+            let Some(bits) = look(rank, now) else { continue };
+            if bits & !self.filtered.insert(id, bits).unwrap_or(0) != 0 {
+                let what = match bits & filtered::WATCHER {
+                    0 => "its threads make no system call for the hook",
+                    _ => "the hook falls silent, so a hang of this rank is seen by its peers alone",
+                };
+                warn!("{} has put itself under a filter of system calls; {what}", rank.title());
+            }
+        }
+    }
+
+    /// Whether the watcher of a rank has a reason to stand still.
+    pub(super) fn is_silent(&self, id: RankId) -> bool {
+        self.filtered.get(&id).is_some_and(|bits| bits & filtered::WATCHER != 0)
+    }
+}
+
+/// What holds for a rank; `None` where this collector cannot see the process or its ring.
+fn look(rank: &Rank, now: Now) -> Option<u32> {
+    let process = rank.process.as_ref().filter(|process| !process.is_dead())?;
+    let ring = rank.ring.as_ref()?;
+    let read = |offset: u64, buffer: &mut [u8]| ring.read_at(offset, buffer);
+    let words = ring.header().ok()?;
+    let at_load = words[header::FILTERS_AT_LOAD];
+    let grew = |tid: u64| {
+        // Threads have the ids of their own namespace; one that is not seen by it here says nothing.
+        let status = fs::read(format!("/proc/{}/task/{tid}/status", process.pid)).unwrap_or_default();
+        u64::from(ring::filters(&status)) > at_load
+    };
+    let owners = ring::lane::owners(&read).ok()?;
+    let program = grew(process.pid as u64) || owners.into_iter().any(grew);
+    let watcher = words[header::WATCHER_TID] != 0 && grew(words[header::WATCHER_TID]);
+    // What is under a filter stays so, also when its thread has ended.
+    let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
+    let found = [(program, filtered::PROGRAM), (watcher, filtered::WATCHER)];
+    let bits = found.into_iter().filter(|(holds, _)| *holds).fold(before, |bits, (_, bit)| bits | bit);
+    // First what was found, then that somebody has looked. A ring that cannot be written is its process's own doing.
+    let _ = ring.write(header::FILTERED, u64::from(bits)).and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
+    Some(bits)
+}

@@ -1,0 +1,82 @@
+//! What other threads (HTTP, dumps, signals) tell the node's loop, which alone owns the state.
+
+use std::{
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+use serde_json::Value;
+use tokio::sync::oneshot;
+
+use crate::node::link;
+use crate::http::questions::Question;
+use crate::{error::Error, http::questions::Answers, incident::records::{self, WithoutFolder}, job::key::JobKey, node::{plan::Outcome, uplink}};
+
+/// A message to the loop.
+#[derive(Debug)]
+pub enum Command {
+    /// What a page asks.
+    Question(Question),
+    /// A dump is finished.
+    Finished(Box<Outcome>),
+    /// What came of another try to write a verdict: its folder and when it was dumped, or why not.
+    Written(String, Result<PathBuf, Error>),
+    /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
+    Found(Vec<records::Left>, u64),
+    /// The stream to the cluster collector.
+    Uplink(link::Event),
+    /// SIGTERM or SIGINT.
+    Stop,
+}
+
+/// The sending side; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Inbox {
+    sender: mpsc::Sender<Command>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Inbox {
+    /// An inbox and its receiver.
+    ///
+    /// # Errors
+    /// When there are no descriptors.
+    pub fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
+        let (sender, receiver) = mpsc::channel();
+        let wake =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("make an eventfd"))?;
+        Ok((Inbox { sender, wake: Arc::new(wake) }, receiver))
+    }
+
+    /// Sends a message and wakes the loop. Nobody is there to hear it when the loop has ended.
+    pub fn post(&self, command: Command) {
+        let _ = self.sender.send(command);
+        self.wake();
+    }
+
+    /// Lets the loop turn.
+    pub fn wake(&self) {
+        // It only fails when the counter is full: then the loop is awake anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// For poll: readable when there is a message.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    /// Takes the wake-ups that have come so far.
+    pub fn clear(&self) {
+        // It only fails when there are none.
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+}
+
+impl Answers for Inbox {
+    fn ask(&self, question: Question) {
+        self.post(Command::Question(question));
+    }
+}

@@ -1,0 +1,103 @@
+//! What a node remembers of its cluster.
+
+use crate::incident::part::Kept;
+use crate::job::key::JobKey;
+use crate::node::link::Delivering;
+use crate::node::link::Link;
+use crate::os::clock::Now;
+use crate::os::process;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread;
+use xpu_timer_proto::v1::DumpRequest;
+use xpu_timer_proto::v1::RankEntry;
+use tracing::warn;
+use xpu_timer_proto::v1::node_message::Message;
+/// What the node remembers of its cluster.
+#[derive(Debug)]
+pub struct Member {
+    /// Why there is no stream; empty before the first one and while there is one.
+    pub problem: String,
+    /// Whether the cluster has welcomed this node.
+    pub welcomed: bool,
+    pub(super) identity: String,
+    pub(super) link: Option<Link>,
+    // Incidents that the cluster was told of and has not asked for, with the time at which the node dumps alone.
+    pub(super) announced: BTreeMap<String, u64>,
+    // Requests that wait for ranks to come again.
+    pub(super) held: Vec<DumpRequest>,
+    // Parts of job-wide incidents, and which look at each the cluster has asked for last.
+    pub(super) parts: BTreeMap<String, Arc<Kept>>,
+    pub(super) rounds: BTreeMap<String, u32>,
+    // Whether this node's ranks hang in an incident, as the cluster was told last.
+    pub(super) told_hangs: BTreeMap<String, bool>,
+    // Without their ages, which always change.
+    pub(super) told_ranks: Vec<RankEntry>,
+    // Jobs whose idleness the cluster does not believe, and until when that holds.
+    pub(super) declined: BTreeMap<JobKey, u64>,
+    pub(super) last_launch: BTreeMap<JobKey, u64>,
+    pub(super) heartbeat_ns: u64,
+    // Incidents that the cluster has asked for, and until when its verdict is waited for: this node's own counts after it.
+    pub(super) asked: BTreeMap<String, u64>,
+    // When the stream was lost, until what the cluster said is forgotten.
+    pub(super) lost_ns: Option<u64>,
+}
+
+impl Default for Member {
+    fn default() -> Self {
+        Member {
+            problem: String::new(),
+            welcomed: false,
+            identity: process::random_id(),
+            link: None,
+            announced: BTreeMap::new(),
+            held: Vec::new(),
+            parts: BTreeMap::new(),
+            rounds: BTreeMap::new(),
+            told_hangs: BTreeMap::new(),
+            told_ranks: Vec::new(),
+            declined: BTreeMap::new(),
+            last_launch: BTreeMap::new(),
+            heartbeat_ns: 0,
+            asked: BTreeMap::new(),
+            lost_ns: None,
+        }
+    }
+}
+
+impl Member {
+    /// Notes the last launch of a job.
+    pub fn launched(&mut self, job: &JobKey, last_ns: u64) {
+        self.last_launch.insert(job.clone(), last_ns);
+    }
+
+    /// Whether the job is idle on this node alone, as the cluster knows.
+    #[must_use]
+    pub fn is_declined(&self, job: &JobKey, now: Now) -> bool {
+        self.declined.get(job).is_some_and(|until| *until > now.mono_ns)
+    }
+
+    /// Whether the verdict of an incident is the cluster's.
+    #[must_use]
+    pub fn is_asked(&self, id: &str) -> bool {
+        self.asked.contains_key(id)
+    }
+
+    /// Sends if there is a stream. One that takes nothing more is given up.
+    pub(super) fn send(&mut self, message: Message) -> bool {
+        let sent = self.link.as_ref().is_some_and(|link| link.send(message));
+        if !sent && self.link.take().is_some() {
+            self.welcomed = false;
+        }
+        sent
+    }
+
+    /// Begins what the cluster has asked for by this key, on a thread that may block on it.
+    pub(super) fn bring(&self, key: String, work: impl FnOnce(Delivering) + Send + 'static) {
+        let Some(link) = self.link.clone() else { return };
+        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.bring(key))) {
+            warn!("no thread for a delivery: {error}");
+        }
+    }
+}
+

@@ -1,0 +1,264 @@
+//! What hooks report: processes register, signal hangs, and end.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    ring::{self, header},
+    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
+};
+
+use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
+use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}, }, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+
+/// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
+const RECONNECT: Duration = Duration::from_secs(10);
+
+impl Core {
+    /// A hook said something.
+    ///
+    /// # Errors
+    /// When it must not be listened to any longer; the text says why.
+    pub fn message(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        process: Option<&Arc<Handle>>,
+        message: HookMessage,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        let known = self.registry.by_connection(connection).map(|rank| rank.id);
+        match (message.message, known) {
+            (Some(Message::Hello(hello)), None) => self.hello(connection, pid, process, &hello, descriptor, now),
+            (Some(Message::Hello(_)), Some(_)) => Err("said hello twice".into()),
+            (None, _) => Err("sent a message of an unknown kind".into()),
+            (Some(_), None) => Err("spoke before its hello".into()),
+            (Some(Message::Hang(hang)), Some(id)) => self.hang(id, hang, now),
+            (Some(Message::Resolved(resolved)), Some(id)) => {
+                if let Some(rank) = self.registry.get(id) {
+                    let cause = Cause::Operation { pid: cause_pid(rank), ticket: resolved.ticket };
+                    info!("{}: the operation with ticket {} completed after all", rank.title(), resolved.ticket);
+                    self.engine.lift(&rank.job, &cause, now);
+                }
+                Ok(())
+            }
+            (Some(Message::Rank(info)), Some(_)) => {
+                let silent = self.launched.silent();
+                if let Some(registered) = self.registry.changed(connection, info, silent, now.mono_ns) {
+                    self.registered(&registered, "changed", now);
+                }
+                Ok(())
+            }
+            (Some(Message::Goodbye(_)), Some(_)) => {
+                let ended_ns = self.happened_ns(now);
+                if let Some(id) = self.registry.goodbye(connection, ended_ns) {
+                    self.goodbye(id, now);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn hello(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        process: Option<&Arc<Handle>>,
+        hello: &Hello,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        if hello.protocol != PROTOCOL_VERSION || hello.ring_version != ring::VERSION {
+            return Err(format!(
+                "speaks protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
+                 collector of one release",
+                hello.protocol,
+                hello.ring_version,
+                ring::VERSION
+            ));
+        }
+        let ring = match descriptor.map(|descriptor| RingFile::new(descriptor, pid)) {
+            Some(Ok(ring)) => Some(Arc::new(ring)),
+            Some(Err(error)) => {
+                warn!("{error}; its flight record will be missing");
+                None
+            }
+            None => {
+                warn!("pid {pid} registers without a ring; its flight record will be missing");
+                None
+            }
+        };
+        if let Some(process) = process {
+            self.launched.registered(process);
+        }
+        let (process, silent) = (process.cloned(), self.launched.silent());
+        let registered = self.registry.hello(connection, process, (hello, ring), &self.settings, silent, now.mono_ns);
+        self.registered(&registered, "registered", now);
+        self.look_at_filters([registered.id], now);
+        self.search(registered.id, now);
+        Ok(())
+    }
+
+    pub(super) fn registered(&mut self, registered: &Registered, what: &str, now: Now) {
+        self.follow(now);
+        if let Some(rank) = self.registry.get(registered.id) {
+            let helper = if rank.auxiliary { ", a helper of it" } else { "" };
+            info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
+        }
+        if registered.new_attempt {
+            info!("it begins a new attempt; the ranks of the one before have left");
+        }
+        if let Some(remark) = &registered.remark {
+            warn!("{remark}");
+        }
+        for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
+            self.engine.replaced(&old.job, cause_pid(old), now);
+            if registered.new_world {
+                self.engine.begins(&old.job);
+            }
+        }
+    }
+
+    /// Reads which communicators the ranks of a name have, or all that live, and parts them into jobs anew.
+    pub(super) fn rejoin(&mut self, name: Option<&str>, now: Now) {
+        let is_meant = |rank: &&Rank| match name {
+            Some(name) => rank.info.job == name,
+            None => rank.presence.is_alive(),
+        };
+        let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.places().ok()?));
+        let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
+        places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
+        if self.registry.rejoin(self.launched.silent(), now.mono_ns) {
+            self.follow(now);
+        }
+    }
+
+    /// Incidents belong to the jobs of the processes that they are about.
+    pub(super) fn follow(&mut self, now: Now) {
+        let registry = &self.registry;
+        let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
+        let strays = self.engine.follow(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
+        let raise = |cause: Cause| Some(Raise { since_ns: now.mono_ns, ..raise(of_pid(cause.pid()?)?, cause) });
+        let raises: Vec<Raise> = strays.into_iter().filter_map(raise).collect();
+        raises.into_iter().for_each(|raise| self.raise(raise, now));
+    }
+
+    /// Looks for what an earlier collector left open where this rank's incidents go.
+    pub(super) fn search(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let wait = rank.settings.hang_timeout + RECONNECT;
+        for path in [rank.settings.timeline_path.clone(), self.settings.fallback_path.clone()] {
+            if !self.searched.insert(path.clone()) {
+                continue;
+            }
+            let wait_ns = nanoseconds(wait);
+            let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
+            let late = move |found| inbox.post(Command::Found(found, wait_ns));
+            let found = self.disk.ask(&path, move || records::open_in(&root, &boot), late);
+            self.adopt(found.unwrap_or_default(), wait_ns, now);
+        }
+    }
+
+    pub(super) fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
+        for records::Left { folder, record, verdict } in found {
+            info!("incident {} was left open by an earlier collector", record.id);
+            let told = || Told { path: Some(folder), ..Told::of(verdict, record.dumped_mono_ns) };
+            self.told.entry(record.id.clone()).or_insert_with(told);
+            self.engine.adopt(record, wait_ns, now);
+        }
+    }
+
+    pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
+        let operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        // Whose job it is must be known before it is said to hang.
+        let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
+        self.rejoin(Some(&name), now);
+        let Some(rank) = self.registry.get(id) else { return Ok(()) };
+        let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
+        info!(
+            "{}: {:?} with ticket {} is pending for {:.1} s",
+            rank.title(),
+            operation.op(),
+            operation.ticket,
+            clock::seconds(hang.pending_ns)
+        );
+        let cause = Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket };
+        let raise = Raise {
+            since_ns: operation.entered_ns,
+            late_ns: hang.pending_ns.saturating_sub(timeout),
+            operation: Some(operation),
+            ..raise(rank, cause)
+        };
+        self.raise(raise, now);
+        Ok(())
+    }
+
+    pub(super) fn goodbye(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        info!("{} says goodbye", rank.title());
+        self.engine.gone(&rank.job, cause_pid(rank), now);
+    }
+
+    /// A rank under a filter of system calls can say goodbye in its ring alone.
+    pub(super) fn read_goodbye(&mut self, id: RankId, now: Now) {
+        let alive = self.registry.get(id).filter(|rank| rank.presence.is_alive());
+        if alive.and_then(read_header).is_some_and(|(_, words)| words[header::GOODBYE] != 0) {
+            self.registry.left(id, self.happened_ns(now));
+            self.goodbye(id, now);
+        }
+    }
+
+    /// A connection ended.
+    pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
+        if let Some(id) = self.registry.disconnected(connection) {
+            self.ended(id, now);
+        }
+    }
+
+    /// Looks whether a process has ended, and what follows.
+    pub fn ended(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
+        self.read_goodbye(id, now);
+        if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
+            return;
+        }
+        let Some(rank) = self.registry.get(id) else { return };
+        let how = rank.exit.as_deref().unwrap_or("it is not known how");
+        warn!("{} ended without a goodbye: {how}", rank.title());
+        let raise = Raise { since_ns: now.mono_ns, ..raise(rank, Cause::Death { pid: cause_pid(rank) }) };
+        self.engine.gone(&raise.job, process.pid, now);
+        if !rank.auxiliary {
+            self.raise(raise, now);
+        }
+    }
+
+    /// Some rank that has not registered has ended.
+    pub fn note_silent(&mut self, now: Now) {
+        self.launched.note_ended(self.happened_ns(now));
+    }
+
+    pub(super) fn raise(&mut self, raise: Raise, now: Now) {
+        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.job == raise.job;
+        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.id.clone()).collect();
+        if let Some(action) = self.engine.raise(raise, now) {
+            self.act(action, now);
+        }
+        for id in adopted {
+            // Its hang lasts: what its verdict is a reason for may have been cut off by the end of the earlier collector.
+            let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
+            let judged = self.told.get(&id).and_then(|told| told.own.clone());
+            if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
+                self.judged(&id, &judged, now);
+            }
+        }
+    }
+}

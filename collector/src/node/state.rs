@@ -1,0 +1,209 @@
+//! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    ring::{self, header},
+    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
+};
+
+use crate::node::{judged::{Ending, Told}, unwritten_verdicts::Unwritten};
+use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}}, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+
+/// The event loop turns at least once in this time.
+pub(crate) const TICK: Duration = Duration::from_secs(1);
+
+/// The state of a node collector.
+pub struct Core {
+    /// Settings.
+    pub settings: Settings,
+    /// Ranks.
+    pub registry: Registry,
+    /// Incidents.
+    pub engine: Engine,
+    /// What came of them.
+    pub told: BTreeMap<String, Told>,
+    /// What the collector itself cannot do, for `/status`.
+    pub problems: Vec<String>,
+    /// Incidents opened so far.
+    pub opened: u64,
+    /// Pid of the supervisor, when there is one.
+    pub supervisor: Option<u32>,
+    /// When it was started.
+    pub started: Now,
+    /// Name of this node.
+    pub node: String,
+    /// Commands under a launcher, and their ranks before these register.
+    pub launched: Launched,
+    /// This node as a member of a cluster.
+    pub member: Member,
+    pub(crate) disk: Disk,
+    pub(crate) inbox: Inbox,
+    pub(super) monitor: Monitor,
+    pub(super) dumps: Throttle<JobKey>,
+    /// What the ranks' rings say, for `/metrics`.
+    pub sampler: Sampler,
+    /// The capture worker.
+    pub captures: Arc<Captures>,
+    pub(super) hurry: Arc<Hurry>,
+    pub(super) boot: String,
+    pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
+    pub(super) searched: BTreeSet<PathBuf>,
+    pub(super) unwritten: Unwritten,
+    pub(super) webhook: Option<Webhook>,
+    /// Ranks that slow their job down.
+    pub slow: SlowRanks,
+    pub(super) compared_ns: u64,
+    pub(super) ending: Ending,
+    pub(super) filtered: BTreeMap<RankId, u32>,
+    // When the loop turned last.
+    pub(super) turned_ns: u64,
+}
+
+/// A job whose ranks are ending one after the other has this many timeouts: one may save a checkpoint while the others are gone.
+pub(super) const ENDING_TIMEOUTS: u32 = 4;
+
+impl Jobs for Registry {
+    fn is_alive(&self, job: &JobKey, attempt: u32) -> bool {
+        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.is_there())
+    }
+
+    fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64 {
+        let timeouts = self.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
+        match self.is_ending(job, attempt) {
+            true => nanoseconds(timeouts.max().unwrap_or_default() * ENDING_TIMEOUTS).max(DEATH_GRACE_NS),
+            false => DEATH_GRACE_NS,
+        }
+    }
+}
+
+impl Core {
+    /// An empty node.
+    #[must_use]
+    pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
+        let node = match settings.node.as_str() {
+            "" | "NOT_SET" => process::host_name(),
+            name => name.to_string(),
+        };
+        let webhook = settings.webhook.as_deref().map(Webhook::new);
+        let sampler = Sampler::new(settings.metrics.clone());
+        Core {
+            settings,
+            registry: Registry::default(),
+            engine: Engine::default(),
+            told: BTreeMap::new(),
+            problems: Vec::new(),
+            opened: 0,
+            supervisor: None,
+            started: Now::get(),
+            node,
+            launched: Launched::default(),
+            member: Member::default(),
+            disk: Disk::new({
+                // The loop may only wait for something to be written.
+                let inbox = inbox.clone();
+                move || inbox.wake()
+            }),
+            inbox,
+            monitor: Monitor::default(),
+            dumps: Throttle::new(BY_HAND),
+            sampler,
+            captures: Arc::new(captures),
+            hurry: Arc::default(),
+            boot: process::boot_id(),
+            waiting: BTreeMap::new(),
+            searched: BTreeSet::new(),
+            unwritten: Unwritten::default(),
+            webhook,
+            slow: SlowRanks::default(),
+            compared_ns: 0,
+            ending: Ending::default(),
+            filtered: BTreeMap::new(),
+            turned_ns: 0,
+        }
+    }
+
+    /// The loop has turned.
+    pub fn turned(&mut self, now: Now) {
+        self.turned_ns = now.mono_ns;
+    }
+
+    /// When that happened which is seen now. The loop turns once a second: if it has not for longer, this process or the whole machine
+    /// stood still, and what happened meanwhile did so at any time of it.
+    pub(super) fn happened_ns(&self, now: Now) -> u64 {
+        match self.turned_ns {
+            0 => now.mono_ns,
+            turned => now.mono_ns.min(turned + nanoseconds(TICK)),
+        }
+    }
+
+    /// The ranks of this node that have not registered; see [`Launched::ranks`].
+    pub(crate) fn silent_ranks(&self, now: Now) -> Vec<&Silent> {
+        let born_ns = |job: &JobKey| {
+            let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
+            living.map(|rank| rank.started_ns(now.mono_ns)).min()
+        };
+        self.launched.ranks(born_ns, now.mono_ns)
+    }
+
+    pub(super) fn living(&self) -> impl Iterator<Item = &Rank> {
+        living_ranks(&self.registry)
+    }
+
+    /// The newest attempt of a job here.
+    pub(crate) fn attempt(&self, job: &JobKey) -> u32 {
+        self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
+    }
+
+    /// Whether something is in work that must not be cut off.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.engine.is_busy() || self.ending.is_busy()
+    }
+
+    /// Whether something is being written.
+    #[must_use]
+    pub fn is_writing(&self) -> bool {
+        self.disk.is_busy() || self.engine.incidents().any(|incident| incident.state == State::Open)
+    }
+}
+
+pub(super) fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
+    registry.ranks().filter(|rank| rank.is_there() && !rank.auxiliary)
+}
+
+/// A process outside this PID namespace has no pid here; its entry's number stands for it.
+pub(super) fn cause_pid(rank: &Rank) -> i32 {
+    match rank.pid() {
+        0 => -i32::try_from(rank.id).unwrap_or(i32::MAX),
+        pid => pid,
+    }
+}
+
+pub(super) fn raise(rank: &Rank, cause: Cause) -> Raise {
+    Raise {
+        job: rank.job.clone(),
+        attempt: rank.info.attempt,
+        rank: rank.info.rank,
+        cause,
+        operation: None,
+        since_ns: 0,
+        late_ns: 0,
+    }
+}
+
+pub(super) fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
+    Some((rank.id, rank.ring.as_ref()?.header().ok()?))
+}
+
+pub(super) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,452 @@
+//! The small parent of a node collector. It has one thread (that of the log comes with its first line) and no state but the
+//! listening socket and its lock; the worker, a child that runs the same program, does everything else. When the worker
+//! dies, the supervisor starts another one; when the supervisor dies, the worker starts another supervisor. `kill -9` of
+//! either is survived; of both at once it is not.
+//!
+//! The supervisor is the one that listens. Connections wait in its backlog while no worker runs, and its pid, which hooks
+//! name to Yama, stays the same: a worker may look into whoever has named its parent.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::process::{CommandExt, ExitStatusExt},
+    },
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::bail;
+use nix::sys::{
+    prctl,
+    signal::{SigSet, Signal},
+    signalfd::{SfdFlags, SignalFd},
+};
+use rustix::{
+    cmsg_space,
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    },
+};
+use tracing::{info, warn};
+
+use crate::{config::Settings, error::Error, logging, node::socket::Endpoint, os::process};
+
+/// One end of the socket between a supervisor and its worker. Either process learns by it at once that the other is gone.
+#[derive(Debug)]
+pub struct Tie(OwnedFd);
+
+/// What one side tells the other, a byte each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    /// Worker: it serves.
+    Up = b'u' as isize,
+    /// Worker: it ends because it is told to, or because nobody needs it.
+    Ends = b'e' as isize,
+    /// Supervisor: end.
+    Stop = b's' as isize,
+    /// Either: here are the listener and its lock.
+    Endpoint = b'l' as isize,
+}
+
+/// What a tie brought.
+#[derive(Debug)]
+pub enum Heard {
+    /// A word, what came behind it, and the descriptors that came with it.
+    Word(Word, Vec<u8>, Vec<OwnedFd>),
+    /// Nothing for now.
+    Nothing,
+    /// The other process is gone.
+    Gone,
+}
+
+/// A worker that has lived for so long works.
+const STEADY: Duration = Duration::from_secs(60);
+/// Pause before the second of several restarts; each next one is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// Longest pause.
+const LAST_PAUSE: Duration = Duration::from_secs(30);
+/// The endpoint is on its way when a process is started with a tie.
+const HAND_OVER: Duration = Duration::from_secs(10);
+const MAX_WORD_BYTES: usize = 64;
+
+impl Tie {
+    /// Both ends.
+    fn pair() -> io::Result<(Tie, Tie)> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        Ok((Tie(one), Tie(other)))
+    }
+
+    /// The end that this process was started with as its standard input, in whose place /dev/null comes.
+    ///
+    /// # Errors
+    /// When there are no descriptors.
+    pub fn inherited() -> io::Result<Tie> {
+        let tie = io::stdin().as_fd().try_clone_to_owned()?;
+        nix::unistd::dup2_stdin(std::fs::File::open("/dev/null")?)?;
+        Ok(Tie(tie))
+    }
+
+    /// Says a word. Whoever is gone does not hear it, and is found to be gone when it is listened to.
+    pub fn say(&self, word: Word) {
+        let _ = self.send(&[word as u8], &[]);
+    }
+
+    /// Hands the endpoint over.
+    fn give(&self, endpoint: &Endpoint) -> io::Result<()> {
+        let (fds, inode) = endpoint.parts();
+        self.send(&[&[Word::Endpoint as u8][..], &inode.to_ne_bytes()].concat(), &fds)
+    }
+
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// What the other one says.
+    pub fn listen(&self) -> Heard {
+        let mut bytes = [0; MAX_WORD_BYTES];
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let got = match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) => got.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Heard::Nothing,
+            Err(_) => return Heard::Gone,
+        };
+        let fds = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        });
+        let fds = fds.flatten().collect();
+        let words = [Word::Up, Word::Ends, Word::Stop, Word::Endpoint];
+        match words.into_iter().find(|word| got > 0 && *word as u8 == bytes[0]) {
+            Some(word) => Heard::Word(word, bytes[1..got].to_vec(), fds),
+            None if got > 0 => Heard::Nothing,
+            None => Heard::Gone,
+        }
+    }
+
+    /// The endpoint, which is the first that a process hears on the tie that it was started with.
+    ///
+    /// # Errors
+    /// When it does not come.
+    pub fn take_endpoint(&self, settings: &Settings) -> Result<Endpoint, Error> {
+        wait(&[self.as_fd()], Some(HAND_OVER));
+        let wrong = || Error::system("take over the socket")(io::Error::from(io::ErrorKind::InvalidData));
+        let Heard::Word(Word::Endpoint, inode, fds) = self.listen() else { return Err(wrong()) };
+        let inode = u64::from_ne_bytes(inode.try_into().map_err(|_| wrong())?);
+        let [listener, lock]: [OwnedFd; 2] = fds.try_into().map_err(|_| wrong())?;
+        Ok(Endpoint::taken_over(&settings.socket, listener, lock, inode))
+    }
+}
+
+impl AsFd for Tie {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Starts this program once more, as a worker or as a supervisor, with one end of a new tie and with the endpoint.
+fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<(Child, Tie)> {
+    let (tie, theirs) = Tie::pair()?;
+    tie.give(endpoint)?;
+    // By this name the program is found also when its file has been replaced or removed.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("xpu_timer_collector").arg("node").args(role);
+    if let Some(path) = logging::path() {
+        command.arg("--log").arg(path);
+    }
+    if let Some(linger) = settings.linger {
+        command.arg("--linger").arg(linger.as_secs_f64().to_string());
+    }
+    let child = command.stdin(Stdio::from(theirs.0)).spawn()?;
+    Ok((child, tie))
+}
+
+/// Gives this process the name of the program's file, which it does not have when it was started by `/proc/self/exe`.
+fn take_name() {
+    // A process that cannot have it works as well.
+    let _ = prctl::set_name(c"xpu_timer_colle");
+}
+
+/// Waits until something can be read, or time is up. False when the poll failed.
+fn wait(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> bool {
+    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let timeout = patience
+        .map(|patience| Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) });
+    !matches!(poll(&mut fds, timeout.as_ref()), Err(errno) if errno != Errno::INTR)
+}
+
+/// When a worker that died is started again.
+#[derive(Debug, Default)]
+struct Restarts {
+    // In a row, none of which lived long.
+    failures: u32,
+    failing_since: Option<Instant>,
+}
+
+impl Restarts {
+    /// The pause before the next start; `None` when workers have died for so long that nobody can need one any more.
+    fn pause(&mut self, lived: Duration, linger: Option<Duration>, now: Instant) -> Option<Duration> {
+        if lived >= STEADY {
+            *self = Self::default();
+        }
+        let since = *self.failing_since.get_or_insert(now);
+        if linger.is_some_and(|linger| now - since > linger.max(STEADY)) {
+            return None;
+        }
+        let doublings = self.failures.checked_sub(1);
+        self.failures += 1;
+        Some(doublings.map_or(Duration::ZERO, |doublings| {
+            FIRST_PAUSE.checked_mul(1 << doublings.min(16)).unwrap_or(LAST_PAUSE).min(LAST_PAUSE)
+        }))
+    }
+}
+
+/// A worker that runs, or did a moment ago.
+struct Worker {
+    // `None` when it is not a child of this process, which has taken the place of a supervisor that was killed.
+    child: Option<Child>,
+    tie: Tie,
+    started: Instant,
+    up: bool,
+    ends: bool,
+}
+
+/// Runs the supervisor until its worker ends in order. With `tied` it takes over a worker that runs.
+///
+/// # Errors
+/// When there is another collector for this socket, the socket cannot be had, or the first worker does not come up.
+pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
+    take_name();
+    let asked = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    asked.thread_block()?;
+    let signals = SignalFd::with_flags(&asked, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+    let now = Instant::now();
+    let (mut endpoint, mut worker) = if tied {
+        let tie = Tie::inherited()?;
+        let endpoint = tie.take_endpoint(settings)?;
+        (endpoint, Some(Worker { child: None, tie, started: now, up: true, ends: false }))
+    } else {
+        (Endpoint::open(&settings.socket)?, None)
+    };
+    endpoint.is_removed(true);
+    let mut was_up = tied;
+    let mut restarts = Restarts::default();
+    let mut due = now;
+    let mut stopping = false;
+    loop {
+        if worker.is_none() && Instant::now() >= due {
+            // The pid of the peer that hooks see is that of whoever called listen last.
+            endpoint.listen()?;
+            match start(settings, &endpoint, &["--tied"]) {
+                Ok((child, tie)) => {
+                    worker = Some(Worker { child: Some(child), tie, started: Instant::now(), up: false, ends: false });
+                }
+                Err(error) if !was_up => return Err(error.into()),
+                Err(error) => {
+                    warn!("the collector cannot be started: {error}");
+                    let Some(pause) = restarts.pause(Duration::ZERO, settings.linger, Instant::now()) else {
+                        bail!("the collector has not come up for {:?}", settings.linger);
+                    };
+                    due = Instant::now() + pause.max(FIRST_PAUSE);
+                }
+            }
+        }
+        let patience = worker.is_none().then(|| due.saturating_duration_since(Instant::now()));
+        let fds = std::iter::once(signals.as_fd()).chain(worker.as_ref().map(|worker| worker.tie.as_fd()));
+        if !wait(&fds.collect::<Vec<_>>(), patience) {
+            std::thread::sleep(FIRST_PAUSE);
+        }
+        while let Ok(Some(_)) = signals.read_signal() {
+            stopping = true;
+            match &worker {
+                Some(worker) => worker.tie.say(Word::Stop),
+                None => return Ok(()),
+            }
+        }
+        let Some(one) = &mut worker else { continue };
+        match one.tie.listen() {
+            Heard::Word(Word::Up, ..) => (one.up, was_up) = (true, true),
+            Heard::Word(Word::Ends, ..) => one.ends = true,
+            Heard::Word(..) | Heard::Nothing => {}
+            Heard::Gone => {
+                let lived = one.started.elapsed();
+                let (ends, status) = (one.ends || stopping, one.child.as_mut().and_then(|child| child.wait().ok()));
+                worker = None;
+                if ends {
+                    return Ok(());
+                }
+                let how = status.map_or("ended".into(), describe);
+                if !was_up && status.is_some_and(|status| status.signal().is_none()) {
+                    bail!("the collector did not come up: {how}");
+                }
+                let Some(pause) = restarts.pause(lived, settings.linger, Instant::now()) else {
+                    bail!("the collector died again and again and is given up: {how}");
+                };
+                warn!("the collector {how}; it is started again in {pause:.1?}");
+                due = Instant::now() + pause;
+            }
+        }
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    process::describe(status.into_raw())
+}
+
+/// A worker's side of its tie.
+#[derive(Debug)]
+pub struct Supervised {
+    tie: Tie,
+    // When it was started by this process.
+    child: Option<Child>,
+    gone: bool,
+    tries: Restarts,
+    next: Instant,
+}
+
+/// What a worker heard of its supervisor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// It is told to end.
+    Stop,
+    /// The supervisor is gone; another one has been started, or will be.
+    Alone,
+}
+
+impl Supervised {
+    /// The worker that a supervisor has started: its side of the tie, and the endpoint.
+    ///
+    /// # Errors
+    /// When the endpoint does not come.
+    pub fn begin(settings: &Settings) -> Result<(Supervised, Endpoint), Error> {
+        take_name();
+        // The supervisor has blocked those that it reads, and what it starts inherits that.
+        let _ = SigSet::all().thread_unblock();
+        let tie = Tie::inherited().map_err(Error::system("have the supervisor's socket"))?;
+        let endpoint = tie.take_endpoint(settings)?;
+        let supervised = Supervised { tie, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
+        Ok((supervised, endpoint))
+    }
+
+    /// For poll: readable when there are news; `None` while no supervisor lives.
+    #[must_use]
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        (!self.gone).then(|| self.tie.as_fd())
+    }
+
+    /// Pid of the supervisor, when it lives.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        let pid = || self.child.as_ref().map_or_else(std::os::unix::process::parent_id, Child::id);
+        (!self.gone).then(pid)
+    }
+
+    /// It serves.
+    pub fn up(&self) {
+        self.tie.say(Word::Up);
+    }
+
+    /// It ends in order. True when a supervisor lives, which removes the socket.
+    pub fn ends(&self) -> bool {
+        self.tie.say(Word::Ends);
+        !self.gone
+    }
+
+    /// What there is to hear. In place of a supervisor that is gone another one is started.
+    pub fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<News> {
+        if self.gone {
+            self.start(settings, endpoint);
+            return None;
+        }
+        match self.tie.listen() {
+            Heard::Word(Word::Stop, ..) => Some(News::Stop),
+            Heard::Word(..) | Heard::Nothing => None,
+            Heard::Gone => {
+                warn!("the supervisor is gone; another one is started");
+                // It is dead, so this does not wait.
+                let _ = self.child.take().map(|mut child| child.wait());
+                self.gone = true;
+                // Whoever connects from now on sees this process, which is no child of the next supervisor.
+                if let Err(error) = endpoint.listen() {
+                    warn!("{error}");
+                }
+                self.start(settings, endpoint);
+                Some(News::Alone)
+            }
+        }
+    }
+
+    fn start(&mut self, settings: &Settings, endpoint: &Endpoint) {
+        let now = Instant::now();
+        if now < self.next {
+            return;
+        }
+        // Without a limit: as long as this process lives, it is worth a try.
+        self.next = now + self.tries.pause(Duration::ZERO, None, now).unwrap_or(LAST_PAUSE);
+        match start(settings, endpoint, &["--supervise", "--tied"]) {
+            Ok((child, tie)) => {
+                info!("supervised by pid {}", child.id());
+                (self.child, self.tie, self.gone) = (Some(child), tie, false);
+            }
+            Err(error) => warn!("no supervisor can be started: {error}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_end_with_the_need() {
+        let begun = Instant::now();
+        let linger = Some(Duration::from_secs(600));
+        let mut restarts = Restarts::default();
+        let mut at = |seconds: u64, lived: u64| {
+            let (lived, now) = (Duration::from_secs(lived), begun + Duration::from_secs(seconds));
+            restarts.pause(lived, linger, now).map(|pause| pause.as_millis())
+        };
+        assert_eq!([at(0, 0), at(0, 0), at(0, 0), at(0, 0)], [Some(0), Some(100), Some(200), Some(400)]);
+        assert_eq!(at(1, 60), Some(0), "it had worked");
+        for _ in 0..20 {
+            assert!(at(2, 1).is_some_and(|pause| pause <= 30_000));
+        }
+        assert_eq!(at(300, 1), Some(30_000));
+        assert_eq!(at(602, 1), None, "nobody has been served for the time after which an unused one ends");
+        assert_eq!(at(603, 61), Some(0));
+    }
+
+    #[test]
+    fn the_endpoint_goes_over_a_tie_and_the_end_of_a_side_is_heard() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("own/n.sock");
+        let source = xpu_timer_proto::env::Source::new(|_| None, "");
+        let settings = Settings { socket: path.clone(), ..Settings::new(&source, None, 0) };
+        let (one, other) = Tie::pair().unwrap();
+        let first = Endpoint::open(&path).unwrap();
+        one.give(&first).unwrap();
+        let taken = other.take_endpoint(&settings).unwrap();
+        assert!(taken.accept().unwrap().is_none());
+        one.say(Word::Up);
+        assert!(matches!(other.listen(), Heard::Word(Word::Up, ..)));
+        assert!(matches!(other.listen(), Heard::Nothing));
+        drop(one);
+        assert!(matches!(other.listen(), Heard::Gone));
+        drop(taken);
+        assert!(path.exists(), "a worker that dies leaves the socket to its supervisor");
+        drop(first);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,113 @@
+//! What the node looks at once a second.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    ring::{self, header},
+    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
+};
+
+use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
+use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}, }, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+
+impl Core {
+    /// Once a second.
+    pub fn tick(&mut self, now: Now) {
+        self.look_at_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
+        self.filtered.retain(|id, _| self.registry.get(*id).is_some());
+        self.registry.note_lingering(now.mono_ns);
+        self.note_silent(now);
+        let registry = &self.registry;
+        self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        self.rejoin(None, now);
+        let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
+        let mut observations: Vec<Observation> =
+            self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
+        observations.iter_mut().filter(|rank| self.is_silent(rank.id)).for_each(|rank| rank.heartbeat_ns = now.mono_ns);
+        let living = self.registry.living_jobs();
+        for job in living.iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
+            observations
+                .iter_mut()
+                .filter(|rank| rank.job == *job)
+                .for_each(|rank| rank.idle_timeout *= ENDING_TIMEOUTS);
+        }
+        let conditions = self.monitor.look(&observations, now.mono_ns);
+        for observed in &observations {
+            let Some(rank) = self.registry.get(observed.id) else { continue };
+            let cause = Cause::Heartbeat { pid: cause_pid(rank) };
+            if let Some(since_ns) = conditions.stuck.get(&rank.id).copied() {
+                let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(rank.settings.hang_timeout));
+                self.raise(Raise { since_ns, late_ns, ..raise(rank, cause) }, now);
+            } else {
+                self.engine.lift(&rank.job, &cause, now);
+            }
+        }
+        for job in living {
+            let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
+            let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
+            self.member.launched(&job, last);
+            let idle = conditions.idle.get(&job).filter(|_| !self.member.is_declined(&job, now));
+            if let Some(since_ns) = idle.copied() {
+                let timeout = ranks.iter().map(|rank| rank.idle_timeout).max().unwrap_or_default();
+                let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(timeout));
+                let attempt = self.attempt(&job);
+                let cause = Cause::Idle;
+                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
+            } else {
+                self.engine.lift(&job, &Cause::Idle, now);
+                self.forgive_deaths(&job, last, now);
+            }
+        }
+        for action in self.engine.tick(&self.registry, now) {
+            self.act(action, now);
+        }
+        self.tick_member(now);
+        let engine = &self.engine;
+        self.told.retain(|id, _| engine.get(id).is_some());
+        let folders = self.folders();
+        self.searched.retain(|path| folders.contains(path));
+        self.tick_ending(now);
+        self.tick_unwritten(now);
+        self.sampler.turn(living_ranks(&self.registry).map(Rank::living), now);
+        self.compare(now);
+        self.registry.forget(now.mono_ns);
+    }
+
+    /// A job that still launches long after one of its ranks died lives well without it.
+    pub(super) fn forgive_deaths(&mut self, job: &JobKey, last_launch_ns: u64, now: Now) {
+        let dead = self.registry.ranks().filter(|rank| rank.job == *job && rank.ended_ns > 0);
+        let over: Vec<i32> = dead
+            .filter(|rank| last_launch_ns > rank.ended_ns + nanoseconds(rank.settings.hang_timeout))
+            .map(cause_pid)
+            .collect();
+        for pid in over {
+            self.engine.lift(job, &Cause::Death { pid }, now);
+        }
+    }
+}
+
+fn observation(rank: &Rank, words: &[u64; header::WORDS], now: Now) -> Observation {
+    let is_silent = now.mono_ns.saturating_sub(words[header::HEARTBEAT_NS]) > nanoseconds(SHORTEST_SILENCE);
+    let stopped = |process: &Arc<Handle>| {
+        process.stat().is_some_and(|stat| stat.is_stopped()) || is_silent && process.is_frozen()
+    };
+    Observation {
+        job: rank.job.clone(),
+        id: rank.id,
+        stopped: rank.process.as_ref().is_some_and(stopped),
+        heartbeat_ns: words[header::HEARTBEAT_NS],
+        last_launch_ns: words[header::LAST_LAUNCH_NS],
+        registered_ns: rank.registered_ns,
+        hang_timeout: rank.settings.hang_timeout,
+        idle_timeout: rank.settings.idle_timeout,
+    }
+}
+

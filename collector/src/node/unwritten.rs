@@ -1,0 +1,97 @@
+//! Verdicts that no folder has, because the disk was full, read-only or gone: they are served from memory, and written once they can be.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use tracing::{info, warn};
+
+use crate::incident::folder::folder_name;
+use crate::incident::leftovers;
+use crate::incident::verdict_files::try_write_verdict;
+use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
+use crate::{error::{Error, chain}, incident::folder::Folder, node::{dump, inbox::Command, status}, os::clock::{self, Now}};
+
+/// Pauses between two tries.
+const FIRST_PAUSE_NS: u64 = 2_000_000_000;
+const LAST_PAUSE_NS: u64 = 60_000_000_000;
+/// The newest so many are kept; a verdict has some kilobytes.
+const MAX_KEPT: usize = 64;
+
+impl Core {
+    /// Keeps a verdict that could not be written where it should be.
+    pub(super) fn keep_unwritten(&mut self, id: &str, root: PathBuf, now: Now) {
+        let due_ns = now.mono_ns + FIRST_PAUSE_NS;
+        let waiting = Waiting { root, due_ns, pause_ns: FIRST_PAUSE_NS, under_way: false };
+        self.unwritten.waiting.insert(id.into(), waiting);
+        while self.unwritten.waiting.len() > MAX_KEPT
+            && let Some((oldest, _)) = self.unwritten.waiting.pop_first()
+        {
+            warn!("incident {oldest}: its verdict is given up: {MAX_KEPT} newer ones cannot be written either");
+            if let Some(told) = self.told.get_mut(&oldest) {
+                told.verdict = None;
+            }
+        }
+    }
+
+    /// Once a second: tries again what is due.
+    pub(super) fn tick_unwritten(&mut self, now: Now) {
+        let told = &self.told;
+        // A second look at an incident may have been written.
+        self.unwritten.waiting.retain(|id, _| told.get(id).is_some_and(|told| told.verdict.is_some()));
+        for (id, waiting) in &mut self.unwritten.waiting {
+            let verdict = self.told.get(id).and_then(|told| told.verdict.clone());
+            let (Some(mut verdict), Some(incident)) = (verdict, self.engine.get(id)) else { continue };
+            if waiting.under_way || waiting.due_ns > now.mono_ns {
+                continue;
+            }
+            waiting.under_way = true;
+            verdict.timing.status = status::status_of(incident.state);
+            verdict.timing.resolved_at = incident.closed.map(|closed| clock::rfc3339(closed.unix_ns));
+            let path = self.told.get(id).and_then(|told| told.path.clone());
+            let (root, fallback) = (waiting.root.clone(), self.settings.fallback_path.clone());
+            let (name, inbox) = (id.clone(), self.inbox.clone());
+            self.disk.give(&waiting.root, move || {
+                let result = write(path.as_deref(), &root, &fallback, &name, &verdict);
+                inbox.post(Command::Written(name, result));
+            });
+        }
+    }
+
+    pub(super) fn written(&mut self, id: &str, result: Result<PathBuf, Error>, now: Now) {
+        match result {
+            Ok(path) => {
+                info!("incident {id}: its verdict is written now: {}", path.display());
+                self.unwritten.waiting.remove(id);
+                if let Some(told) = self.told.get_mut(id) {
+                    (told.verdict, told.path) = (None, Some(path.clone()));
+                }
+                self.note_on_disk(id, path);
+            }
+            Err(error) => {
+                let Some(waiting) = self.unwritten.waiting.get_mut(id) else { return };
+                waiting.pause_ns = (waiting.pause_ns * 2).min(LAST_PAUSE_NS);
+                (waiting.due_ns, waiting.under_way) = (now.mono_ns + waiting.pause_ns, false);
+                let seconds = clock::seconds(waiting.pause_ns);
+                warn!("incident {id}: its verdict cannot be written ({}); next try in {seconds} s", chain(&error));
+            }
+        }
+    }
+}
+
+/// Writes a verdict into the folder of its incident, if that is still there, else into a new one.
+fn write(
+    path: Option<&Path>,
+    root: &Path,
+    fallback: &Path,
+    id: &str,
+    verdict: &xpu_timer_analysis::Verdict,
+) -> Result<PathBuf, Error> {
+    if let Some(path) = path.filter(|path| path.is_dir()) {
+        let folder = Folder { path: path.into() };
+        try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest())?;
+        return Ok(folder.path);
+    }
+    leftovers::write_late(root, fallback, &folder_name(id, None), verdict).map(|folder| folder.path)
+}

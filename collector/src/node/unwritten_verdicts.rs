@@ -1,0 +1,18 @@
+//! Verdicts that wait for their disk.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+/// What is to be written, by incident.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten {
+    pub(super) waiting: BTreeMap<String, Waiting>,
+}
+
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) root: PathBuf,
+    pub(super) due_ns: u64,
+    pub(super) pause_ns: u64,
+    pub(super) under_way: bool,
+}
+

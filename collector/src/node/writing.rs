@@ -1,0 +1,374 @@
+//! Writes the folder of an incident, on a thread of its own. A file system that does not answer keeps that thread and not the verdict: the
+//! folder goes to the fallback path then, and when that does not answer either, the verdict is served from memory.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tracing::{error, warn};
+use xpu_timer_analysis::Verdict;
+use xpu_timer_proto::{
+    Message as _, file,
+    v1::{Evidence, NodeDump},
+};
+
+use crate::{error::{Error, chain}, incident::{folder::{Folder, folder_name}, judging::{self, without_dumps}, part::{Kept, PART, Part}, verdict_files::write_verdict, viewer}, node::{dump::finish_times, evidence::file_of, plan::Plan}, os::process};
+
+/// What was found out about an incident.
+#[derive(Debug)]
+pub struct Found {
+    /// What was asked for.
+    pub plan: Plan,
+    /// What came of it.
+    pub evidence: Evidence,
+}
+
+/// What became of the folder.
+#[derive(Debug)]
+pub struct Written {
+    /// The folder; `None` when none could be made.
+    pub path: Option<PathBuf>,
+    /// Whether it has the verdict.
+    pub written: bool,
+    /// What the cluster collector is to have.
+    pub part: Option<Kept>,
+    /// The verdict, with what went wrong.
+    pub verdict: Verdict,
+}
+
+/// A file system that does not finish one file in this time does not answer. The viewer takes less.
+const SILENCE: Duration = Duration::from_secs(5);
+/// The viewer gets this much even when the samples used up the budget.
+const SHORTEST_VIEW: Duration = Duration::from_millis(300);
+
+/// Writes the folder, and waits for it as long as the file system answers.
+pub fn write(found: Found, verdict: Verdict, deadline: Instant) -> Written {
+    write_with(&Arc::new(found), verdict, deadline, SILENCE)
+}
+
+fn write_with(found: &Arc<Found>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> Written {
+    let (root, fallback) = (&found.plan.timeline_path, &found.plan.fallback_path);
+    for place in [Place::Wanted, Place::Fallback] {
+        let path = if place == Place::Wanted { root } else { fallback };
+        if !LEFT.has(path) {
+            let (found, verdict) = (Arc::clone(found), verdict.clone());
+            let work = move |steps: &Steps| attempt(&found, place, verdict, deadline, steps);
+            if let Some(written) = within(path, silence, work) {
+                return written;
+            }
+        }
+        let problem = format!("{} cannot be used ({})", path.display(), file::unanswered());
+        warn!("incident {}: {problem}", found.plan.incident);
+        verdict.timing.errors.push(problem);
+    }
+    finish_times(&found.plan, &mut verdict);
+    let part = judging::survive(|| part_of(found, verdict.timing.errors.clone())).ok().flatten();
+    Written { path: None, written: false, part: part.map(Kept::Here), verdict }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Wanted,
+    /// The wanted folder does not answer.
+    Fallback,
+}
+
+fn attempt(found: &Found, place: Place, mut verdict: Verdict, deadline: Instant, steps: &Steps) -> Written {
+    let done = judging::survive(|| write_folder(found, place, &mut verdict, deadline, steps));
+    let (path, written, part) = done.unwrap_or_else(|why| {
+        error!("incident {}: its folder could not be finished: {why}", found.plan.incident);
+        verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
+        (None, false, None)
+    });
+    Written { path, written, part, verdict }
+}
+
+/// Writes the folder. What cannot be written is said in the log and in the verdict. The second of the result is whether the verdict was.
+fn write_folder(
+    found: &Found,
+    place: Place,
+    verdict: &mut Verdict,
+    deadline: Instant,
+    steps: &Steps,
+) -> (Option<PathBuf>, bool, Option<Kept>) {
+    let Found { plan, evidence } = found;
+    let incident = &plan.incident;
+    let folder = match make(plan, place) {
+        Ok((folder, None)) => Some(folder),
+        Ok((folder, Some(error))) => {
+            let problem = format!(
+                "{} cannot be used ({}), the folder is {}",
+                plan.timeline_path.display(),
+                chain(&error),
+                folder.path.display()
+            );
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            Some(folder)
+        }
+        Err(error) => {
+            let problem = format!("no folder could be made: {}", chain(&error));
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            None
+        }
+    };
+    let Some(folder) = folder else {
+        return (None, false, part_of(found, verdict.timing.errors.clone()).map(Kept::Here));
+    };
+    let given_up = || {
+        folder.give_up();
+        (None, false, None)
+    };
+
+    let mut problems = Problems::default();
+    let world = evidence.world_size;
+    for subject in &plan.subjects {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
+        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
+        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        if !steps.done() {
+            return given_up();
+        }
+    }
+    problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
+    let part =
+        part_of(found, verdict.timing.errors.clone()).map(|part| match folder.write(PART, &part.encode_to_vec()) {
+            Ok(()) => Kept::In(folder.path.clone()),
+            Err(error) => {
+                problems.note(Err(error));
+                Kept::Here(part)
+            }
+        });
+    folder.release_reserve();
+    if !steps.done() {
+        return given_up();
+    }
+    verdict.timing.errors.extend(problems.report(incident));
+    finish_times(plan, verdict);
+    let mut written = write_verdict(&folder, verdict);
+    if plan.is_part() {
+        // The pictures of the whole job are drawn where the verdict is made.
+        return (Some(folder.path), written, part);
+    }
+
+    if !steps.done() {
+        return given_up();
+    }
+    let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
+    if let Err(problem) = viewer::run(&folder.path, left) {
+        warn!("incident {incident}: {problem}");
+        verdict.timing.errors.push(problem);
+    }
+    if !steps.done() {
+        return given_up();
+    }
+    finish_times(plan, verdict);
+    written = write_verdict(&folder, verdict);
+    if !steps.done() {
+        return given_up();
+    }
+    if let Err(error) = folder.link_latest() {
+        warn!("incident {incident}: {}", chain(&error));
+    }
+    (Some(folder.path), written, part)
+}
+
+fn make(plan: &Plan, place: Place) -> Result<(Folder, Option<Error>), Error> {
+    let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
+    let home = plan.is_part().then(|| process::home(&plan.socket));
+    let name = folder_name(&plan.incident, plan.is_part().then_some(plan.node.as_str()));
+    match (place, &home) {
+        (Place::Fallback, home) => {
+            let folder = Folder::create_in_fallback(fallback, &name, home.as_deref())?;
+            Ok((folder, Some(Error::path("write", root)(file::unanswered()))))
+        }
+        (Place::Wanted, Some(home)) => Folder::create_own(root, fallback, &name, home),
+        (Place::Wanted, None) => Folder::create(root, fallback, &name),
+    }
+}
+
+/// What the cluster collector is to have, if there is one.
+fn part_of(found: &Found, errors: Vec<String>) -> Option<Box<NodeDump>> {
+    let Found { plan, evidence } = found;
+    let operations = plan.for_cluster?.operations;
+    let mut part = Part::default();
+    for subject in &plan.subjects {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
+        part.add(&file_of(subject, rank), rank, operations);
+    }
+    Some(Box::new(part.finish(&plan.incident, errors)))
+}
+
+type Work<T> = Box<dyn FnOnce(&Steps) -> T + Send>;
+
+/// Runs some work in a folder on a thread of its own. `None` when it takes no step for `silence`: then the thread is left behind, and
+/// nothing else is begun in that folder until it has ended.
+fn within<T: Send + 'static>(
+    path: &Path,
+    silence: Duration,
+    work: impl FnOnce(&Steps) -> T + Send + 'static,
+) -> Option<T> {
+    let steps = Arc::new(Steps::default());
+    let result = Arc::new(Mutex::new(None));
+    // A thread that cannot be started must not take the work with it.
+    let (give, take) = mpsc::channel();
+    let turn = {
+        let (steps, result, path) = (Arc::clone(&steps), Arc::clone(&result), path.to_path_buf());
+        move || {
+            let work = take.recv().ok().map(|work: Work<T>| work(&steps));
+            *locked(&result) = work;
+            if !steps.end() {
+                LEFT.remove(&path);
+            }
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("writes".into()).spawn(turn) {
+        warn!("no thread writes to {}: {error}", path.display());
+        return Some(work(&steps));
+    }
+    let _ = give.send(Box::new(work));
+    if steps.wait(silence, || LEFT.insert(path)) { locked(&result).take() } else { None }
+}
+
+/// How far some work is, for who waits for it.
+#[derive(Debug, Default)]
+struct Steps {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    count: u64,
+    ended: bool,
+    given_up: bool,
+}
+
+impl Steps {
+    /// One more step is done. Whether somebody still waits.
+    fn done(&self) -> bool {
+        let mut state = locked(&self.state);
+        state.count += 1;
+        self.changed.notify_all();
+        !state.given_up
+    }
+
+    /// The last one. Whether somebody still waits.
+    fn end(&self) -> bool {
+        locked(&self.state).ended = true;
+        self.done()
+    }
+
+    /// Waits for the end; false after `silence` without a step, and `give_up` was called before the worker could end.
+    fn wait(&self, silence: Duration, give_up: impl FnOnce()) -> bool {
+        let mut state = locked(&self.state);
+        while !state.ended {
+            let before = state.count;
+            let waited = self.changed.wait_timeout_while(state, silence, |state| state.count == before);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if state.count == before {
+                state.given_up = true;
+                give_up();
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Folders in which threads were left behind, and how many.
+static LEFT: Left = Left { folders: Mutex::new(BTreeMap::new()) };
+
+struct Left {
+    folders: Mutex<BTreeMap<PathBuf, usize>>,
+}
+
+impl Left {
+    fn has(&self, path: &Path) -> bool {
+        locked(&self.folders).contains_key(path)
+    }
+
+    fn insert(&self, path: &Path) {
+        *locked(&self.folders).entry(path.into()).or_default() += 1;
+    }
+
+    fn remove(&self, path: &Path) {
+        let mut folders = locked(&self.folders);
+        if let Some(count) = folders.get_mut(path) {
+            *count -= 1;
+            if *count == 0 {
+                folders.remove(path);
+            }
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A full disk refuses every file with the same words: they are said once, with the number of files.
+#[derive(Default)]
+struct Problems {
+    first: Option<String>,
+    count: usize,
+}
+
+impl Problems {
+    fn note(&mut self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.count += 1;
+            self.first.get_or_insert_with(|| chain(&error));
+        }
+    }
+
+    fn report(self, incident: &str) -> Option<String> {
+        let first = self.first?;
+        let problem = match self.count {
+            1 => first,
+            count => format!("{first} (and {} more files)", count - 1),
+        };
+        warn!("incident {incident}: {problem}");
+        Some(problem)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_takes_steps_is_waited_for_and_work_that_stands_still_is_left() {
+        let (path, silence) = (Path::new("/of/this/test"), Duration::from_millis(200));
+        let slow = move |steps: &Steps| {
+            for _ in 0..5 {
+                thread::sleep(silence / 2);
+                assert!(steps.done());
+            }
+            7
+        };
+        assert_eq!(within(path, silence, slow), Some(7));
+        assert!(!LEFT.has(path));
+
+        let (answer, stuck) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let dead = move |steps: &Steps| {
+            stuck.recv().unwrap();
+            tell.send(steps.done()).unwrap();
+        };
+        assert_eq!(within(path, silence, dead), None);
+        assert!(LEFT.has(path), "nothing else is begun there");
+        answer.send(()).unwrap();
+        assert_eq!(told.recv(), Ok(false), "it learns that nobody waits");
+        let begun = Instant::now();
+        while LEFT.has(path) {
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            thread::yield_now();
+        }
+    }
+}
