@@ -11,7 +11,14 @@ use rustix::{fs::Mode, process::umask};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
-use crate::{client::incidents::Remote, cluster, config::Settings, error::Error, logging::{self, Destination}, node::{self, supervisor}};
+use crate::{
+    client::incidents::Remote,
+    cluster,
+    config::Settings,
+    error::Error,
+    logging::{self, Destination},
+    node::{self, supervisor},
+};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]

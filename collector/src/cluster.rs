@@ -1,10 +1,12 @@
 //! The cluster role: nodes dial in and keep a stream each, a hang on one of them becomes an incident of the whole job, and its verdict
 //! is made from what all nodes know.
 
+pub mod command;
 pub mod comparing;
 pub mod config;
 pub mod gather;
 pub mod hub;
+pub mod ids;
 pub mod incident;
 pub mod joins;
 pub mod nodes;
@@ -30,8 +32,17 @@ use tonic::service::Routes;
 use tracing::{error, info};
 use xpu_timer_proto::v1::cluster_server::ClusterServer;
 
-use crate::cluster::{config::Settings, hub::Hub, service::Service, web::Pages};
-use crate::{error::Error, http::{server::Server, token::{Token, read_token}, watch::Limits}, incident::part::MAX_MESSAGE_BYTES, os::{clock::Now, limits::raise_descriptor_limit, memory}};
+use crate::{
+    cluster::{config::Settings, hub::Hub, service::Service, web::Pages},
+    error::Error,
+    http::{
+        server::Server,
+        token::{Token, read_token},
+        watch::Limits,
+    },
+    incident::part::MAX_MESSAGE_BYTES,
+    os::{clock::Now, limits::raise_descriptor_limit, memory},
+};
 
 /// Threads that read the streams: one task owns the state, so that more of them would only wait for it.
 const THREADS: usize = 4;
@@ -72,7 +83,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
     let server = tokio::spawn(server.run(listener, router));
 
     let mut hub = Hub::new(settings, commands, Now::get());
-    let mut ticks = interval(hub::TICK);
+    let mut ticks = interval(hub::deadlines::TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut terminate = signal(SignalKind::terminate()).map_err(Error::system("watch for signals"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::system("watch for signals"))?;

@@ -27,7 +27,12 @@ use axum::{
 use rustix::process::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
 
-use crate::http::{peer::Owners, questions::Answers, server::{Caller, Server}, token::Token};
+use crate::http::{
+    peer::Owners,
+    questions::Answers,
+    server::{Caller, Server},
+    token::Token,
+};
 
 /// Listens on a loopback port.
 ///

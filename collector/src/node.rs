@@ -49,8 +49,28 @@ use tokio::{
 use tracing::{error, info, warn};
 use xpu_timer_proto::socket::settings_file;
 
-use crate::os::limits::raise_descriptor_limit;
-use crate::{config::Settings, error::{Error, chain}, http::{self, server::Server, token::{Token, read_token}, watch::Limits}, job::key::{ConnectionId, RankId}, logging, node::{captures::Captures, connections::{Connections, Event}, inbox::{Command, Inbox}, socket::Endpoint, state::{Core, TICK}, supervisor::{News, Supervised}, uplink::Address}, os::{clock::Now, memory, process::Handle}};
+use crate::{
+    config::Settings,
+    error::{Error, chain},
+    http::{
+        self,
+        server::Server,
+        token::{Token, read_token},
+        watch::Limits,
+    },
+    job::key::{ConnectionId, RankId},
+    logging,
+    node::{
+        captures::Captures,
+        connections::{Connections, Event},
+        inbox::{Command, Inbox},
+        socket::Endpoint,
+        state::{Core, TICK},
+        supervisor::{News, Supervised},
+        uplink::Address,
+    },
+    os::{clock::Now, limits::raise_descriptor_limit, memory, process::Handle},
+};
 
 /// At the end, dumps in work are hurried and then given this long.
 const LAST_WORK: Duration = Duration::from_secs(10);

@@ -16,8 +16,16 @@ use ureq::Agent;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{env::Source, file, printable};
 
-use crate::http::address::check_url;
-use crate::{client::web_client::{self, Peer}, error::chain, http::token::read_token, incident::{folder::{Folder, folder_name, rank_of}, part::ALL_FILES, records}};
+use crate::{
+    client::web_client::{self, Peer},
+    error::chain,
+    http::{address::check_url, token::read_token},
+    incident::{
+        folder::{Folder, folder_name, rank_of},
+        part::ALL_FILES,
+        records,
+    },
+};
 
 /// A collector to ask.
 pub struct Remote {

@@ -12,8 +12,7 @@ use tracing::warn;
 use xpu_timer_analysis::stragglers::{self, Pace};
 use xpu_timer_proto::v1::RankPace;
 
-use crate::cluster::hub::Command;
-use crate::job::key::JobKey;
+use crate::{cluster::command::Command, job::key::JobKey};
 
 /// What the thread is told.
 #[derive(Debug)]

@@ -19,8 +19,20 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use crate::cluster::{hub::Left, nodes::NodeId, ranks::Ranks, service::Credit};
-use crate::{error::{Error, chain}, incident::{folder::{Folder, rank_of}, judging, verdict_files::write_verdict, viewer}, os::{clock::{self, Now}, memory}};
+use crate::{
+    cluster::{ids::NodeId, ranks::Ranks, service::Credit},
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, rank_of},
+        judging,
+        verdict_files::write_verdict,
+        viewer,
+    },
+    os::{
+        clock::{self, Now},
+        memory,
+    },
+};
 
 /// What is gathered.
 #[derive(Debug, Clone)]
@@ -49,6 +61,8 @@ pub struct Plan {
     pub fresh: bool,
 }
 
+/// An incident that an earlier cluster collector left open: folder, record, and the verdict when there is one.
+pub type Left = (PathBuf, Record, Option<Verdict>);
 /// What the thread is given to do.
 #[derive(Debug)]
 pub enum Work {
@@ -330,7 +344,9 @@ impl Gather {
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.plan.incident);
-            let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
+            let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
+                verdict.timing.errors.push(problem)
+            });
             if let Err(error) = changed {
                 warn!("incident {}: {}", self.plan.incident, chain(&error));
             }

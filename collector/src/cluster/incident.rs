@@ -9,8 +9,12 @@ use std::{
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
-use crate::cluster::{gather::Work, nodes::NodeId};
-use crate::{http::questions::DumpReply, job::key::JobKey, os::clock::Now};
+use crate::{
+    cluster::{gather::Work, ids::NodeId},
+    http::questions::DumpReply,
+    job::key::JobKey,
+    os::clock::Now,
+};
 
 /// How far a node is with its part.
 #[derive(Debug, Clone, PartialEq, Eq)]

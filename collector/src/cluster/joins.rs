@@ -6,8 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::cluster::nodes::NodeId;
-use crate::job::key::JobKey;
+use crate::{cluster::ids::NodeId, job::key::JobKey};
 
 /// A job as one node has it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,13 +13,15 @@ use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
-use crate::cluster::joins::{self, Unit};
-use crate::{job::key::{self, JobKey}, os::process::TICK_NS};
+use crate::{
+    cluster::{
+        ids::{NodeId, StreamId},
+        joins::{self, Unit},
+    },
+    job::key::{self, JobKey},
+    os::process::TICK_NS,
+};
 
-/// A node collector process. It keeps its number when its stream ends and another one begins.
-pub type NodeId = u64;
-/// One stream.
-pub type StreamId = u64;
 /// A message to a node. In a box, because a channel has room for 32 of them from the start, and there is one for each node.
 pub type Outbound = Box<Result<ClusterMessage, Status>>;
 /// The sending side of a stream.

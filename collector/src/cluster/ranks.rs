@@ -42,12 +42,6 @@ impl Ranks {
         self.places.len()
     }
 
-    /// Whether there is none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
-    }
-
     /// Adds ranks; one that is there already is replaced.
     pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
         for rank in ranks {
@@ -142,7 +136,7 @@ mod tests {
     #[test]
     fn what_is_written_is_the_evidence_in_the_order_of_the_ranks() {
         let mut ranks = Ranks::default();
-        assert!(ranks.is_empty());
+        assert!(ranks.places.is_empty());
         ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(CHUNK_BYTES))]);
         ranks.extend([rank(7, "b"), rank(2, "c")]);
         assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));

@@ -22,7 +22,10 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::cluster::nodes::{Outbound, Outgoing, StreamId};
+use crate::cluster::{
+    ids::StreamId,
+    nodes::{Outbound, Outgoing},
+};
 
 /// What happens on the streams.
 #[derive(Debug)]

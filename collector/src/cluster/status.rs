@@ -3,8 +3,16 @@
 use serde_json::{Value, json};
 use xpu_timer_analysis::Status;
 
-use crate::cluster::{hub::Hub, incident::{Incident, Progress, State}};
-use crate::{incident::records::WithoutFolder, job::key::JobKey, metrics::exposition::Page, os::clock::{self, Now}};
+use crate::{
+    cluster::{
+        hub::Hub,
+        incident::{Incident, Progress, State},
+    },
+    incident::records::WithoutFolder,
+    job::key::JobKey,
+    metrics::exposition::Page,
+    os::clock::{self, Now},
+};
 
 /// Nodes, jobs and incidents as JSON.
 #[must_use]

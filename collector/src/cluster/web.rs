@@ -10,8 +10,16 @@ use axum::{
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use crate::cluster::hub::Command;
-use crate::http::{is_local, is_same_origin, questions::{Answers, Question}, refusal, routes, server::Caller, token::Token};
+use crate::{
+    cluster::command::Command,
+    http::{
+        is_local, is_same_origin,
+        questions::{Answers, Question},
+        refusal, routes,
+        server::Caller,
+        token::Token,
+    },
+};
 
 /// What the pages need.
 #[derive(Debug, Clone)]

@@ -19,7 +19,10 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::{incident::records::{self, WithoutFolder}, json::Json};
+use crate::{
+    incident::records::{self, WithoutFolder},
+    json::Json,
+};
 
 /// Folders of the incident folders.
 pub type Roots = Vec<PathBuf>;

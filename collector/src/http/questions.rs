@@ -75,4 +75,3 @@ pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusa
         _ => Err(Refusal::WhichJob(format!("name one with ?job=; there are: {}", names()))),
     }
 }
-

@@ -13,8 +13,14 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::{sync::oneshot, time::timeout};
 
-use crate::http::questions::Answers;
-use crate::{http::{pages, questions::{Question, Refusal}}, incident::records::WithoutFolder, json::Json};
+use crate::{
+    http::{
+        pages,
+        questions::{Answers, Question, Refusal},
+    },
+    incident::records::WithoutFolder,
+    json::Json,
+};
 
 /// The loop answers within milliseconds; this is for a node without any free processor.
 const ANSWER: Duration = Duration::from_secs(10);

@@ -21,8 +21,11 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
-use crate::http::{peer::Owners, watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched}};
-use crate::http::address::KEEPALIVE;
+use crate::http::{
+    address::KEEPALIVE,
+    peer::Owners,
+    watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched},
+};
 
 /// How connections are served.
 #[derive(Clone)]

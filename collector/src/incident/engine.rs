@@ -247,12 +247,6 @@ impl Engine {
         self.incidents.values().filter(is_its).flat_map(|incident| &incident.causes).any(Cause::is_own)
     }
 
-    /// What is wrong with jobs that have had too many incidents of late: how many have to wait.
-    #[must_use]
-    pub fn held(&self) -> usize {
-        self.held.len()
-    }
-
     /// Whether a dump is in work.
     #[must_use]
     pub fn is_busy(&self) -> bool {
@@ -565,5 +559,5 @@ pub struct Record {
 }
 
 #[cfg(test)]
-#[path = "incident_tests.rs"]
+#[path = "engine_tests.rs"]
 mod tests;

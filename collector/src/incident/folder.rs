@@ -2,17 +2,19 @@
 
 use std::{
     fs,
-    io::{self, BufRead, Read, Write},
+    io::{self, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
-use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict};
-use xpu_timer_proto::{Message, v1::Evidence};
-
-use crate::{error::{Error, chain}, os::{process::{self, Stat}, safe_path::{create_directories, private_directory}}};
+use crate::{
+    error::Error,
+    os::{
+        process::{self, Stat},
+        safe_path::{create_directories, private_directory},
+    },
+};
 
 /// One incident folder that this collector made.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -381,5 +383,20 @@ mod tests {
         let error = Folder::create(Path::new("/proc/nowhere"), &own.join("timeline"), "1").unwrap_err();
         assert!(error.to_string().contains("not a folder"), "{error}");
         assert_eq!(fs::read_dir(&target).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn names_of_dumps() {
+        assert_eq!(rank_of("00012-00064.stacktrace"), Some(12));
+        assert_eq!(rank_of("100012-200000.stacktrace"), Some(100_012));
+        for name in [
+            "verdict.json",
+            "1-2.stacktrace",
+            "00001.stacktrace",
+            "../00001-00002.stacktrace",
+            "0000a-00002.stacktrace",
+        ] {
+            assert_eq!(rank_of(name), None, "{name}");
+        }
     }
 }

@@ -11,7 +11,15 @@ use tracing::{info, warn};
 use xpu_timer_analysis::{Status, Verdict};
 use xpu_timer_proto::{Message, v1::Evidence};
 
-use crate::{error::{Error, chain}, incident::{folder::{Folder, RESERVE, incident_of, own_folders, own_stamp}, judging, verdict_files::try_write_verdict}, os::process::Stat};
+use crate::{
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, RESERVE, incident_of, own_folders, own_stamp},
+        judging,
+        verdict_files::try_write_verdict,
+    },
+    os::process::Stat,
+};
 
 /// The first line of that file is not longer.
 const MAX_STAMP_BYTES: u64 = 512;
@@ -75,4 +83,3 @@ pub fn write_late(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -
     }
     Ok(folder)
 }
-

@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 
 use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
-use xpu_timer_proto::{Message as _, lenient, server::Stacktrace, v1::{NodeDump, RankEvidence, StackTree}};
+use xpu_timer_proto::{
+    Message as _, lenient,
+    server::Stacktrace,
+    v1::{NodeDump, RankEvidence, StackTree},
+};
 
 /// The node's part, in the node's incident folder, so that it outlives a restart of either collector.
 pub const PART: &str = "node_dump.bin";
@@ -101,3 +105,33 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     pieces
 }
 
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::server::{PstackFrame, PstackStacktrace};
+
+    use super::*;
+
+    #[test]
+    fn a_part_is_divided_and_whole_again() {
+        let frames = vec![PstackFrame { func_name: "f".into(), ..Default::default() }];
+        let file = Stacktrace {
+            stacktrace: vec![PstackStacktrace { frames, ..Default::default() }],
+            process_state: "S (sleeping)".into(),
+            ..Default::default()
+        };
+        let mut part = Part::default();
+        for rank in 0..40 {
+            let errors = vec!["x".repeat(100_000)];
+            part.add(&file, &RankEvidence { rank, errors, ..Default::default() }, 16);
+        }
+        let whole = part.finish("1", vec!["e".into()]);
+        let pieces = pieces(whole.clone());
+        assert!(pieces.len() > 8 && pieces.iter().all(|piece| piece.encoded_len() < CHUNK_BYTES + 200_000));
+        assert!(pieces.iter().rev().skip(1).all(|piece| !piece.last) && pieces[pieces.len() - 1].last);
+        let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| rank.rank).collect();
+        assert_eq!(ranks, (0..40).collect::<Vec<_>>());
+        let last = pieces.len() - 1;
+        assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&whole.native, &whole.python));
+        assert_eq!(pieces[pieces.len() - 1].errors, ["e"]);
+    }
+}

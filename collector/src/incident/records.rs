@@ -3,18 +3,24 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
 use serde_json::{Value, json};
 use xpu_timer_analysis::{Status, Verdict};
 
-use crate::incident::folder::folders;
-use crate::incident::folder::id;
-use crate::incident::folder::own_folders;
-use crate::incident::leftovers;
-use crate::{incident::{engine::{Cause, Record}, folder, verdict_files::RECORD}, job::key::JobKey, json::pretty, os::clock::{self, Now}};
+use crate::{
+    incident::{
+        engine::{Cause, Record},
+        folder::{folders, id, own_folders},
+        leftovers,
+        verdict_files::RECORD,
+    },
+    job::key::JobKey,
+    json::pretty,
+    os::clock::{self, Now},
+};
 
 /// Only the newest folders are looked at: an open incident is not older than its job.
 const NEWEST: usize = 500;
@@ -212,6 +218,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::incident::folder::incident_of;
 
     #[test]
     fn the_parts_of_a_job_are_one_incident() {

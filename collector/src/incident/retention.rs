@@ -11,10 +11,14 @@ use std::{
 
 use tracing::{info, warn};
 
-use crate::incident::folder::id;
-use crate::incident::folder::incident_of;
-use crate::incident::folder::own_folders;
-use crate::{config::Keep, incident::{records, verdict_files::RECORD}};
+use crate::{
+    config::Keep,
+    incident::{
+        folder::{id, incident_of, own_folders},
+        records,
+        verdict_files::RECORD,
+    },
+};
 
 /// Looks through some folders, on a thread of its own: a network file system may be slow.
 pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {

@@ -5,7 +5,11 @@ use std::path::Path;
 use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
 
-use crate::{error::{Error, chain}, incident::{engine::Record, folder::Folder}, json};
+use crate::{
+    error::{Error, chain},
+    incident::{engine::Record, folder::Folder},
+    json,
+};
 
 /// Writes `verdict.json` and `verdict.txt`, and says in the log what could not be written. Whether both were.
 pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
@@ -50,4 +54,3 @@ pub fn write_record(path: &Path, record: &Record) {
         info!("incident {}: a restarted collector will not know it: {}", record.id, chain(&error));
     }
 }
-

@@ -11,8 +11,14 @@ use xpu_timer_proto::{
     v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
 };
 
-use crate::metrics::{cursor::Cursor, interpreters::Interpreters, meaning, series::AllSeries, settings::MetricsSettings};
-use crate::{job::key::RankId, metrics::pace::Recorder, os::{clock::Now, ring_file::RingFile}};
+use crate::{
+    job::key::RankId,
+    metrics::{
+        cursor::Cursor, interpreters::Interpreters, meaning, pace::Recorder, series::AllSeries,
+        settings::MetricsSettings,
+    },
+    os::{clock::Now, ring_file::RingFile},
+};
 
 /// All that is known of the living ranks' operations.
 pub struct Sampler {

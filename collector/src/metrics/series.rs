@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use crate::metrics::{meaning::{Done, Family, Key}, settings::MetricsSettings};
+use crate::metrics::{
+    meaning::{Done, Family, Key},
+    settings::MetricsSettings,
+};
 
 /// What is published of a series.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -9,7 +9,10 @@ use xpu_timer_analysis::{
     stragglers::{Comparison, SlowRank},
 };
 
-use crate::{job::key::JobKey, os::clock::{self, Now}};
+use crate::{
+    job::key::JobKey,
+    os::clock::{self, Now},
+};
 
 /// What the last comparison of each job said.
 #[derive(Debug, Default)]

@@ -1,22 +1,36 @@
 //! This node as a member of a cluster: what it tells the cluster collector of its ranks and incidents, and what that asks of it.
 //! Without an answer the node works alone.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc, thread};
+use std::{path::Path, sync::Arc};
 
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     v1::{
-        Alarm, Captured, DumpRequest, FetchFiles, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity, JobId,
-        NodeHello, NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
+        Alarm, Captured, DumpRequest, FetchFiles, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity, NodeHello,
+        NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
     },
 };
 
-use crate::job::key::own_key;
-use crate::job::key::job_id;
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{incident::{engine::{self, Cause, Incident}, folder::{folder_name, is_of, is_own_folder, own_names}, part::{Kept, PART}}, job::{key::JobKey, rendezvous}, node::{delivery, launched::{Silent, State}, link::{Delivering, Event, Link}, plan::ForCluster, registry::{Presence, Rank}, }, os::{clock::Now, process}};
+use crate::{
+    incident::{
+        engine::{self, Cause, Incident},
+        folder::{folder_name, is_of, is_own_folder, own_names},
+        part::{Kept, PART},
+    },
+    job::key::{JobKey, job_id, own_key},
+    node::{
+        delivery,
+        judged::Judged,
+        launched::{Silent, State},
+        link::Event,
+        plan::ForCluster,
+        registry::{Presence, Rank},
+        state::Core,
+    },
+    os::{clock::Now, process},
+};
 
 const SECOND: u64 = 1_000_000_000;
 /// A cluster that has not asked for a dump by then is not there, whatever its connection says.
@@ -128,9 +142,7 @@ impl Core {
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
             late_ns: incident.late_ns,
-            hangs: !incident.past
-                && self.engine.hangs_here(&incident.job)
-                && incident.state != engine::State::Adopted,
+            hangs: !incident.past && self.engine.hangs_here(&incident.job) && incident.state != engine::State::Adopted,
             captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
         })
     }
@@ -395,4 +407,3 @@ fn silent_entry(silent: &Silent) -> RankEntry {
         ..Default::default()
     }
 }
-

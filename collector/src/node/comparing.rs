@@ -5,8 +5,11 @@ use std::collections::BTreeSet;
 use xpu_timer_analysis::stragglers;
 use xpu_timer_proto::v1::{Paces, RankPace};
 
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{job::key::{JobKey, job_id}, os::clock::Now};
+use crate::{
+    job::key::{JobKey, job_id},
+    node::state::{Core, living_ranks},
+    os::clock::Now,
+};
 
 /// Between two comparisons.
 const COMPARE_NS: u64 = 5_000_000_000;

@@ -10,7 +10,11 @@ use std::{
 use tracing::warn;
 use xpu_timer_proto::v1::HookMessage;
 
-use crate::{job::key::ConnectionId, node::socket::{self, Endpoint, Peer, Received}, os::process::Handle};
+use crate::{
+    job::key::ConnectionId,
+    node::socket::{self, Endpoint, Peer, Received},
+    os::process::Handle,
+};
 
 /// One peer.
 #[derive(Debug)]

@@ -3,18 +3,25 @@
 
 use std::{
     collections::BTreeMap,
-    path::{Path, PathBuf},
     sync::{Condvar, Mutex},
     time::{Duration, Instant},
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{Status, Verdict, names_absent};
-use xpu_timer_proto::v1::{Evidence, RankEvidence, Trigger};
+use xpu_timer_analysis::{Status, names_absent};
+use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
-use crate::node::plan::Outcome;
-use crate::node::plan::Plan;
-use crate::{error::{Error, chain}, incident::{engine::Record, folder::Folder, judging, part::Kept}, job::{key::JobKey, partition::Member}, json, node::{captures::Captures, evidence::{Subject, Taken, elsewhere, has_stacks}, launched::Silent, subjects, writing::{self, Found, Written}}, os::clock::{self, Now}};
+use crate::{
+    incident::judging,
+    node::{
+        captures::Captures,
+        evidence::{Taken, elsewhere, has_stacks},
+        plan::{Outcome, Plan},
+        subjects,
+        writing::{self, Found, Written},
+    },
+    os::clock::{self, Now},
+};
 
 /// Lets waiting dumps go on at once when the collector is told to end.
 #[derive(Debug, Default)]
@@ -146,12 +153,6 @@ fn head(plan: &Plan) -> Evidence {
         hang_timeout_ns: nanoseconds(plan.hang_timeout),
         sample_interval_ns: nanoseconds(plan.sample_interval),
     }
-}
-
-/// The time from the timeout until now.
-pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
-    let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
-    verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

@@ -7,11 +7,25 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use rustix::process::Signal;
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::Grounds;
 
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{incident::{engine::{Cause, Incident, State}, judging}, job::key::JobKey, node::{launched::{self, Silent}, registry::Rank}, os::{clock::{Now, seconds}, process::Handle}};
+use crate::{
+    incident::{
+        engine::{Cause, Incident, State},
+        judging,
+    },
+    job::key::JobKey,
+    node::{
+        judged::{Judged, Signalled},
+        launched::{self, Silent},
+        registry::Rank,
+        state::{Core, nanoseconds},
+    },
+    os::{
+        clock::{Now, seconds},
+        process::Handle,
+    },
+};
 
 /// Between the polite and the final signal.
 const KILL_AFTER_NS: u64 = 5_000_000_000;

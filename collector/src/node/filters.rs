@@ -1,13 +1,16 @@
 //! Filters of system calls that ranks put on themselves. The hook must not make a call that such a filter may forbid, and it cannot see
 //! one that is installed by a bare instruction. It is seen from here, in `/proc`, and said in the rank's ring.
 
-use std::{collections::BTreeMap, fs};
+use std::fs;
 
 use tracing::warn;
 use xpu_timer_proto::ring::{self, filtered, header};
 
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{job::key::RankId, node::registry::Rank, os::clock::Now};
+use crate::{
+    job::key::RankId,
+    node::{registry::Rank, state::Core},
+    os::clock::Now,
+};
 
 impl Core {
     /// Looks at ranks, and says in their rings that somebody looks, and what was found.

@@ -7,12 +7,13 @@ use std::{
 };
 
 use rustix::event::{EventfdFlags, eventfd};
-use serde_json::Value;
-use tokio::sync::oneshot;
 
-use crate::node::link;
-use crate::http::questions::Question;
-use crate::{error::Error, http::questions::Answers, incident::records::{self, WithoutFolder}, job::key::JobKey, node::{plan::Outcome, uplink}};
+use crate::{
+    error::Error,
+    http::questions::{Answers, Question},
+    incident::records,
+    node::{link, plan::Outcome},
+};
 
 /// A message to the loop.
 #[derive(Debug)]

@@ -107,4 +107,3 @@ impl Ending {
         !self.told.is_empty()
     }
 }
-

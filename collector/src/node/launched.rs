@@ -6,7 +6,16 @@ use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
 use rustix::process::getuid;
 use xpu_timer_proto::v1::RankInfo;
 
-use crate::{job::{key::JobKey, partition::{Member, ProcessId}}, node::registry::FORGET_AFTER_NS, os::process::{self, Handle, Stat}};
+use crate::{
+    job::{
+        key::JobKey,
+        partition::{Member, ProcessId},
+    },
+    os::process::{self, Handle, Stat},
+};
+
+/// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
+pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 
 /// A rank that has not registered.
 #[derive(Debug, Clone)]

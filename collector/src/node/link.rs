@@ -2,9 +2,16 @@
 
 use tokio::{runtime::Handle, sync::mpsc};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::{Request, Status, metadata::{Ascii, MetadataValue}, service::{Interceptor, interceptor::InterceptedService}, transport::Channel};
+use tonic::{
+    Request, Status,
+    metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::Channel,
+};
 use tracing::warn;
-use xpu_timer_proto::v1::{Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery, node_message::Message};
+use xpu_timer_proto::v1::{
+    Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery, node_message::Message,
+};
 
 /// Pieces of a delivery that may wait: each may be half a megabyte.
 const PIECES: usize = 2;
@@ -72,4 +79,3 @@ impl Interceptor for Proof {
 pub(crate) fn words(status: &Status) -> String {
     format!("{}: {}", status.code().description(), status.message())
 }
-

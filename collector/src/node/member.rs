@@ -1,17 +1,15 @@
 //! What a node remembers of its cluster.
 
-use crate::incident::part::Kept;
-use crate::job::key::JobKey;
-use crate::node::link::Delivering;
-use crate::node::link::Link;
-use crate::os::clock::Now;
-use crate::os::process;
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::thread;
+use crate::{
+    incident::part::Kept,
+    job::key::JobKey,
+    node::link::{Delivering, Link},
+    os::{clock::Now, process},
+};
+use std::{collections::BTreeMap, sync::Arc, thread};
+use tracing::warn;
 use xpu_timer_proto::v1::DumpRequest;
 use xpu_timer_proto::v1::RankEntry;
-use tracing::warn;
 use xpu_timer_proto::v1::node_message::Message;
 /// What the node remembers of its cluster.
 #[derive(Debug)]
@@ -100,4 +98,3 @@ impl Member {
         }
     }
 }
-

@@ -8,9 +8,17 @@ use std::collections::BTreeMap;
 
 use xpu_timer_proto::ring::{header, lane};
 
-use crate::metrics::{exposition::Labels, meaning::{Family, Key}, sampler::Sampled, series::Values};
-use crate::metrics::exposition::Page;
-use crate::{incident::engine::{Incident, State}, node::{registry::Rank, state::Core}, os::clock::Now};
+use crate::{
+    incident::engine::{Incident, State},
+    metrics::{
+        exposition::{Labels, Page},
+        meaning::{Family, Key},
+        sampler::Sampled,
+        series::Values,
+    },
+    node::{registry::Rank, state::Core},
+    os::clock::Now,
+};
 
 /// The whole page.
 #[must_use]

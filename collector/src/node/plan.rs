@@ -5,7 +5,12 @@ use std::{path::PathBuf, time::Duration};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::v1::Trigger;
 
-use crate::{incident::part::Kept, job::{key::JobKey, partition::Member}, node::{evidence::Subject, launched::Silent}, os::clock::Now};
+use crate::{
+    incident::part::Kept,
+    job::{key::JobKey, partition::Member},
+    node::{evidence::Subject, launched::Silent},
+    os::clock::{self, Now},
+};
 
 /// What is to be dumped.
 #[derive(Debug)]
@@ -79,3 +84,8 @@ pub struct Outcome {
     pub part: Option<Kept>,
 }
 
+/// The time from the timeout until now.
+pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
+    let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
+    verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
+}

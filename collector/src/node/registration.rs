@@ -1,22 +1,35 @@
 //! What hooks report: processes register, signal hangs, and end.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
-    sync::Arc,
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
     v1::{HangSignal, Hello, HookMessage, hook_message::Message},
 };
 
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}, }, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+use crate::{
+    incident::{
+        engine::{Cause, Incident, Raise, State},
+        records,
+    },
+    job::{
+        key::{ConnectionId, RankId},
+        partition::Place,
+    },
+    node::{
+        inbox::Command,
+        judged::Told,
+        registry::{Rank, Registered},
+        state::{Core, cause_pid, nanoseconds, raise, read_header},
+    },
+    os::{
+        clock::{self, Now},
+        process::Handle,
+        ring_file::RingFile,
+    },
+};
 
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);

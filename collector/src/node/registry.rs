@@ -3,7 +3,6 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet},
-    fmt,
     path::PathBuf,
     sync::Arc,
     time::Duration,
@@ -12,11 +11,19 @@ use std::{
 use xpu_timer_analysis::Exit;
 use xpu_timer_proto::v1::{Hello, RankInfo};
 
-use crate::metrics::sampler::LivingRank;
-use crate::job::key::ConnectionId;
-use crate::job::key::JobKey;
-use crate::job::key::RankId;
-use crate::{config::Settings, job::partition::{self, Member, NOTICED_NS, Place, ProcessId, Seat}, node::launched::Silent, os::{process::{self, Handle}, ring_file::RingFile}};
+use crate::{
+    config::Settings,
+    job::{
+        key::{ConnectionId, JobKey, RankId},
+        partition::{self, Member, NOTICED_NS, Place, ProcessId, Seat},
+    },
+    metrics::sampler::LivingRank,
+    node::launched::{FORGET_AFTER_NS, Silent},
+    os::{
+        process::{self, Handle},
+        ring_file::RingFile,
+    },
+};
 
 /// Whether the process of an entry is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -217,8 +224,6 @@ pub struct Registry {
 
 /// Exit handlers and destructors are done within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
-/// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
-pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 /// A process that ended without ever having known its rank tells nothing of any other, and there may be hundreds a second.
 const FORGET_RANKLESS_NS: u64 = 3 * 1_000_000_000;
 /// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.

@@ -7,16 +7,31 @@ use std::{
     time::Duration,
 };
 
-use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
-use xpu_timer_proto::{
-    PROTOCOL_VERSION,
-    ring::{self, header},
-    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
-};
+use xpu_timer_proto::ring::header;
 
-use crate::node::{judged::{Ending, Told}, unwritten_verdicts::Unwritten};
-use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}}, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+use crate::{
+    client::webhook::Webhook,
+    config::Settings,
+    http::questions::DumpReply,
+    incident::{
+        engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
+        throttle::{BY_HAND, Throttle},
+    },
+    job::key::{JobKey, RankId},
+    metrics::{sampler::Sampler, slow_ranks::SlowRanks},
+    node::{
+        captures::Captures,
+        dump::Hurry,
+        inbox::Inbox,
+        judged::{Ending, Told},
+        launched::{Launched, Silent},
+        member::Member,
+        monitor::Monitor,
+        registry::{Rank, Registry},
+        unwritten_verdicts::Unwritten,
+    },
+    os::{clock::Now, disk::Disk, process},
+};
 
 /// The event loop turns at least once in this time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);

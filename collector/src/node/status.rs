@@ -4,7 +4,14 @@ use serde_json::{Value, json};
 use xpu_timer_analysis::Status;
 use xpu_timer_proto::{ring::header, secrets};
 
-use crate::{incident::{engine::{Incident, State}, records::WithoutFolder}, node::{registry::Rank, state::Core}, os::clock::{self, Now}};
+use crate::{
+    incident::{
+        engine::{Incident, State},
+        records::WithoutFolder,
+    },
+    node::{registry::Rank, state::Core},
+    os::clock::{self, Now},
+};
 
 /// The whole page.
 #[must_use]

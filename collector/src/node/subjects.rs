@@ -10,7 +10,22 @@ use std::{
 use rustix::process::getuid;
 use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 
-use crate::{job::{key::JobKey, partition::{self, Member}}, node::{evidence::{self, Subject}, launched::{Silent, State}, plan::Plan, registry::{Presence, Rank, Registry}}, os::{clock::Now, process::{self, Found, Handle}}};
+use crate::{
+    job::{
+        key::JobKey,
+        partition::{self, Member},
+    },
+    node::{
+        evidence::{self, Subject},
+        launched::{Silent, State},
+        plan::Plan,
+        registry::{Presence, Rank, Registry},
+    },
+    os::{
+        clock::Now,
+        process::{self, Found, Handle},
+    },
+};
 
 /// The registered ranks of a job.
 #[must_use]

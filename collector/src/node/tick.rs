@@ -1,22 +1,19 @@
 //! What the node looks at once a second.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
-use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
-use xpu_timer_proto::{
-    PROTOCOL_VERSION,
-    ring::{self, header},
-    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
-};
+use xpu_timer_proto::ring::header;
 
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{client::webhook::Webhook, config::Settings, http::questions::{DumpReply, Question}, incident::{engine::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State}, records, throttle::{BY_HAND, Throttle}}, job::{key::{ConnectionId, JobKey, RankId}, partition::Place}, metrics::{sampler::Sampler, slow_ranks::SlowRanks}, node::{captures::Captures, dump::Hurry, inbox::{Command, Inbox}, launched::{Launched, Silent}, member::Member, monitor::{Monitor, Observation, SHORTEST_SILENCE}, registry::{Rank, Registered, Registry}, }, os::{clock::{self, Now}, disk::Disk, process::{self, Handle}, ring_file::RingFile}};
+use crate::{
+    incident::engine::{Cause, Raise},
+    job::key::{JobKey, RankId},
+    node::{
+        monitor::{Observation, SHORTEST_SILENCE},
+        registry::Rank,
+        state::{Core, ENDING_TIMEOUTS, cause_pid, living_ranks, nanoseconds, raise, read_header},
+    },
+    os::{clock::Now, process::Handle},
+};
 
 impl Core {
     /// Once a second.
@@ -110,4 +107,3 @@ fn observation(rank: &Rank, words: &[u64; header::WORDS], now: Now) -> Observati
         idle_timeout: rank.settings.idle_timeout,
     }
 }
-

@@ -1,17 +1,19 @@
 //! Verdicts that no folder has, because the disk was full, read-only or gone: they are served from memory, and written once they can be.
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use tracing::{info, warn};
 
-use crate::incident::folder::folder_name;
-use crate::incident::leftovers;
-use crate::incident::verdict_files::try_write_verdict;
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{error::{Error, chain}, incident::folder::Folder, node::{dump, inbox::Command, status}, os::clock::{self, Now}};
+use crate::{
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, folder_name},
+        leftovers,
+        verdict_files::try_write_verdict,
+    },
+    node::{inbox::Command, state::Core, status, unwritten_verdicts::Waiting},
+    os::clock::{self, Now},
+};
 
 /// Pauses between two tries.
 const FIRST_PAUSE_NS: u64 = 2_000_000_000;

@@ -15,4 +15,3 @@ pub(super) struct Waiting {
     pub(super) pause_ns: u64,
     pub(super) under_way: bool,
 }
-

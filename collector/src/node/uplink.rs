@@ -3,7 +3,6 @@
 
 use std::{
     hash::{BuildHasher, RandomState},
-    net::IpAddr,
     path::Path,
     time::{Duration, Instant},
 };
@@ -15,26 +14,26 @@ use tokio::{
 };
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::{
-    Request, Status,
     metadata::{Ascii, MetadataValue},
-    service::{Interceptor, interceptor::InterceptedService},
-    transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Uri},
+    transport::{Certificate, Channel, ClientTlsConfig, Endpoint},
 };
 use tracing::{info, warn};
 use xpu_timer_proto::{
     file, secrets,
-    v1::{
-        ClusterMessage, Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery,
-        node_message::Message,
-    },
+    v1::{ClusterMessage, cluster_client::ClusterClient, cluster_message},
 };
 
-use crate::http::address::KEEPALIVE;
-use crate::http::address::check_url;
-use crate::node::link::Event;
-use crate::node::link::Link;
-use crate::node::link::{Proof, words};
-use crate::{error::chain, http::token::read_token, node::inbox::{Command, Inbox}};
+use crate::{
+    error::chain,
+    http::{
+        address::{KEEPALIVE, check_url},
+        token::read_token,
+    },
+    node::{
+        inbox::{Command, Inbox},
+        link::{Event, Link, Proof, words},
+    },
+};
 
 /// Where the cluster collector is, and how this node proves itself.
 #[derive(Debug, Clone)]

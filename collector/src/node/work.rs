@@ -10,10 +10,28 @@ use std::{
 use serde_json::json;
 use tracing::{info, warn};
 
-use crate::incident::verdict_files::change_verdict;
-use crate::incident::verdict_files::write_record;
-use crate::node::{judged::{Ending, Judged, Signalled, Told, Watch}, state::{Core, cause_pid, living_ranks, nanoseconds, raise, read_header, TICK, ENDING_TIMEOUTS}, unwritten_verdicts::{Unwritten, Waiting}};
-use crate::{error::chain, http::questions::{DumpReply, Refusal, wanted_job}, incident::{engine::{Action, Cause, Raise, Record, State}, retention}, job::key::JobKey, node::{dump, inbox::Command, plan::{ForCluster, Outcome, Plan}, subjects}, os::{clock::{self, Now}, memory}};
+use crate::{
+    error::chain,
+    http::questions::{DumpReply, Refusal, wanted_job},
+    incident::{
+        engine::{Action, Cause, Raise, Record, State},
+        retention,
+        verdict_files::{change_verdict, write_record},
+    },
+    job::key::JobKey,
+    node::{
+        dump,
+        inbox::Command,
+        judged::{Judged, Told},
+        plan::{ForCluster, Outcome, Plan},
+        state::Core,
+        subjects,
+    },
+    os::{
+        clock::{self, Now},
+        memory,
+    },
+};
 
 /// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
 const LATER_OPERATIONS: usize = 128;

@@ -16,7 +16,18 @@ use xpu_timer_proto::{
     v1::{Evidence, NodeDump},
 };
 
-use crate::{error::{Error, chain}, incident::{folder::{Folder, folder_name}, judging::{self, without_dumps}, part::{Kept, PART, Part}, verdict_files::write_verdict, viewer}, node::{dump::finish_times, evidence::file_of, plan::Plan}, os::process};
+use crate::{
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, folder_name},
+        judging::{self, without_dumps},
+        part::{Kept, PART, Part},
+        verdict_files::write_verdict,
+        viewer,
+    },
+    node::{evidence::file_of, plan::Plan, plan::finish_times},
+    os::process,
+};
 
 /// What was found out about an incident.
 #[derive(Debug)]

@@ -12,4 +12,3 @@ pub fn raise_descriptor_limit() -> u64 {
     }
     limit.maximum.unwrap_or(u64::MAX)
 }
-

@@ -20,7 +20,10 @@ use xpu_timer_proto::{
     v1::RankInfo,
 };
 
-use crate::{job::partition::{Member, ProcessId}, os::{clock, pidfd}};
+use crate::{
+    job::partition::{Member, ProcessId},
+    os::{clock, pidfd},
+};
 
 /// Fields of `/proc/PID/stat` that the collector uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

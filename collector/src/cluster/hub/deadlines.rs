@@ -5,8 +5,18 @@ use std::{path::Path, time::Duration};
 use tracing::{info, warn};
 use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
-use crate::cluster::hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS};
-use crate::{cluster::{comparing::Told, incident::{Part, Progress, State}, nodes::{Node, NodeId}}, error::chain, incident::verdict_files::change_verdict, os::clock::{self, Now}};
+use crate::{
+    cluster::{
+        comparing::Told,
+        hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
+        ids::NodeId,
+        incident::{Part, Progress, State},
+        nodes::Node,
+    },
+    error::chain,
+    incident::verdict_files::change_verdict,
+    os::clock::{self, Now},
+};
 
 /// How often the hub looks at its deadlines.
 pub const TICK: Duration = Duration::from_millis(500);

@@ -9,8 +9,19 @@ use xpu_timer_proto::v1::{
     cluster_message::Message, delivery::Message as Brought,
 };
 
-use crate::cluster::hub::{Command, Expected, Hub, SECOND, opening::runs};
-use crate::{cluster::{gather::{self, Plan, Work}, incident::{Progress, State}, nodes::NodeId, service::Credit}, error::chain, incident::judging, os::{clock::Now, process}};
+use crate::{
+    cluster::{
+        command::Command,
+        gather::{self, Plan, Work},
+        hub::{Expected, Hub, SECOND, opening::runs},
+        ids::NodeId,
+        incident::{Progress, State},
+        service::Credit,
+    },
+    error::chain,
+    incident::judging,
+    os::{clock::Now, process},
+};
 
 /// For a node to send what it was asked for.
 pub(super) const DELIVERY_NS: u64 = 15 * SECOND;

@@ -5,8 +5,18 @@ use tracing::warn;
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{DumpFile, FetchFiles, cluster_message::Message};
 
-use crate::cluster::hub::{Expected, Hub, SECOND, delivery::RETRIES, opening::runs};
-use crate::{cluster::{gather::Work, incident::{Progress, State}, nodes::{Node, NodeId}, service::Credit}, incident::{folder::rank_of, retention}, os::clock::Now};
+use crate::{
+    cluster::{
+        gather::Work,
+        hub::{Expected, Hub, SECOND, delivery::RETRIES, opening::runs},
+        ids::NodeId,
+        incident::{Progress, State},
+        nodes::Node,
+        service::Credit,
+    },
+    incident::{folder::rank_of, retention},
+    os::clock::Now,
+};
 
 const SOME_FILES: usize = 16;
 /// Nodes that send files at a time, how long a piece is waited for, and how long all of them are.
@@ -18,7 +28,8 @@ impl Hub {
     /// Chooses whose `.stacktrace` files are fetched.
     pub(super) fn want_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= crate::incident::part::ALL_FILES as u64;
+        let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>()
+            <= crate::incident::part::ALL_FILES as u64;
         let some: Vec<u32> = verdict
             .culprits
             .iter()

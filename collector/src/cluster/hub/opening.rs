@@ -6,8 +6,20 @@ use xpu_timer_proto::v1::{
     Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
 };
 
-use crate::cluster::hub::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND};
-use crate::{cluster::{gather::Record, incident::{Incident, Part, Progress, State}, nodes::NodeId}, error::chain, http::questions::{DumpReply, Refusal, wanted_job}, incident::folder::Folder, job::key::JobKey, os::clock::{self, Now}};
+use crate::{
+    cluster::{
+        command::{Command, MadeFolder},
+        gather::Record,
+        hub::{CAPTURE_NS, Hub, SECOND},
+        ids::NodeId,
+        incident::{Incident, Part, Progress, State},
+    },
+    error::chain,
+    http::questions::{DumpReply, Refusal, wanted_job},
+    incident::folder::Folder,
+    job::key::JobKey,
+    os::clock::{self, Now},
+};
 
 /// A node that was away for so long when the incident was opened is not waited for.
 const AWAY_NS: u64 = 30 * SECOND;

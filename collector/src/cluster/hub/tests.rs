@@ -4,13 +4,18 @@ use tokio::sync::oneshot;
 use xpu_timer_proto::{
     env::Source,
     v1::{
-        Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger,
-        TriggerKind, delivery,
+        Alarm, Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks, Presence,
+        RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery, node_message::Message as Said,
     },
 };
 
 use super::*;
-use crate::cluster::{incident::Progress, nodes::Outbound, service::Credit};
+use crate::cluster::{
+    gather::Done,
+    incident::Progress,
+    nodes::Outbound,
+    service::{Credit, StreamEvent},
+};
 
 /// An alarm of the first node for a rank.
 fn alarm(rank: i32) -> Alarm {
