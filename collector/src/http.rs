@@ -8,7 +8,7 @@ pub(crate) mod peer;
 pub(crate) mod questions;
 pub(crate) mod routes;
 pub(crate) mod server;
-pub(crate) mod token;
+pub mod token;
 pub(crate) mod watch;
 
 use std::{

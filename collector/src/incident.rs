@@ -4,7 +4,7 @@ pub(crate) mod engine;
 pub(crate) mod folder;
 pub(crate) mod judging;
 pub(crate) mod leftovers;
-pub(crate) mod part;
+pub mod part;
 pub(crate) mod records;
 pub(crate) mod retention;
 pub(crate) mod throttle;

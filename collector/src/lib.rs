@@ -6,11 +6,11 @@
 
 pub mod cli;
 mod client;
-mod cluster;
-mod config;
+pub mod cluster;
+pub mod config;
 mod error;
-mod http;
-mod incident;
+pub mod http;
+pub mod incident;
 mod job;
 mod json;
 mod logging;

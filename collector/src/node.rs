@@ -65,7 +65,7 @@ use crate::{
         connections::{Connections, Event},
         inbox::{Command, Inbox},
         socket::Endpoint,
-        state::{Core, TICK},
+        state::{NodeState, TICK},
         supervisor::{News, Supervised},
         uplink::Address,
     },
@@ -104,26 +104,26 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         .enable_all()
         .build()
         .map_err(Error::system("start the HTTP runtime"))?;
-    let mut core = Core::new(settings, Captures::default(), inbox.clone());
-    core.problems = runtime.block_on(start(&mut core.settings, &inbox, descriptors));
-    if let Some(problem) = tell_settings(&core.settings) {
+    let mut state = NodeState::new(settings, Captures::default(), inbox.clone());
+    state.problems = runtime.block_on(start(&mut state.settings, &inbox, descriptors));
+    if let Some(problem) = tell_settings(&state.settings) {
         error!("{problem}");
-        core.problems.push(problem);
+        state.problems.push(problem);
     }
-    if let Some(problem) = join_cluster(&core.settings, &runtime, &inbox) {
+    if let Some(problem) = join_cluster(&state.settings, &runtime, &inbox) {
         error!("{problem}");
-        core.problems.push(problem);
+        state.problems.push(problem);
     }
     // A collector before this one may have been killed: its commands still run, and their ranks may have yet to register.
-    core.launched.find(&core.settings.socket);
-    core.supervisor = supervised.as_ref().and_then(Supervised::pid);
-    info!("listening on {} as pid {}", core.settings.socket.display(), std::process::id());
+    state.launched.find(&state.settings.socket);
+    state.supervisor = supervised.as_ref().and_then(Supervised::pid);
+    info!("listening on {} as pid {}", state.settings.socket.display(), std::process::id());
     // The launcher looks for errors in the log once it is welcomed.
     logging::flush();
     if let Some(supervised) = &supervised {
         supervised.up();
     }
-    let mut node = Node { core, endpoint, supervised, connections: Connections::default(), inbox, commands };
+    let mut node = Node { state, endpoint, supervised, connections: Connections::default(), inbox, commands };
     node.work();
     if let Some(supervised) = &node.supervised
         && !supervised.ends()
@@ -262,7 +262,7 @@ fn is_tracing_restricted() -> bool {
 }
 
 struct Node {
-    core: Core,
+    state: NodeState,
     endpoint: Endpoint,
     supervised: Option<Supervised>,
     connections: Connections,
@@ -293,10 +293,10 @@ impl Node {
                 self.read(id, now);
             }
             for id in ready.processes {
-                self.core.ended(id, now);
+                self.state.ended(id, now);
             }
             if ready.silent {
-                self.core.note_silent(now);
+                self.state.note_ended_unregistered(now);
             }
             if ready.listener {
                 self.connections.accept(&self.endpoint);
@@ -306,38 +306,38 @@ impl Node {
                 if matches!(command, Command::Stop) && stopping.replace(Instant::now()).is_none() {
                     info!("told to end");
                 }
-                self.core.command(command, now);
+                self.state.command(command, now);
             }
             if Instant::now() >= next_tick {
                 next_tick = Instant::now() + TICK;
-                self.core.tick(now);
+                self.state.tick(now);
                 self.connections.close_silent();
             }
             if let Some(supervised) = &mut self.supervised {
-                let news = supervised.turn(&self.core.settings, &self.endpoint).filter(|_| stopping.is_none());
-                self.core.supervisor = supervised.pid();
+                let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
+                self.state.supervisor = supervised.pid();
                 match news {
                     Some(News::Stop) => self.inbox.post(Command::Stop),
                     Some(News::Alone) if is_tracing_restricted() => {
                         info!("the hooks connect again, so that they let this process look into theirs");
                         for id in self.connections.close_all() {
-                            self.core.disconnected(id, now);
+                            self.state.disconnected(id, now);
                         }
                     }
                     Some(News::Alone) | None => {}
                 }
             }
-            self.core.turned(now);
-            if self.connections.are_used() || self.core.launched.is_needed() || self.core.is_busy() {
+            self.state.turned(now);
+            if self.connections.are_used() || self.state.launched.is_needed() || self.state.is_busy() {
                 used = Instant::now();
             }
             if let Some(since) = stopping
-                && (!self.core.is_writing() || since.elapsed() > LAST_WORK)
+                && (!self.state.is_writing() || since.elapsed() > LAST_WORK)
             {
                 info!("ended");
                 return;
             }
-            if self.core.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
+            if self.state.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
                 info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
                 return;
             }
@@ -349,17 +349,17 @@ impl Node {
         for event in self.connections.read(id) {
             match event {
                 Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.core.message(id, pid, process.as_ref(), *message, descriptor, now) {
+                    if let Err(problem) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
                         self.connections.refuse(id, &problem);
-                        self.core.disconnected(id, now);
+                        self.state.disconnected(id, now);
                         return;
                     }
                 }
                 Event::End => {
                     if let Some(command) = self.connections.close(id) {
-                        self.core.launched.add(command);
+                        self.state.launched.add(command);
                     }
-                    self.core.disconnected(id, now);
+                    self.state.disconnected(id, now);
                 }
             }
         }
@@ -368,7 +368,7 @@ impl Node {
     /// Waits until something happens.
     fn wait(&self, patience: Duration, accepting: bool) -> Ready {
         let processes: Vec<(RankId, Arc<Handle>)> = self
-            .core
+            .state
             .registry
             .ranks()
             .filter(|rank| !rank.gone)
@@ -384,7 +384,7 @@ impl Node {
         fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
         fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
         fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
-        fds.extend(self.core.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let launched = fds.len() - 1;
         // Only to wake up.
         fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));

@@ -16,7 +16,7 @@ use crate::{cluster::command::Command, job::key::JobKey};
 
 /// What the thread is told.
 #[derive(Debug)]
-pub enum Told {
+pub enum News {
     /// Ranks of a job have gone on.
     Paces(JobKey, Vec<RankPace>),
     /// These jobs run; others are forgotten.
@@ -26,7 +26,7 @@ pub enum Told {
 /// The way to the thread, which ends when this is dropped.
 #[derive(Debug)]
 pub struct Comparing {
-    thread: Option<mpsc::SyncSender<Told>>,
+    thread: Option<mpsc::SyncSender<News>>,
     // It was too slow, which is said once.
     fell_behind: bool,
 }
@@ -64,7 +64,7 @@ impl Comparing {
     }
 
     /// Tells the thread something.
-    pub fn tell(&mut self, told: Told) {
+    pub fn tell(&mut self, told: News) {
         // It lives as long as this, so it can only be too slow.
         let lost = self.thread.as_ref().is_some_and(|thread| thread.try_send(told).is_err());
         if lost && !std::mem::replace(&mut self.fell_behind, true) {
@@ -73,18 +73,18 @@ impl Comparing {
     }
 }
 
-fn run(told: &mpsc::Receiver<Told>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
+fn run(told: &mpsc::Receiver<News>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
     let begun = Instant::now();
     let mut jobs: BTreeMap<JobKey, Job> = BTreeMap::new();
     let mut next = begun + EVERY;
     loop {
         let now_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         match told.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Ok(Told::Paces(key, ranks)) => {
+            Ok(News::Paces(key, ranks)) => {
                 let job = jobs.entry(key).or_default();
                 ranks.into_iter().for_each(|rank| job.add(rank, now_ns));
             }
-            Ok(Told::Running(running)) => jobs.retain(|job, _| running.contains(job)),
+            Ok(News::Running(running)) => jobs.retain(|job, _| running.contains(job)),
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
                 for (key, job) in jobs.iter_mut().filter(|(_, job)| job.news) {

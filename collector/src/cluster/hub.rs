@@ -58,12 +58,12 @@ pub struct Hub {
     throttle: Throttle<JobKey>,
     dumps: Throttle<JobKey>,
     // Alarms of jobs that have had too many incidents of late.
-    held: Vec<(NodeId, Alarm)>,
+    deferred: Vec<(NodeId, Alarm)>,
     // What nodes were asked to bring, by the key that was drawn for it.
     expected: BTreeMap<String, Expected>,
     disk: Disk,
     // Jobs of which every rank is known, with attempt and world.
-    whole: BTreeMap<JobKey, (u32, u32)>,
+    complete: BTreeMap<JobKey, (u32, u32)>,
     // Nodes that say they have ranks of another one: since when, and whether that was told.
     refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
     // What streams were refused for, and when that was told.
@@ -95,11 +95,11 @@ impl Hub {
             streams: BTreeMap::new(),
             throttle: Throttle::default(),
             dumps: Throttle::new(BY_HAND),
-            held: Vec::new(),
+            deferred: Vec::new(),
             expected: BTreeMap::new(),
             // Nobody waits for it: what comes late is a command.
             disk: Disk::new(|| {}),
-            whole: BTreeMap::new(),
+            complete: BTreeMap::new(),
             refused: BTreeMap::new(),
             turned_away: None,
             forget_ns: 0,

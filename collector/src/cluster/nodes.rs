@@ -330,7 +330,7 @@ impl JobView {
 
     /// Whether every rank of its world is some node's.
     #[must_use]
-    pub fn is_whole(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.ranks >= self.world_size
     }
 }

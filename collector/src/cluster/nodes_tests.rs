@@ -78,7 +78,7 @@ fn the_newest_attempt_counts_with_its_world() {
     nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)], 2 * SECOND);
     let view = nodes.job(&job("j"));
     assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert!(view.is_whole());
+    assert!(view.is_complete());
     nodes.claim(b, vec![aged(2, 0, 4, 3, Some(2)), aged(3, 0, 4, 3, Some(2))], 3 * SECOND);
     nodes.forget(4 * SECOND);
     assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older world is forgotten");
@@ -94,7 +94,7 @@ fn agents_that_count_restarts_apart_have_one_world() {
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 4, 5, None), aged(1, 0, 4, 5, None)], at(10));
     nodes.claim(b, vec![aged(2, 0, 4, 5, None), aged(3, 0, 4, 5, None)], at(10));
-    assert!(nodes.job(&job("j")).is_whole());
+    assert!(nodes.job(&job("j")).is_complete());
     // A rank of the first node crashes: its agent counts that, the other one only sees that a member was away.
     nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(30));
     nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
@@ -103,7 +103,7 @@ fn agents_that_count_restarts_apart_have_one_world() {
     assert_eq!(view.born_ns, at(29), "the world before is not that one");
     nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
     let view = nodes.job(&job("j"));
-    assert!(view.is_whole() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
+    assert!(view.is_complete() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2-3".into()));
     // Who dies in this world is one of it, whatever it counts.
     nodes.claim(b, vec![aged(2, 0, 4, 10, Some(1)), aged(3, 0, 4, 10, None)], at(40));
@@ -111,7 +111,7 @@ fn agents_that_count_restarts_apart_have_one_world() {
     // And again, when the other agent's counter is ahead.
     nodes.claim(b, vec![aged(2, 1, 4, 1, None), aged(3, 1, 4, 1, None)], at(50));
     nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(50));
-    assert!(nodes.job(&job("j")).is_whole());
+    assert!(nodes.job(&job("j")).is_complete());
     assert_eq!(nodes.refused(), []);
 }
 
@@ -162,7 +162,7 @@ fn a_rank_that_has_not_registered_is_one_of_its_world() {
     let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
     nodes.claim(b, vec![silent], at(10));
     let view = nodes.job(&job("j"));
-    assert!(view.is_whole() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
+    assert!(view.is_complete() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
     drop(view);
     let registered = RankEntry { hang_timeout_ms: 300, ..started(7, 10, aged(1, 0, 2, 6, None)) };
     nodes.claim(b, vec![registered], at(11));
@@ -188,7 +188,7 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
     assert_eq!((view.world_size, view.ranks, nodes.refused()), (3, 1, vec![]), "nobody complains of the old ranks");
     nodes.claim(a, vec![aged(1, 0, 3, 1, None)], at(20));
     nodes.claim(b, vec![aged(1, 0, 2, 15, Some(2)), aged(2, 0, 3, 1, None)], at(20));
-    assert!(nodes.job(&job("j")).is_whole());
+    assert!(nodes.job(&job("j")).is_complete());
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "2".into(), "0".into()));
     // The first node is preempted, and the others have its place.
     nodes.claim(a, vec![aged(1, 0, 3, 11, Some(2))], at(30));
@@ -201,7 +201,7 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
     nodes.claim(a, vec![aged(1, 0, 2, 0, None)], at(41));
     nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(41));
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "0".into(), String::new()));
-    assert!(nodes.job(&job("j")).is_whole() && nodes.refused().is_empty());
+    assert!(nodes.job(&job("j")).is_complete() && nodes.refused().is_empty());
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
     let (of_a, of_b) = on([&[], &[], &[], &[]]);
     nodes.claim(a, of_a, 1);
     nodes.claim(b, of_b, 2);
-    assert!(nodes.job(&job("j")).is_whole() && nodes.jobs().count() == 3);
+    assert!(nodes.job(&job("j")).is_complete() && nodes.jobs().count() == 3);
     let (of_a, of_b) = on([&[7], &[8], &[8], &[7]]);
     nodes.claim(a, of_a, 3);
     nodes.claim(b, of_b, 4);
@@ -251,7 +251,7 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
     let other = JobKey { name: "j".into(), instance: "pid 9 on a 01".into() };
     for key in [&job("j"), &other] {
         let view = nodes.job(key);
-        assert!(view.is_whole() && view.nodes == BTreeSet::from([a, b]), "{key}: {view:?}");
+        assert!(view.is_complete() && view.nodes == BTreeSet::from([a, b]), "{key}: {view:?}");
     }
     assert_eq!(nodes.refused(), []);
     assert_eq!(nodes.key_at(b, &other), job("j"), "what the node is asked for");
@@ -262,7 +262,7 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
     nodes.claim(a, of_a[2..].to_vec(), 5);
     nodes.claim(b, of_b[..2].to_vec(), 6);
     assert_eq!(nodes.jobs().collect::<Vec<_>>(), [&other]);
-    assert!(nodes.job(&other).is_whole());
+    assert!(nodes.job(&other).is_complete());
 }
 
 #[test]

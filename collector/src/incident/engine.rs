@@ -211,7 +211,7 @@ pub struct Engine {
     deaths: Vec<(u64, Raise)>,
     throttle: Throttle<JobKey>,
     // What is wrong in jobs that have had too many incidents of late; it opens one when it lasts.
-    held: Vec<Raise>,
+    deferred: Vec<Raise>,
 }
 
 /// After the death of one rank the others may be about to end as well: a job that ends altogether is no incident.
@@ -237,7 +237,7 @@ impl Engine {
     #[cfg(test)]
     fn hangs(&self, job: &JobKey) -> bool {
         let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
-        self.incidents.values().any(of_job) || self.held.iter().any(|raise| raise.job == *job)
+        self.incidents.values().any(of_job) || self.deferred.iter().any(|raise| raise.job == *job)
     }
 
     /// Whether something is wrong with a job's ranks on this node.
@@ -284,8 +284,8 @@ impl Engine {
         }
         if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
             let known = |held: &Raise| held.job == raise.job && held.cause == raise.cause;
-            if !self.held.iter().any(known) {
-                self.held.push(raise);
+            if !self.deferred.iter().any(known) {
+                self.deferred.push(raise);
             }
             return None;
         }
@@ -301,7 +301,7 @@ impl Engine {
         if !past {
             let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
             causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
-            self.held.retain(|held| held.job != *job);
+            self.deferred.retain(|held| held.job != *job);
         }
         let incident =
             Incident { causes: causes.clone(), seen: causes, past, ..Incident::new(id, job, attempt, trigger, now) };
@@ -362,7 +362,7 @@ impl Engine {
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
         // What a process has signalled is its own, whatever job it is counted to.
         let is_its = |of: &JobKey| of == job || cause.pid().is_some();
-        self.held.retain(|held| !is_its(&held.job) || held.cause != *cause);
+        self.deferred.retain(|held| !is_its(&held.job) || held.cause != *cause);
         self.deaths.retain(|(_, death)| !is_its(&death.job) || death.cause != *cause);
         for incident in self.incidents.values_mut().filter(|incident| is_its(&incident.job)) {
             incident.remove(|other| other != cause, now.mono_ns);
@@ -373,7 +373,7 @@ impl Engine {
     /// incident of another job and is to be raised anew.
     pub fn follow(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
         let deaths = self.deaths.iter_mut().map(|(_, death)| death);
-        for raise in self.held.iter_mut().chain(deaths) {
+        for raise in self.deferred.iter_mut().chain(deaths) {
             if let Some(job) = raise.cause.pid().and_then(&job_of) {
                 raise.job = job;
             }
@@ -401,7 +401,7 @@ impl Engine {
 
     /// A process left or died: what it had signalled can no longer resolve.
     pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
-        self.held.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
+        self.deferred.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
             if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
@@ -424,7 +424,7 @@ impl Engine {
     /// come one after the other.
     pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
         let is_its = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
-        self.held.retain(|held| !is_its(held));
+        self.deferred.retain(|held| !is_its(held));
         let before = self.deaths.len();
         self.deaths.retain(|(_, death)| !is_its(death));
         if self.deaths.len() < before {
@@ -472,11 +472,11 @@ impl Engine {
                 actions.extend(self.raise(death, now));
             }
         }
-        let (free, held) = std::mem::take(&mut self.held).into_iter().partition(|held| {
+        let (free, held) = std::mem::take(&mut self.deferred).into_iter().partition(|held| {
             jobs.is_alive(&held.job, held.attempt) && self.throttle.would_allow(&held.job, now.mono_ns)
         });
-        self.held = held;
-        self.held.retain(|held| jobs.is_alive(&held.job, held.attempt));
+        self.deferred = held;
+        self.deferred.retain(|held| jobs.is_alive(&held.job, held.attempt));
         let free: Vec<Raise> = free;
         for raise in free {
             actions.extend(self.raise(raise, now));

@@ -263,7 +263,7 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
     }
     // The fifth is held, and gone when it resolves.
     let (action, cause) = flap(&mut engine, 140);
-    assert_eq!((action, engine.held.len()), (None, 1));
+    assert_eq!((action, engine.deferred.len()), (None, 1));
     engine.lift(&job("j"), &cause, at(142));
     assert!(!engine.hangs(&job("j")) && engine.tick(&jobs, at(2000)).is_empty());
     // One that lasts is an incident as soon as there may be one again.
@@ -280,7 +280,7 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
     // Another job is not held back, and a dump by hand never is.
     let other = Raise { job: job("k"), ..raise(operation(9, 9), 1002) };
     opened(engine.raise(other, at(1002)));
-    assert_eq!(engine.held.len(), 0);
+    assert_eq!(engine.deferred.len(), 0);
 }
 
 #[test]

@@ -22,20 +22,20 @@ struct Question {
     search: bool,
 }
 
-type Told = Arc<Mutex<BTreeMap<RankId, Counts>>>;
+type Latest = Arc<Mutex<BTreeMap<RankId, Counts>>>;
 
 /// The way to the thread, which is started by the first question and ends when this is dropped.
 #[derive(Default)]
 pub struct Interpreters {
     questions: Option<mpsc::SyncSender<Question>>,
-    told: Told,
+    latest: Latest,
     failed: bool,
 }
 
 impl Interpreters {
     /// What has been counted in the process of a rank; `None` where no CPython runs, or it cannot be read.
     pub fn of(&self, rank: RankId) -> Option<Counts> {
-        lock(&self.told).get(&rank).copied()
+        lock(&self.latest).get(&rank).copied()
     }
 
     /// Has these processes looked at, unless the thread is still busy; what is known of others is forgotten.
@@ -45,8 +45,8 @@ impl Interpreters {
         }
         let questions = self.questions.get_or_insert_with(|| {
             let (sender, questions) = mpsc::sync_channel(1);
-            let told = Arc::clone(&self.told);
-            let started = thread::Builder::new().name("counting".into()).spawn(move || run(&questions, &told));
+            let latest = Arc::clone(&self.latest);
+            let started = thread::Builder::new().name("counting".into()).spawn(move || run(&questions, &latest));
             if let Err(error) = started {
                 warn!("collections of garbage and data loaders are not counted, there is no thread: {error}");
                 self.failed = true;
@@ -58,16 +58,16 @@ impl Interpreters {
     }
 }
 
-fn run(questions: &mpsc::Receiver<Question>, told: &Told) {
+fn run(questions: &mpsc::Receiver<Question>, latest: &Latest) {
     let mut counter = Counter::default();
     while let Ok(Question { ranks, search }) = questions.recv() {
         let pids: Vec<i32> = ranks.iter().map(|(_, pid)| *pid).collect();
         let counts = counter.look(&pids, search, DEADLINE);
         let known = ranks.iter().zip(counts).filter_map(|((rank, _), counts)| Some((*rank, counts?)));
-        *lock(told) = known.collect();
+        *lock(latest) = known.collect();
     }
 }
 
-fn lock(told: &Told) -> MutexGuard<'_, BTreeMap<RankId, Counts>> {
-    told.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(latest: &Latest) -> MutexGuard<'_, BTreeMap<RankId, Counts>> {
+    latest.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -23,11 +23,11 @@ use crate::{
     node::{
         delivery,
         judged::Judged,
-        launched::{Silent, State},
+        launched::{State, Unregistered},
         link::Event,
         plan::ForCluster,
         registry::{Presence, Rank},
-        state::Core,
+        state::NodeState,
     },
     os::{clock::Now, process},
 };
@@ -48,7 +48,7 @@ const MAX_PARTS: usize = 32;
 /// So many communicators of a rank tell the cluster its job.
 const MAX_COMMUNICATORS: usize = 4;
 
-impl Core {
+impl NodeState {
     /// Something happened on the stream.
     pub fn uplink(&mut self, event: Event, now: Now) {
         match event {
@@ -161,14 +161,14 @@ impl Core {
             self.member.send(Message::Captured(Captured { incident: id, round: request.round }));
             return;
         }
-        if self.member.held.iter().any(|held| held.incident == id) {
+        if self.member.deferred.iter().any(|deferred| deferred.incident == id) {
             return;
         }
         let young = now.mono_ns < self.started.mono_ns + RETURN_NS;
         let came = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
         let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(came);
         if young && !all {
-            self.member.held.push(request);
+            self.member.deferred.push(request);
             return;
         }
         let operations = request.operations as usize;
@@ -188,7 +188,7 @@ impl Core {
         } else if request.round == 0 || !self.engine.again(&id) {
             let of_job = self.registry.of_job(&job);
             let silent =
-                || self.silent_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
+                || self.unregistered_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
             let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(silent).unwrap_or(request.attempt);
             self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
@@ -248,8 +248,8 @@ impl Core {
     fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
         warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
         let grounds = verdict.grounds();
-        if let Some(told) = self.told.get_mut(&verdict.incident) {
-            (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
+        if let Some(report) = self.reports.get_mut(&verdict.incident) {
+            (report.sentence, report.cause) = (verdict.sentence, verdict.cause);
         }
         if self.member.asked.remove(&verdict.incident).is_some() {
             let mut hanging = RankSet::new();
@@ -280,7 +280,7 @@ impl Core {
         self.member.last_launch.retain(|job, _| living.contains(job));
         self.member.declined.retain(|_, until| *until > now.mono_ns);
         self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
-        for request in std::mem::take(&mut self.member.held) {
+        for request in std::mem::take(&mut self.member.deferred) {
             self.requested(request, now);
         }
         let late = |due: &u64| *due <= now.mono_ns;
@@ -288,7 +288,7 @@ impl Core {
             self.member.asked.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
         for id in over {
             self.member.asked.remove(&id);
-            if let Some(own) = self.told.get(&id).and_then(|told| told.own.clone()) {
+            if let Some(own) = self.reports.get(&id).and_then(|report| report.own.clone()) {
                 warn!("incident {id}: no verdict of the cluster collector came; that of this node counts");
                 self.judged(&id, &own, now);
             }
@@ -322,9 +322,9 @@ impl Core {
 
     fn tell_ranks(&mut self, now: Now) {
         let ranks = self.rank_entries(now);
-        let told = without_ages(&ranks);
-        if told != self.member.told_ranks {
-            self.member.told_ranks = told;
+        let report = without_ages(&ranks);
+        if report != self.member.told_ranks {
+            self.member.told_ranks = report;
             self.member.send(Message::Ranks(NodeRanks { ranks }));
         }
     }
@@ -356,14 +356,15 @@ impl Core {
             let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
             aged(entry(rank), rank.started_ns(now.mono_ns), ended_ns)
         });
-        let is_other =
-            |silent: &&Silent| ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank));
-        let silent = self.silent_ranks(now).into_iter().filter(is_other).map(|silent| {
+        let is_other = |silent: &&Unregistered| {
+            ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank))
+        };
+        let silent = self.unregistered_ranks(now).into_iter().filter(is_other).map(|silent| {
             let ended_ns = match silent.state {
                 State::Runs(_) => None,
                 State::Ended(ended_ns, _) => Some(ended_ns),
             };
-            aged(silent_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns)
+            aged(unregistered_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns)
         });
         registered.chain(silent).collect()
     }
@@ -394,7 +395,7 @@ fn entry(rank: &Rank) -> RankEntry {
     }
 }
 
-fn silent_entry(silent: &Silent) -> RankEntry {
+fn unregistered_entry(silent: &Unregistered) -> RankEntry {
     let presence = match silent.state {
         State::Runs(_) => Shown::Unregistered,
         State::Ended(..) => Shown::Dead,

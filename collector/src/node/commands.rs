@@ -2,11 +2,11 @@
 
 use crate::{
     http::questions::Question,
-    node::{inbox::Command, metrics_page, state::Core, status},
+    node::{inbox::Command, metrics_page, state::NodeState, status},
     os::clock::Now,
 };
 
-impl Core {
+impl NodeState {
     /// A message from another thread.
     pub fn command(&mut self, command: Command, now: Now) {
         match command {

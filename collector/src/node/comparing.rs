@@ -7,14 +7,14 @@ use xpu_timer_proto::v1::{Paces, RankPace};
 
 use crate::{
     job::key::{JobKey, job_id},
-    node::state::{Core, living_ranks},
+    node::state::{NodeState, living_ranks},
     os::clock::Now,
 };
 
 /// Between two comparisons.
 const COMPARE_NS: u64 = 5_000_000_000;
 
-impl Core {
+impl NodeState {
     /// Once a second.
     pub(super) fn compare(&mut self, now: Now) {
         if now.mono_ns < self.compared_ns + COMPARE_NS {

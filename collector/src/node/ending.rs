@@ -17,9 +17,9 @@ use crate::{
     job::key::JobKey,
     node::{
         judged::{Judged, Signalled},
-        launched::{self, Silent},
+        launched::{self, Unregistered},
         registry::Rank,
-        state::{Core, nanoseconds},
+        state::{NodeState, nanoseconds},
     },
     os::{
         clock::{Now, seconds},
@@ -30,13 +30,13 @@ use crate::{
 /// Between the polite and the final signal.
 const KILL_AFTER_NS: u64 = 5_000_000_000;
 
-impl Core {
+impl NodeState {
     /// There is a verdict. It decides which ranks hang. Their job's ranks are ended if the user wants that and the verdict allows
     /// it; a verdict without or with doubtful evidence is made again later for as long as the incident lasts.
     pub(crate) fn judged(&mut self, id: &str, judged: &Judged, now: Now) {
-        let Some(told) = self.told.get_mut(id) else { return };
-        told.culprits.clone_from(&judged.culprits);
-        told.hanging.clone_from(&judged.hanging);
+        let Some(report) = self.reports.get_mut(id) else { return };
+        report.culprits.clone_from(&judged.culprits);
+        report.hanging.clone_from(&judged.hanging);
         let Some(incident) = self.engine.get(id).filter(|_| self.hangs_now(id)) else { return };
         let (job, attempt) = (incident.job.clone(), incident.attempt);
         let is_ending = self.registry.is_ending(&job, attempt);
@@ -46,7 +46,7 @@ impl Core {
         let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && watch.suspected);
         watch.suspected = grounds != Grounds::Unspecified;
         (watch.postponed, watch.due_ns) = (false, None);
-        let since_ns = self.told.get(id).map_or(0, |told| told.sampled_ns);
+        let since_ns = self.reports.get(id).map_or(0, |report| report.sampled_ns);
         let postponed = is_confirmed && !self.kill(id, since_ns, now);
         if (is_confirmed || judged.by_cluster) && !postponed {
             return;
@@ -76,10 +76,10 @@ impl Core {
     /// When the devices of an incident's culprits will have been quiet for the hang timeout, if they are not used again; `None` when
     /// they are quiet already, or cannot be seen from here. Before that a verdict has no evidence of a hang.
     fn quiet_at_ns(&self, id: &str, now: Now) -> Option<u64> {
-        let (incident, told) = self.engine.get(id).zip(self.told.get(id))?;
+        let (incident, report) = self.engine.get(id).zip(self.reports.get(id))?;
         let is_culprit = |rank: &&&Rank| {
             let number = u32::try_from(rank.info.rank).unwrap_or(0);
-            rank.presence.is_alive() && told.culprits.contains(&number)
+            rank.presence.is_alive() && report.culprits.contains(&number)
         };
         let ranks = self.registry.of_job(&incident.job);
         let used_ns = ranks.iter().filter(is_culprit).filter_map(|rank| {
@@ -111,7 +111,7 @@ impl Core {
     /// `since_ns`; false then. One rank of each agent is given no chance to end with success, from which the agent would take its job for done.
     fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
-        let culprits = self.told.get(id).map(|told| told.culprits.clone()).unwrap_or_default();
+        let culprits = self.reports.get(id).map(|report| report.culprits.clone()).unwrap_or_default();
         let ranks = self.registry.of_job(&incident.job).into_iter().filter(|rank| rank.presence.is_alive());
         let ranks: Vec<&Rank> = ranks.collect();
         if let Some((rank, what)) = ranks.iter().find_map(|rank| Some((rank, progress_since(rank, since_ns)?))) {
@@ -120,7 +120,7 @@ impl Core {
         }
         warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
         let registered = ranks.iter().filter_map(|rank| Some((rank.info.rank, Arc::clone(rank.process.as_ref()?))));
-        let processes: Vec<(i32, Arc<Handle>)> = registered.chain(self.silent_that_hang(id, now)).collect();
+        let processes: Vec<(i32, Arc<Handle>)> = registered.chain(self.unregistered_that_hang(id, now)).collect();
         let mut agents: BTreeMap<i32, Vec<(i32, Arc<Handle>)>> = BTreeMap::new();
         for (rank, process) in processes {
             let parent = process.stat().map_or(0, |stat| stat.parent);
@@ -135,7 +135,7 @@ impl Core {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
                 let due_ns = now.mono_ns + KILL_AFTER_NS;
-                self.ending.told.push(Signalled { rank, process, due_ns, was_killed: false });
+                self.ending.signalled.push(Signalled { rank, process, due_ns, was_killed: false });
             }
         }
         true
@@ -143,13 +143,13 @@ impl Core {
 
     /// The processes of ranks that hang by the verdict on an incident and have not registered: they hang before their first device
     /// call, or were stopped in it.
-    fn silent_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
-        let Some((incident, told)) = self.engine.get(id).zip(self.told.get(id)) else { return Vec::new() };
-        let is_its = |silent: &&&Silent| {
-            let hangs = u32::try_from(silent.info.rank).is_ok_and(|rank| told.hanging.contains(rank));
+    fn unregistered_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
+        let Some((incident, report)) = self.engine.get(id).zip(self.reports.get(id)) else { return Vec::new() };
+        let is_its = |silent: &&&Unregistered| {
+            let hangs = u32::try_from(silent.info.rank).is_ok_and(|rank| report.hanging.contains(rank));
             hangs && (&silent.job, silent.info.attempt) == (&incident.job, incident.attempt)
         };
-        let silent = self.silent_ranks(now);
+        let silent = self.unregistered_ranks(now);
         let processes = silent.iter().filter(is_its).filter_map(|silent| match &silent.state {
             launched::State::Runs(process) => Some((silent.info.rank, Arc::clone(process))),
             launched::State::Ended(..) => None,
@@ -168,21 +168,21 @@ impl Core {
         };
         // A process that names no rank is a job of its own and its only rank.
         let number = u32::try_from(rank.info.rank).unwrap_or(0);
-        let mut told = self.engine.incidents().filter(is_its).filter_map(|incident| self.told.get(&incident.id));
-        told.any(|told| told.hanging.contains(number))
+        let mut reports = self.engine.incidents().filter(is_its).filter_map(|incident| self.reports.get(&incident.id));
+        reports.any(|report| report.hanging.contains(number))
     }
 
     /// Once a second.
     pub(super) fn tick_ending(&mut self, now: Now) {
-        self.ending.told.retain_mut(|told| {
-            if told.due_ns > now.mono_ns {
+        self.ending.signalled.retain_mut(|signalled| {
+            if signalled.due_ns > now.mono_ns {
                 return true;
             }
-            if told.process.is_dead() {
+            if signalled.process.is_dead() {
                 return false;
             }
-            if told.was_killed {
-                let (rank, process) = (told.rank, &told.process);
+            if signalled.was_killed {
+                let (rank, process) = (signalled.rank, &signalled.process);
                 warn!(
                     "rank {rank} (pid {}) does not end after SIGKILL: {}",
                     process.pid,
@@ -191,9 +191,9 @@ impl Core {
                 return false;
             }
             // It fails when the process has just ended.
-            let _ = told.process.signal(Signal::KILL);
-            told.was_killed = true;
-            told.due_ns = now.mono_ns + KILL_AFTER_NS;
+            let _ = signalled.process.signal(Signal::KILL);
+            signalled.was_killed = true;
+            signalled.due_ns = now.mono_ns + KILL_AFTER_NS;
             true
         });
         let engine = &self.engine;

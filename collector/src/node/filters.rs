@@ -8,11 +8,11 @@ use xpu_timer_proto::ring::{self, filtered, header};
 
 use crate::{
     job::key::RankId,
-    node::{registry::Rank, state::Core},
+    node::{registry::Rank, state::NodeState},
     os::clock::Now,
 };
 
-impl Core {
+impl NodeState {
     /// Looks at ranks, and says in their rings that somebody looks, and what was found.
     pub(super) fn look_at_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
         for id in ids {

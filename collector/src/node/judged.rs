@@ -9,7 +9,7 @@ use crate::{incident::judging, os::process::Handle};
 
 /// What came of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
-pub struct Told {
+pub struct IncidentReport {
     /// Its folder.
     pub path: Option<PathBuf>,
     /// The verdict in one sentence; empty until there is one.
@@ -30,11 +30,11 @@ pub struct Told {
     pub verdict: Option<Box<Verdict>>,
 }
 
-impl Told {
+impl IncidentReport {
     /// Of a verdict that was made here, from a dump that began at that CLOCK_MONOTONIC.
     pub(super) fn of(verdict: Verdict, sampled_ns: u64) -> Self {
         let judged = Judged::of(&verdict);
-        Told {
+        IncidentReport {
             path: None,
             sentence: verdict.sentence,
             cause: verdict.cause.to_string(),
@@ -76,7 +76,7 @@ impl Judged {
 /// Processes that are being ended, and incidents that are looked at again.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
-    pub(super) told: Vec<Signalled>,
+    pub(super) signalled: Vec<Signalled>,
     pub(super) watched: BTreeMap<String, Watch>,
 }
 
@@ -104,6 +104,6 @@ pub(super) struct Watch {
 
 impl Ending {
     pub(super) fn is_busy(&self) -> bool {
-        !self.told.is_empty()
+        !self.signalled.is_empty()
     }
 }

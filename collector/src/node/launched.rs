@@ -19,7 +19,7 @@ pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 
 /// A rank that has not registered.
 #[derive(Debug, Clone)]
-pub struct Silent {
+pub struct Unregistered {
     /// Its job.
     pub job: JobKey,
     /// Who it is, by its environment.
@@ -49,7 +49,7 @@ pub struct Launched {
     // Their ranks may need an hour before their first device call.
     commands: Vec<Arc<Handle>>,
     // In the order in which they were found.
-    ranks: Vec<Silent>,
+    ranks: Vec<Unregistered>,
 }
 
 /// More than this is a mistake or an attack.
@@ -63,12 +63,12 @@ const MAX_THREADS: usize = 512;
 /// A process is by then what it is going to be.
 const SETTLED_NS: u64 = 30_000_000_000;
 
-impl Silent {
+impl Unregistered {
     fn new(process: Arc<Handle>, info: RankInfo, instance: String, ancestors: Vec<ProcessId>) -> Self {
         let command = process::command(process.pid);
         let info = RankInfo { pid: process.pid, command, ..info };
         let job = JobKey { name: info.job.clone(), instance: instance.clone() };
-        Silent { job, info, start: process.start, instance, ancestors, state: State::Runs(process) }
+        Unregistered { job, info, start: process.start, instance, ancestors, state: State::Runs(process) }
     }
 
     /// What tells its job.
@@ -111,7 +111,7 @@ impl Launched {
         }
         if let Some(info) = command.rank.clone() {
             let (instance, ancestors) = (command.instance.clone(), command.ancestors.clone());
-            self.ranks.push(Silent::new(Arc::clone(&command), info, instance, ancestors));
+            self.ranks.push(Unregistered::new(Arc::clone(&command), info, instance, ancestors));
         }
         self.commands.push(command);
     }
@@ -140,7 +140,7 @@ impl Launched {
     }
 
     /// All ranks that have not registered, to be given their jobs.
-    pub fn silent(&mut self) -> &mut [Silent] {
+    pub fn silent(&mut self) -> &mut [Unregistered] {
         &mut self.ranks
     }
 
@@ -191,7 +191,7 @@ impl Launched {
         let Some(process) = Handle::open(pid).ok().filter(|process| process.start == found.start) else { return false };
         // What an agent in a pod has are numbers of the agents.
         self.registered(command);
-        self.ranks.push(Silent::new(Arc::new(process), found.info, found.instance, found.ancestors));
+        self.ranks.push(Unregistered::new(Arc::new(process), found.info, found.instance, found.ancestors));
         true
     }
 
@@ -205,7 +205,7 @@ impl Launched {
             }
         }
         while self.ranks.len() > MAX_RANKS
-            && let Some(oldest) = self.ranks.iter().position(Silent::is_over)
+            && let Some(oldest) = self.ranks.iter().position(Unregistered::is_over)
         {
             self.ranks.remove(oldest);
         }
@@ -214,10 +214,11 @@ impl Launched {
     /// The ranks that run here or ended here without having registered, one entry a rank. `born_ns` says when the first of those
     /// registered processes of a job was started that live: who ended before that is of another world.
     #[must_use]
-    pub fn ranks(&self, born_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Silent> {
-        let started_ns = |rank: &Silent| process::started_ns(rank.start, now_ns);
-        let (over, running): (Vec<&Silent>, Vec<&Silent>) = self.ranks.iter().partition(|rank| rank.is_over());
-        let is_of_its_world = |rank: &&Silent| {
+    pub fn ranks(&self, born_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
+        let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
+        let (over, running): (Vec<&Unregistered>, Vec<&Unregistered>) =
+            self.ranks.iter().partition(|rank| rank.is_over());
+        let is_of_its_world = |rank: &&Unregistered| {
             let State::Ended(ended_ns, _) = rank.state else { return true };
             let of_its_job = running.iter().copied().filter(|other| other.job == rank.job);
             let first = of_its_job.map(started_ns).min();
@@ -226,7 +227,7 @@ impl Launched {
                 None => now_ns < ended_ns + FORGET_AFTER_NS,
             }
         };
-        let mut ranks: BTreeMap<(&JobKey, i32), &Silent> = BTreeMap::new();
+        let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
         // The one that runs, else the one that ended last.
         for rank in over.into_iter().filter(is_of_its_world).chain(running.iter().copied()) {
             ranks.insert((&rank.job, rank.info.rank), rank);

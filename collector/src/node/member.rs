@@ -23,7 +23,7 @@ pub struct Member {
     // Incidents that the cluster was told of and has not asked for, with the time at which the node dumps alone.
     pub(super) announced: BTreeMap<String, u64>,
     // Requests that wait for ranks to come again.
-    pub(super) held: Vec<DumpRequest>,
+    pub(super) deferred: Vec<DumpRequest>,
     // Parts of job-wide incidents, and which look at each the cluster has asked for last.
     pub(super) parts: BTreeMap<String, Arc<Kept>>,
     pub(super) rounds: BTreeMap<String, u32>,
@@ -49,7 +49,7 @@ impl Default for Member {
             identity: process::random_id(),
             link: None,
             announced: BTreeMap::new(),
-            held: Vec::new(),
+            deferred: Vec::new(),
             parts: BTreeMap::new(),
             rounds: BTreeMap::new(),
             told_hangs: BTreeMap::new(),

@@ -16,40 +16,40 @@ use crate::{
         sampler::Sampled,
         series::Values,
     },
-    node::{registry::Rank, state::Core},
+    node::{registry::Rank, state::NodeState},
     os::clock::Now,
 };
 
 /// The whole page.
 #[must_use]
-pub fn text(core: &Core, now: Now) -> String {
+pub fn text(state: &NodeState, now: Now) -> String {
     let mut page = Page::default();
-    let ranks: Vec<&Rank> = core.registry.living_jobs().iter().flat_map(|job| core.registry.of_job(job)).collect();
-    let alive = labelled(core, ranks.into_iter().filter(|rank| rank.presence.is_alive()));
-    common(&mut page, core, &alive);
-    let sampled = |(labels, rank): &(Labels, &Rank)| Some((labels.clone(), core.sampler.of(rank.id)?));
+    let ranks: Vec<&Rank> = state.registry.living_jobs().iter().flat_map(|job| state.registry.of_job(job)).collect();
+    let alive = labelled(state, ranks.into_iter().filter(|rank| rank.presence.is_alive()));
+    common(&mut page, state, &alive);
+    let sampled = |(labels, rank): &(Labels, &Rank)| Some((labels.clone(), state.sampler.of(rank.id)?));
     let seen: Vec<(Labels, &Sampled)> = alive.iter().filter_map(sampled).collect();
     kernels(&mut page, &seen);
     memory(&mut page, &seen);
-    slow(&mut page, core, &alive);
+    slow(&mut page, state, &alive);
     hook(&mut page, &seen);
-    collector(&mut page, core, alive.len(), now);
+    collector(&mut page, state, alive.len(), now);
     page.text()
 }
 
 /// The metrics that every rank has.
-fn common(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
+fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
         let of_job = |incident: &&Incident| incident.job == rank.job && incident.closed.is_none();
-        core.engine.incidents().rev().find(of_job)
+        state.engine.incidents().rev().find(of_job)
     };
     let begun = |rank: &Rank| Some(u64::from(newest(rank).is_some()));
     let ended = |rank: &Rank| Some(u64::from(newest(rank).is_some_and(|incident| incident.dumped.is_some())));
-    let spare = |rank: &Rank| Some(core.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
-    let pending = |rank: &Rank| Some(core.sampler.of(rank.id)?.cursor.pending() as u64);
-    let hangs = |rank: &Rank| Some(u64::from(core.is_hanging(rank)));
-    let collections = |rank: &Rank| Some(core.sampler.interpreters.of(rank.id)?.collections);
-    let batches = |rank: &Rank| core.sampler.interpreters.of(rank.id)?.batches;
+    let spare = |rank: &Rank| Some(state.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
+    let pending = |rank: &Rank| Some(state.sampler.of(rank.id)?.cursor.pending() as u64);
+    let hangs = |rank: &Rank| Some(u64::from(state.is_hanging(rank)));
+    let collections = |rank: &Rank| Some(state.sampler.interpreters.of(rank.id)?.collections);
+    let batches = |rank: &Rank| state.sampler.interpreters.of(rank.id)?.batches;
     let per_rank: [PerRank<'_>; 7] = [
         ("XPU_TIMER_COMMON_HANG", "1 while this rank hangs by the newest verdict, as a culprit or a victim.", &hangs),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
@@ -72,7 +72,7 @@ fn common(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
         }
         // DLRover's master takes a page without a line of this name for one on which every rank hangs.
         if name.ends_with("_HANG") && alive.is_empty() {
-            page.sample(name, &node_labels(core), 0);
+            page.sample(name, &node_labels(state), 0);
         }
     }
 }
@@ -139,18 +139,18 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
 }
 
 /// Who waits for whom, of the ranks of this node.
-fn slow(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
+fn slow(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     type Value<'a> = &'a dyn Fn(&Rank, u32) -> Option<f64>;
     let families: [(&str, &str, Value<'_>); 2] = [
         (
             "xpu_timer_rank_wait_ratio",
             "Part of the time that the rank waits for others in collectives.",
-            &|rank, number| core.slow.waits(&rank.job, number).map(rounded),
+            &|rank, number| state.slow.waits(&rank.job, number).map(rounded),
         ),
         (
             "xpu_timer_rank_slow",
             "1 for a rank for which the others wait in most of its collectives.",
-            &|rank, number| core.slow.is_slow(&rank.job, number).map(|slow| f64::from(u8::from(slow))),
+            &|rank, number| state.slow.is_slow(&rank.job, number).map(|slow| f64::from(u8::from(slow))),
         ),
     ];
     for (name, help, value) in families {
@@ -218,15 +218,15 @@ fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
 }
 
 /// The collector itself.
-fn collector(page: &mut Page, core: &Core, ranks: usize, now: Now) {
-    let open = core.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
-    let uptime = now.mono_ns.saturating_sub(core.started.mono_ns) / 1_000_000_000;
+fn collector(page: &mut Page, state: &NodeState, ranks: usize, now: Now) {
+    let open = state.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
+    let uptime = now.mono_ns.saturating_sub(state.started.mono_ns) / 1_000_000_000;
     page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
     page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").to_string())], 1);
     page.family("xpu_timer_ranks", "gauge", "Ranks that run.");
     page.sample("xpu_timer_ranks", &[], ranks);
     page.family("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.");
-    page.sample("xpu_timer_incidents_total", &[], core.opened);
+    page.sample("xpu_timer_incidents_total", &[], state.opened);
     page.family("xpu_timer_incidents_open", "gauge", "Incidents that last.");
     page.sample("xpu_timer_incidents_open", &[], open);
     page.family("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.");
@@ -235,12 +235,12 @@ fn collector(page: &mut Page, core: &Core, ranks: usize, now: Now) {
 
 const UNKNOWN: &str = "NOT_SET";
 
-fn labels(core: &Core, rank: &Rank) -> Labels {
+fn labels(state: &NodeState, rank: &Rank) -> Labels {
     let or = |value: &str, default: &str| if value.is_empty() { default.to_string() } else { value.to_string() };
     vec![
-        ("ip", or(&rank.info.ip, &core.settings.ip)),
+        ("ip", or(&rank.info.ip, &state.settings.ip)),
         ("job_name", or(&rank.info.job, UNKNOWN)),
-        ("pod_name", or(&rank.info.pod_name, &core.settings.node)),
+        ("pod_name", or(&rank.info.pod_name, &state.settings.node)),
         ("rank", rank.info.rank.to_string()),
         ("local_rank", rank.info.local_rank.to_string()),
     ]
@@ -248,8 +248,8 @@ fn labels(core: &Core, rank: &Rank) -> Labels {
 
 /// The labels of each rank. Processes that do not know their rank, and jobs of one name, would share theirs, and a page must
 /// not have two samples of the same labels: those get their pid as well.
-fn labelled<'a>(core: &Core, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labels, &'a Rank)> {
-    let mut all: Vec<(Labels, &Rank)> = ranks.map(|rank| (labels(core, rank), rank)).collect();
+fn labelled<'a>(state: &NodeState, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labels, &'a Rank)> {
+    let mut all: Vec<(Labels, &Rank)> = ranks.map(|rank| (labels(state, rank), rank)).collect();
     let mut count: BTreeMap<Labels, usize> = BTreeMap::new();
     for (labels, _) in &all {
         *count.entry(labels.clone()).or_default() += 1;
@@ -263,11 +263,11 @@ fn labelled<'a>(core: &Core, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labe
 }
 
 /// Labels of a node on which no rank runs.
-fn node_labels(core: &Core) -> Labels {
+fn node_labels(state: &NodeState) -> Labels {
     vec![
-        ("ip", core.settings.ip.clone()),
+        ("ip", state.settings.ip.clone()),
         ("job_name", UNKNOWN.into()),
-        ("pod_name", core.settings.node.clone()),
+        ("pod_name", state.settings.node.clone()),
         ("rank", "-1".into()),
         ("local_rank", "-1".into()),
     ]

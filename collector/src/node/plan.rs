@@ -8,7 +8,7 @@ use xpu_timer_proto::v1::Trigger;
 use crate::{
     incident::part::Kept,
     job::{key::JobKey, partition::Member},
-    node::{evidence::Subject, launched::Silent},
+    node::{evidence::Subject, launched::Unregistered},
     os::clock::{self, Now},
 };
 
@@ -30,7 +30,7 @@ pub struct Plan {
     /// Its registered ranks on this node, ascending.
     pub subjects: Vec<Subject>,
     /// Those that are known here and have not registered.
-    pub silent: Vec<Silent>,
+    pub silent: Vec<Unregistered>,
     /// All processes of its name that are known, and their jobs.
     pub members: Vec<(Member, JobKey)>,
     /// Name of this node.

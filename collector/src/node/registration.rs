@@ -20,9 +20,9 @@ use crate::{
     },
     node::{
         inbox::Command,
-        judged::Told,
+        judged::IncidentReport,
         registry::{Rank, Registered},
-        state::{Core, cause_pid, nanoseconds, raise, read_header},
+        state::{NodeState, cause_pid, nanoseconds, raise, read_header},
     },
     os::{
         clock::{self, Now},
@@ -34,7 +34,7 @@ use crate::{
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
-impl Core {
+impl NodeState {
     /// A hook said something.
     ///
     /// # Errors
@@ -183,8 +183,8 @@ impl Core {
     pub(super) fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
         for records::Left { folder, record, verdict } in found {
             info!("incident {} was left open by an earlier collector", record.id);
-            let told = || Told { path: Some(folder), ..Told::of(verdict, record.dumped_mono_ns) };
-            self.told.entry(record.id.clone()).or_insert_with(told);
+            let report = || IncidentReport { path: Some(folder), ..IncidentReport::of(verdict, record.dumped_mono_ns) };
+            self.reports.entry(record.id.clone()).or_insert_with(report);
             self.engine.adopt(record, wait_ns, now);
         }
     }
@@ -255,7 +255,7 @@ impl Core {
     }
 
     /// Some rank that has not registered has ended.
-    pub fn note_silent(&mut self, now: Now) {
+    pub fn note_ended_unregistered(&mut self, now: Now) {
         self.launched.note_ended(self.happened_ns(now));
     }
 
@@ -268,7 +268,7 @@ impl Core {
         for id in adopted {
             // Its hang lasts: what its verdict is a reason for may have been cut off by the end of the earlier collector.
             let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
-            let judged = self.told.get(&id).and_then(|told| told.own.clone());
+            let judged = self.reports.get(&id).and_then(|report| report.own.clone());
             if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
                 self.judged(&id, &judged, now);
             }

@@ -18,7 +18,7 @@ use crate::{
         partition::{self, Member, NOTICED_NS, Place, ProcessId, Seat},
     },
     metrics::sampler::LivingRank,
-    node::launched::{FORGET_AFTER_NS, Silent},
+    node::launched::{FORGET_AFTER_NS, Unregistered},
     os::{
         process::{self, Handle},
         ring_file::RingFile,
@@ -309,7 +309,7 @@ impl Registry {
         process: Option<Arc<Handle>>,
         (hello, ring): (&Hello, Option<Arc<RingFile>>),
         settings: &Settings,
-        silent: &mut [Silent],
+        silent: &mut [Unregistered],
         now_ns: u64,
     ) -> Registered {
         let info = hello.rank.clone().unwrap_or_else(|| RankInfo { rank: -1, ..Default::default() });
@@ -354,7 +354,7 @@ impl Registry {
         &mut self,
         connection: ConnectionId,
         info: RankInfo,
-        silent: &mut [Silent],
+        silent: &mut [Unregistered],
         now_ns: u64,
     ) -> Option<Registered> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
@@ -376,7 +376,7 @@ impl Registry {
 
     /// Parts the ranks of each name into jobs by all that is known now, and with them those that have not registered. Whether any of them
     /// is in another job than before.
-    pub fn rejoin(&mut self, silent: &mut [Silent], now_ns: u64) -> bool {
+    pub fn rejoin(&mut self, silent: &mut [Unregistered], now_ns: u64) -> bool {
         let is_known = |rank: &&Rank| rank.claimed.rank >= 0 && !rank.past;
         let mut names: BTreeSet<String> = silent.iter().map(|rank| rank.info.job.clone()).collect();
         names.extend(self.ranks.values().filter(is_known).map(|rank| rank.claimed.job.clone()));
@@ -389,8 +389,8 @@ impl Registry {
                 .filter(|rank| rank.claimed.job == name)
                 .map(|rank| rank.id)
                 .collect();
-            let of_name = |rank: &&mut Silent| rank.info.job == name;
-            let mut silent: Vec<&mut Silent> = silent.iter_mut().filter(of_name).collect();
+            let of_name = |rank: &&mut Unregistered| rank.info.job == name;
+            let mut silent: Vec<&mut Unregistered> = silent.iter_mut().filter(of_name).collect();
             let ranks = ids.iter().map(|id| &self.ranks[id]);
             let members: Vec<Member> =
                 ranks.map(|rank| rank.member(now_ns)).chain(silent.iter().map(|rank| rank.member(now_ns))).collect();
@@ -417,7 +417,7 @@ impl Registry {
 
     /// What tells the jobs of one name apart: all processes that are known of them, and their jobs.
     #[must_use]
-    pub fn members(&self, name: &str, silent: &[&Silent], now_ns: u64) -> Vec<(Member, JobKey)> {
+    pub fn members(&self, name: &str, silent: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
         let ranks = self.ranks.values().filter(|rank| rank.claimed.rank >= 0 && !rank.past && rank.claimed.job == name);
         let ranks = ranks.map(|rank| (rank.member(now_ns), rank.job.clone()));
         let silent = silent.iter().filter(|rank| rank.info.job == name);

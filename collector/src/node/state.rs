@@ -23,8 +23,8 @@ use crate::{
         captures::Captures,
         dump::Hurry,
         inbox::Inbox,
-        judged::{Ending, Told},
-        launched::{Launched, Silent},
+        judged::{Ending, IncidentReport},
+        launched::{Launched, Unregistered},
         member::Member,
         monitor::Monitor,
         registry::{Rank, Registry},
@@ -37,7 +37,7 @@ use crate::{
 pub(crate) const TICK: Duration = Duration::from_secs(1);
 
 /// The state of a node collector.
-pub struct Core {
+pub struct NodeState {
     /// Settings.
     pub settings: Settings,
     /// Ranks.
@@ -45,7 +45,7 @@ pub struct Core {
     /// Incidents.
     pub engine: Engine,
     /// What came of them.
-    pub told: BTreeMap<String, Told>,
+    pub(super) reports: BTreeMap<String, IncidentReport>,
     /// What the collector itself cannot do, for `/status`.
     pub problems: Vec<String>,
     /// Incidents opened so far.
@@ -100,7 +100,7 @@ impl Jobs for Registry {
     }
 }
 
-impl Core {
+impl NodeState {
     /// An empty node.
     #[must_use]
     pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
@@ -110,11 +110,11 @@ impl Core {
         };
         let webhook = settings.webhook.as_deref().map(Webhook::new);
         let sampler = Sampler::new(settings.metrics.clone());
-        Core {
+        NodeState {
             settings,
             registry: Registry::default(),
             engine: Engine::default(),
-            told: BTreeMap::new(),
+            reports: BTreeMap::new(),
             problems: Vec::new(),
             opened: 0,
             supervisor: None,
@@ -161,7 +161,7 @@ impl Core {
     }
 
     /// The ranks of this node that have not registered; see [`Launched::ranks`].
-    pub(crate) fn silent_ranks(&self, now: Now) -> Vec<&Silent> {
+    pub(crate) fn unregistered_ranks(&self, now: Now) -> Vec<&Unregistered> {
         let born_ns = |job: &JobKey| {
             let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
             living.map(|rank| rank.started_ns(now.mono_ns)).min()

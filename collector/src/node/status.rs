@@ -9,38 +9,38 @@ use crate::{
         engine::{Incident, State},
         records::WithoutFolder,
     },
-    node::{registry::Rank, state::Core},
+    node::{registry::Rank, state::NodeState},
     os::clock::{self, Now},
 };
 
 /// The whole page.
 #[must_use]
-pub fn status(core: &Core, now: Now) -> Value {
-    let mut ranks: Vec<&Rank> = core.registry.ranks().collect();
+pub fn status(state: &NodeState, now: Now) -> Value {
+    let mut ranks: Vec<&Rank> = state.registry.ranks().collect();
     ranks.sort_by_key(|rank| (&rank.job, rank.info.attempt, rank.info.rank, rank.id));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
-        "supervisor": core.supervisor,
-        "node": core.node,
-        "socket": core.settings.socket,
-        "control_port": core.settings.control_port,
-        "metrics_port": core.settings.metrics_port,
-        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(core.started.mono_ns)),
-        "ranks": ranks.into_iter().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
-        "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
-        "slow_ranks": core.slow.json(),
-        "cluster": core.settings.cluster.as_ref().map(|url| json!({
+        "supervisor": state.supervisor,
+        "node": state.node,
+        "socket": state.settings.socket,
+        "control_port": state.settings.control_port,
+        "metrics_port": state.settings.metrics_port,
+        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(state.started.mono_ns)),
+        "ranks": ranks.into_iter().map(|entry| rank(state, entry, now)).collect::<Vec<_>>(),
+        "incidents": state.engine.incidents().map(|entry| incident(state, entry)).collect::<Vec<_>>(),
+        "slow_ranks": state.slow.json(),
+        "cluster": state.settings.cluster.as_ref().map(|url| json!({
             "url": secrets::text(url),
-            "joined": core.member.welcomed,
-            "problem": core.member.problem,
+            "joined": state.member.welcomed,
+            "problem": state.member.problem,
         })),
-        "captures_not_ended": core.captures.given_up(),
-        "problems": core.problems,
+        "captures_not_ended": state.captures.given_up(),
+        "problems": state.problems,
     })
 }
 
-fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
+fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
     let words = rank.ring.as_ref().and_then(|ring| ring.header().ok());
     let word = |index: usize| words.map(|words| words[index]);
     let age = |index: usize| {
@@ -57,7 +57,7 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
         "lingers": rank.lingers,
         "auxiliary": rank.auxiliary,
         "exit": rank.exit,
-        "hang": core.is_hanging(rank),
+        "hang": state.is_hanging(rank),
         "heartbeat_age_s": age(header::HEARTBEAT_NS),
         "last_launch_age_s": age(header::LAST_LAUNCH_NS),
         "kernels": word(header::KERNELS),
@@ -72,15 +72,15 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
 
 /// Incidents of which no folder could be made, or whose verdict is not in it.
 #[must_use]
-pub fn without_folder(core: &Core) -> Vec<WithoutFolder> {
-    let done = core.engine.incidents().filter(|incident| incident.state != State::Open);
-    let told = done.filter_map(|incident| Some((incident, core.told.get(&incident.id)?)));
-    let homeless = told.filter(|(_, told)| told.path.is_none() || told.verdict.is_some());
+pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
+    let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
+    let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.id)?)));
+    let homeless = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
     homeless
-        .map(|(incident, told)| {
+        .map(|(incident, report)| {
             let status = status_of(incident.state);
             let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);
-            let verdict = told.verdict.as_deref();
+            let verdict = report.verdict.as_deref();
             WithoutFolder::new(&incident.id, &incident.job, status, incident.opened, closed_unix_ns, verdict)
         })
         .collect()
@@ -96,8 +96,8 @@ pub fn status_of(state: State) -> Status {
     }
 }
 
-fn incident(core: &Core, incident: &Incident) -> Value {
-    let told = core.told.get(&incident.id).cloned().unwrap_or_default();
+fn incident(state: &NodeState, incident: &Incident) -> Value {
+    let report = state.reports.get(&incident.id).cloned().unwrap_or_default();
     json!({
         "incident": incident.id,
         "job": incident.job.to_string(),
@@ -105,10 +105,10 @@ fn incident(core: &Core, incident: &Incident) -> Value {
         "state": incident.state,
         "opened_at": clock::rfc3339(incident.opened.unix_ns),
         "closed_at": incident.closed.map(|closed| clock::rfc3339(closed.unix_ns)),
-        "path": told.path,
-        "written": told.verdict.is_none() && told.path.is_some(),
-        "cause": told.cause,
-        "sentence": told.sentence,
-        "errors": told.errors,
+        "path": report.path,
+        "written": report.verdict.is_none() && report.path.is_some(),
+        "cause": report.cause,
+        "sentence": report.sentence,
+        "errors": report.errors,
     })
 }

@@ -17,7 +17,7 @@ use crate::{
     },
     node::{
         evidence::{self, Subject},
-        launched::{Silent, State},
+        launched::{State, Unregistered},
         plan::Plan,
         registry::{Presence, Rank, Registry},
     },
@@ -121,7 +121,7 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns:
 }
 
 /// Adds those of the job's other ranks that a launcher of this node has started: who has ended is found nowhere else.
-pub fn add_silent(subjects: &mut Vec<Subject>, silent: Vec<Silent>, node: &str) {
+pub fn add_launched(subjects: &mut Vec<Subject>, silent: Vec<Unregistered>, node: &str) {
     let world_size = known_size(subjects);
     for rank in silent {
         if !may_be_of_world(&rank.info, world_size)
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn who_ended_before_its_first_device_call_is_a_rank_of_the_world_that_the_others_have() {
-        let ended = |rank: i32, world_size: u32, exit: Option<&str>| Silent {
+        let ended = |rank: i32, world_size: u32, exit: Option<&str>| Unregistered {
             job: JobKey { name: "j".into(), instance: String::new() },
             info: RankInfo { rank, world_size, ..Default::default() },
             start: 1,
@@ -242,7 +242,7 @@ mod tests {
         };
         let mut subjects = vec![subject(0, 0, 2, 4), subject(1, 1, 2, 4)];
         let silent = vec![ended(1, 4, None), ended(2, 4, Some("exit code 3")), ended(3, 4, None), ended(3, 2, None)];
-        add_silent(&mut subjects, silent, "n");
+        add_launched(&mut subjects, silent, "n");
         let told: Vec<_> = subjects.iter().map(|one| (one.rank, one.presence, one.exit.as_deref())).collect();
         assert_eq!(
             told,

@@ -10,18 +10,18 @@ use crate::{
     node::{
         monitor::{Observation, SHORTEST_SILENCE},
         registry::Rank,
-        state::{Core, ENDING_TIMEOUTS, cause_pid, living_ranks, nanoseconds, raise, read_header},
+        state::{ENDING_TIMEOUTS, NodeState, cause_pid, living_ranks, nanoseconds, raise, read_header},
     },
     os::{clock::Now, process::Handle},
 };
 
-impl Core {
+impl NodeState {
     /// Once a second.
     pub fn tick(&mut self, now: Now) {
         self.look_at_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
         self.filtered.retain(|id, _| self.registry.get(*id).is_some());
         self.registry.note_lingering(now.mono_ns);
-        self.note_silent(now);
+        self.note_ended_unregistered(now);
         let registry = &self.registry;
         self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
         self.rejoin(None, now);
@@ -68,7 +68,7 @@ impl Core {
         }
         self.tick_member(now);
         let engine = &self.engine;
-        self.told.retain(|id, _| engine.get(id).is_some());
+        self.reports.retain(|id, _| engine.get(id).is_some());
         let folders = self.folders();
         self.searched.retain(|path| folders.contains(path));
         self.tick_ending(now);

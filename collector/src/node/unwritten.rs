@@ -11,7 +11,7 @@ use crate::{
         leftovers,
         verdict_files::try_write_verdict,
     },
-    node::{inbox::Command, state::Core, status, unwritten_verdicts::Waiting},
+    node::{inbox::Command, state::NodeState, status, unwritten_verdicts::Waiting},
     os::clock::{self, Now},
 };
 
@@ -21,7 +21,7 @@ const LAST_PAUSE_NS: u64 = 60_000_000_000;
 /// The newest so many are kept; a verdict has some kilobytes.
 const MAX_KEPT: usize = 64;
 
-impl Core {
+impl NodeState {
     /// Keeps a verdict that could not be written where it should be.
     pub(super) fn keep_unwritten(&mut self, id: &str, root: PathBuf, now: Now) {
         let due_ns = now.mono_ns + FIRST_PAUSE_NS;
@@ -31,19 +31,19 @@ impl Core {
             && let Some((oldest, _)) = self.unwritten.waiting.pop_first()
         {
             warn!("incident {oldest}: its verdict is given up: {MAX_KEPT} newer ones cannot be written either");
-            if let Some(told) = self.told.get_mut(&oldest) {
-                told.verdict = None;
+            if let Some(report) = self.reports.get_mut(&oldest) {
+                report.verdict = None;
             }
         }
     }
 
     /// Once a second: tries again what is due.
     pub(super) fn tick_unwritten(&mut self, now: Now) {
-        let told = &self.told;
+        let reports = &self.reports;
         // A second look at an incident may have been written.
-        self.unwritten.waiting.retain(|id, _| told.get(id).is_some_and(|told| told.verdict.is_some()));
+        self.unwritten.waiting.retain(|id, _| reports.get(id).is_some_and(|report| report.verdict.is_some()));
         for (id, waiting) in &mut self.unwritten.waiting {
-            let verdict = self.told.get(id).and_then(|told| told.verdict.clone());
+            let verdict = self.reports.get(id).and_then(|report| report.verdict.clone());
             let (Some(mut verdict), Some(incident)) = (verdict, self.engine.get(id)) else { continue };
             if waiting.under_way || waiting.due_ns > now.mono_ns {
                 continue;
@@ -51,7 +51,7 @@ impl Core {
             waiting.under_way = true;
             verdict.timing.status = status::status_of(incident.state);
             verdict.timing.resolved_at = incident.closed.map(|closed| clock::rfc3339(closed.unix_ns));
-            let path = self.told.get(id).and_then(|told| told.path.clone());
+            let path = self.reports.get(id).and_then(|report| report.path.clone());
             let (root, fallback) = (waiting.root.clone(), self.settings.fallback_path.clone());
             let (name, inbox) = (id.clone(), self.inbox.clone());
             self.disk.give(&waiting.root, move || {
@@ -66,8 +66,8 @@ impl Core {
             Ok(path) => {
                 info!("incident {id}: its verdict is written now: {}", path.display());
                 self.unwritten.waiting.remove(id);
-                if let Some(told) = self.told.get_mut(id) {
-                    (told.verdict, told.path) = (None, Some(path.clone()));
+                if let Some(report) = self.reports.get_mut(id) {
+                    (report.verdict, report.path) = (None, Some(path.clone()));
                 }
                 self.note_on_disk(id, path);
             }

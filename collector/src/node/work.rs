@@ -22,9 +22,9 @@ use crate::{
     node::{
         dump,
         inbox::Command,
-        judged::{Judged, Told},
+        judged::{IncidentReport, Judged},
         plan::{ForCluster, Outcome, Plan},
-        state::Core,
+        state::NodeState,
         subjects,
     },
     os::{
@@ -36,7 +36,7 @@ use crate::{
 /// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
 const LATER_OPERATIONS: usize = 128;
 
-impl Core {
+impl NodeState {
     /// Folders in which incidents may lie.
     pub(crate) fn folders(&self) -> Vec<PathBuf> {
         let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
@@ -93,7 +93,7 @@ impl Core {
         let Some(incident) = self.engine.get(id) else { return };
         info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
         self.opened += 1;
-        self.told.insert(id.to_string(), Told::default());
+        self.reports.insert(id.to_string(), IncidentReport::default());
     }
 
     pub(super) fn capture_alone(&mut self, id: &str) {
@@ -105,7 +105,7 @@ impl Core {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
         let now = Now::get();
-        let silent = self.silent_ranks(now);
+        let silent = self.unregistered_ranks(now);
         let members = self.registry.members(&incident.job.name, &silent, now.mono_ns);
         let silent = silent.into_iter().filter(|rank| rank.job == incident.job);
         let silent = silent.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
@@ -158,17 +158,17 @@ impl Core {
         let judged = Judged::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look that tells nothing new is not told again.
-        let is_news = self.told.get(&id).is_none_or(|before| before.cause != cause);
+        let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
         if let (Some(webhook), true) = (&self.webhook, !shared && is_news) {
             webhook.post(&verdict, path.as_deref());
         }
-        let told = Told {
+        let report = IncidentReport {
             verdict: (!written).then(|| Box::new(verdict.clone())),
             path: path.clone(),
-            hanging: self.told.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
-            ..Told::of(verdict, sampled_ns)
+            hanging: self.reports.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
+            ..IncidentReport::of(verdict, sampled_ns)
         };
-        self.told.insert(id.clone(), told);
+        self.reports.insert(id.clone(), report);
         if !written {
             self.keep_unwritten(&id, timeline_path, now);
         }
@@ -202,7 +202,7 @@ impl Core {
             attempt: incident.attempt,
             opened_unix_ns: incident.opened.unix_ns,
             opened_mono_ns: incident.opened.mono_ns,
-            dumped_mono_ns: self.told.get(id).map_or(0, |told| told.sampled_ns),
+            dumped_mono_ns: self.reports.get(id).map_or(0, |report| report.sampled_ns),
             seen: incident.seen.clone(),
         };
         let root = path.parent().unwrap_or(&path).to_path_buf();
@@ -221,8 +221,8 @@ impl Core {
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
         self.tell_closed(id, resolved);
         // A verdict that is not on disk yet is written with the status of its incident.
-        let told = self.told.get(id).filter(|told| told.verdict.is_none());
-        let Some(path) = told.and_then(|told| told.path.clone()) else { return };
+        let report = self.reports.get(id).filter(|report| report.verdict.is_none());
+        let Some(path) = report.and_then(|report| report.path.clone()) else { return };
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
         let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
         self.disk.give(&root, move || {

@@ -7,7 +7,7 @@ use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
 use crate::{
     cluster::{
-        comparing::Told,
+        comparing::News,
         hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
         ids::NodeId,
         incident::{Part, Progress, State},
@@ -38,11 +38,12 @@ impl Hub {
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
-        let (free, held): (Vec<_>, Vec<_>) = std::mem::take(&mut self.held).into_iter().partition(|(node, alarm)| {
-            let job = self.nodes.key(*node, &alarm.job.clone().unwrap_or_default());
-            self.throttle.would_allow(&job, now.mono_ns)
-        });
-        self.held = held;
+        let (free, held): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.deferred).into_iter().partition(|(node, alarm)| {
+                let job = self.nodes.key(*node, &alarm.job.clone().unwrap_or_default());
+                self.throttle.would_allow(&job, now.mono_ns)
+            });
+        self.deferred = held;
         for (node, alarm) in free {
             self.alarm(node, alarm, now);
         }
@@ -50,10 +51,10 @@ impl Hub {
             self.forget_ns = now.mono_ns + FORGET_EVERY_NS;
             self.nodes.forget(now.mono_ns);
             let nodes = &self.nodes;
-            self.whole.retain(|job, _| nodes.job(job).ranks > 0);
+            self.complete.retain(|job, _| nodes.job(job).ranks > 0);
             self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
-            self.comparing.tell(Told::Running(running));
+            self.comparing.tell(News::Running(running));
         }
         // Apart, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
@@ -119,7 +120,7 @@ impl Hub {
         let view = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_back = view.alive && view.is_whole();
+        let is_back = view.alive && view.is_complete();
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
             // Nobody of its world came again after a restart.

@@ -224,8 +224,8 @@ impl Hub {
         let is_over = self.is_over(incident);
         let all_known = is_over || view.nodes.iter().all(|node| incident.parts.contains_key(node));
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_whole = view.is_whole() && !is_over && !view.nodes.is_empty();
-        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_whole;
+        let is_complete = view.is_complete() && !is_over && !view.nodes.is_empty();
+        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_complete;
         if all_known && returned {
             self.judge(id);
         }

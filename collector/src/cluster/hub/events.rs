@@ -98,7 +98,7 @@ impl Hub {
         for job in self.nodes.jobs_of(node) {
             let view = self.nodes.job(&job);
             let now = (view.attempt, view.world_size);
-            if view.is_whole() && self.whole.insert(job.clone(), now) != Some(now) {
+            if view.is_complete() && self.complete.insert(job.clone(), now) != Some(now) {
                 info!(
                     "job {job} is whole: {} ranks on {} nodes, attempt {}",
                     view.ranks,
@@ -141,7 +141,7 @@ impl Hub {
             Said::Captured(captured) => self.captured(&captured, node, now),
             Said::Update(update) => {
                 if !update.hangs {
-                    self.held.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
+                    self.deferred.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
                 }
                 if update.hangs {
                     self.reopen(&update.incident, now);
@@ -172,7 +172,7 @@ impl Hub {
             }
         }
         for (job, ranks) in by_job {
-            self.comparing.tell(comparing::Told::Paces(job, ranks));
+            self.comparing.tell(comparing::News::Paces(job, ranks));
         }
     }
 

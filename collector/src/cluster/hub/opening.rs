@@ -91,9 +91,9 @@ impl Hub {
         }
         if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {
             let known = |(other, held): &(NodeId, Alarm)| *other == node && held.incident == alarm.incident;
-            if !self.held.iter().any(known) {
+            if !self.deferred.iter().any(known) {
                 info!("job {job} has had too many incidents of late: {} waits", alarm.incident);
-                self.held.push((node, alarm));
+                self.deferred.push((node, alarm));
             }
             return;
         }

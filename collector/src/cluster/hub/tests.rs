@@ -39,7 +39,7 @@ fn entry(rank: i32, now: Now) -> RankEntry {
     }
 }
 
-struct Told {
+struct News {
     hub: Hub,
     folder: tempfile::TempDir,
     commands: mpsc::UnboundedReceiver<Command>,
@@ -49,18 +49,18 @@ fn at(seconds: u64) -> Now {
     Now { mono_ns: seconds * SECOND, unix_ns: (1_795_258_500 + seconds) * SECOND }
 }
 
-fn hub() -> Told {
+fn hub() -> News {
     hub_in(tempfile::tempdir().unwrap(), at(1))
 }
 
-fn hub_in(folder: tempfile::TempDir, now: Now) -> Told {
+fn hub_in(folder: tempfile::TempDir, now: Now) -> News {
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
     let (sender, commands) = mpsc::unbounded_channel();
-    Told { hub: Hub::new(settings, sender, now), folder, commands }
+    News { hub: Hub::new(settings, sender, now), folder, commands }
 }
 
-impl Told {
+impl News {
     /// A node of one rank joins on a stream of its number.
     fn join(&mut self, rank: i32) -> mpsc::Receiver<Outbound> {
         self.join_at(rank, at(2))
