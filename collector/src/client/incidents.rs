@@ -1,4 +1,5 @@
-//! `xpu_timer_collector incidents`: lists, shows and fetches what a collector has on its disk, over HTTP.
+//! `xpu_timer_collector incidents`: lists, shows and fetches the incidents of a collector over
+//! HTTP.
 
 mod table;
 
@@ -27,30 +28,31 @@ use crate::{
     },
 };
 
-/// A collector to ask.
+/// A collector to query.
 pub struct Remote {
     agent: Agent,
     url: String,
-    // What to do when nobody answers.
+    // Advice for the user if the collector does not answer.
     advice: String,
     authorization: Option<String>,
-    // Where a node's own collector listens.
+    // The control port of a node's own collector.
     control_port: u16,
 }
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// A `report.html` or a dump of a large job.
+/// Enough for a `report.html` or a dump of a large job.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// A longer error is no sentence.
+/// A longer error body is not an error message.
 const MAX_ERROR_BYTES: u64 = 64 * 1024;
-/// A link that is slower than this is given up.
+/// A slower download is given up.
 const SLOWEST_BYTES_A_SECOND: u64 = 16 * 1024;
 
 impl Remote {
-    /// The collector at `url`, else the cluster collector of the environment, else this node's.
+    /// The collector at `url`, otherwise the cluster collector of the environment, otherwise the
+    /// collector of this node.
     ///
     /// # Errors
-    /// When the address, the token file or the authority cannot be used.
+    /// If the address, the token file or the authority cannot be used.
     pub fn new(url: Option<String>, source: &Source) -> Result<Self> {
         let named = url.or_else(|| source.text("XPU_TIMER_COLLECTOR"));
         let advice = match &named {
@@ -82,7 +84,7 @@ impl Remote {
         })
     }
 
-    /// The body of a page, which is read while it comes.
+    /// Requests a page and returns its body as a stream.
     fn open(&self, path: &str, deadline: Duration) -> Result<impl Read + use<>> {
         let url = format!("{}{path}", self.url);
         let mut request = self.agent.get(&url).config().timeout_global(Some(deadline)).build();
@@ -96,7 +98,7 @@ impl Remote {
             return Ok(body);
         }
         let mut text = Vec::new();
-        // What cannot be read of an error is only missing in its text.
+        // An unreadable part of the body is only missing in the error text.
         let _ = body.by_ref().take(MAX_ERROR_BYTES).read_to_end(&mut text);
         let body = text;
         match status {
@@ -117,11 +119,11 @@ impl Remote {
         serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is no JSON", self.url))
     }
 
-    /// All incidents as text, oldest first, in lines of at most `width` characters if one is given, and the slow ranks of jobs that
-    /// run. As JSON the incidents alone.
+    /// All incidents as text, oldest first, in lines of at most `width` characters if given,
+    /// followed by the slow ranks of running jobs. As JSON, the incidents only.
     ///
     /// # Errors
-    /// When the collector does not answer.
+    /// If the collector does not answer.
     pub fn list(&self, as_json: bool, width: Option<usize>) -> Result<String> {
         let list = self.json("/incidents")?;
         if as_json {
@@ -139,10 +141,10 @@ impl Remote {
         Ok(text)
     }
 
-    /// The ranks that slow their job down, one a line; nothing when there are none.
+    /// The ranks that slow their job down, one per line; empty if there are none.
     ///
     /// # Errors
-    /// When the collector does not answer.
+    /// If the collector does not answer.
     pub fn slow_ranks(&self, as_json: bool) -> Result<String> {
         let list = self.json("/slow_ranks")?;
         if as_json {
@@ -159,18 +161,20 @@ impl Remote {
     /// The verdict of one incident as text.
     ///
     /// # Errors
-    /// When there is no such incident, or the collector does not answer.
+    /// If there is no such incident or the collector does not answer.
     pub fn show(&self, id: &str, as_json: bool) -> Result<String> {
         let id = plain(id)?;
         let path = if as_json { format!("/incidents/{id}") } else { format!("/incidents/{id}/verdict.txt") };
         String::from_utf8(self.get(&path)?).context("the verdict is no text")
     }
 
-    /// Copies the files of an incident into `incident-ID` below a folder, or, where `ranks` names any, the dumps of those alone; returns
-    /// its path, and what is not in it, if anything.
+    /// Copies the files of an incident to `incident-ID` below a folder. If `ranks` is not empty,
+    /// copies only the dumps of these ranks. Returns the path and a description of what is missing,
+    /// if anything.
     ///
     /// # Errors
-    /// When there is no such incident or no dump of such a rank, the collector does not answer, or the folder cannot be written.
+    /// If there is no such incident or no dump of such a rank, the collector does not answer, or
+    /// the folder cannot be written.
     pub fn fetch(&self, id: &str, to: &Path, ranks: &[u32]) -> Result<(PathBuf, Option<String>)> {
         let id = plain(id)?;
         let files = self.json(&format!("/incidents/{id}/files"))?;
@@ -187,7 +191,7 @@ impl Remote {
         } else {
             dumps_of(ranks, &names).map_err(|(missing, there)| self.no_dump(id, &missing, &there))?
         };
-        // A name is one that we would give ourselves, whatever the collector says.
+        // Accept only names that we would choose ourselves, whatever the collector sends.
         let is_ours = |name: &str| {
             folder_name("", Some(name)) == format!("-{name}") && !name.is_empty() && !name.starts_with(['.', '-'])
         };
@@ -220,7 +224,8 @@ impl Remote {
     }
 }
 
-/// The names of the dumps of some ranks, or those ranks that have none and those that have one.
+/// The names of the dumps of some ranks. If some have none: the ranks without a dump and those with
+/// one.
 fn dumps_of<'a>(ranks: &[u32], names: &[&'a str]) -> Result<Vec<&'a str>, (RankSet, RankSet)> {
     let dumps: BTreeMap<u32, &str> = names.iter().filter_map(|name| Some((rank_of(name)?, *name))).collect();
     let missing: RankSet = ranks.iter().filter(|rank| !dumps.contains_key(rank)).copied().collect();
@@ -235,7 +240,7 @@ fn list_of(ranks: &RankSet) -> String {
     ranks.to_string().replace('/', ",")
 }
 
-/// Says so when there is not a dump of every rank in a folder.
+/// Describes missing dumps; `None` if the folder has a dump of every rank.
 fn missing_dumps(folder: &Path, id: &str) -> Option<String> {
     let verdict = records::verdict(folder)?;
     let names = fs::read_dir(folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());

@@ -1,4 +1,4 @@
-//! HTTP requests that the collector itself makes: webhooks, and the `incidents` command.
+//! HTTP requests that the collector itself makes: webhooks and the `incidents` command.
 
 use std::{sync::Arc, time::Duration};
 
@@ -7,13 +7,14 @@ use ureq::{
     tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem},
 };
 
-/// Whom a client asks.
+/// The kind of server that a client connects to.
 #[derive(Debug)]
 pub enum Peer {
-    /// A service of the world: by the proxy of the environment, with the system's authorities.
+    /// A public service, reached through the proxy of the environment and verified by the
+    /// authorities of the system.
     Service,
-    /// A collector: on this machine or in this cluster, where a proxy for the world leads nowhere. It is trusted by these authorities,
-    /// or by the system's when there are none.
+    /// A collector on this machine or in this cluster, which a proxy does not reach. It is verified
+    /// by these authorities, or by those of the system if the list is empty.
     Collector(Vec<Certificate<'static>>),
 }
 
@@ -25,17 +26,17 @@ pub fn certificates(pem: &[u8]) -> Vec<Certificate<'static>> {
     items.filter_map(certificate).collect()
 }
 
-/// A client.
+/// Makes a client.
 #[must_use]
 pub fn agent(deadline: Duration, peer: Peer) -> Agent {
-    // A collector sends nobody elsewhere: its token is for it alone.
+    // A collector never redirects: its token is for itself only.
     let (proxy, roots, redirects) = match peer {
         Peer::Service => (Proxy::try_from_env(), RootCerts::PlatformVerifier, 5),
         Peer::Collector(own) if own.is_empty() => (None, RootCerts::PlatformVerifier, 0),
         Peer::Collector(own) => (None, RootCerts::Specific(Arc::new(own)), 0),
     };
     let tls = TlsConfig::builder().root_certs(roots).build();
-    // Whatever was installed before serves as well.
+    // A provider that was installed before works as well.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
     config.proxy(proxy).tls_config(tls).max_redirects(redirects).build().into()

@@ -1,5 +1,5 @@
-//! Posts verdicts to a URL as JSON. Each on a thread of its own that tries some times and then gives up: a service that does not
-//! answer must not hold up anything.
+//! Posts verdicts to a URL as JSON. Each post has its own thread, which retries a few times and
+//! then gives up: a service that does not answer must not block the collector.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,30 +15,31 @@ use xpu_timer_proto::{printable, secrets};
 
 use crate::client::web_client::{self, Peer};
 
-/// Where verdicts go.
+/// The destination of verdicts.
 #[derive(Debug, Clone)]
 pub struct Webhook {
     url: String,
-    // One clone for each post under way.
+    // One clone for each post in progress.
     posts: Arc<()>,
 }
 
-/// Posts under way, each on a thread. A service that does not answer is tried for two minutes.
+/// Maximum number of posts in progress, each on a thread. A service that does not answer is retried
+/// for two minutes.
 const MAX_POSTS: usize = 32;
 
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Between the tries.
+/// Pauses between retries.
 const PAUSES: [Duration; 4] =
     [Duration::from_secs(1), Duration::from_secs(5), Duration::from_secs(20), Duration::from_secs(60)];
 
 impl Webhook {
-    /// To any URL; whether it answers is seen at the first verdict.
+    /// Accepts any URL; the first verdict shows whether it answers.
     #[must_use]
     pub fn new(url: &str) -> Self {
         Webhook { url: url.into(), posts: Arc::default() }
     }
 
-    /// Posts a verdict, and returns at once.
+    /// Posts a verdict in the background and returns at once.
     pub fn post(&self, verdict: &Verdict, folder: Option<&Path>) {
         let (url, body) = (self.url.clone(), body(verdict, folder.map(Path::to_path_buf)));
         let incident = verdict.incident.clone();
@@ -57,7 +58,7 @@ impl Webhook {
     }
 }
 
-/// `text` is what chat services show; the rest is for programs.
+/// Chat services show `text`; the other fields are for programs.
 fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
     json!({
         "text": printable::line(&format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence)),
@@ -74,7 +75,7 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
     })
 }
 
-/// What went wrong, for the log: the URL admits whoever has it, and no error names it.
+/// Removes the URL from an error text for the log: whoever has the URL may post to it.
 fn without_url(problem: &str, url: &str) -> String {
     let path = url.split_once("://").map_or(url, |(_, rest)| rest);
     let problem = if path.is_empty() { problem.into() } else { problem.replace(path, secrets::HIDDEN) };
@@ -93,7 +94,7 @@ fn send(url: &str, incident: &str, body: &Value) {
                 info!("incident {incident}: posted to the webhook");
                 return;
             }
-            // Words of ours that it does not like will not please it the next time.
+            // Retrying does not help: the service rejects the request itself.
             Ok(answer) if answer.status().is_client_error() && answer.status() != 429 => {
                 warn!("incident {incident}: the webhook answers {}", answer.status());
                 return;

@@ -1,4 +1,4 @@
-//! What identifies a job, a rank and a connection, and how the cluster is told of a job.
+//! Identifiers of jobs, ranks and connections, and the representation of a job toward the cluster.
 
 use std::fmt;
 
@@ -6,32 +6,33 @@ use xpu_timer_proto::v1::JobId;
 
 use crate::job::rendezvous;
 
-/// Tells jobs apart.
+/// Identifies a job.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobKey {
     /// The job's name; may be empty.
     pub name: String,
-    /// Which of several jobs of this name: [`Handle::instance`], the pid of a process without a rank, or, of the second of two jobs that
-    /// nothing else tells apart, that of the process that was known first.
+    /// Distinguishes jobs of this name: [`Handle::instance`], or the pid of a process without a
+    /// rank. If nothing else distinguishes two jobs, the second one has the pid of its process that
+    /// was known first.
     pub instance: String,
 }
 
 impl JobKey {
-    /// The key of a process that is a job of its own, or of a job that is known by it.
+    /// The key of a job that is identified by a process.
     #[must_use]
     pub fn of_process(name: &str, instance: &str, pid: i32) -> JobKey {
         let separator = if instance.is_empty() { "" } else { ", " };
         JobKey { name: name.into(), instance: format!("{instance}{separator}{PID}{pid}") }
     }
 
-    /// Whether this job is known by a process of this machine.
+    /// Whether this job is identified by a process of this machine.
     #[must_use]
     pub fn is_of_process(&self) -> bool {
         let known_by = self.instance.rsplit(", ").next().unwrap_or_default();
         known_by.strip_prefix(PID).is_some_and(|pid| pid.parse::<i32>().is_ok())
     }
 
-    /// Whether this is a key of a job that meets there.
+    /// Whether the rendezvous of this job is `instance`.
     pub(crate) fn is_at(&self, instance: &str) -> bool {
         match self.instance.strip_prefix(instance) {
             Some("") => true,
@@ -41,7 +42,7 @@ impl JobKey {
     }
 }
 
-/// Stands before the pid of the process by which a job is known.
+/// Prefix of the pid of the process that identifies a job.
 const PID: &str = "pid ";
 
 impl fmt::Display for JobKey {
@@ -55,12 +56,12 @@ impl fmt::Display for JobKey {
     }
 }
 
-/// Identity of an entry, never used again.
+/// Identity of a registry entry; never reused.
 pub type RankId = u64;
-/// Identity of a connection, never used again.
+/// Identity of a connection; never reused.
 pub type ConnectionId = u64;
 
-/// The job as the cluster is told of it.
+/// The job as it is reported to the cluster.
 #[must_use]
 pub fn job_id(job: &JobKey) -> JobId {
     let instance = match job.is_of_process() {

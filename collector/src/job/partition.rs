@@ -1,31 +1,36 @@
-//! Which of the processes with one job name are one job. Pure: everything that is known of them is passed in.
+//! Splits the processes with one job name into jobs. Pure: the caller passes in everything that is
+//! known of them.
 //!
-//! A communicator whose identity was drawn joins its ranks whatever else they say. Without one, processes are joined unless something
-//! contradicts it: two living processes with the same rank, worlds of two sizes, or two rendezvous. Where a contradiction leaves a
-//! choice, the closer relatives stay together: the ranks below one launcher. A process below a rank that claims the rank's own number
-//! has inherited it and is a helper.
+//! A communicator with a unique identity joins its ranks whatever else they claim. Without one,
+//! processes are joined unless something contradicts it: two living processes with one rank, worlds
+//! of two sizes, or two rendezvous. Where a contradiction leaves a choice, closer relatives stay
+//! together: the ranks below one launcher. A process below a rank that claims the number of that
+//! rank has inherited it and is a helper.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A process, by pid and start time.
+/// A process, identified by pid and start time.
 pub type ProcessId = (i32, u64);
 
-/// What is known of a process and its place in a job.
+/// A process and what is known of its place in a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Member {
-    /// `None` when it cannot be seen from this PID namespace.
+    /// `None` if it is not visible in this PID namespace.
     pub process: Option<ProcessId>,
-    /// Its ancestors when it was first seen, the nearest first, and the launched command that it inherited.
+    /// Its ancestors when it was first seen, nearest first, followed by the launched command that
+    /// it inherited.
     pub ancestors: Vec<ProcessId>,
     /// The rank that it claims.
     pub rank: i32,
-    /// The size of the world that it claims; 0 when it does not know.
+    /// The world size that it claims; 0 if unknown.
     pub world_size: u32,
     /// Restart number of its agent.
     pub attempt: u32,
-    /// Its rendezvous, or what else its scheduler names its job by, in the environment that it was started with; empty for none.
+    /// Its rendezvous, or another identifier of the job from its scheduler, in the environment that
+    /// it was started with. Empty if there is none.
     pub instance: String,
-    /// The same in its environment when it registered, which a launcher may have completed; empty for none.
+    /// As `instance`, but from its environment when it registered, which a launcher may have
+    /// completed. Empty if there is none.
     pub own_instance: String,
     /// CLOCK_MONOTONIC at which it was started.
     pub started_ns: u64,
@@ -33,7 +38,7 @@ pub struct Member {
     pub registered_ns: u64,
     /// CLOCK_MONOTONIC at which it ended; `u64::MAX` while it lives.
     pub ended_ns: u64,
-    /// Its communicators whose identity no other job has.
+    /// Its communicators with a globally unique identity.
     pub communicators: Vec<Place>,
 }
 
@@ -42,20 +47,21 @@ pub struct Member {
 pub struct Place {
     /// Identity of the communicator.
     pub id: u64,
-    /// Its ranks.
+    /// Number of its ranks.
     pub size: u32,
-    /// The process's rank in it.
+    /// The rank of the process in it.
     pub rank: i32,
 }
 
-/// Where a member belongs.
+/// The job that a member belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Seat {
-    /// Members of one job have the same number: the index of the first of them.
+    /// Members of one job have the same number: the index of its first member.
     pub group: usize,
-    /// It is a helper of a rank, whose number it inherited.
+    /// Whether it is a helper that inherited the number of a rank.
     pub helper: bool,
-    /// Its rank and the size of the world, by a communicator that holds the whole job, where the claims contradict each other.
+    /// Its rank and the world size according to a communicator that spans the job. Set where the
+    /// claims contradict each other.
     pub place: Option<(i32, u32)>,
 }
 
@@ -74,8 +80,8 @@ impl Member {
         !over(self, other) && !over(other, self)
     }
 
-    /// Whether they meet at two places. What they were started with counts: a program may change its own environment, and one process may
-    /// have registered before that and another one after it.
+    /// Whether they use two rendezvous. The start environment counts: a program may change its own
+    /// environment, and one process may have registered before the change and another one after it.
     fn meets_elsewhere(&self, other: &Member) -> bool {
         if !self.instance.is_empty() && !other.instance.is_empty() {
             return self.instance != other.instance;
@@ -88,7 +94,7 @@ impl Member {
         if self.own_instance.is_empty() { &self.instance } else { &self.own_instance }
     }
 
-    /// Whether two processes cannot be of one job, as far as they say.
+    /// Whether the claims of two processes exclude that they belong to one job.
     fn contradicts(&self, other: &Member) -> bool {
         if self.meets_elsewhere(other) {
             return true;
@@ -97,13 +103,15 @@ impl Member {
             return false;
         }
         if self.attempt != other.attempt {
-            // An agent that starts another attempt has given up the one before, and agents count their attempts apart.
+            // An agent that starts another attempt has given up the previous one. Agents count
+            // their attempts independently.
             return self.rank == other.rank && self.ancestors.first() != other.ancestors.first();
         }
         self.clashes(other) || (self.lives_with(other) && self.is_of_another_size(other))
     }
 
-    /// Whether two processes claim one rank at the same time. A rank of a world that has grown or shrunk may end late.
+    /// Whether two processes claim one rank at the same time. A rank of a world that has grown or
+    /// shrunk may end late.
     fn clashes(&self, other: &Member) -> bool {
         let at_once = self.overlaps(other) && (self.lives_with(other) || !self.is_of_another_size(other));
         self.rank == other.rank && self.attempt == other.attempt && at_once
@@ -117,7 +125,7 @@ impl Member {
         self.world_size > 0 && other.world_size > 0 && self.world_size != other.world_size
     }
 
-    /// How close two processes are by birth: when their closest common ancestor was started.
+    /// How closely two processes are related: the start time of their closest common ancestor.
     fn closeness(&self, other: &Member) -> u64 {
         let common = self.ancestors.iter().filter(|ancestor| other.ancestors.contains(ancestor));
         common.map(|(_, start)| *start).max().unwrap_or(0)
@@ -132,7 +140,7 @@ impl Member {
 /// Groups of members that are joined step by step.
 struct Groups<'m> {
     members: &'m [Member],
-    // With the ranks that communicators tell.
+    // The claims, corrected by the ranks that communicators report.
     claims: Vec<Member>,
     places: Vec<Option<(i32, u32)>>,
     group_of: Vec<usize>,
@@ -166,9 +174,10 @@ impl<'m> Groups<'m> {
         of(one).iter().any(|one| of(other).iter().any(|other| test(&self.claims[*one], &self.claims[*other])))
     }
 
-    /// Joins the members of communicators, which are given by size and identity. Where two of the processes that these connect claim one
-    /// rank, a communicator that holds all of them tells who is who. Without one they are groups of their own, such as a trainer and
-    /// a server that share a communicator: the smaller communicators join, and those that contradict do not.
+    /// Joins the members of communicators, which are keyed by size and identity. If two of the
+    /// connected processes claim one rank, a communicator that contains all of them determines the
+    /// ranks. Without one they are separate groups, such as a trainer and a server that share a
+    /// communicator: the smaller communicators join their members, and contradicting ones do not.
     fn join_by(&mut self, communicators: &BTreeMap<(u32, u64), Vec<usize>>) {
         let mut connected: Vec<BTreeSet<usize>> = Vec::new();
         for inside in communicators.values() {
@@ -217,7 +226,7 @@ impl<'m> Groups<'m> {
         }
     }
 
-    /// Joins whatever does not contradict, the closest first.
+    /// Joins everything that does not contradict, closest relatives first.
     fn join_relatives(&mut self, mains: &[usize]) {
         let mut edges = Vec::new();
         for (number, one) in mains.iter().enumerate() {
@@ -239,7 +248,8 @@ impl<'m> Groups<'m> {
     }
 }
 
-/// Parts the processes of one name into jobs. The result has a seat for each member, in their order.
+/// Splits the processes of one name into jobs. The result has one seat for each member, in their
+/// order.
 #[must_use]
 pub fn partition(members: &[Member]) -> Vec<Seat> {
     let host = |helper: &Member| {
@@ -248,7 +258,7 @@ pub fn partition(members: &[Member]) -> Vec<Seat> {
                 && (helper.rank, helper.attempt) == (other.rank, other.attempt)
                 && !helper.meets_elsewhere(other)
         };
-        // A process that shares communicators with others is a rank of its own, whatever it inherited.
+        // A process that shares communicators with others is a rank, even if it inherited a number.
         if helper.communicators.iter().any(|place| place.size > 1) { None } else { members.iter().position(is_host) }
     };
     let hosts: Vec<Option<usize>> = members.iter().map(host).collect();
@@ -279,7 +289,7 @@ pub fn partition(members: &[Member]) -> Vec<Seat> {
     (0..members.len()).map(seat).collect()
 }
 
-/// The usual case, which is seen at a glance: nothing contradicts.
+/// The usual case, which is checked fast: nothing contradicts.
 fn is_one_job(members: &[Member], mains: &[usize]) -> bool {
     let all = || mains.iter().map(|index| &members[*index]);
     let ranks: BTreeSet<i32> = all().map(|member| member.rank).collect();
@@ -294,7 +304,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A rank of a world of two with this pid, below these ancestors (pid and start time are the same number).
+    /// A rank of a world of two with this pid below these ancestors (pid and start time are equal).
     fn member(pid: i32, rank: i32, ancestors: &[i32]) -> Member {
         Member {
             process: Some((pid, pid as u64)),
@@ -321,7 +331,7 @@ mod tests {
         partition(members).iter().map(|seat| seat.group).collect()
     }
 
-    /// Every order of the members gives the same jobs.
+    /// Every order of the members must give the same jobs.
     fn check(members: &[Member], wanted: &[usize]) {
         assert_eq!(groups(members), wanted);
         let count = members.len();
@@ -345,7 +355,8 @@ mod tests {
     fn ranks_that_do_not_contradict_are_one_job() {
         check(&[member(10, 0, &[5, 2]), member(11, 1, &[5, 2])], &[0, 0]);
         check(&[member(10, 0, &[]), member(11, 1, &[])], &[0, 0]);
-        // One of a job that its launcher started by itself knows the rendezvous from its environment only later.
+        // A rank that its launcher started directly learns the rendezvous from its environment only
+        // later.
         check(&[member(10, 0, &[2]), at(member(11, 1, &[10, 2]), "h:1")], &[0, 0]);
     }
 
@@ -353,7 +364,7 @@ mod tests {
     fn two_jobs_of_one_name_are_told_apart_by_their_launchers() {
         let jobs = [member(10, 0, &[5, 2]), member(11, 1, &[5, 2]), member(20, 0, &[6, 2]), member(21, 1, &[6, 2])];
         check(&jobs, &[0, 0, 2, 2]);
-        // One rank of each has not come yet.
+        // One rank of each job is missing.
         check(&[jobs[0].clone(), jobs[2].clone(), jobs[3].clone()], &[0, 1, 1]);
         check(&[jobs[1].clone(), jobs[2].clone(), jobs[3].clone()], &[0, 1, 1]);
     }
@@ -382,7 +393,7 @@ mod tests {
     #[test]
     fn a_rendezvous_that_is_set_at_run_time_joins_and_parts() {
         let set = |member: Member, own: &str| Member { own_instance: own.into(), ..member };
-        // The children of a launcher that is rank 0 have in their environment what it has set in its own.
+        // The children of a launcher that is rank 0 inherit what it set in its own environment.
         check(&[set(member(10, 0, &[2]), "h:1"), set(at(member(11, 1, &[10, 2]), "h:1"), "h:1")], &[0, 0]);
         // Two jobs whose ranks were spawned by one program.
         let spawned = |pid: i32, rank: i32, own: &str| set(member(pid, rank, &[5]), own);
@@ -390,7 +401,7 @@ mod tests {
             &[spawned(10, 0, "h:1"), spawned(11, 0, "h:2"), spawned(12, 1, "h:2"), spawned(13, 1, "h:1")],
             &[0, 1, 1, 0],
         );
-        // A program of one job sets it when some of its ranks have registered.
+        // A program of one job sets it after some of its ranks have registered.
         check(&[at(member(10, 0, &[5]), "prterun-1"), set(at(member(11, 1, &[5]), "prterun-1"), "h:1")], &[0, 0]);
     }
 
@@ -404,7 +415,7 @@ mod tests {
     fn a_rank_that_comes_again_is_of_the_same_job() {
         let gone = Member { ended_ns: 15 * SECOND, ..member(10, 0, &[5, 2]) };
         check(&[gone.clone(), member(11, 1, &[5, 2]), member(20, 0, &[5, 2])], &[0, 0, 0]);
-        // It lived when the other one was started.
+        // It was alive when the other one was started.
         check(&[gone, member(11, 1, &[5, 2]), member(12, 0, &[6, 2])], &[0, 0, 2]);
     }
 
@@ -422,7 +433,8 @@ mod tests {
         let all = [&[rank.clone()][..], &helpers].concat();
         check(&all, &[0, 0, 0, 0]);
         assert_eq!(partition(&all).iter().map(|seat| seat.helper).collect::<Vec<_>>(), [false, true, true, true]);
-        // Ranks that a rank has started by itself, as Lightning does, with the number that they inherited.
+        // Ranks that another rank has started itself, as Lightning does, with the number that they
+        // inherited.
         let ranks = [inside(rank, &[(7, 2, 0)]), inside(member(11, 0, &[10, 5]), &[(7, 2, 1)])];
         check(&ranks, &[0, 0]);
         let seats = partition(&ranks);
@@ -432,12 +444,12 @@ mod tests {
 
     #[test]
     fn a_communicator_that_holds_all_numbers_them_anew_and_a_smaller_one_joins_nothing_that_clashes() {
-        // All were started with the same number, and given their own as an argument.
+        // All were started with the same number and got their own rank as an argument.
         let told = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
         let seats = partition(&[told(10, 2), told(11, 0), told(12, 1)]);
         assert!(seats.iter().all(|seat| seat.group == 0));
         assert_eq!(seats.iter().filter_map(|seat| seat.place).collect::<Vec<_>>(), [(2, 3), (0, 3), (1, 3)]);
-        // A trainer hands its weights to the ranks of a server, which count from 0 as well.
+        // A trainer sends its weights to the ranks of a server, which also count from 0.
         let trainer = [inside(member(10, 0, &[5]), &[(1, 2, 0), (3, 3, 0)]), inside(member(11, 1, &[5]), &[(1, 2, 1)])];
         let server = [
             inside(member(20, 0, &[6]), &[(2, 2, 0), (3, 3, 1)]),

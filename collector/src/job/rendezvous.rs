@@ -1,5 +1,6 @@
-//! What may be believed of what a node says. A rendezvous on loopback is a place on the machine that names it: of two jobs that both name
-//! `127.0.0.1:29500` on two machines, each is a job of its own, and one that is spread over several collectors of one machine is one.
+//! Makes rendezvous of different nodes comparable. A rendezvous on loopback is local to the machine
+//! that reports it: two jobs that both report `127.0.0.1:29500` on two machines are two jobs, while
+//! a job that several collectors of one machine report is one job.
 
 use std::{
     fs,
@@ -9,16 +10,16 @@ use std::{
 
 use crate::{http::address::is_loopback, os::process};
 
-/// What stands behind the instance of a job whose rendezvous is on this machine's loopback.
+/// Suffix of the instance of a job whose rendezvous is on the loopback of this machine.
 static HERE: LazyLock<String> = LazyLock::new(|| {
-    // A container may have a loopback of its own.
+    // A container may have its own loopback.
     let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string()).unwrap_or_default();
     let mut hasher = DefaultHasher::new();
     (process::boot_id(), namespace).hash(&mut hasher);
     format!(" on {} {:08x}", process::host_name(), hasher.finish() as u32)
 });
 
-/// The instance of a job as other machines are told of it.
+/// The instance of a job as it is reported to other machines.
 #[must_use]
 pub fn beyond_this_machine(instance: &str) -> String {
     match instance.rsplit_once(':') {
@@ -29,13 +30,13 @@ pub fn beyond_this_machine(instance: &str) -> String {
     }
 }
 
-/// What means something on this machine alone, as other machines are told of it.
+/// A machine-local identifier as it is reported to other machines.
 #[must_use]
 pub fn of_this_machine(instance: &str) -> String {
     format!("{instance}{}", *HERE)
 }
 
-/// The instance of a job as it is called on this machine.
+/// The instance of a job as it is named on this machine.
 #[must_use]
 pub fn on_this_machine(instance: &str) -> &str {
     instance.strip_suffix(HERE.as_str()).unwrap_or(instance)

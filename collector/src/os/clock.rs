@@ -1,4 +1,5 @@
-//! The two clocks: CLOCK_MONOTONIC, which rings and deadlines use, and the wall clock, which people read.
+//! The two clocks: CLOCK_MONOTONIC, which rings and deadlines use, and the wall clock, which people
+//! read.
 
 use jiff::Timestamp;
 use rustix::time::{ClockId, clock_gettime};
@@ -13,7 +14,7 @@ pub struct Now {
 }
 
 impl Now {
-    /// This moment.
+    /// Reads both clocks.
     #[must_use]
     pub fn get() -> Self {
         Now { mono_ns: read(ClockId::Monotonic), unix_ns: read(ClockId::Realtime) }
@@ -22,11 +23,11 @@ impl Now {
 
 fn read(clock: ClockId) -> u64 {
     let time = clock_gettime(clock);
-    // Neither clock is negative on a machine that is set to this century.
+    // Neither clock is negative on a machine whose date is set to this century.
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
 }
 
-/// Time since boot, that of sleep included: what the start times in /proc are counted by. Nanoseconds.
+/// Time since boot in nanoseconds, including suspend. The start times in /proc use this clock.
 #[must_use]
 pub fn since_boot_ns() -> u64 {
     read(ClockId::Boottime)
@@ -38,7 +39,7 @@ pub fn rfc3339(unix_ns: u64) -> String {
     timestamp(unix_ns).strftime("%Y-%m-%dT%H:%M:%S%.3fZ").to_string()
 }
 
-/// `20261121T105500Z`, as it stands in the name of an incident.
+/// `20261121T105500Z`, the format in incident names.
 #[must_use]
 pub fn compact(unix_ns: u64) -> String {
     timestamp(unix_ns).strftime("%Y%m%dT%H%M%SZ").to_string()

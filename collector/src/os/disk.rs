@@ -1,5 +1,5 @@
-//! What the loop of a collector has to read and write, of either role. A file system that does not answer (NFS, FUSE) holds up a thread here and not the loop,
-//! which still sees every rank.
+//! Disk work of the event loop, in both roles. A file system that does not answer (NFS, FUSE)
+//! blocks a thread here; the loop keeps serving every rank.
 
 use std::{
     collections::BTreeMap,
@@ -17,10 +17,10 @@ use tracing::warn;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// One thread for each folder of incident folders, up to [`MAX_THREADS`].
+/// One thread for each root of incident folders, up to [`MAX_THREADS`].
 pub struct Disk {
     roots: BTreeMap<PathBuf, Thread>,
-    // For the folders that have none, of which there may be as many as there are processes.
+    // Shared by the roots without a thread of their own. There can be as many roots as processes.
     others: Option<Thread>,
     done: Arc<dyn Fn() + Send + Sync>,
 }
@@ -37,31 +37,33 @@ impl Thread {
     }
 }
 
-/// Beyond this, folders whose thread is idle lose it, and what has none when all are busy shares one.
+/// At this number, roots with an idle thread lose it. If all threads are busy, a new root uses the
+/// shared thread.
 const MAX_THREADS: usize = 16;
-/// The loop waits for so long for what a healthy disk does in a moment.
+/// The loop waits this long for work that a healthy disk finishes in a moment.
 const SOON: Duration = Duration::from_secs(1);
 
 impl Disk {
-    /// Without a thread yet. `done` is called whenever something is done.
+    /// Starts no thread yet. `done` is called each time a piece of work is done.
     #[must_use]
     pub fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
         Disk { roots: BTreeMap::new(), others: None, done: Arc::new(done) }
     }
 
-    /// Whether something is not done yet.
+    /// Whether any work is unfinished.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.roots.values().chain(&self.others).any(Thread::is_busy)
     }
 
-    /// Does something in or below a folder, after what was given for that before; when that takes long, later.
+    /// Runs work in or below a folder, after the work that was submitted for it before. If that
+    /// takes long, the work finishes in the background.
     pub fn give(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
         let _ = self.ask(root, work, drop);
     }
 
-    /// What some work in or below a folder finds; `None` when that takes long. It is given to `late` then. A folder that is still busy
-    /// with what was given before is not waited for.
+    /// Runs work in or below a folder and returns its result. If it takes long, returns `None` and
+    /// passes the result to `late`. Does not wait for a root that is still busy with earlier work.
     pub fn ask<T: Send + 'static>(
         &mut self,
         root: &Path,
@@ -76,14 +78,14 @@ impl Disk {
         under_way.fetch_add(1, Ordering::AcqRel);
         let work = move || {
             let result = work();
-            // Before it is told: whoever asks next finds the thread free.
+            // Decremented before the result is sent, so that the next caller finds the thread free.
             under_way.fetch_sub(1, Ordering::AcqRel);
             if let Err(mpsc::SendError(result)) = found.send(result) {
                 late(result);
             }
             done();
         };
-        // It does not end while there is a sender.
+        // The thread runs as long as there is a sender.
         let _ = thread.give.send(Box::new(work));
         let found = take.recv_timeout(wait).ok();
         if found.is_none() {
@@ -95,7 +97,7 @@ impl Disk {
     fn thread(&mut self, root: &Path) -> Option<&Thread> {
         if !self.roots.contains_key(root) {
             if self.roots.len() >= MAX_THREADS {
-                // A thread ends with its sender.
+                // A thread ends when its sender is dropped.
                 self.roots.retain(|_, thread| thread.is_busy());
             }
             let is_full = self.roots.len() >= MAX_THREADS;
@@ -145,7 +147,7 @@ mod tests {
             assert_eq!(disk.ask(Path::new(&format!("/{number}")), move || number, drop), Some(number));
             assert!(disk.roots.len() <= MAX_THREADS);
         }
-        // All of them are busy.
+        // Make all threads busy.
         let mut holds = Vec::new();
         disk.roots.clear();
         for number in 0..MAX_THREADS {

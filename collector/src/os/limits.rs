@@ -3,7 +3,8 @@
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::warn;
 
-/// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select. Returns how many there may be.
+/// Raises the soft limit of open files to the hard limit and returns it. Each rank needs three
+/// descriptors; the usual soft limit of 1,024 exists for programs that use `select`.
 pub fn raise_descriptor_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {

@@ -1,8 +1,9 @@
 //! The allocator of the collector.
 #![allow(unsafe_code)]
 
-/// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas for each core, and the memory that was
-/// freed in one of them does not serve a thread that uses another: each of them grows to the size of the largest incident.
+/// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas per
+/// core, and a thread cannot reuse memory that was freed in another arena. Each arena would grow to
+/// the size of the largest incident.
 pub fn share_one_arena() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt only changes a setting of the allocator.
@@ -13,7 +14,7 @@ pub fn share_one_arena() {
     }
 }
 
-/// Returns freed memory to the system. After an incident that is most of what was in use.
+/// Returns freed memory to the system. After an incident, this is most of the memory in use.
 pub fn trim() {
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim may be called at any time; it returns free pages to the system.

@@ -1,4 +1,5 @@
-//! The one call that needs unsafe code here: asking a pidfd how its process ended, also after it was reaped (Linux 6.15).
+//! Asks a pidfd how its process ended, even after the process was reaped (Linux 6.15). This call
+//! needs unsafe code.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -20,11 +21,12 @@ const PIDFD_INFO_EXIT: u64 = 1 << 3;
 const PIDFD_GET_INFO: libc::Ioctl = 0xc000_ff0b | (size_of::<PidfdInfo>() as libc::Ioctl) << 16;
 const _: () = assert!(size_of::<PidfdInfo>() == 64);
 
-/// Wait status of a process that has been reaped; `None` when it has not, or the kernel is older than 6.15.
+/// Wait status of a reaped process; `None` if it has not been reaped or the kernel is older than
+/// 6.15.
 pub fn wait_status(fd: &OwnedFd) -> Option<i32> {
     let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..Default::default() };
-    // SAFETY: the request number encodes the size of PidfdInfo, the kernel writes no more than that into `info`, which
-    // lives across the call; every bit pattern is a valid PidfdInfo.
+    // SAFETY: the request number encodes the size of PidfdInfo, the kernel writes no more than that
+    // into `info`, which lives across the call; every bit pattern is a valid PidfdInfo.
     let failed = unsafe { libc::ioctl(fd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) } != 0;
     (!failed && info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code)
 }

@@ -1,4 +1,5 @@
-//! What /proc tells of a process, its identity (pid and start time), its end, and a handle that cannot hit another process.
+//! Processes in /proc: identity (pid and start time), environment, end, and a handle that cannot
+//! hit another process.
 
 use std::{
     collections::BTreeMap,
@@ -32,21 +33,21 @@ pub struct Stat {
     pub state: char,
     /// Parent.
     pub parent: i32,
-    /// Start time in clock ticks since boot: with the pid it identifies a process.
+    /// Start time in clock ticks since boot. Pid and start time together identify a process.
     pub start: u64,
     /// Wait status of a zombie, 0 otherwise.
     pub wait_status: i32,
 }
 
 impl Stat {
-    /// `None` when there is no such process.
+    /// `None` if there is no such process.
     #[must_use]
     pub fn of(pid: i32) -> Option<Stat> {
         Self::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
     }
 
     fn parse(line: &str) -> Option<Stat> {
-        // The command stands in parentheses and may hold any character, parentheses included.
+        // The command is in parentheses and may contain any character, including parentheses.
         let fields: Vec<&str> = line.rsplit_once(')')?.1.split_whitespace().collect();
         Some(Stat {
             state: fields.first()?.chars().next()?,
@@ -68,28 +69,29 @@ impl Stat {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 
-    /// Since it was started.
+    /// Nanoseconds since its start.
     #[must_use]
     pub fn age_ns(&self) -> u64 {
         age_ns(self.start)
     }
 }
 
-/// One of the clock ticks in which /proc has the start of a process: 100 a second, on every kernel.
+/// Length of the clock ticks in which /proc reports start times: 100 per second on every kernel.
 pub const TICK_NS: u64 = 10_000_000;
 
 fn age_ns(start: u64) -> u64 {
     clock::since_boot_ns().saturating_sub(start.saturating_mul(TICK_NS))
 }
 
-/// CLOCK_MONOTONIC at which a process of this start time was started, as in [`Stat`].
+/// CLOCK_MONOTONIC at which a process with this start time (see [`Stat`]) was started.
 #[must_use]
 pub fn started_ns(start: u64, now_ns: u64) -> u64 {
     now_ns.saturating_sub(age_ns(start))
 }
 
-/// The ancestors of a process, the nearest first, as far as they live. A process whose parents have ended (a daemon) has lost them; what
-/// its launcher left in its environment tells the launched command even then, which stands last.
+/// The living ancestors of a process, nearest first. A process whose parents have ended (a daemon)
+/// has lost its ancestors. The environment still names the launched command, because the launcher
+/// put it there; it is the last entry.
 fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
     let parent = |stat: &Stat| {
         let pid = Some(stat.parent).filter(|pid| *pid > 1)?;
@@ -114,16 +116,16 @@ pub fn command(pid: i32) -> String {
     shortened(&secrets::cmdline(&bytes), MOST_COMMAND_BYTES)
 }
 
-/// A process that is held on to: the handle never means another process that got the same pid.
+/// A handle to a process. It never refers to another process that got the same pid.
 #[derive(Debug)]
 pub struct Handle {
     /// Its pid in the collector's namespace.
     pub pid: i32,
     /// Start time, as in [`Stat`].
     pub start: u64,
-    /// Which of several jobs of one name it belongs to; known only of those who connected.
+    /// Distinguishes jobs of one name; known only for processes that connected.
     pub instance: String,
-    /// Who it is, if its environment names a rank; known only of those who connected.
+    /// Its rank, if its environment names one; known only for processes that connected.
     pub rank: Option<RankInfo>,
     /// Its ancestors when it connected; see [`ancestors`].
     pub ancestors: Vec<ProcessId>,
@@ -131,11 +133,11 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Of a process that has connected. What is read here is gone as soon as it ends, so this comes before it is welcomed: whoever
-    /// has said hello was alive then.
+    /// Opens a process that has connected. What is read here disappears when the process ends, so
+    /// this happens before `Welcome` is sent: a process that sends `Hello` was alive then.
     ///
     /// # Errors
-    /// When there is no such process.
+    /// If there is no such process.
     pub fn of_peer(pid: i32) -> io::Result<Handle> {
         let source = Source::of_environ(&fs::read(format!("/proc/{pid}/environ")).unwrap_or_default());
         let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
@@ -144,26 +146,26 @@ impl Handle {
     }
 
     /// # Errors
-    /// When there is no such process.
+    /// If there is no such process.
     pub fn open(pid: i32) -> io::Result<Handle> {
         let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
         let fd = pidfd_open(raw, PidfdFlags::empty())?;
         let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
         let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
-        // The start time is that of this process only if the process was still there after it had been read.
+        // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
             return Err(io::ErrorKind::NotFound.into());
         }
         Ok(handle)
     }
 
-    /// For poll: readable once the process has ended.
+    /// For poll: becomes readable when the process ends.
     #[must_use]
     pub fn fd(&self) -> &OwnedFd {
         &self.fd
     }
 
-    /// Whether the process has ended, a zombie included.
+    /// Whether the process has ended. A zombie counts as ended.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
@@ -171,20 +173,21 @@ impl Handle {
         matches!(poll(&mut fds, Some(&none)), Ok(1..))
     }
 
-    /// The process's stat line, if the pid is still this process.
+    /// The stat line of the process, if its pid still refers to it.
     #[must_use]
     pub fn stat(&self) -> Option<Stat> {
         Stat::of(self.pid).filter(|stat| stat.start == self.start)
     }
 
-    /// Whether it stands in the freezer of its control group, as in a container that is paused.
+    /// Whether the freezer of its control group has stopped it, as in a paused container.
     #[must_use]
     pub fn is_frozen(&self) -> bool {
         let place = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
         FREEZER_WCHAN.contains(&place.trim())
     }
 
-    /// How it ended: `exit code 1`, `killed by SIGKILL`; `None` while it runs, and when the kernel does not tell.
+    /// How it ended: `exit code 1`, `killed by SIGKILL`. `None` while it runs or if the kernel does
+    /// not report it.
     #[must_use]
     pub fn exit(&self) -> Option<String> {
         if !self.is_dead() {
@@ -194,8 +197,8 @@ impl Handle {
         pidfd::wait_status(&self.fd).or(zombie).map(describe)
     }
 
-    /// Why a process that was killed is still there: its state, and the function of the kernel that its main thread waits in, where
-    /// we may know it.
+    /// Why a killed process still exists: its state and, if readable, the kernel function in which
+    /// its main thread waits.
     #[must_use]
     pub fn where_the_kernel_is(&self) -> String {
         let state = self.stat().map_or('?', |stat| stat.state);
@@ -204,16 +207,16 @@ impl Handle {
         format!("the kernel holds it in {function} (state {state})")
     }
 
-    /// Sends a signal to this process and no other.
+    /// Sends a signal to this process only.
     ///
     /// # Errors
-    /// When it has ended, or belongs to somebody else.
+    /// If the process has ended or belongs to another user.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         Ok(pidfd_send_signal(&self.fd, signal)?)
     }
 }
 
-/// A wait status in words.
+/// Describes a wait status in words.
 pub(crate) fn describe(status: i32) -> String {
     let number = status & 0x7f;
     if number == 0 {
@@ -224,7 +227,7 @@ pub(crate) fn describe(status: i32) -> String {
     format!("killed by {name}{core}")
 }
 
-/// A process of this user that carries the environment of a rank and was started under our launcher.
+/// A process of this user that has the environment of a rank and was started under our launcher.
 #[derive(Debug, Clone)]
 pub struct Found {
     /// Pid.
@@ -235,16 +238,16 @@ pub struct Found {
     pub start: u64,
     /// Who it is in its job.
     pub info: RankInfo,
-    /// Which of several jobs of one name; see [`Handle::instance`].
+    /// Distinguishes jobs of one name; see [`Handle::instance`].
     pub instance: String,
     /// See [`ancestors`].
     pub ancestors: Vec<ProcessId>,
-    /// Socket of the collector that it would talk to.
+    /// Socket of the collector that it would connect to.
     pub socket: PathBuf,
 }
 
 impl Found {
-    /// What tells its job.
+    /// The properties that assign it to a job.
     #[must_use]
     pub fn member(&self, now_ns: u64) -> Member {
         Member {
@@ -262,14 +265,15 @@ impl Found {
     }
 }
 
-/// All processes of `uid` with a rank in their environment and our hook in `LD_PRELOAD` or mapped.
+/// All processes of `uid` that have a rank in their environment and our hook in `LD_PRELOAD` or
+/// mapped.
 #[must_use]
 pub fn scan(uid: u32) -> Vec<Found> {
     pids(uid).filter_map(|pid| found(pid, uid)).collect()
 }
 
-/// The processes of `uid` that a launcher has become: they have the hook and this socket in their environment, and no
-/// parent that has.
+/// The processes of `uid` that launchers exec'd: they have the hook and this socket in their
+/// environment, and their parent does not.
 #[must_use]
 pub fn commands(uid: u32, socket: &Path) -> Vec<i32> {
     let launched = |pid: i32| {
@@ -290,7 +294,7 @@ fn pids(uid: u32) -> impl Iterator<Item = i32> {
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// One process, if it is such a one.
+/// Reads one process; `None` if it does not qualify.
 #[must_use]
 pub fn found(pid: i32, uid: u32) -> Option<Found> {
     let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
@@ -313,15 +317,17 @@ fn maps_hook(pid: i32) -> bool {
     fs::read(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.windows(HOOK.len()).any(|word| word == HOOK.as_bytes()))
 }
 
-/// [`Source::instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
+/// [`Source::instance`] of a running process. MPICH's launcher does not name its job in the
+/// environment; see [`hydra`].
 fn instance_in(pid: i32, source: &Source) -> String {
     let own = source.instance();
     let tells_nothing = own.is_empty() && source.text("PMI_RANK").is_some();
     if tells_nothing { hydra(pid).unwrap_or(own) } else { own }
 }
 
-/// Where the launcher of MPICH listens, host and port, which each of its proxies has among its arguments: the same for all
-/// ranks of a job on all nodes. A proxy is the rank's parent, or the parent of what the rank was started by.
+/// Host and port on which the MPICH launcher listens. Each proxy has them among its arguments, so
+/// they are equal for all ranks of a job on all nodes. A proxy is the parent of the rank, or the
+/// parent of the process that started the rank.
 fn hydra(pid: i32) -> Option<String> {
     const GENERATIONS: usize = 6;
     let ancestors =
@@ -340,19 +346,21 @@ pub fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").map(|name| name.trim().to_string()).unwrap_or_default()
 }
 
-/// Where the collector of a socket lives: machine, container and socket. One that is started anew there has the same.
+/// Identity of the place of a collector: machine, container and socket. A collector that is
+/// restarted there has the same value.
 pub fn home(socket: &Path) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default();
     format!("{} {namespace} {}", boot_id(), socket.display())
 }
 
-/// Identity of this boot: CLOCK_MONOTONIC and start times of another boot mean nothing in this one.
+/// Identity of this boot. CLOCK_MONOTONIC values and start times of another boot are meaningless in
+/// this one.
 #[must_use]
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
 }
 
-/// Something that nobody guesses and that no other process has.
+/// An unguessable value that is unique to this process.
 #[must_use]
 pub fn random_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/uuid").map(|id| id.trim().to_string()).unwrap_or_default()
@@ -379,7 +387,8 @@ mod tests {
         let wait = |child: &mut std::process::Child| {
             let handle = Handle::open(child.id() as i32).unwrap();
             child.kill().unwrap();
-            // Not yet waited for: a zombie. Then reaped: only the pidfd knows.
+            // First a zombie, which has not been waited for. Then reaped: only the pidfd reports
+            // its end.
             while !handle.is_dead() {
                 std::thread::yield_now();
             }
@@ -389,7 +398,7 @@ mod tests {
         };
         let (zombie, reaped, stat) = wait(&mut Command::new("sleep").arg("60").spawn().unwrap());
         assert_eq!(zombie.as_deref(), Some("killed by SIGKILL"));
-        // Kernels before 6.15 do not tell of a reaped process.
+        // Kernels before 6.15 do not report the end of a reaped process.
         assert!(reaped.is_none() || reaped.as_deref() == Some("killed by SIGKILL"), "{reaped:?}");
         assert_eq!(stat, None);
     }
@@ -406,7 +415,7 @@ mod tests {
     fn who_started_a_process_is_known_also_when_those_in_between_have_ended() {
         let mut child = Command::new("sleep").arg("60").env("XPU_TIMER_LAUNCH_ID", "123456789:77").spawn().unwrap();
         let own = std::process::id() as i32;
-        // The parent goes on a moment before the kernel shows what the child was given.
+        // The parent continues slightly before the kernel shows the environment of the child.
         let environment = format!("/proc/{}/environ", child.id());
         let begun = std::time::Instant::now();
         while fs::read(&environment).unwrap().is_empty() && begun.elapsed().as_secs() < 60 {
@@ -421,7 +430,7 @@ mod tests {
 
     #[test]
     fn jobs_of_mpich_are_told_apart_by_where_their_launcher_listens() {
-        // A proxy, a shell, and in it the rank, which says when it is there.
+        // A proxy, a shell, and in it the rank, which reports when it is ready.
         let script = "sh -c 'echo $$; read _; :'; :";
         let mut proxy = Command::new("sh");
         proxy.args(["-c", script, "hydra_pmi_proxy", "--control-port", "node:35363", "--rmk", "user"]);

@@ -1,5 +1,5 @@
-//! A ring that a hook handed over. It is read with pread alone: a peer that shrinks or rewrites it can spoil its own flight
-//! record and nothing else.
+//! A ring that a hook handed over. It is read with `pread` alone: a peer that shrinks or rewrites
+//! it can only spoil its own flight record.
 
 use std::{fs::File, io, os::fd::OwnedFd, os::unix::fs::FileExt};
 
@@ -18,13 +18,13 @@ pub struct RingFile {
 }
 
 impl RingFile {
-    /// Takes a descriptor after having looked at what it is.
+    /// Takes a descriptor after checking what it is.
     ///
-    /// Only a memfd (or another file of shared memory) can be asked for its seals. Reading one cannot block, which a pipe, a
-    /// device or a file of a FUSE file system could.
+    /// Only a memfd (or another shared memory file) has seals. Reading one cannot block, unlike
+    /// reading a pipe, a device or a file of a FUSE file system.
     ///
     /// # Errors
-    /// When it is no memfd of a ring's size.
+    /// If it is not a memfd of the size of a ring.
     pub fn new(fd: OwnedFd, pid: i32) -> Result<RingFile, Error> {
         let error = |problem: String| Error::Ring { pid, problem };
         fcntl_get_seals(&fd).map_err(|_| error("not a memfd".into()))?;
@@ -40,18 +40,18 @@ impl RingFile {
         Ok(ring)
     }
 
-    /// Fills a buffer from an offset; what the readers of [`ring`] want.
+    /// Fills a buffer from an offset, as the readers of [`ring`] need it.
     ///
     /// # Errors
-    /// When the file ends before, or cannot be read.
+    /// If the file ends earlier or cannot be read.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(buffer, offset)
     }
 
-    /// Writes one of the two words of the header that are the collector's.
+    /// Writes one of the two header words that belong to the collector.
     ///
     /// # Errors
-    /// What the system answered, or that the file ends before: it must not grow.
+    /// If the write fails, or if the file ends earlier: the write must not extend it.
     pub fn write(&self, word: usize, value: u64) -> io::Result<()> {
         if self.file.metadata()?.len() != ring::offset::END as u64 {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -67,7 +67,7 @@ impl RingFile {
         ring::read_header(|offset, buffer| self.read_at(offset, buffer))
     }
 
-    /// When the process last launched, called or completed something.
+    /// When the process last launched, called or completed an operation.
     ///
     /// # Errors
     /// As [`ring::read_progress`].
@@ -75,7 +75,7 @@ impl RingFile {
         ring::read_progress(|offset, buffer| self.read_at(offset, buffer))
     }
 
-    /// The process's place in each of its communicators whose identity no other job has.
+    /// The place of the process in each of its communicators with a globally unique identity.
     ///
     /// # Errors
     /// As [`RingFile::read_at`].

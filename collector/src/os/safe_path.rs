@@ -1,4 +1,5 @@
-//! Folders that nobody else can have prepared: in a temporary directory that all users share, a link or a folder may be a trap.
+//! Folders that no other user can have prepared. In a temporary directory that all users share, a
+//! link or a folder may be a trap.
 
 use std::{
     fs, io,
@@ -10,11 +11,11 @@ use rustix::process::getuid;
 
 use crate::error::Error;
 
-/// Makes a folder of mode 0700, or checks that in the one that is there nobody else can put anything. Who may look into it is its
-/// owner's affair: the socket answers to this user's processes only.
+/// Makes a folder of mode 0700, or checks that no other user can write to the existing one. Read
+/// access is the choice of the owner: the socket answers only to processes of this user.
 ///
 /// # Errors
-/// When it is a link, belongs to another user, or others may write to it.
+/// If it is a link, belongs to another user, or is writable for others.
 pub fn private_directory(path: &Path) -> Result<(), Error> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
@@ -36,11 +37,12 @@ pub fn private_directory(path: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes a folder and its parents. Refuses every link on the way that neither this user nor root made, and what another user has put into
-/// a folder that everybody may write to: its owner could exchange what is written there. Folders that are there stay as they are.
+/// Makes a folder and its parents. Refuses every link on the way that was made by a user other than
+/// this one or root. Also refuses folders of other users inside a world-writable folder: their
+/// owner could replace what is written there. Existing folders stay as they are.
 ///
 /// # Errors
-/// When such a link or folder is there, or the folder cannot be made.
+/// If there is such a link or folder, or the folder cannot be made.
 pub fn create_directories(path: &Path) -> Result<(), Error> {
     let own = getuid().as_raw();
     let mut prefix = PathBuf::new();
@@ -49,7 +51,7 @@ pub fn create_directories(path: &Path) -> Result<(), Error> {
         prefix.push(part);
         if fs::symlink_metadata(&prefix).is_err() {
             match fs::create_dir(&prefix) {
-                // Somebody was faster; who, is looked at below.
+                // Another process made it first; the check below finds out whose it is.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 result => result.map_err(Error::path("create", &prefix))?,
             }

@@ -1,19 +1,20 @@
-//! The list of incidents for people: a row each in aligned columns, below it the sentence.
+//! The list of incidents for people: one row each in aligned columns, followed by the sentence.
 
 use serde_json::Value;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::printable;
 
 const HEADER: [&str; 7] = ["INCIDENT", "OPENED (UTC)", "JOB", "STATUS", "CAUSE", "CONF.", "CULPRITS"];
-/// The name of an incident has its time as well.
+/// This column is optional: the name of an incident also contains its time.
 const OPENED: usize = 1;
-/// Without the column before it.
+/// Index after the column `OPENED` was removed.
 const JOB: usize = 1;
-/// A job's name is shortened to no less than this.
+/// A job name is never shortened below this.
 const SHORTEST_JOB: usize = 8;
 const GAP: &str = "  ";
 
-/// The incidents as `/incidents` has them, with lines of at most `width` characters; `None` shortens nothing, for whoever searches in it.
+/// The incidents of `/incidents` in lines of at most `width` characters. `None` shortens nothing,
+/// so that the output can be searched.
 pub fn of(incidents: &[Value], width: Option<usize>) -> String {
     let mut rows: Vec<Vec<String>> = incidents.iter().map(row).collect();
     rows.insert(0, HEADER.map(String::from).to_vec());
@@ -65,7 +66,7 @@ fn culprits(incident: &Value) -> String {
     if ranks.is_empty() { "-".into() } else { ranks.to_string().replace('/', ",") }
 }
 
-/// The beginning of a text, with a mark where more follows.
+/// The beginning of a text, with an ellipsis if it was cut.
 fn clipped(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_string();
