@@ -1,5 +1,5 @@
-//! The cluster role: nodes dial in and keep a stream each, a hang on one of them becomes an incident of the whole job, and its verdict
-//! is made from what all nodes know.
+//! The cluster role. Each node connects and keeps a stream. A hang on one node becomes an incident
+//! of the job, and its verdict is made from the evidence of all nodes.
 
 pub mod command;
 pub mod comparing;
@@ -44,14 +44,14 @@ use crate::{
     os::{clock::Now, limits::raise_descriptor_limit, memory},
 };
 
-/// Threads that read the streams: one task owns the state, so that more of them would only wait for it.
+/// Threads that read the streams. One task owns the state, so more threads would only wait for it.
 const THREADS: usize = 4;
-/// Messages of nodes that wait for the hub; then the streams are read no further.
+/// Messages of nodes that may queue for the hub. When the queue is full, no stream is read.
 const EVENTS: usize = 1024;
-/// Runs the cluster collector until it is told to end.
+/// Runs the cluster collector until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// When it cannot listen, or a file that it was given cannot be used.
+/// If it cannot listen, or a file from its settings cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
     let descriptors = raise_descriptor_limit();
     memory::share_one_arena();
@@ -89,7 +89,8 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::system("watch for signals"))?;
     loop {
         tokio::select! {
-            // In this order: what is asked is answered, and deadlines are looked at, however much comes.
+            // In this order, so that questions are answered and deadlines checked under any load of
+            // messages.
             biased;
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,

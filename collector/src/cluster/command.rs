@@ -13,17 +13,17 @@ use crate::{
 /// A message to the hub that is not from a node's stream.
 #[derive(Debug)]
 pub enum Command {
-    /// What a page asks.
+    /// A question of an HTTP page.
     Question(Question),
-    /// The thread of an incident is done with something.
+    /// The thread of an incident has finished a step.
     Done(String, Done),
     /// The ranks of a job in an attempt were compared.
     Compared(JobKey, u32, Comparison),
-    /// Incidents that an earlier cluster collector left open were found late.
+    /// Incidents that an earlier cluster collector left open, found after a delay.
     Found(Vec<Left>),
-    /// The folder of an incident was made late, or could not be.
+    /// The folder of an incident was made after a delay, or could not be made.
     Made(String, MadeFolder),
 }
 
-/// A folder, and why it is not where it should be.
+/// A folder, with the reason if it is not in its intended place.
 pub type MadeFolder = Result<(Folder, Option<Error>), Error>;

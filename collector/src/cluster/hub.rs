@@ -1,4 +1,5 @@
-//! The state of the cluster collector and what happens to it. One task owns it; nothing here waits for a node, a disk or a verdict.
+//! The state of the cluster collector and its transitions. One task owns it and never waits for a
+//! node, a disk or a verdict.
 
 pub(crate) mod deadlines;
 mod delivery;
@@ -33,16 +34,16 @@ use crate::{
     os::{clock::Now, disk::Disk},
 };
 
-/// Something that a node was asked to bring.
+/// A delivery that a node was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Expected {
     incident: String,
     node: NodeId,
-    // Its `.stacktrace` files, else its part.
+    // Whether it delivers its `.stacktrace` files instead of its part.
     files: bool,
 }
 
-/// The state.
+/// The state of the cluster collector.
 pub struct Hub {
     /// Settings.
     pub settings: Settings,
@@ -50,23 +51,23 @@ pub struct Hub {
     pub nodes: Nodes,
     /// Incidents, oldest first.
     pub incidents: BTreeMap<String, Incident>,
-    /// Incidents opened by this process.
+    /// Number of incidents opened by this process.
     pub opened: u64,
-    /// When it was started.
+    /// When this collector was started.
     pub started: Now,
     streams: BTreeMap<StreamId, NodeId>,
     throttle: Throttle<JobKey>,
     dumps: Throttle<JobKey>,
-    // Alarms of jobs that have had too many incidents of late.
+    // Alarms of jobs that have had too many incidents recently.
     deferred: Vec<(NodeId, Alarm)>,
-    // What nodes were asked to bring, by the key that was drawn for it.
+    // Expected deliveries by the key that was drawn for each.
     expected: BTreeMap<String, Expected>,
     disk: Disk,
-    // Jobs of which every rank is known, with attempt and world.
+    // Jobs with all ranks present, with attempt and world size.
     complete: BTreeMap<JobKey, (u32, u32)>,
-    // Nodes that say they have ranks of another one: since when, and whether that was told.
+    // Nodes that claim ranks of another node: since when, and whether this was logged.
     refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
-    // What streams were refused for, and when that was told.
+    // The last reason for refusing a stream, and when it was logged.
     turned_away: Option<(String, u64)>,
     forget_ns: u64,
     comparing: Comparing,
@@ -77,13 +78,13 @@ pub struct Hub {
 }
 
 pub(crate) const SECOND: u64 = 1_000_000_000;
-/// Beyond the sample interval, for a node to have taken its dump.
+/// Time beyond the sample interval in which a node should take its dump.
 pub(crate) const CAPTURE_NS: u64 = 10 * SECOND;
-/// After a restart, nodes come again within this time.
+/// After a restart, nodes reconnect within this time.
 pub(crate) const RETURN_NS: u64 = 60 * SECOND;
 
 impl Hub {
-    /// With what an earlier cluster collector left open.
+    /// Starts with the incidents that an earlier cluster collector left open.
     #[must_use]
     pub fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
         let webhook = settings.webhook.as_deref().map(Webhook::new);
@@ -97,7 +98,7 @@ impl Hub {
             dumps: Throttle::new(BY_HAND),
             deferred: Vec::new(),
             expected: BTreeMap::new(),
-            // Nobody waits for it: what comes late is a command.
+            // Nothing waits for it: late results arrive as commands.
             disk: Disk::new(|| {}),
             complete: BTreeMap::new(),
             refused: BTreeMap::new(),
@@ -118,14 +119,14 @@ impl Hub {
         hub
     }
 
-    /// Folders in which incidents may lie.
+    /// Roots that may contain incident folders.
     fn folders(&self) -> Vec<PathBuf> {
         vec![self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]
     }
 
     fn restore_all(&mut self, found: Vec<Left>, now: Now) {
         for (folder, record, verdict) in found {
-            // Found late, its nodes may have told of it.
+            // Its nodes may have reported it before it was found.
             if !self.incidents.contains_key(&record.id) {
                 self.restore(folder, record, verdict, now);
             }
@@ -150,14 +151,16 @@ impl Hub {
         self.incidents.insert(record.id, incident);
     }
 
-    /// Whether a job has a world that was started after this incident was opened: what it is about is over.
+    /// Whether the job has a world that was started after this incident was opened. The hang of the
+    /// incident is over then.
     fn is_over(&self, incident: &Incident) -> bool {
         let view = self.nodes.job(&incident.job);
         view.alive && view.born_ns > incident.opened.mono_ns
     }
 
-    /// Whether what a node alarms of is not what this incident is about: none of its ranks that run was there when it was asked for its
-    /// part. That the world of the incident is over may not have been told by the others yet.
+    /// Whether an alarm of a node is about something other than this incident: none of its running
+    /// ranks existed when the node was asked for its part. The other nodes may not have reported
+    /// yet that the world of the incident is over.
     fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
         let asked = incident.parts.get(&node).map(|part| part.asked_ns);
         asked.is_some_and(|asked_ns| self.nodes.began_after(&incident.job, node, asked_ns))

@@ -51,12 +51,13 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
     })
 }
 
-/// Whether a job hangs by the newest verdict on an open incident of it, as `XPU_TIMER_COMMON_HANG` of its nodes.
+/// Whether a job hangs according to the newest verdict of an open incident, as in
+/// `XPU_TIMER_COMMON_HANG` of its nodes.
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
     hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.job == *job)
 }
 
-/// Incidents of which no folder could be made.
+/// Incidents without a folder, because none could be made.
 #[must_use]
 pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
     let homeless = hub.incidents.values().filter(|incident| incident.folder.is_none());

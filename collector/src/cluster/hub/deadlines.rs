@@ -1,4 +1,4 @@
-//! What time does: parts that do not come, hangs that are over, and what is forgotten.
+//! Deadlines: missing parts, hangs that are over, and forgetting old state.
 
 use std::{path::Path, time::Duration};
 
@@ -18,21 +18,21 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// How often the hub looks at its deadlines.
+/// How often the hub checks its deadlines.
 pub const TICK: Duration = Duration::from_millis(500);
-/// A hang is over when no node has hung for so long.
+/// A hang is over when no node has hung for this long.
 const QUIET_NS: u64 = 2 * SECOND;
-/// A node that says for so long that it has another one's ranks is told of.
+/// A node that claims ranks of another node for this long is reported in the log.
 const REFUSED_NS: u64 = 3 * SECOND;
-/// What comes late is collected for so long before it is judged.
+/// Late parts are collected for this long before they are judged.
 const LATE_NS: u64 = 15 * SECOND;
-/// How often nodes and attempts that are gone are looked for.
+/// How often old nodes and attempts are forgotten.
 const FORGET_EVERY_NS: u64 = 30 * SECOND;
-/// Closed hangs, and closed dumps by hand, that are kept for `/status`; the folders stay.
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 
 impl Hub {
-    /// Once a second.
+    /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
         let ids = self.incidents.values().filter(|one| one.is_in_work()).map(|one| one.id.clone());
         for id in ids.collect::<Vec<String>>() {
@@ -56,7 +56,7 @@ impl Hub {
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
             self.comparing.tell(News::Running(running));
         }
-        // Apart, so that dumps by hand never push out a hang.
+        // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
             let closed = self.incidents.values().filter(|one| !one.is_open() && one.by_hand == by_hand);
             let closed: Vec<String> = closed.map(|one| one.id.clone()).collect();
@@ -73,7 +73,7 @@ impl Hub {
         let mut given_up = Vec::new();
         for (node, part) in &incident.parts {
             let late = match part.progress {
-                // A part that was taken waits for its turn, as long as its node is there.
+                // A part that was taken waits for its turn as long as its node is connected.
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
                 Progress::Asked | Progress::Captured if now.mono_ns > incident.deadline_ns => {
                     Some(match self.nodes.get(*node) {
@@ -107,7 +107,7 @@ impl Hub {
             self.fetch(id, now);
         }
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        // Late parts are judged together: of a large job that takes seconds.
+        // Late parts are judged together: in a large job a verdict takes seconds.
         if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
@@ -123,13 +123,13 @@ impl Hub {
         let is_back = view.alive && view.is_complete();
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
-            // Nobody of its world came again after a restart.
+            // No node of its world reconnected after a restart.
             State::Gathering if incident.parts.is_empty() && (view.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
             State::Gathering => self.finish_if_complete(id, now),
             State::Judged if settling => {}
-            // What was to be drawn when an earlier collector ended is not drawn any more.
+            // Drawings that were pending when an earlier collector ended are dropped.
             State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
                 self.close(id, State::Ended, now);
             }
@@ -153,7 +153,8 @@ impl Hub {
         }
     }
 
-    /// A hang that begins again before its node knows that it was over is the same one: the node will not ask for another incident.
+    /// Reopens a hang that begins again before its node learns that it was over: the node will not
+    /// open another incident.
     pub(super) fn reopen(&mut self, id: &str, now: Now) {
         let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.job.clone(), self.is_over(one))) else {
             return;
@@ -173,7 +174,7 @@ impl Hub {
         }
     }
 
-    /// Writes into a verdict how its incident stands.
+    /// Writes the status of an incident into its verdict.
     fn note_status(&mut self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
         let (id, folder) = (id.to_string(), folder.to_path_buf());
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
@@ -196,8 +197,8 @@ impl Hub {
         self.note_status(id, folder, status, Some(clock::rfc3339(unix_ns)));
     }
 
-    /// Tells of nodes that say for a while that they have ranks of another one. While a world takes the place of the one before, some
-    /// seem to do so for a moment.
+    /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
+    /// happens for a moment.
     fn complain(&mut self, now: Now) {
         let mut known = std::mem::take(&mut self.refused);
         for refused in self.nodes.refused() {
@@ -224,7 +225,7 @@ impl Hub {
         incident.closed = Some((state, now.unix_ns));
         incident.captured.clear();
         incident.merging.clear();
-        // Files that are on their way still belong to its folder.
+        // Files in transfer still belong to its folder.
         if !incident.is_in_work() {
             incident.work = None;
         }

@@ -1,4 +1,4 @@
-//! What nodes and other threads tell the hub.
+//! Events from nodes and from other threads.
 
 use std::collections::BTreeMap;
 
@@ -24,22 +24,22 @@ use crate::{
     os::clock::Now,
 };
 
-/// The same words about streams that are refused are told once in so long.
+/// A repeated reason for refusing streams is logged once in this time.
 const AGAIN_NS: u64 = 600 * SECOND;
 
 impl Hub {
-    /// Something happened on a node's stream.
+    /// Handles an event of a node's stream.
     pub fn stream(&mut self, event: StreamEvent, now: Now) {
         match event {
             StreamEvent::Joined(stream, hello, outgoing) => self.joined(stream, *hello, outgoing, now),
             StreamEvent::Said(stream, message) => {
-                // The stream may have been closed by the node's next one.
+                // The stream may have been replaced by a newer one of the node.
                 if let Some(node) = self.streams.get(&stream).copied() {
                     self.said(node, *message, now);
                 }
             }
             StreamEvent::Brings(key, known) => {
-                // Whoever asked may be gone.
+                // The sender of the question may be gone.
                 let _ = known.send(self.expected.contains_key(&*key));
             }
             StreamEvent::Brought(key, message, credit) => {
@@ -52,7 +52,7 @@ impl Hub {
             StreamEvent::Ceased(key) => self.ceased(&key, now),
             StreamEvent::Ended(stream, why) => {
                 let Some(node) = self.streams.remove(&stream) else { return };
-                // A stream that took nothing more was given up before it ended; what follows of that is done here.
+                // A full stream was given up before it ended; its remaining cleanup is done here.
                 let given_up = self.nodes.get(node).is_some_and(|node| !node.is_joined());
                 if self.nodes.lose(node, stream, now.mono_ns) || given_up {
                     info!("node {} is gone: {why}", self.nodes.name(node));
@@ -62,7 +62,7 @@ impl Hub {
         }
     }
 
-    /// A node that is refused dials again and again, and after an update of one side all nodes do.
+    /// A refused node reconnects again and again; after an update of one side, all nodes do.
     pub(super) fn turned_away(&mut self, node: &str, why: String, now: Now) {
         let told = self.turned_away.as_ref();
         if told.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
@@ -75,11 +75,11 @@ impl Hub {
         let node = self.nodes.join(&hello.node, &hello.identity, stream, outgoing);
         self.streams.retain(|_, other| *other != node);
         self.streams.insert(stream, node);
-        // What was under way on its old stream is lost.
+        // Transfers on its old stream are lost.
         self.interrupted(node, now);
         let lasts = |id: &String| hello.incidents.iter().any(|alarm| alarm.incident == *id);
         for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.id)) {
-            // It was over there while the node was away.
+            // The hang ended there while the node was away.
             incident.hangs(node, false, false, now.mono_ns);
         }
         let ranks = hello.ranks.unwrap_or_default().ranks;
@@ -112,7 +112,7 @@ impl Hub {
         }
     }
 
-    /// A node has no stream any more.
+    /// A node has lost its stream.
     pub(super) fn lost(&mut self, node: NodeId, now: Now) {
         self.interrupted(node, now);
         for other in self.nodes.rivals(node) {
@@ -120,7 +120,7 @@ impl Hub {
         }
     }
 
-    /// Deliveries of a node end with its stream. They begin anew when it comes again.
+    /// The deliveries of a node end with its stream. They start over when it reconnects.
     pub(super) fn interrupted(&mut self, node: NodeId, now: Now) {
         for incident in self.incidents.values_mut() {
             if incident.interrupted(node) {
@@ -160,13 +160,13 @@ impl Hub {
         }
     }
 
-    /// How ranks fare. A node speaks for its own ranks.
+    /// New blocks for the comparison of ranks. Only blocks of the node's own ranks count.
     pub(super) fn paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
         let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
         for mut rank in ranks {
             let Some(job) = rank.job.take().map(|job| self.nodes.key(node, &job)) else { continue };
             if self.nodes.of_rank(&job, rank.rank) == Some(node) {
-                // Agents may count the attempts apart.
+                // Agents may count the attempts independently.
                 rank.attempt = self.nodes.job(&job).attempt;
                 by_job.entry(job).or_default().push(rank);
             }
@@ -184,10 +184,10 @@ impl Hub {
         }
     }
 
-    /// A message from another task or thread.
+    /// Handles a message from another task or thread.
     pub fn command(&mut self, command: Command, now: Now) {
         match command {
-            // Whoever asked may be gone by now; that is no loss.
+            // The receiver of an answer may be gone, which is harmless.
             Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(status::metrics(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),

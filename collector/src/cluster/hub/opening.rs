@@ -1,4 +1,5 @@
-//! How an incident of a job begins: an alarm of a node or a request by hand, and what every node of the job is asked for.
+//! The start of an incident: an alarm of a node or a request by hand, and the requests to all nodes
+//! of the job.
 
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
@@ -21,15 +22,15 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// A node that was away for so long when the incident was opened is not waited for.
+/// A node that had been away for this long when the incident was opened is not waited for.
 const AWAY_NS: u64 = 30 * SECOND;
-/// A node whose clock differs by more does not name incidents.
+/// A node whose clock differs by more does not choose incident names.
 const CLOCK_NS: u64 = 600 * SECOND;
-/// Operations of all ranks together that are worth their memory.
+/// Maximum number of operations of all ranks together, to bound the memory.
 const OPERATIONS: u32 = 1_000_000;
 
 impl Hub {
-    /// A node that got new ranks takes part in the open incidents of their jobs.
+    /// A node with new ranks joins the open incidents of their jobs.
     pub(super) fn ask_all_of(&mut self, node: NodeId, now: Now) {
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
         for id in open {
@@ -52,7 +53,7 @@ impl Hub {
             return;
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
-        // A node speaks for its own ranks. What it says of itself is heard all the same.
+        // A node may report only its own ranks. The rest of its alarm still counts.
         if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, rank) != Some(node)) {
             warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
             (trigger.rank, trigger.operation) = (-1, None);
@@ -64,7 +65,7 @@ impl Hub {
             self.nodes.send(node, decline(reason, false), now.mono_ns);
             return;
         }
-        // A dump by hand that was taken on its node knows nothing of what went wrong there after it.
+        // A dump by hand that the node has already taken does not contain a later hang.
         let taken = |one: &Incident| one.by_hand && !one.awaits(node);
         let is_other = |one: &Incident| one.id != alarm.incident && (taken(one) || self.is_before(one, node));
         let open =
@@ -75,7 +76,8 @@ impl Hub {
             if alarm.hangs {
                 incident.hangs(node, true, false, now.mono_ns);
             }
-            // A node that alarms while the others have delivered long ago missed the request, or came new.
+            // An alarm long after the other nodes have delivered: the node missed the request or is
+            // new.
             if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node, now)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
@@ -84,7 +86,7 @@ impl Hub {
             return;
         }
         if !alarm.hangs && trigger.kind() != TriggerKind::Manual {
-            // It was away when that was closed.
+            // The node was away when the incident was closed.
             let closed = IncidentClosed { incident: alarm.incident };
             self.nodes.send(node, Message::Closed(closed), now.mono_ns);
             return;
@@ -138,7 +140,7 @@ impl Hub {
         id
     }
 
-    /// Makes the folder of an incident, with its record in it.
+    /// Makes the folder of an incident and writes its record.
     fn make_folder(&mut self, id: &str, record: Record) {
         let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
         let name = id.to_string();
@@ -156,7 +158,7 @@ impl Hub {
         }
     }
 
-    /// The folder of an incident was made, or could not be.
+    /// The folder of an incident was made, or could not be made.
     pub(super) fn made(&mut self, id: &str, made: MadeFolder) {
         let folder = match made {
             Ok((folder, problem)) => {
@@ -171,7 +173,7 @@ impl Hub {
             Some(incident) if incident.state == State::Gathering && incident.work.is_none() => {
                 incident.folder = Some(folder.path);
             }
-            // Its thread has begun without a folder, and one with nothing in it is no incident.
+            // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {
                 warn!("incident {id}: {} was made too late and is removed", folder.path.display());
                 let root = self.settings.timeline_path.clone();
@@ -180,7 +182,7 @@ impl Hub {
         }
     }
 
-    /// Asks every node of an incident's job for a dump.
+    /// Asks every node of the job for a dump.
     fn ask_all(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let nodes = self.nodes.job(&incident.job).nodes.clone();
@@ -199,7 +201,7 @@ impl Hub {
         self.finish_if_complete(id, now);
     }
 
-    /// Looks at a hang once more that may have been none, and lasts.
+    /// Starts another round for a hang that lasts but may not have been one.
     pub(super) fn look_again(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let view = self.nodes.job(&incident.job);
@@ -210,12 +212,13 @@ impl Hub {
         self.ask_all(id, now);
     }
 
-    /// Notes that a node takes part in an incident, and what it is asked for; `None` when it has no rank of the job, or has delivered.
+    /// Adds a node to an incident and returns the request for it. Returns `None` if the node has no
+    /// rank of the job or has delivered.
     pub(super) fn ask(&mut self, id: &str, node: NodeId, now: Now) -> Option<DumpRequest> {
         let is_over = self.is_over(self.incidents.get(id)?);
         let incident = self.incidents.get_mut(id)?;
         let ranks = match is_over {
-            // Of its world only those that were asked before still know something.
+            // For a world that is over, only nodes that were asked before still have data.
             true => incident.parts.get(&node).map(|part| part.ranks.clone()).unwrap_or_default(),
             false => self.nodes.ranks_of(&incident.job, node),
         };
@@ -244,7 +247,7 @@ impl Hub {
         if is_over {
             return Some(request);
         }
-        // The ranks of a node that was started anew are no longer those of the old one, which is away.
+        // The ranks of a restarted node no longer belong to its old entry, which is away.
         let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
         let job = &incident.job;
         let successors: Vec<NodeId> = away.filter(|other| self.nodes.ranks_of(job, *other).is_empty()).collect();
@@ -259,8 +262,9 @@ impl Hub {
         Some(request)
     }
 
-    /// What hung in an incident whose world is over, and belongs to the world that runs, is an incident of its own: its nodes told of it
-    /// before the others had told that the older world is over.
+    /// A hang in an incident whose world is over may belong to the current world. It becomes an
+    /// incident of its own: its nodes reported it before the other nodes reported the end of the
+    /// older world.
     pub(super) fn open_successor(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let of_the_next = |node: &&NodeId| self.nodes.began_after(&incident.job, **node, incident.opened.mono_ns);
@@ -302,13 +306,13 @@ impl Hub {
     }
 }
 
-/// A name for an incident that no node has named.
+/// A name for an incident that was not named by a node.
 fn new_name(now: Now) -> String {
     format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND)
 }
 
-/// A name whose time is this collector's: incidents are listed and removed by their names, and a node's clock may be off by hours. A
-/// node that has written a folder already keeps its name.
+/// Gives a name the time of this collector: incidents are listed and removed by name, and the clock
+/// of a node may be wrong by hours. A node that has already written a folder keeps its name.
 fn in_time(name: &str, now: Now) -> String {
     let [earliest, latest] = [now.unix_ns.saturating_sub(CLOCK_NS), now.unix_ns + CLOCK_NS].map(clock::compact);
     match name.split_once('-') {

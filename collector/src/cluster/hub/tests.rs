@@ -1,4 +1,4 @@
-//! What happens to the parts of an incident when streams and deliveries break off, told with a clock of its own.
+//! The parts of an incident when streams and deliveries are cut off, with a simulated clock.
 
 use tokio::sync::oneshot;
 use xpu_timer_proto::{
@@ -28,7 +28,7 @@ fn alarm(rank: i32) -> Alarm {
     }
 }
 
-/// A rank of a world of two whose process was started when the hub was.
+/// A rank of a world of two. Its process was started together with the hub.
 fn entry(rank: i32, now: Now) -> RankEntry {
     RankEntry {
         job: Some(JobId { name: "j".into(), instance: String::new() }),
@@ -61,7 +61,7 @@ fn hub_in(folder: tempfile::TempDir, now: Now) -> News {
 }
 
 impl News {
-    /// A node of one rank joins on a stream of its number.
+    /// A node with one rank joins on the stream of its number.
     fn join(&mut self, rank: i32) -> mpsc::Receiver<Outbound> {
         self.join_at(rank, at(2))
     }
@@ -70,7 +70,7 @@ impl News {
         self.join_with(rank, Vec::new(), now)
     }
 
-    /// With incidents that are open on the node.
+    /// As `join`, with incidents that are open on the node.
     fn join_with(&mut self, rank: i32, incidents: Vec<Alarm>, now: Now) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
         let ranks = Some(NodeRanks { ranks: vec![entry(rank, now)] });
@@ -84,7 +84,8 @@ impl News {
         self.hub.stream(StreamEvent::Said(stream, Box::new(message)), now);
     }
 
-    /// The node of a rank, which was started with this collector, has a process of its own for it from a time on.
+    /// The node of a rank, started together with this collector, reports a new process for the
+    /// rank.
     fn restarts(&mut self, rank: i32, started: Now, now: Now) {
         let entry = RankEntry {
             start: started.mono_ns / crate::os::process::TICK_NS,
@@ -100,7 +101,7 @@ impl News {
         self.hub.incidents.keys().next().unwrap().clone()
     }
 
-    /// A dump that is asked for by hand.
+    /// Requests a dump by hand.
     fn by_hand(&mut self, now: Now) -> String {
         let (reply, _) = oneshot::channel();
         self.hub.by_hand(None, reply, now);
@@ -120,13 +121,13 @@ impl News {
         self.say(stream, Said::Captured(Captured { incident: id.into(), round: 0 }), now);
     }
 
-    /// A piece of a part comes.
+    /// Delivers a piece of a part.
     fn dump(&mut self, key: &std::sync::Arc<str>, last: bool, now: Now) {
         let dump = delivery::Message::Dump(NodeDump { last, ..Default::default() });
         self.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), now);
     }
 
-    /// The next verdict of the thread.
+    /// Waits for the next verdict of the thread.
     fn verdict(&mut self) -> Verdict {
         loop {
             match self.commands.blocking_recv() {
@@ -144,7 +145,7 @@ impl News {
         line.and_then(|line| line.rsplit(' ').next()).expect("a job").into()
     }
 
-    /// The key by which a node was asked for its files.
+    /// The key with which a node was asked for its files.
     fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
         let all = std::iter::from_fn(|| messages.try_recv().ok());
         let keys = all.filter_map(|message| match message.unwrap().message {
@@ -154,7 +155,7 @@ impl News {
         keys.last().expect("the node is asked for its files").into()
     }
 
-    /// As if all files had come and all was drawn.
+    /// Pretends that all files have arrived and the viewer has finished.
     fn finish_files(&mut self, id: &str) {
         let incident = self.hub.incidents.get_mut(id).unwrap();
         (incident.files, incident.drawing) = (None, false);
@@ -162,14 +163,15 @@ impl News {
         incident.files_wanted.clear();
     }
 
-    /// An incident of two nodes of which the first alone delivers, up to its verdict, of which the hub has not heard yet.
+    /// An incident of two nodes where only the first one delivers, up to a verdict that the hub has
+    /// not received yet.
     fn judged_without_the_second(&mut self, first: &mut mpsc::Receiver<Outbound>) -> (String, Verdict) {
         let id = self.alarm(0);
         self.captured(&id, 0, at(11));
         let key = self.bring(first);
         self.dump(&key, true, at(12));
         self.hub.tick(at(40));
-        // The evidence of these tests is empty, and so shows no hang.
+        // The evidence of these tests is empty and therefore shows no hang.
         let hang = HangEvidence::PendingOperation;
         let verdict = self.verdict();
         (id, Verdict { hang, ..verdict })
@@ -268,7 +270,7 @@ fn a_verdict_that_comes_when_the_incident_is_over_does_not_open_it_again() {
     let (id, verdict) = told.judged_without_the_second(&mut first);
     let folder = told.folder.path().join("timeline").join(format!("incident-{id}"));
     told.hub.judged(&id, &verdict, at(41));
-    // A part comes late, and while it is judged the hang is over.
+    // A part arrives late, and the hang ends while it is judged.
     told.hub.judge(&id);
     let _ = told.verdict();
     told.hub.close(&id, State::Resolved, at(42));
@@ -332,7 +334,7 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     told.hub.judged(&id, &verdict, at(41));
     assert!(told.hub.incidents[&id].again_ns.is_some());
     assert_eq!(told.job_hang(), "0", "nothing proves it");
-    // What is under way is finished first.
+    // Work in progress is finished first.
     told.hub.tick(at(50));
     assert_eq!(told.hub.incidents[&id].round, 0);
     told.hub.stream(StreamEvent::Ended(1, "reset".into()), at(51));
@@ -347,12 +349,12 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
         _ => None,
     });
     assert_eq!(asked, Some(1));
-    // The part of the first look is not that of the second.
+    // The part of the first round does not count for the second.
     told.say(0, Said::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
     assert_eq!(told.progress_of(&id, "n0"), Progress::Asked);
     told.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
     assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
-    // Another verdict, which is not mild, is the last.
+    // A later verdict with a proven hang is final.
     verdict.hang = HangEvidence::PendingOperation;
     told.hub.judged(&id, &verdict, at(60));
     assert!(told.hub.incidents[&id].again_ns.is_none());
@@ -448,7 +450,7 @@ fn an_alarm_of_a_new_world_that_comes_before_the_end_of_the_old_one_is_known_is_
     let (mut first, _second) = (told.join(0), told.join(1));
     let (old, verdict) = told.judged_without_the_second(&mut first);
     told.hub.judged(&old, &verdict, at(41));
-    // The agents start the job again, and the second node has not told of that yet.
+    // The agents restart the job, and the second node has not reported that yet.
     told.restarts(0, at(42), at(43));
     assert!(!told.hub.is_over(&told.hub.incidents[&old]));
     let new = Alarm { incident: "20261121T105544Z-00000002".into(), ..alarm(0) };
@@ -463,7 +465,7 @@ fn an_alarm_of_a_new_world_that_comes_before_the_end_of_the_old_one_is_known_is_
     told.hub.tick(at(46));
     assert_eq!(told.hub.incidents[&old].state, State::Ended);
     assert_eq!((told.hub.incidents[&new.incident].state, told.hub.incidents.len()), (State::Gathering, 2));
-    // A second alarm of that world is of that incident.
+    // A second alarm of that world joins that incident.
     told.say(1, Said::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
     assert_eq!((told.hub.incidents.len(), told.hub.incidents[&new.incident].hanging.len()), (2, 2));
 }
@@ -475,7 +477,7 @@ fn a_hang_of_a_new_world_that_was_counted_to_the_incident_of_the_old_one_is_an_i
     let (old, verdict) = told.judged_without_the_second(&mut first);
     told.hub.judged(&old, &verdict, at(41));
     told.finish_files(&old);
-    // Another node takes the place of the first one, and was asked for its part before it hung.
+    // Another node replaces the first one, and was asked for its part before it hung.
     let _third = told.join_with(2, Vec::new(), at(42));
     told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
     let of_rank_0 = |now: Now| RankEntry {
