@@ -1,5 +1,5 @@
-//! Incidents as a state machine: what opens one, what joins it, what closes it. Pure: time and everything seen are passed in, what
-//! is to be done is passed out.
+//! A state machine of incidents: what opens one, joins it and closes it. Pure: the caller passes in
+//! the time and all observations, and executes the returned actions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,32 +8,32 @@ use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
 
 use crate::{incident::throttle::Throttle, job::key::JobKey, os::clock::Now};
 
-/// Something that is wrong as long as it stands in an incident.
+/// A problem that keeps an incident open while it lasts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Cause {
-    /// An operation is pending for too long.
+    /// An operation has been pending for too long.
     Operation {
-        /// Process that signalled.
+        /// The process that signalled.
         pid: i32,
         /// Ticket of the operation.
         ticket: u64,
     },
     /// No rank launches anything.
     Idle,
-    /// A watcher stands still.
+    /// A watcher has stopped.
     Heartbeat {
-        /// Its process.
+        /// The process of the watcher.
         pid: i32,
     },
-    /// A process ended without a goodbye.
+    /// A process ended without `Goodbye`.
     Death {
         /// The process.
         pid: i32,
     },
-    /// Somebody asked for a dump. Nothing is wrong by that alone.
+    /// A user requested a dump. This alone is not a problem.
     Manual,
-    /// The job hangs on another node, the cluster collector says.
+    /// The cluster collector reports that the job hangs on another node.
     Cluster,
 }
 
@@ -49,12 +49,12 @@ impl Cause {
         }
     }
 
-    /// Something that is wrong on this node.
+    /// Whether it is a problem on this node.
     fn is_own(&self) -> bool {
         !matches!(self, Cause::Manual | Cause::Cluster)
     }
 
-    /// The process that it comes from.
+    /// The process that caused it.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         match self {
@@ -64,38 +64,39 @@ impl Cause {
     }
 }
 
-/// A cause that came up, and where.
+/// A new cause and its origin.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Raise {
     /// The job.
     pub job: JobKey,
     /// Its attempt.
     pub attempt: u32,
-    /// The rank that it came from; -1 for none.
+    /// The rank that it comes from; -1 for none.
     pub rank: i32,
-    /// What is wrong.
+    /// The cause.
     pub cause: Cause,
     /// The operation of [`Cause::Operation`].
     pub operation: Option<Operation>,
-    /// Since when nothing moved, CLOCK_MONOTONIC: the operation was entered, the last launch, the last heartbeat, the death.
+    /// Since when there is no progress, CLOCK_MONOTONIC: the begin of the operation, the last
+    /// launch, the last heartbeat, or the death.
     pub since_ns: u64,
-    /// How long ago the timeout ran out.
+    /// How long ago the timeout expired.
     pub late_ns: u64,
 }
 
-/// Where an incident is in its life.
+/// The state of an incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Its dump is in work.
+    /// Its dump is in progress.
     Open,
-    /// Its folder is there; the hang lasts.
+    /// Its folder is finished; the hang lasts.
     Dumped,
-    /// What was wrong is over.
+    /// The problem is over.
     Resolved,
-    /// The job ended, or it was asked for by hand and is finished.
+    /// The job ended, or a dump by hand is finished.
     Ended,
-    /// Found on disk after a restart; whether the hang lasts is not known yet.
+    /// Found on disk after a restart. Whether the hang lasts is not known yet.
     Adopted,
 }
 
@@ -108,7 +109,7 @@ impl State {
 /// One incident.
 #[derive(Debug, Clone)]
 pub struct Incident {
-    /// Name: UTC time and a number.
+    /// UTC time and a number.
     pub id: String,
     /// The job.
     pub job: JobKey,
@@ -118,30 +119,30 @@ pub struct Incident {
     pub trigger: Trigger,
     /// When it was opened.
     pub opened: Now,
-    /// How long before that the timeout had run out.
+    /// How long before that the timeout had expired.
     pub late_ns: u64,
-    /// Where it is in its life.
+    /// The current state.
     pub state: State,
-    /// What is wrong now.
+    /// The current causes.
     pub causes: BTreeSet<Cause>,
-    /// Everything that was ever wrong in it.
+    /// All causes that it ever had.
     pub seen: BTreeSet<Cause>,
     /// When its folder was finished.
     pub dumped: Option<Now>,
     /// When it was closed.
     pub closed: Option<Now>,
-    /// What was wrong here is so no more because ranks went away.
+    /// Whether the causes on this node ended because ranks went away.
     pub went_away: bool,
-    /// Of a world that is over on this node: another one has begun here.
+    /// Whether its world is over on this node: another world has begun here.
     pub past: bool,
-    // Since when nothing is wrong any more.
+    // Since when it has no cause.
     quiet_since_ns: Option<u64>,
     // How long an adopted incident waits for a signal.
     adopted_until_ns: u64,
 }
 
 impl Incident {
-    /// One that is open and about nothing yet.
+    /// An open incident without causes.
     fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) -> Self {
         Incident {
             id: id.into(),
@@ -162,7 +163,7 @@ impl Incident {
         }
     }
 
-    /// Whether it is (or was) more than a dump by hand.
+    /// Whether it is or was more than a dump by hand.
     #[must_use]
     pub fn is_hang(&self) -> bool {
         self.seen.iter().any(|cause| *cause != Cause::Manual)
@@ -185,21 +186,22 @@ impl Incident {
     }
 }
 
-/// What is to be done.
+/// An action for the caller.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Dump the job of this incident.
     Dump(String),
-    /// Write down that it is over.
+    /// Record that the incident is closed.
     Close(String, State),
 }
 
-/// What the engine must know of jobs.
+/// The information about jobs that the engine needs.
 pub trait Jobs {
-    /// Whether any rank of this attempt (and no later attempt) runs.
+    /// Whether any rank of this attempt is running and no later attempt has begun.
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
 
-    /// How long its other ranks may need to follow one that ended: [`DEATH_GRACE_NS`], or longer when the job is ending.
+    /// How long the other ranks may take to follow a rank that ended: [`DEATH_GRACE_NS`], or longer
+    /// if the job is ending.
     fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64;
 }
 
@@ -207,18 +209,21 @@ pub trait Jobs {
 #[derive(Debug, Default)]
 pub struct Engine {
     incidents: BTreeMap<String, Incident>,
-    // Deaths whose grace has not run out, with the end of it.
+    // Deaths within their grace period, with its end.
     deaths: Vec<(u64, Raise)>,
     throttle: Throttle<JobKey>,
-    // What is wrong in jobs that have had too many incidents of late; it opens one when it lasts.
+    // Causes in jobs that have had too many incidents recently. If they last, they open an incident
+    // later.
     deferred: Vec<Raise>,
 }
 
-/// After the death of one rank the others may be about to end as well: a job that ends altogether is no incident.
+/// After the death of one rank, the others may be about to end: the end of a whole job is not an
+/// incident.
 pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
-/// A hang is over when nothing has been wrong for this long: what resolves on one rank is noticed later on another one.
+/// A hang is over after this time without a cause: ranks notice the end of a hang at different
+/// times.
 pub const QUIET_NS: u64 = 1_000_000_000;
-/// Closed hangs, and closed dumps by hand, that are kept for `/status`; the folders stay.
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 
 impl Engine {
@@ -233,31 +238,31 @@ impl Engine {
         self.incidents.get(id)
     }
 
-    /// Whether a job hangs as far as is known.
+    /// Whether a job hangs, as far as is known.
     #[cfg(test)]
     fn hangs(&self, job: &JobKey) -> bool {
         let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
         self.incidents.values().any(of_job) || self.deferred.iter().any(|raise| raise.job == *job)
     }
 
-    /// Whether something is wrong with a job's ranks on this node.
+    /// Whether ranks of a job on this node have a problem.
     #[must_use]
     pub fn hangs_here(&self, job: &JobKey) -> bool {
         let is_its = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
         self.incidents.values().filter(is_its).flat_map(|incident| &incident.causes).any(Cause::is_own)
     }
 
-    /// Whether a dump is in work.
+    /// Whether a dump is in progress.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         !self.deaths.is_empty() || self.incidents.values().any(|incident| incident.state == State::Open)
     }
 
-    /// Something is wrong: joins the job's open incident, or opens one.
+    /// A cause has come up: it joins the open incident of the job or opens one.
     pub fn raise(&mut self, raise: Raise, now: Now) -> Option<Action> {
         let of_job =
             |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt && !incident.past;
-        // A hang that was dumped takes its later signals even while a dump by hand is in work.
+        // A dumped hang takes its later signals even while a dump by hand is in progress.
         let mut open: Vec<&mut Incident> =
             self.incidents.values_mut().filter(of_job).filter(|incident| incident.state.is_open()).collect();
         open.sort_by_key(|incident| !incident.is_hang());
@@ -292,11 +297,12 @@ impl Engine {
         Some(self.open(raise, now))
     }
 
-    /// The cluster collector asks for a dump. What is wrong with the job on this node is wrong in this incident as well.
+    /// The cluster collector requests a dump. The causes of the job on this node also become causes
+    /// of this incident.
     pub fn request(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
         let by_hand = trigger.kind() == TriggerKind::Manual;
         let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
-        // Once more about a world that is over here.
+        // The request may repeat an incident whose world is over here.
         let past = self.incidents.get(id).is_some_and(|before| before.past);
         if !past {
             let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
@@ -308,7 +314,8 @@ impl Engine {
         self.incidents.insert(id.into(), incident);
     }
 
-    /// An incident that nobody has dumped yet becomes the one that the cluster collector has opened for its job.
+    /// Renames an incident without a dump to the one that the cluster collector has opened for its
+    /// job.
     pub fn rename(&mut self, old: &str, new: &str) {
         if let Some(mut incident) = self.incidents.remove(old) {
             incident.id = new.into();
@@ -317,20 +324,20 @@ impl Engine {
         }
     }
 
-    /// The cluster collector takes an incident for one of its own, which was dumped already.
+    /// The cluster collector adopts an incident that is already dumped.
     pub fn take_part(&mut self, id: &str) {
         if let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state.is_open() && one.is_hang()) {
             incident.add(Cause::Cluster);
         }
     }
 
-    /// Takes back an incident that nobody has dumped.
+    /// Removes an incident without a dump.
     pub fn withdraw(&mut self, id: &str) {
         self.incidents.remove(id);
     }
 
     fn open(&mut self, raise: Raise, now: Now) -> Action {
-        // The part after the second keeps the names in the order of time.
+        // The part after the seconds makes names sort by time.
         let nanos = now.unix_ns % 1_000_000_000;
         let mut id = format!("{}-{nanos:08x}", crate::os::clock::compact(now.unix_ns));
         while self.incidents.contains_key(&id) {
@@ -358,9 +365,9 @@ impl Engine {
         self.incidents.values().rev().find(|incident| incident.job == *job && incident.state == State::Open)
     }
 
-    /// Something is no longer wrong.
+    /// A cause is over.
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
-        // What a process has signalled is its own, whatever job it is counted to.
+        // A signal belongs to its process, whichever job the process is assigned to.
         let is_its = |of: &JobKey| of == job || cause.pid().is_some();
         self.deferred.retain(|held| !is_its(&held.job) || held.cause != *cause);
         self.deaths.retain(|(_, death)| !is_its(&death.job) || death.cause != *cause);
@@ -369,8 +376,8 @@ impl Engine {
         }
     }
 
-    /// The jobs of processes became known or changed: what is wrong with a process is wrong with its job. Returns what was wrong in an
-    /// incident of another job and is to be raised anew.
+    /// The assignment of processes to jobs changed: causes follow their processes. Returns the
+    /// causes that were in an incident of another job and must be raised again.
     pub fn follow(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
         let deaths = self.deaths.iter_mut().map(|(_, death)| death);
         for raise in self.deferred.iter_mut().chain(deaths) {
@@ -399,7 +406,7 @@ impl Engine {
         strays
     }
 
-    /// A process left or died: what it had signalled can no longer resolve.
+    /// A process left or died: its causes can no longer resolve.
     pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
         self.deferred.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
@@ -410,18 +417,19 @@ impl Engine {
         }
     }
 
-    /// A world begins on this node: what was wrong with the one before is over, and what will be wrong with this one is another incident.
+    /// A world begins on this node. The causes of the previous world are over, and causes of this
+    /// world belong to another incident.
     pub fn begins(&mut self, job: &JobKey) {
         for incident in self.incidents.values_mut().filter(|one| one.job == *job && one.state.is_open()) {
             incident.past = true;
             incident.causes.retain(|cause| *cause == Cause::Manual);
-            // A job that recovered and was then started again has recovered all the same.
+            // A job that recovered and was then restarted still counts as recovered.
             incident.went_away |= incident.quiet_since_ns.replace(0).is_none();
         }
     }
 
-    /// A process took the place of one that ended: a launcher starts the job again. Its other ranks get their grace anew, because they
-    /// come one after the other.
+    /// A new process replaced one that ended: a launcher restarts the job. Its other ranks get a
+    /// new grace period, because they are replaced one by one.
     pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
         let is_its = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
         self.deferred.retain(|held| !is_its(held));
@@ -434,7 +442,8 @@ impl Engine {
         }
     }
 
-    /// An incident whose folder is finished is looked at once more. False when it is not in that state.
+    /// Starts another dump of an incident whose folder is finished. Returns false if it is in
+    /// another state.
     pub fn again(&mut self, id: &str) -> bool {
         let dumped = self.incidents.get_mut(id).filter(|incident| incident.state == State::Dumped);
         dumped.is_some_and(|incident| {
@@ -455,7 +464,7 @@ impl Engine {
         Some(close(incident, State::Ended, now))
     }
 
-    /// Closes what is over, and opens what waited for its grace.
+    /// Closes incidents that are over, and opens those whose grace period has ended.
     pub fn tick(&mut self, jobs: &impl Jobs, now: Now) -> Vec<Action> {
         let mut actions = Vec::new();
         let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
@@ -484,7 +493,7 @@ impl Engine {
         for incident in self.incidents.values_mut() {
             let over = match incident.state {
                 State::Dumped => {
-                    // A job that recovered and then ended has recovered all the same.
+                    // A job that recovered and then ended still counts as recovered.
                     let alive = jobs.is_alive(&incident.job, incident.attempt);
                     let quiet = incident.quiet_since_ns.filter(|since| !alive || since + QUIET_NS <= now.mono_ns);
                     match quiet {
@@ -503,7 +512,7 @@ impl Engine {
                 actions.push(close(incident, state, now));
             }
         }
-        // Apart, so that dumps by hand never push out a hang.
+        // Counted separately, so that dumps by hand never push out a hang.
         for hangs in [true, false] {
             let closed = self.incidents.values().filter(|one| one.closed.is_some() && one.is_hang() == hangs);
             let closed: Vec<String> = closed.map(|incident| incident.id.clone()).collect();
@@ -514,7 +523,8 @@ impl Engine {
         actions
     }
 
-    /// An incident that an earlier collector left open on disk. Its signals come again if its hang lasts.
+    /// Adopts an incident that an earlier collector left open on disk. If the hang lasts, its
+    /// signals come again.
     pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
         let job = JobKey { name: record.job, instance: record.instance };
         let opened = Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns };
@@ -535,12 +545,12 @@ fn close(incident: &mut Incident, state: State, now: Now) -> Action {
     Action::Close(incident.id.clone(), state)
 }
 
-/// What a collector writes beside the verdict for the one that is started after it.
+/// The state of an incident that the next collector process needs; written beside the verdict.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// Boot in which the monotonic times and pids mean something.
+    /// The boot in which the monotonic times and pids are valid.
     pub boot: String,
     /// [`JobKey::name`].
     pub job: String,
@@ -550,11 +560,11 @@ pub struct Record {
     pub attempt: u32,
     /// When it was opened.
     pub opened_unix_ns: u64,
-    /// The same, CLOCK_MONOTONIC.
+    /// As `opened_unix_ns`, on CLOCK_MONOTONIC.
     pub opened_mono_ns: u64,
     /// When the first sample of its newest dump began.
     pub dumped_mono_ns: u64,
-    /// What was wrong.
+    /// All causes so far.
     pub seen: BTreeSet<Cause>,
 }
 

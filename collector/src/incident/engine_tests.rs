@@ -1,4 +1,4 @@
-//! Lives of incidents, told with a clock of their own.
+//! Lifecycles of incidents with a simulated clock.
 
 use std::cell::Cell;
 
@@ -42,7 +42,7 @@ fn opened(action: Option<Action>) -> String {
     id
 }
 
-/// An engine whose job hangs in one operation, dumped.
+/// An engine with a dumped incident of a job that hangs in one operation.
 fn hung(cause: Cause) -> (Engine, String) {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(cause, 1), at(10)));
@@ -261,12 +261,12 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
         engine.lift(&job("j"), &cause, at(start + 2));
         assert_eq!(engine.tick(&jobs, at(start + 5)).len(), 1, "it resolves");
     }
-    // The fifth is held, and gone when it resolves.
+    // The fifth is deferred, and dropped when its cause is over.
     let (action, cause) = flap(&mut engine, 140);
     assert_eq!((action, engine.deferred.len()), (None, 1));
     engine.lift(&job("j"), &cause, at(142));
     assert!(!engine.hangs(&job("j")) && engine.tick(&jobs, at(2000)).is_empty());
-    // One that lasts is an incident as soon as there may be one again.
+    // A cause that lasts opens an incident as soon as the throttle allows it.
     let mut engine = Engine::default();
     for start in [100, 110, 120, 130] {
         let (action, cause) = flap(&mut engine, start);
@@ -277,7 +277,7 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
     flap(&mut engine, 140);
     assert_eq!(engine.tick(&jobs, at(900)), []);
     assert!(matches!(&engine.tick(&jobs, at(1001))[..], [Action::Dump(_)]));
-    // Another job is not held back, and a dump by hand never is.
+    // The throttle affects neither another job nor a dump by hand.
     let other = Raise { job: job("k"), ..raise(operation(9, 9), 1002) };
     opened(engine.raise(other, at(1002)));
     assert_eq!(engine.deferred.len(), 0);
@@ -297,7 +297,7 @@ fn a_part_of_a_wide_incident_ends_with_its_cluster_and_its_own_causes() {
     engine.lift(&job("j"), &Cause::Cluster, at(21));
     assert_eq!(engine.tick(&jobs, at(23)), [Action::Close("wide".into(), State::Resolved)]);
 
-    // An incident of this node becomes the one that another node has begun.
+    // An incident of this node is renamed to the one that another node has opened.
     let own = opened(engine.raise(raise(operation(1, 8), 30), at(30)));
     engine.rename(&own, "other");
     assert!(engine.get(&own).is_none() && engine.get("other").is_some_and(|one| one.causes.len() == 2));
@@ -321,7 +321,7 @@ fn a_job_that_is_killed_and_started_again_is_no_incident() {
     engine.replaced(&job("j"), 6, at(12));
     assert_eq!(engine.tick(&jobs, at(60)), []);
 
-    // Who does not come again is missed all the same.
+    // A rank that is not replaced is still missed.
     for pid in [8, 9] {
         assert_eq!(engine.raise(raise(Cause::Death { pid }, 70), at(70)), None);
     }
@@ -336,11 +336,12 @@ fn what_is_wrong_with_a_new_world_is_another_incident_though_its_attempt_is_the_
     let mut engine = Engine::default();
     engine.request("1", &job("j"), 0, Trigger::default(), at(5));
     engine.dumped("1", at(6));
-    // The ranks were told to end and those of the next world are there; the cluster has not said yet that it knows.
+    // The ranks were told to end and those of the next world are running; the cluster has not
+    // confirmed yet.
     engine.begins(&job("j"));
     let second = opened(engine.raise(raise(operation(9, 1), 8), at(10)));
     assert_eq!(engine.tick(&alive(), at(10)), [Action::Close("1".into(), State::Ended)]);
-    // Nor does it join a late look at the first one.
+    // It does not join a later round of the first one either.
     engine.request("1", &job("j"), 0, Trigger::default(), at(11));
     assert_eq!(engine.raise(raise(operation(9, 2), 9), at(12)), None);
     assert!(engine.get("1").unwrap().causes.iter().all(|cause| *cause == Cause::Cluster));
@@ -363,16 +364,16 @@ fn what_is_wrong_with_a_process_is_wrong_with_its_job() {
     engine.raise(raise(operation(2, 7), 5), at(11));
     engine.raise(raise(Cause::Death { pid: 3 }, 11), at(11));
     assert_eq!(engine.follow(|_| Some(job("j")), at(12)), []);
-    // Two jobs of one name: process 2 is of the other one.
+    // Two jobs of one name: process 2 belongs to the other one.
     let of = |pid: i32| Some(job(if pid == 2 { "k" } else { "j" }));
     assert_eq!(engine.follow(of, at(12)), [operation(2, 7)]);
     assert_eq!(engine.get(&id).unwrap().causes, BTreeSet::from([operation(1, 7), Cause::Death { pid: 3 }]));
     let other = opened(engine.raise(Raise { job: job("k"), ..raise(operation(2, 7), 12) }, at(12)));
     assert!(engine.hangs(&job("k")) && engine.get(&other).unwrap().job == job("k"));
-    // The job of the first one gets another name: its incident goes with it.
+    // The job of the first process gets another name: its incident follows.
     assert_eq!(engine.follow(|pid| Some(job(if pid == 2 { "k" } else { "l" })), at(13)), []);
     assert_eq!(engine.get(&id).unwrap().job, job("l"));
-    // A process takes back what it said, whatever job it is counted to.
+    // A process takes back its cause, whichever job it is assigned to.
     engine.lift(&job("j"), &operation(2, 7), at(14));
     assert_eq!(engine.get(&other).unwrap().causes, BTreeSet::new());
 }

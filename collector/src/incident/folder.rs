@@ -1,4 +1,5 @@
-//! The incident folder on disk: new files under temporary names, then renamed; a full or read-only disk is reported and survived.
+//! The incident folder on disk. Files are written under temporary names and then renamed. A full or
+//! read-only disk is reported and tolerated.
 
 use std::{
     fs,
@@ -23,19 +24,21 @@ pub struct Folder {
     pub path: PathBuf,
 }
 
-/// Set aside while the dumps are written, so that the verdict still fits when they fill the disk.
+/// Reserved space while the dumps are written, so that the verdict still fits if they fill the
+/// disk.
 pub(crate) const RESERVE: &str = ".reserve";
 const RESERVE_BYTES: usize = 256 * 1024;
-/// Says which node a folder is of.
+/// Names the node that owns a folder.
 const OWNER: &str = ".owner";
-/// Nodes of one name that may share a file system.
+/// Maximum number of nodes with one name that share a file system.
 const SAME_NAME: u32 = 64;
 
 impl Folder {
-    /// Makes `incident-ID` in `root`, or in `fallback` when that cannot be written; then the error says why.
+    /// Makes `incident-ID` in `root`, or in `fallback` if `root` is not writable. The returned
+    /// error is the reason for the fallback.
     ///
     /// # Errors
-    /// When neither can be written.
+    /// If neither is writable.
     pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
         match create_directories(root).and_then(|()| Self::create_named(root, id, None)) {
             Ok(folder) => Ok((folder, None)),
@@ -43,8 +46,8 @@ impl Folder {
         }
     }
 
-    /// As [`Folder::create`], for a folder that is this owner's. Two nodes of one name may share a file system: where another one's
-    /// folder is, this one's name gets a number.
+    /// As [`Folder::create`], for a folder that belongs to `owner`. Two nodes of one name may share
+    /// a file system: if the name is taken by another owner, this one gets a number.
     ///
     /// # Errors
     /// As [`Folder::create`].
@@ -55,11 +58,12 @@ impl Folder {
         }
     }
 
-    /// Makes `incident-ID` in a folder that a person has named. What is there already has to be this user's alone: the folder above may
-    /// be one that everybody may write to, where others plant folders and links.
+    /// Makes `incident-ID` in a folder that a user has chosen. An existing folder must be writable
+    /// by this user only: the parent may be world-writable, and others could plant folders and
+    /// links.
     ///
     /// # Errors
-    /// When it cannot be made, or others may have prepared it.
+    /// If it cannot be made, or others may have prepared it.
     pub fn create_copy(to: &Path, id: &str) -> Result<Folder, Error> {
         create_directories(to)?;
         let path = to.join(format!("incident-{id}"));
@@ -72,12 +76,13 @@ impl Folder {
         Ok(Folder { path })
     }
 
-    /// As [`Folder::create`], or as [`Folder::create_own`] with an owner, where the wanted folder is known to be of no use.
+    /// As [`Folder::create`], or as [`Folder::create_own`] with an owner, if the preferred root is
+    /// known to be unusable.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// If it is not writable.
     pub fn create_in_fallback(fallback: &Path, id: &str, owner: Option<&str>) -> Result<Folder, Error> {
-        // Both are in the temporary directory, where everybody may put things.
+        // Both are in the temporary directory, which is world-writable.
         if let Some(parent) = fallback.parent() {
             private_directory(parent)?;
         }
@@ -89,7 +94,7 @@ impl Folder {
         let Some(owner) = owner else { return Self::create_in(root, id, is_own_folder, None) };
         let mut taken = None;
         for name in own_names(id) {
-            // Making it decides whose it is: another node may be about to do the same.
+            // Creating it decides the ownership: another node may try at the same moment.
             match Self::create_in(root, &name, |path| is_of(path, owner), Some(owner)) {
                 Err(error) if error.is_taken() => taken = Some(error),
                 made => return made,
@@ -98,10 +103,11 @@ impl Folder {
         Err(taken.expect("there is at least one name"))
     }
 
-    /// Removes a folder that nobody waits for any more, unless an earlier look at the incident has left its verdict in it.
+    /// Removes a folder that is no longer needed, unless an earlier dump of the incident has left
+    /// its verdict in it.
     pub fn give_up(&self) {
         if !self.path.join("verdict.json").exists() {
-            // A collector that is started later finishes what is left.
+            // A later collector finishes the removal.
             let _ = fs::remove_dir_all(&self.path);
         }
     }
@@ -115,7 +121,7 @@ impl Folder {
         let path = root.join(format!("incident-{id}"));
         let made = match fs::create_dir(&path) {
             Ok(()) => true,
-            // A collector that was restarted in the middle of this incident goes on in its folder.
+            // A collector that restarted during this incident continues in its folder.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && may_go_on(&path) => false,
             Err(error) => return Err(Error::path("create", &path)(error)),
         };
@@ -128,7 +134,7 @@ impl Folder {
         };
         let reserved = owned.and_then(|()| folder.write_new(RESERVE, reserve));
         if let Err(error) = reserved {
-            // No room for anything: another place is needed. What was here before stays.
+            // No space for anything, so another root is needed. Existing files stay.
             if made {
                 let _ = fs::remove_dir_all(&folder.path);
             }
@@ -140,7 +146,8 @@ impl Folder {
     /// Writes a file.
     ///
     /// # Errors
-    /// When it cannot be written whole; then nothing of it is left, and an older file of that name stays.
+    /// If it cannot be written completely. Then no part of it remains, and an older file of that
+    /// name stays.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
         self.write_with(name, |file| file.write_all(bytes))
     }
@@ -151,23 +158,23 @@ impl Folder {
     /// As [`Folder::write`].
     pub fn write_with(&self, name: &str, pieces: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), Error> {
         let temporary = format!(".{name}.new");
-        // What a killed collector may have left.
+        // A killed collector may have left it.
         let _ = fs::remove_file(self.path.join(&temporary));
         self.write_new(&temporary, pieces)?;
         let to = self.path.join(name);
         fs::rename(self.path.join(&temporary), &to).map_err(Error::path("write", to))
     }
 
-    /// Gives back the room that was set aside.
+    /// Frees the reserved space.
     pub fn release_reserve(&self) {
-        // It is gone when this is done twice.
+        // A second call finds no file.
         let _ = fs::remove_file(self.path.join(RESERVE));
     }
 
-    /// Makes `latest` beside the folder point to it, in one step.
+    /// Makes `latest` beside the folder point to it, atomically.
     ///
     /// # Errors
-    /// When the link cannot be made, for example because `latest` is a folder.
+    /// If the link cannot be made, for example because `latest` is a folder.
     pub fn link_latest(&self) -> Result<(), Error> {
         let (Some(root), Some(name)) = (self.path.parent(), self.path.file_name()) else { return Ok(()) };
         let latest = root.join("latest");
@@ -198,7 +205,7 @@ impl Folder {
     }
 }
 
-/// Machine, PID namespace and process: who has a folder in work.
+/// Machine, PID namespace and process of a collector that is writing a folder.
 pub(crate) fn own_stamp() -> &'static str {
     static STAMP: OnceLock<String> = OnceLock::new();
     STAMP.get_or_init(|| {
@@ -208,38 +215,39 @@ pub(crate) fn own_stamp() -> &'static str {
     })
 }
 
-/// The names that a folder of this node may have.
+/// The possible names of a folder of this node.
 pub fn own_names(id: &str) -> impl Iterator<Item = String> {
     let id = id.to_string();
     (1..=SAME_NAME).map(move |number| if number == 1 { id.clone() } else { format!("{id}-{number}") })
 }
 
-/// Whether a folder is one that [`Folder::create_own`] made for this owner.
+/// Whether [`Folder::create_own`] made the folder for this owner.
 #[must_use]
 pub fn is_of(path: &Path, owner: &str) -> bool {
     is_own_folder(path) && fs::read(path.join(OWNER)).is_ok_and(|other| other == owner.as_bytes())
 }
 
-/// A folder of this user, not a link to one.
+/// Whether this is a folder of this user and not a link to one.
 pub fn is_own_folder(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == rustix::process::getuid().as_raw())
 }
 
-/// What follows `incident-` in the name of a folder.
+/// The part of a folder name after `incident-`.
 #[must_use]
 pub fn id(folder: &Path) -> String {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.strip_prefix("incident-").unwrap_or(&name).to_string()
 }
 
-/// The incident that a folder is of: `20261121T132019Z-0e0c1f66` of `incident-20261121T132019Z-0e0c1f66-node-a`.
+/// The incident of a folder: `20261121T132019Z-0e0c1f66` for
+/// `incident-20261121T132019Z-0e0c1f66-node-a`.
 #[must_use]
 pub fn incident_of(folder: &Path) -> String {
     id(folder).splitn(3, '-').take(2).collect::<Vec<_>>().join("-")
 }
 
-/// Incident folders in one folder, oldest first. Where everybody may write, those of other users are left out: they may say what they
-/// like, of any job.
+/// Incident folders in one folder, oldest first. In a world-writable folder, those of other users
+/// are skipped: they could contain false reports about any job.
 #[must_use]
 pub fn folders(root: &Path) -> Vec<PathBuf> {
     let is_shared = fs::metadata(root).is_ok_and(|status| status.mode() & 0o002 != 0);
@@ -256,14 +264,16 @@ pub fn folders(root: &Path) -> Vec<PathBuf> {
     folders
 }
 
-/// As [`folders`], those that this user's collector may go on with: it writes into them, and acts on what they say.
+/// As [`folders`], limited to those that this user's collector may continue: it writes into them
+/// and acts on their content.
 #[must_use]
 pub fn own_folders(root: &Path) -> Vec<PathBuf> {
     folders(root).into_iter().filter(|path| is_own_folder(path)).collect()
 }
 
-/// Name of the folder of an incident. The nodes of a job may share one file system, on which the cluster collector writes the
-/// incident's own folder. Neither name leads elsewhere, whatever another machine calls itself or its incidents.
+/// Name of the folder of an incident. The nodes of a job may share one file system, on which the
+/// cluster collector writes the folder of the incident itself. Sanitizes both names, whatever
+/// another machine calls itself or its incidents.
 #[must_use]
 pub fn folder_name(incident: &str, node: Option<&str>) -> String {
     let plain_char = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '_' };

@@ -1,5 +1,5 @@
-//! The verdict on one incident, made where it cannot take the collector along: a judge that panics has the verdict `unknown`, and
-//! what is known of the ranks stands in it.
+//! Makes the verdict of an incident without risking the collector: if the judge panics, the verdict
+//! is `unknown` and contains what is known of the ranks.
 
 use std::{
     any::Any,
@@ -13,22 +13,22 @@ use xpu_timer_proto::v1::{Evidence, Grounds};
 
 use xpu_timer_proto::v1::RankEvidence;
 
-/// Judges. Never panics.
+/// Makes the verdict. Never panics.
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
     judge_by(evidence, xpu_timer_analysis::judge)
 }
 
-/// Runs work that must not end its thread without a word.
+/// Runs work and catches its panics, so that its thread does not end silently.
 ///
 /// # Errors
-/// What a panic said.
+/// The message of a panic.
 pub fn survive<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    // What the work has touched is not looked at after a panic.
+    // Nothing that the work has touched is used after a panic.
     catch_unwind(AssertUnwindSafe(work)).map_err(|payload| words(&*payload))
 }
 
-/// The verdict on an incident of which nothing can be told but this.
+/// The verdict of an incident about which only `evidence` is known.
 #[must_use]
 pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
     let bare = Evidence { ranks: Vec::new(), trigger: None, ..evidence.clone() };
@@ -37,10 +37,10 @@ pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
     verdict
 }
 
-/// Whether a verdict is a reason to end the ranks of its job.
+/// Whether a verdict justifies ending the ranks of its job.
 #[must_use]
 pub fn grounds(verdict: &Verdict) -> Grounds {
-    // A low confidence in the cause `comm_init` means a rank that starts and makes progress.
+    // A low confidence in the cause `comm_init` means that a rank starts up and makes progress.
     let starts = verdict.cause == Cause::CommInit && verdict.confidence == Confidence::Low;
     match verdict.hang {
         HangEvidence::None => Grounds::Unspecified,
@@ -51,21 +51,22 @@ pub fn grounds(verdict: &Verdict) -> Grounds {
     }
 }
 
-/// The time between two looks at a job doubles so often: long steps should not be captured over and over.
+/// The time between two dumps of a job doubles up to this many times: long steps should not be
+/// captured over and over.
 const MOST_DOUBLINGS: u32 = 3;
-/// A shorter hang timeout, as tests have it, does not make the looks follow each other faster.
+/// Lower bound of that time: a short hang timeout, as in tests, does not shorten it further.
 const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 
-/// Nanoseconds until a job that may be healthy is looked at again, after so many looks.
+/// Nanoseconds until a job that may be healthy is dumped again, given the number of dumps so far.
 #[must_use]
 pub fn next_look_ns(hang_timeout: Duration, looks: u32) -> u64 {
     let wait_ns = u64::try_from(hang_timeout.max(SHORTEST_WAIT).as_nanos()).unwrap_or(u64::MAX);
     wait_ns.saturating_mul(1 << looks.min(MOST_DOUBLINGS))
 }
 
-/// Whether whoever is to blame computes: a long step or an endless loop.
+/// Whether the culprits are computing: a long step or an endless loop.
 fn culprits_run(verdict: &Verdict) -> bool {
-    // One that used a processor may be seen asleep by chance.
+    // A rank that used a processor may be asleep in a sample by chance.
     let runs = |group: &&RankGroup| {
         group.process_state.starts_with('R') || group.activity == Activity::Running || group.moved == Some(true)
     };
@@ -81,7 +82,7 @@ fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdic
     error!("incident {}: the judge failed: {why}", evidence.incident);
     let sentence = format!("The verdict could not be made: the judge failed ({why}); the stacks and records are here.");
     let bare = presences(evidence);
-    // What fails on all that is known may still tell who is there.
+    // If the judge fails on all evidence, it may still work on the presence of the ranks alone.
     let mut verdict = survive(|| judge(&bare)).unwrap_or_else(|_| unknown(evidence, String::new()));
     (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
     verdict.culprits.clear();
@@ -91,7 +92,7 @@ fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdic
     verdict
 }
 
-/// The same without what the ranks did.
+/// A copy without the activity of the ranks.
 fn presences(evidence: &Evidence) -> Evidence {
     let mut bare = without_dumps(evidence);
     for rank in &mut bare.ranks {
@@ -105,7 +106,7 @@ fn words(payload: &(dyn Any + Send)) -> String {
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
 }
 
-/// The same without the dumps, which are files of their own.
+/// A copy without the dumps, which are separate files.
 pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
     let ranks = evidence.ranks.iter().map(|rank| RankEvidence {
         rank: rank.rank,

@@ -1,4 +1,4 @@
-//! Finishes what an earlier collector, or an earlier try, has left unfinished on disk.
+//! Finishes what an earlier collector or an earlier attempt left unfinished on disk.
 
 use std::{
     fs,
@@ -21,11 +21,11 @@ use crate::{
     os::process::Stat,
 };
 
-/// The first line of that file is not longer.
+/// Upper limit for the first line of that file.
 const MAX_STAMP_BYTES: u64 = 512;
 
-/// Finishes the folders that a collector of this machine had in work when it was killed. What it had written is of use; without its
-/// stacks a folder says nothing.
+/// Finishes the folders that a killed collector of this machine was writing. Written stacks are
+/// useful; a folder without stacks contains no information.
 pub fn finish(root: &Path) {
     for path in own_folders(root).into_iter().filter(|path| is_left(path)) {
         let folder = Folder { path };
@@ -54,7 +54,7 @@ pub fn finish(root: &Path) {
     }
 }
 
-/// Whether a folder was in work by a process of this machine that is gone.
+/// Whether a folder was being written by a process of this machine that is gone.
 fn is_left(folder: &Path) -> bool {
     let mut stamp = String::new();
     let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
@@ -67,17 +67,17 @@ fn is_left(folder: &Path) -> bool {
     own_stamp().rsplit_once(' ').is_some_and(|(here, _)| here == place) && lives() != Some(true)
 }
 
-/// Makes the folder of an incident again, which could not be made or was removed before its verdict was in it, and writes the
-/// verdict.
+/// Makes the folder of an incident again if it could not be made, or was removed before its verdict
+/// was written, and writes the verdict.
 ///
 /// # Errors
-/// When that is not possible now either.
+/// If that is still not possible.
 pub fn write_late(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
     let (folder, _) = Folder::create(root, fallback, name)?;
     folder.release_reserve();
     let written = try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest());
     if let Err(error) = written {
-        // Only an empty one goes.
+        // Removes it only if it is empty.
         let _ = fs::remove_dir(&folder.path);
         return Err(error);
     }

@@ -1,4 +1,5 @@
-//! A node's part of a job-wide incident: merged trees and condensed evidence, and the messages that carry it to the cluster collector.
+//! A node's part of an incident of a job: merged trees and condensed evidence, and the messages
+//! that carry it to the cluster collector.
 
 use std::path::PathBuf;
 
@@ -9,16 +10,18 @@ use xpu_timer_proto::{
     v1::{NodeDump, RankEvidence, StackTree},
 };
 
-/// The node's part, in the node's incident folder, so that it outlives a restart of either collector.
+/// The node's part in its incident folder, where it survives a restart of either collector.
 pub const PART: &str = "node_dump.bin";
-/// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
+/// Up to this number of ranks, all `.stacktrace` files of a job are fetched. In larger jobs, only
+/// those of the culprits and of some others.
 pub const ALL_FILES: usize = 1024;
-/// No message is larger. The cluster refuses messages of more than [`MAX_MESSAGE_BYTES`].
+/// Target size of a message. The cluster collector refuses messages larger than
+/// [`MAX_MESSAGE_BYTES`].
 pub(crate) const CHUNK_BYTES: usize = 512 * 1024;
-/// What the cluster takes in one message: a tree is not divided.
+/// Maximum message size that the cluster collector accepts: a tree is not split.
 pub const MAX_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
 
-/// Merges the dumps of a node, one after the other.
+/// Merges the dumps of a node, one by one.
 #[derive(Debug, Default)]
 pub struct Part {
     native: PrefixTree,
@@ -34,7 +37,7 @@ impl Part {
         self.ranks.push(condense(evidence, operations));
     }
 
-    /// The whole as one message.
+    /// Returns the merged part as one message.
     #[must_use]
     pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
         NodeDump {
@@ -48,12 +51,12 @@ impl Part {
     }
 }
 
-/// Where a node's part is.
+/// Location of a node's part.
 #[derive(Debug, Clone)]
 pub enum Kept {
     /// In its folder.
     In(PathBuf),
-    /// No folder could be made.
+    /// In memory, because no folder could be made.
     Here(Box<NodeDump>),
 }
 
@@ -70,7 +73,7 @@ impl Kept {
     }
 }
 
-/// Divides a part into messages that the cluster takes.
+/// Splits a part into messages that the cluster collector accepts.
 #[must_use]
 pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
@@ -84,7 +87,8 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
         errors.push(format!("its {name} stacks are too many to be sent: {} MB", tree.encoded_len() / 1_000_000));
         None
     };
-    // The ranks come first: the cluster takes only trees of ranks that it knows to be here.
+    // The ranks come first: the cluster collector accepts only trees of ranks that it knows to be
+    // on this node.
     let trees = [
         NodeDump { native: fits(native, "native"), ..empty() },
         NodeDump { python: fits(python, "Python"), ..empty() },

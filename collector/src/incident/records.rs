@@ -22,9 +22,9 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// Only the newest folders are looked at: an open incident is not older than its job.
+/// Only the newest folders are searched: an open incident is not older than its job.
 const NEWEST: usize = 500;
-/// No verdict is larger; a file that is was not written by a collector.
+/// Upper limit for a verdict; a larger file was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
 /// An incident that an earlier collector left open.
@@ -32,13 +32,14 @@ const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 pub struct Left {
     /// Its folder.
     pub folder: PathBuf,
-    /// What the earlier collector knew of it.
+    /// The state that the earlier collector recorded.
     pub record: Record,
     /// Its verdict.
     pub verdict: Verdict,
 }
 
-/// Finishes what a collector that was killed had in work, and finds the incidents of this boot whose verdict still says `open`, with their folders.
+/// Finishes the folders that a killed collector was writing, and returns the incidents of this boot
+/// whose verdict still has the status `open`.
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     leftovers::finish(root);
@@ -53,13 +54,13 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }
 
-/// All incidents below some folders, oldest first, as `/incidents` shows them. On a file system that the nodes of a job share, the
-/// job's own folder stands for those of the nodes' parts.
+/// All incidents below some roots, oldest first, as `/incidents` shows them. On a file system that
+/// the nodes of a job share, the folder of the job represents the folders of the nodes.
 #[must_use]
 pub fn list(roots: &[PathBuf]) -> Vec<Value> {
     let mut all: Vec<Value> = Vec::new();
     let mut seen: BTreeSet<String> = BTreeSet::new();
-    // A name comes before those that begin with it.
+    // A name sorts before longer names that begin with it.
     let mut folders: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
     folders.sort_by_key(|folder| id(folder));
     for folder in folders {
@@ -86,16 +87,16 @@ fn line(verdict: &Verdict, folder: Option<&Path>) -> Value {
     })
 }
 
-/// An incident of which no folder could be made: what is known of it as if it had one.
+/// An incident without a folder, because none could be made. It is shown as if it had one.
 #[derive(Debug)]
 pub struct WithoutFolder {
-    /// As [`list`] shows those that have one; `path` is null.
+    /// Its entry in [`list`]; `path` is null.
     pub line: Value,
     verdict: Option<Verdict>,
 }
 
 impl WithoutFolder {
-    /// `closed_unix_ns` is when it was over. Without a verdict none has been made yet.
+    /// `closed_unix_ns` is when it was closed. Without a verdict, none has been made yet.
     #[must_use]
     pub fn new(
         id: &str,
@@ -126,13 +127,13 @@ impl WithoutFolder {
         WithoutFolder { line: verdict.as_ref().map_or_else(unjudged, |verdict| line(verdict, None)), verdict }
     }
 
-    /// Whether it is this incident.
+    /// Whether it has this id.
     #[must_use]
     pub fn is(&self, id: &str) -> bool {
         self.line["incident"] == id
     }
 
-    /// The files that its folder would have of its verdict, by name.
+    /// The verdict files that its folder would contain, by name.
     #[must_use]
     pub fn files(&self) -> [(&'static str, Vec<u8>); 2] {
         let (text, json) = match &self.verdict {
@@ -143,13 +144,14 @@ impl WithoutFolder {
     }
 }
 
-/// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.
+/// The `verdict.json` of one incident. An id from outside is compared with existing names and never
+/// used as a path.
 #[must_use]
 pub fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
     read(&find(roots, wanted)?.join("verdict.json"))
 }
 
-/// Names and sizes of the files of one incident that are for people; `None` when there is no such incident.
+/// Names and sizes of the user-facing files of an incident; `None` if there is no such incident.
 #[must_use]
 pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
     let folder = find(roots, wanted)?;
@@ -166,7 +168,8 @@ pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
     Some(files.into_iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes })).collect())
 }
 
-/// One file of an incident, and its size. Both names come from outside and are compared with what is there, never used as a path.
+/// One file of an incident and its size. Both names come from outside; they are compared with
+/// existing names and never used as a path.
 #[must_use]
 pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> {
     let folder = find(roots, wanted)?;
@@ -174,27 +177,29 @@ pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> 
     if name.starts_with('.') {
         return None;
     }
-    // Neither a link nor a pipe that somebody put there meanwhile is followed or waited for.
+    // Do not follow a link or wait for a pipe that was put there in the meantime.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(entry.path()).ok()?;
     let status = file.metadata().ok().filter(fs::Metadata::is_file)?;
     Some((file, status.len()))
 }
 
-/// The folder of an incident. That of a node's part has the name of the node behind the incident's.
+/// The folder of an incident. The folder of a node's part has the name of the node after that of
+/// the incident.
 fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
     let all: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
     let part = |folder: &&PathBuf| id(folder).strip_prefix(wanted).is_some_and(|rest| rest.starts_with('-'));
     all.iter().find(|folder| id(folder) == wanted).or_else(|| all.iter().find(part)).cloned()
 }
 
-/// Whether somebody asked for the incident of a folder and nothing was wrong. Only what is sure to be that is.
+/// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
 #[must_use]
 pub fn is_by_hand(folder: &Path) -> bool {
     let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
     verdict(folder).is_some_and(|verdict| {
         let was_asked_for = verdict.trigger.kind == "manual";
-        // The cluster collector writes no record of what was seen: there the verdict says whether something hung.
+        // The cluster collector does not record causes: there, the verdict shows whether the job
+        // hung.
         let hung =
             record.map_or(!verdict.culprits.is_empty(), |record| record.seen.iter().any(|one| *one != Cause::Manual));
         was_asked_for && !hung

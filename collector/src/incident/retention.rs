@@ -1,5 +1,5 @@
-//! Removes old incident folders: those beyond a number, and those older than an age. An open one stays. Hangs and dumps by hand are
-//! counted apart, so that no number of dumps pushes out the record of a hang.
+//! Removes old incident folders, by number and by age. Open incidents stay. Hangs and dumps by hand
+//! are counted separately, so that dumps never push out the record of a hang.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use crate::{
     },
 };
 
-/// Looks through some folders, on a thread of its own: a network file system may be slow.
+/// Cleans up some roots on a thread of its own: a network file system may be slow.
 pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
     let work = move || {
         for root in roots {
@@ -32,15 +32,17 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
     }
 }
 
-/// Removes what is not to be kept of the incidents in one folder.
+/// Removes expired incidents in one root.
 fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
     finish_removals(root);
-    // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove. Those of another
-    // user would push out ours.
+    // Sorted by name, oldest first. Only folders that a collector has made count: a user's own
+    // folders are never removed. Folders of other users are ignored, because they would push out
+    // ours.
     let ours: Vec<PathBuf> = own_folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
-    // The parts of one incident go together: on a file system that many nodes share there are as many of them.
+    // The parts of one incident are removed together: a file system that many nodes share has many
+    // of them.
     let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
-    // The verdicts are read only when there may be too many.
+    // The verdicts are read only if there may be too many folders.
     let may_be_surplus = keep.count != 0 && ours.len() > keep.count;
     for folder in ours.iter().filter(|_| may_be_surplus) {
         *incidents.entry(incident_of(folder)).or_insert(true) &= records::is_by_hand(folder);
@@ -63,36 +65,36 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
         if (!is_surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
             continue;
         }
-        // Renamed first, so that nobody finds half a folder.
+        // Renamed first, so that nobody sees a half-removed folder.
         let grave = root.join(format!("{GRAVE}{name}"));
         match fs::rename(folder, &grave).and_then(|()| fs::remove_dir_all(&grave)) {
             Ok(()) => {
                 info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
             }
-            // Another collector was quicker.
+            // Another collector removed it first.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
         }
     }
 }
 
-/// A folder that is being removed.
+/// Prefix of a folder that is being removed.
 const GRAVE: &str = ".removed-incident-";
 
-/// Goes on where a collector was killed, or its disk failed, in the middle of a folder.
+/// Continues removals that were interrupted by a killed collector or a failing disk.
 fn finish_removals(root: &Path) {
     let entries = fs::read_dir(root).into_iter().flatten().flatten();
     let is_grave = |entry: &fs::DirEntry| {
         entry.file_name().to_string_lossy().starts_with(GRAVE) && entry.file_type().is_ok_and(|kind| kind.is_dir())
     };
     for entry in entries.filter(is_grave) {
-        // Another collector may be at it, and the next look comes for what stays.
+        // Another collector may be removing it; the next cleanup handles the rest.
         let _ = fs::remove_dir_all(entry.path());
     }
 }
 
 fn is_ours(folder: &Path) -> bool {
-    // A disk that was full may have had no room for the evidence.
+    // A full disk may have had no space for the evidence.
     folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
 }
 
@@ -166,7 +168,7 @@ mod tests {
             folder(root.path(), &name, &["evidence.bin"]);
             verdict.trigger.kind = if number == 1 { "operation" } else { "manual" }.into();
             fs::write(root.path().join(&name).join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
-            // Asked for by hand, and then it turned out to hang.
+            // A dump by hand that then turned out to be a hang.
             let seen = if number == 2 { r#"{"kind":"manual"},{"kind":"idle"}"# } else { r#"{"kind":"manual"}"# };
             let record = format!(
                 r#"{{"id":"{name}","boot":"","job":"","instance":"","attempt":0,"opened_unix_ns":0,"opened_mono_ns":0,

@@ -1,22 +1,24 @@
-//! Limits the incidents of one job: one that flaps around its timeout would be dumped all day and fill the disk. Pure.
+//! Limits the incidents of one job. Otherwise, a job that flaps around its timeout would be dumped
+//! all day and fill the disk. Pure.
 
 use std::collections::BTreeMap;
 
-/// So many in a row, and then one in so long.
+/// A burst, followed by one incident per interval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
-    /// So many may come one after the other …
+    /// Number of incidents that may follow each other directly.
     pub burst: u64,
-    /// … and then one in so many nanoseconds.
+    /// Interval of further incidents in nanoseconds.
     pub refill_ns: u64,
 }
 
-/// Incidents of a job whose ranks hang.
+/// Rate of incidents of a hanging job.
 pub const HANGS: Rate = Rate { burst: 4, refill_ns: 900 * 1_000_000_000 };
-/// Dumps of a job that somebody asks for.
+/// Rate of dumps of a job by hand.
 pub const BY_HAND: Rate = Rate { burst: 10, refill_ns: 30 * 1_000_000_000 };
 
-/// For each job the time at which its whole burst is free again (the generic cell rate algorithm).
+/// The time at which the full burst of each job is available again (the generic cell rate
+/// algorithm).
 #[derive(Debug)]
 pub struct Throttle<Job> {
     rate: Rate,
@@ -30,7 +32,7 @@ impl<Job: Ord + Clone> Default for Throttle<Job> {
 }
 
 impl<Job: Ord + Clone> Throttle<Job> {
-    /// Nothing has happened yet.
+    /// Starts with a full burst.
     #[must_use]
     pub fn new(rate: Rate) -> Self {
         Throttle { rate, free_at: BTreeMap::new() }
@@ -42,14 +44,14 @@ impl<Job: Ord + Clone> Throttle<Job> {
         self.wait_ns(job, now_ns) == 0
     }
 
-    /// After how long a job may have its next one.
+    /// Nanoseconds until a job may have its next incident.
     #[must_use]
     pub fn wait_ns(&self, job: &Job, now_ns: u64) -> u64 {
         let allowed_ns = now_ns + (self.rate.burst - 1) * self.rate.refill_ns;
         self.free_at.get(job).map_or(0, |free_at| free_at.saturating_sub(allowed_ns))
     }
 
-    /// As [`Throttle::would_allow`], and counts the incident if so.
+    /// As [`Throttle::would_allow`], and counts the incident if it is allowed.
     pub fn allows(&mut self, job: &Job, now_ns: u64) -> bool {
         if !self.would_allow(job, now_ns) {
             return false;

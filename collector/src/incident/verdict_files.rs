@@ -1,4 +1,4 @@
-//! The files in which an incident folder holds its verdict and the state of its incident.
+//! The files of an incident folder with its verdict and the state of the incident.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::{
     json,
 };
 
-/// Writes `verdict.json` and `verdict.txt`, and says in the log what could not be written. Whether both were.
+/// Writes `verdict.json` and `verdict.txt` and logs errors. Returns whether both were written.
 pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
     let written = try_write_verdict(folder, verdict);
     if let Err(error) = &written {
@@ -23,17 +23,17 @@ pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
 /// Writes `verdict.txt` and then `verdict.json`.
 ///
 /// # Errors
-/// When one of them cannot be written. The other one is tried all the same.
+/// If one of them cannot be written. The other one is still attempted.
 pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
     let json = json::pretty(verdict);
     let text = folder.write("verdict.txt", verdict.to_text().as_bytes());
     folder.write("verdict.json", &json).and(text)
 }
 
-/// Reads a folder's verdict again, changes it, and writes it back.
+/// Reads the verdict of a folder, changes it, and writes it back.
 ///
 /// # Errors
-/// When it cannot be read.
+/// If it cannot be read.
 pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
     let file = path.join("verdict.json");
     let bytes = std::fs::read(&file).map_err(Error::path("read", &file))?;
@@ -44,7 +44,7 @@ pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<
     Ok(())
 }
 
-/// Name of the file in which one collector tells the next what it knew of an incident.
+/// Name of the file with the state of an incident for the next collector process.
 pub const RECORD: &str = ".collector.json";
 
 /// Writes the record.

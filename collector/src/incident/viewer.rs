@@ -1,4 +1,5 @@
-//! Runs the viewer on a finished folder. It is another program, so that the collector does not depend on it.
+//! Runs the viewer on a finished folder. The viewer is a separate program, so that the collector
+//! does not depend on it.
 
 use std::{
     env,
@@ -13,14 +14,15 @@ use std::{
 use tracing::{info, warn};
 
 const NAME: &str = "xpu_timer_stacktrace_viewer";
-/// When it is not done by the incident's deadline it may go on in the background, for this long.
+/// A viewer that misses the deadline of the incident may continue in the background for this long.
 const HARD_DEADLINE: Duration = Duration::from_secs(60);
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
-/// Lets the viewer draw `folder` and waits for it no longer than `patience`.
+/// Runs the viewer on `folder` and waits at most `patience` for it.
 ///
 /// # Errors
-/// One sentence: it was not found, failed, or is not done yet (then it goes on, and what it draws appears later).
+/// One sentence: the viewer was not found, failed, or is not finished (then it continues, and its
+/// pictures appear later).
 pub fn run(folder: &Path, patience: Duration) -> Result<(), String> {
     let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.join(NAME)));
     run_program(&beside.filter(|path| path.exists()).unwrap_or_else(|| NAME.into()), folder, patience)
@@ -30,14 +32,14 @@ fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(
     let start = Instant::now();
     let mut command = Command::new(program);
     command.arg("--path").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    // The viewer draws; it must not be watched itself when the collector was started under the hook.
+    // The viewer must not be hooked itself if the collector was started under the hook.
     command.env_remove(OsString::from("LD_PRELOAD"));
     let mut child = command.spawn().map_err(|error| format!("the viewer {} cannot run: {error}", program.display()))?;
-    // Read on the side, so that a viewer with much to say does not block.
+    // Read on another thread, so that a viewer with much output does not block.
     let stderr = child.stderr.take().map(|stderr| {
         thread::spawn(move || {
             let mut text = Vec::new();
-            // What cannot be read is only missing in a message.
+            // An unreadable part is only missing in a message.
             let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut text);
             String::from_utf8_lossy(&text).trim().to_string()
         })
@@ -47,7 +49,7 @@ fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(
         thread::spawn(move || match wait(&mut child, start + HARD_DEADLINE) {
             Some(status) => info!("{folder}: the viewer was done after {:.1?}: {status}", start.elapsed()),
             None => {
-                // Both fail only when it has just ended.
+                // Both fail only if it has just ended.
                 let _ = child.kill();
                 let _ = child.wait();
                 warn!("{folder}: the viewer was killed after {HARD_DEADLINE:?}");
