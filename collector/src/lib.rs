@@ -1,7 +1,9 @@
-//! The collector: ranks register here, hangs become incidents, incidents become folders with a verdict.
+//! The collector: ranks register here, hangs become incidents, and incidents become folders with a
+//! verdict.
 //!
-//! [`node`] is the collector of one node, [`cluster`] the one of a cluster. Neither uses the other; both use the modules below them:
-//! [`incident`], [`http`], [`metrics`], [`client`], [`job`] and [`os`].
+//! [`node`] is the collector of one node, [`cluster`] that of a cluster. Neither uses the other.
+//! Both use the modules below them: [`incident`], [`http`], [`metrics`], [`client`], [`job`] and
+//! [`os`].
 #![deny(unsafe_code)]
 
 pub mod cli;

@@ -1,4 +1,5 @@
-//! The node role: one loop around poll that owns the state, and a small runtime beside it for HTTP and signals.
+//! The node role: one poll loop owns the state; a small runtime beside it serves HTTP and waits for
+//! signals.
 
 mod captures;
 mod cluster_messages;
@@ -72,24 +73,25 @@ use crate::{
     os::{clock::Now, limits::raise_descriptor_limit, memory, process::Handle},
 };
 
-/// At the end, dumps in work are hurried and then given this long.
+/// How long the collector waits for running dumps when it ends, after it has hurried them.
 const LAST_WORK: Duration = Duration::from_secs(10);
-/// Between two looks at the logs of hooks.
+/// Time between two cleanups of the hooks' logs.
 const LOGS: Duration = Duration::from_secs(60);
 
-/// A collector that was killed has given its ports back within this time.
+/// The kernel frees the ports of a killed collector within this time.
 const TAKEN_APART: Duration = Duration::from_millis(500);
 
-/// Other pairs of ports that are tried, and how far they lie apart. The next one would be the cluster collector's.
+/// Number of other port pairs to try, and the distance between them. The pair after the last one
+/// would hold the cluster collector's port.
 const OTHER_PAIRS: u16 = 8;
 const PAIRS_APART: u16 = 10;
 
-/// Runs the node collector until it is told to end, or nobody needs it any longer.
+/// Runs the node collector until it receives a stop request or nobody needs it any longer.
 ///
-/// With `tied` its standard input is the socket to the supervisor that has started it.
+/// With `tied`, standard input is the socket to the supervisor that started this process.
 ///
 /// # Errors
-/// When there is another one for this socket, or the socket cannot be had.
+/// When another collector holds this socket, or the socket cannot be opened.
 pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     let (supervised, endpoint) = match tied {
         true => Supervised::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
@@ -114,11 +116,12 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         error!("{problem}");
         state.problems.push(problem);
     }
-    // A collector before this one may have been killed: its commands still run, and their ranks may have yet to register.
+    // An earlier collector may have been killed. Its commands still run, and their ranks may not
+    // have registered yet.
     state.launched.find(&state.settings.socket);
     state.supervisor = supervised.as_ref().and_then(Supervised::pid);
     info!("listening on {} as pid {}", state.settings.socket.display(), std::process::id());
-    // The launcher looks for errors in the log once it is welcomed.
+    // The launcher looks for errors in the log after it has received the welcome.
     logging::flush();
     if let Some(supervised) = &supervised {
         supervised.up();
@@ -134,7 +137,8 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// Dials the cluster collector, if there is to be one. Without a usable address the node works alone, and says why.
+/// Dials the cluster collector if one is configured. Without a usable address the node works alone,
+/// and the returned text gives the reason.
 fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option<String> {
     let url = settings.cluster.as_ref()?;
     match Address::new(url, settings.token_file.as_deref(), settings.ca_file.as_deref()) {
@@ -146,28 +150,31 @@ fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option
     }
 }
 
-/// Connections that are still open are not waited for.
+/// Does not wait for connections that are still open.
 fn end(runtime: Runtime) {
     runtime.shutdown_background();
 }
 
-/// Keeps the number of logs down that hooks have left. A disk that does not answer holds up this alone.
+/// Limits the number of logs that hooks leave behind. A disk that does not answer blocks only this
+/// task.
 async fn look_after_logs(folder: PathBuf) {
     let mut turns = interval(LOGS);
     turns.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         turns.tick().await;
         let folder = folder.clone();
-        // The next look comes when this one is over.
+        // The next cleanup starts after this one has ended.
         let _ = tokio::task::spawn_blocking(move || logging::remove_hook_logs(&folder)).await;
     }
 }
 
-/// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not the end: the dumps matter more.
+/// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not
+/// the end: the dumps matter more.
 async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
-    // Beside the socket are those of hooks whose folder is on a file system of the network.
+    // Hooks write their log beside the socket when their own log folder is on a network file
+    // system.
     for folder in [Some(settings.logging_dir.as_path()), settings.socket.parent()].into_iter().flatten() {
         tokio::spawn(look_after_logs(folder.to_path_buf()));
     }
@@ -206,8 +213,9 @@ async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<
     problems
 }
 
-/// Listens on the two ports, or on another pair when one of them is taken, by the collector of a job with other settings for
-/// example. Those of a collector that was killed a moment ago are free as soon as the kernel has taken its process apart.
+/// Listens on the two ports, or on another pair when one of them is taken, for example by the
+/// collector of a job with other settings. The ports of a collector that was just killed become
+/// free as soon as the kernel has cleaned up its process.
 async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<TcpListener>, Option<TcpListener>) {
     let (control, metrics) = (settings.control_port, settings.metrics_port);
     let begun = Instant::now();
@@ -248,7 +256,8 @@ async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) ->
     (one, other)
 }
 
-/// Leaves beside the socket what this collector is like, for launchers of jobs that want it otherwise. What is wrong, if that fails.
+/// Writes the hashes of this collector's settings beside the socket, for launchers of jobs with
+/// other settings. Returns the problem if that fails.
 fn tell_settings(settings: &Settings) -> Option<String> {
     let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
     let file = settings_file(&settings.socket);
@@ -256,7 +265,8 @@ fn tell_settings(settings: &Settings) -> Option<String> {
     Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
 }
 
-/// Whether a process must have named this one, or an ancestor of it, before this one may look into it (Yama).
+/// Whether Yama allows this process to read another one only if that one has named it, or an
+/// ancestor of it.
 fn is_tracing_restricted() -> bool {
     std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
 }
@@ -270,13 +280,13 @@ struct Node {
     commands: mpsc::Receiver<Command>,
 }
 
-/// What poll found.
+/// The result of one poll.
 #[derive(Default)]
 struct Ready {
     listener: bool,
     connections: Vec<ConnectionId>,
     processes: Vec<RankId>,
-    // Some rank that has not registered.
+    // A rank that has not registered has ended.
     silent: bool,
 }
 
@@ -288,7 +298,7 @@ impl Node {
         loop {
             let ready = self.wait(next_tick.saturating_duration_since(Instant::now()), stopping.is_none());
             let now = Now::get();
-            // Goodbyes and last words come before the news of the death.
+            // Goodbyes and last messages are handled before the end of their process.
             for id in ready.connections {
                 self.read(id, now);
             }
@@ -365,7 +375,7 @@ impl Node {
         }
     }
 
-    /// Waits until something happens.
+    /// Waits for an event, at most for `patience`.
     fn wait(&self, patience: Duration, accepting: bool) -> Ready {
         let processes: Vec<(RankId, Arc<Handle>)> = self
             .state
@@ -386,13 +396,13 @@ impl Node {
         fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
         fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let launched = fds.len() - 1;
-        // Only to wake up.
+        // This descriptor only wakes the loop.
         fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
         if let Err(errno) = poll(&mut fds, Some(&timeout))
             && errno != rustix::io::Errno::INTR
         {
-            // Out of memory at worst. The loop must neither end nor spin.
+            // At worst the system is out of memory. The loop must neither end nor spin.
             warn!("poll: {errno}");
             std::thread::sleep(TICK);
         }

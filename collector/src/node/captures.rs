@@ -1,4 +1,5 @@
-//! Captures on a thread of their own, with a limit on waiting: an incident never waits for a capture that does not end.
+//! Runs captures on a thread of their own and limits the wait: an incident never waits for a
+//! capture that does not end.
 
 use std::{
     sync::{
@@ -14,9 +15,9 @@ use xpu_timer_capture::{Capturer, Options, ProcessCapture};
 
 use crate::error::Error;
 
-/// Something that captures processes; a [`Capturer`], or a stand-in in tests.
+/// Captures processes: a [`Capturer`], or a stand-in in tests.
 pub trait Capture: Send {
-    /// One entry for each pid.
+    /// Returns one entry for each pid.
     fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture>;
 }
 
@@ -35,36 +36,37 @@ struct Request {
     pids: Vec<i32>,
     options: Options,
     answer: mpsc::Sender<Answer>,
-    // Nobody waits for it any longer.
+    // The requester has stopped waiting.
     cancelled: Arc<AtomicBool>,
 }
 
 /// Makes the capturer of a new worker.
 type Make = Box<dyn Fn() -> Box<dyn Capture> + Send + Sync>;
 
-/// The capture worker of a node; shared by all incidents, because what it learns about libraries serves all ranks.
+/// The capture worker of a node. All incidents share it, because what it learns about libraries
+/// serves all ranks.
 pub struct Captures {
     worker: Mutex<Option<Worker>>,
     given_up: Arc<AtomicU32>,
     make: Make,
 }
 
-/// A thread that captures, one request after the other.
+/// A thread that captures one request after the other.
 struct Worker {
     requests: mpsc::Sender<Request>,
     life: Arc<Mutex<Life>>,
 }
 
-/// What is known of a worker's thread.
+/// The state of a worker's thread.
 #[derive(Default)]
 struct Life {
-    // When the capture that it is in must be done.
+    // The deadline of the current capture.
     due: Option<Instant>,
     given_up: bool,
     ended: bool,
 }
 
-/// Counts a worker that was given up for as long as its thread is there.
+/// Counts an abandoned worker for as long as its thread exists.
 struct Thread {
     life: Arc<Mutex<Life>>,
     given_up: Arc<AtomicU32>,
@@ -80,13 +82,14 @@ impl Drop for Thread {
     }
 }
 
-/// Waiting for other incidents' captures to end, as long as they do.
+/// How long to wait for the captures of other incidents.
 const TURN: Duration = Duration::from_secs(20);
-/// Beyond the deadline that the capturer itself keeps.
+/// Extra time beyond the deadline that the capturer itself keeps.
 const GRACE: Duration = Duration::from_millis(300);
-/// How often it is looked whether the worker still works.
+/// How often to check whether the worker still works.
 const LOOK: Duration = Duration::from_millis(200);
-/// Workers that have not come back. While there are more than this many, nothing is captured: threads are not free either.
+/// Workers that have not come back. While there are more than this many, nothing is captured:
+/// threads are not free either.
 const MAX_GIVEN_UP: u32 = 8;
 
 impl Default for Captures {
@@ -96,20 +99,21 @@ impl Default for Captures {
 }
 
 impl Captures {
-    /// With any kind of capturer.
+    /// Uses any kind of capturer.
     #[must_use]
     pub fn new(make: Make) -> Self {
         Captures { worker: Mutex::default(), given_up: Arc::default(), make }
     }
 
-    /// How many captures have not ended although their time is up; should be 0.
+    /// The number of captures that have not ended although their time is up; should be 0.
     #[must_use]
     pub fn given_up(&self) -> u32 {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Captures processes and their children. Returns within the deadline and a little more, whatever the capturer does, and on a
-    /// busy machine within [`Options::longest`]; later only when other incidents are captured before.
+    /// Captures processes and their children. Returns shortly after the deadline at the latest,
+    /// whatever the capturer does, and on a busy machine within [`Options::longest`]. It returns
+    /// later only when captures of other incidents come first.
     ///
     /// # Errors
     /// When the capture did not end in time.
@@ -128,7 +132,7 @@ impl Captures {
             match answers.recv_timeout(LOOK) {
                 Ok(_) => break Ok(answers.recv_timeout(longest + GRACE)),
                 Err(RecvTimeoutError::Disconnected) => break Err("the capture failed".into()),
-                // The worker is in the capture of another incident, which may never end.
+                // The worker is busy with the capture of another incident, which may never end.
                 Err(RecvTimeoutError::Timeout) if lock(&life).due.is_some_and(|due| due < Instant::now()) => {
                     self.give_up(&life);
                     break Err("the capture before it does not end".to_string());
@@ -155,7 +159,7 @@ impl Captures {
         if let Some(running) = worker.as_ref() {
             match running.requests.send(request) {
                 Ok(()) => return Ok(Arc::clone(&running.life)),
-                // The worker panicked: the next one takes the request over.
+                // The worker panicked: the next one takes over the request.
                 Err(mpsc::SendError(back)) => request = back,
             }
         }
@@ -172,20 +176,20 @@ impl Captures {
                     continue;
                 }
                 lock(&thread.life).due = Some(Instant::now() + request.options.longest() + GRACE);
-                // Nobody listens to a capture that came too late.
+                // The receiver is gone when the capture came too late.
                 let _ = request.answer.send(Answer::Begun);
                 let _ = request.answer.send(Answer::Done(capturer.capture(&request.pids, &request.options)));
                 lock(&thread.life).due = None;
             }
         };
         thread::Builder::new().name("capture".into()).spawn(work).map_err(Error::system("start the capture thread"))?;
-        // It cannot have ended: its receiver waits for this request.
+        // The worker cannot have ended: its receiver waits for this request.
         let _ = sender.send(request);
         *worker = Some(Worker { requests: sender, life: Arc::clone(&life) });
         Ok(life)
     }
 
-    /// Leaves a worker to itself; the next capture gets a new one.
+    /// Abandons a worker; the next capture gets a new one.
     fn give_up(&self, of: &Arc<Mutex<Life>>) {
         let mut worker = lock(&self.worker);
         if worker.as_ref().is_some_and(|worker| Arc::ptr_eq(&worker.life, of)) {
@@ -212,14 +216,14 @@ mod tests {
         fn capture(&mut self, pids: &[i32], _: &Options) -> Vec<ProcessCapture> {
             assert!(!pids.contains(&666), "the capturer panics");
             if pids.contains(&13) {
-                // Until the test ends.
+                // Blocks until the test ends.
                 let _ = self.0.recv();
             }
             pids.iter().map(|pid| ProcessCapture { pid: *pid, ..Default::default() }).collect()
         }
     }
 
-    /// What holds the fakes back until it is dropped.
+    /// Dropping the senders releases the fake capturers.
     type Holds = Arc<Mutex<Vec<mpsc::Sender<()>>>>;
 
     fn captures() -> (Captures, Arc<AtomicU32>, Holds) {

@@ -1,5 +1,5 @@
-//! This node as a member of a cluster: what it tells the cluster collector of its ranks and incidents, and what that asks of it.
-//! Without an answer the node works alone.
+//! This node as a member of a cluster: it reports its ranks and incidents to the cluster collector
+//! and serves its requests. Without an answer the node works alone.
 
 use std::{path::Path, sync::Arc};
 
@@ -33,23 +33,26 @@ use crate::{
 };
 
 const SECOND: u64 = 1_000_000_000;
-/// A cluster that has not asked for a dump by then is not there, whatever its connection says.
+/// A cluster that has not requested a dump within this time counts as absent, whatever the state of
+/// the connection.
 const ANSWER_NS: u64 = 2 * SECOND;
 /// After a restart of the node collector its hooks connect again within this time.
 const RETURN_NS: u64 = 6 * SECOND;
 const HEARTBEAT_NS: u64 = 10 * SECOND;
 const DECLINED_NS: u64 = 60 * SECOND;
-/// A verdict takes the deadline of the slowest node. Then this node's own counts.
+/// A verdict of the cluster takes as long as its slowest node. After this time the node's own
+/// verdict counts.
 const VERDICT_NS: u64 = 90 * SECOND;
-/// What a cluster said that is gone for so long does not count any more.
+/// When the stream has been lost for this long, earlier messages of the cluster no longer count.
 const FORGET_NS: u64 = 20 * SECOND;
-/// Parts of incidents that are over are kept for a cluster that comes back.
+/// Number of parts of closed incidents that are kept for a cluster that comes back.
 const MAX_PARTS: usize = 32;
-/// So many communicators of a rank tell the cluster its job.
+/// Number of communicators of a rank that the node reports, so that the cluster can identify its
+/// job.
 const MAX_COMMUNICATORS: usize = 4;
 
 impl NodeState {
-    /// Something happened on the stream.
+    /// Handles an event of the stream.
     pub fn uplink(&mut self, event: Event, now: Now) {
         match event {
             Event::Opened(link) => {
@@ -121,7 +124,8 @@ impl NodeState {
         }
     }
 
-    /// Tells the cluster of an incident that nobody has dumped yet. False when the node has to do without the cluster.
+    /// Reports an incident that has not been dumped yet to the cluster. Returns false when the node
+    /// must work without the cluster.
     pub fn announce(&mut self, id: &str, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
         let Some(alarm) = self.alarm(incident) else { return false };
@@ -133,7 +137,7 @@ impl NodeState {
         true
     }
 
-    /// `None` for a job that is this node's own affair: processes that do not know their rank.
+    /// `None` for a job that concerns this node alone: its processes do not know their rank.
     fn alarm(&self, incident: &Incident) -> Option<Alarm> {
         let shared = self.registry.ranks().any(|rank| rank.job == incident.job && rank.info.rank >= 0);
         shared.then(|| Alarm {
@@ -147,13 +151,13 @@ impl NodeState {
         })
     }
 
-    /// The cluster asks for a dump.
+    /// Handles a dump request of the cluster.
     fn requested(&mut self, request: DumpRequest, now: Now) {
         let Some(job) = request.job.as_ref().map(own_key) else { return };
         let id = request.incident.clone();
         self.find_part(&id);
         if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
-            // What was taken for an earlier look is old.
+            // The part of an earlier look is out of date.
             self.member.parts.remove(&id);
         }
         if self.member.parts.contains_key(&id) {
@@ -179,7 +183,7 @@ impl NodeState {
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
             self.engine.rename(&own, &id);
-            // Who waits for a dump by hand waits for this one.
+            // Requests for a manual dump that wait for this incident get this dump.
             if let Some(waiting) = self.waiting.remove(&own) {
                 self.waiting.entry(id.clone()).or_default().extend(waiting);
             }
@@ -196,7 +200,7 @@ impl NodeState {
         self.dump(&id, Some(ForCluster { operations, alone: false }));
     }
 
-    /// A part that an earlier node collector left on disk.
+    /// Looks for a part that an earlier node collector left on disk.
     fn find_part(&mut self, id: &str) {
         if self.member.parts.contains_key(id) {
             return;
@@ -208,7 +212,8 @@ impl NodeState {
         for root in self.folders() {
             let (names, home, below) = (Arc::clone(&names), Arc::clone(&home), root.clone());
             let find = move || {
-                // A node that dumped alone, before its cluster asked, did so without its name.
+                // A node that dumped alone before the request of its cluster did not add its own
+                // name.
                 let alone = format!("incident-{}", names[names.len() - 1]);
                 let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
                 let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
@@ -221,7 +226,7 @@ impl NodeState {
         }
     }
 
-    /// This node's part is taken.
+    /// This node's part has been captured.
     pub fn captured(&mut self, id: &str, part: Kept) {
         self.member.parts.insert(id.into(), Arc::new(part));
         while self.member.parts.len() > MAX_PARTS {
@@ -259,13 +264,13 @@ impl NodeState {
         }
     }
 
-    /// An incident is closed here.
+    /// Reports to the cluster that an incident is closed here.
     pub fn tell_closed(&mut self, id: &str, resolved: bool) {
         self.member.told_hangs.insert(id.into(), false);
         self.member.send(Message::Update(IncidentUpdate { incident: id.into(), hangs: false, ended: !resolved }));
     }
 
-    /// Once a second.
+    /// Runs once a second.
     pub fn tick_member(&mut self, now: Now) {
         let late = |due: &u64| *due <= now.mono_ns;
         let alone: Vec<String> =
@@ -275,7 +280,7 @@ impl NodeState {
             warn!("incident {id}: the cluster collector does not answer; this node works alone");
             self.dump_alone(&id);
         }
-        // These are about jobs and incidents that are there.
+        // These maps keep only jobs and incidents that still exist.
         let (living, engine) = (self.registry.living_jobs(), &self.engine);
         self.member.last_launch.retain(|job, _| living.contains(job));
         self.member.declined.retain(|_, until| *until > now.mono_ns);
@@ -294,7 +299,7 @@ impl NodeState {
             }
         }
         if self.member.lost_ns.is_some_and(|since| now.mono_ns > since + FORGET_NS) {
-            // Whether the job hangs elsewhere is not known any more.
+            // It is no longer known whether the job hangs on other nodes.
             for job in self.registry.jobs() {
                 self.engine.lift(&job, &Cause::Cluster, now);
             }
@@ -343,7 +348,7 @@ impl NodeState {
         self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
     }
 
-    /// What is told of the ranks that know who they are.
+    /// The entries of the ranks that know their rank.
     fn rank_entries(&self, now: Now) -> Vec<RankEntry> {
         let jobs = self.registry.jobs();
         let ranks: Vec<&Rank> =
@@ -370,7 +375,7 @@ impl NodeState {
     }
 }
 
-/// What of the ranks is news when it changes: all but their ages.
+/// The fields that make a rank worth reporting again when they change: all but the ages.
 fn without_ages(entries: &[RankEntry]) -> Vec<RankEntry> {
     entries.iter().map(|entry| RankEntry { age_ms: 0, ended_age_ms: 0, ..entry.clone() }).collect()
 }

@@ -7,10 +7,10 @@ use crate::{
 };
 
 impl NodeState {
-    /// A message from another thread.
+    /// Handles a message from another thread.
     pub fn command(&mut self, command: Command, now: Now) {
         match command {
-            // Whoever asked may be gone by now; that is no loss.
+            // The requester may be gone by now; that does no harm.
             Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(metrics_page::text(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),

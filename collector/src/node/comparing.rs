@@ -1,4 +1,5 @@
-//! The ranks of this node compared with each other, and what the cluster collector is told for the comparison of all.
+//! Compares the ranks of this node with each other, and reports to the cluster collector for the
+//! comparison of all ranks.
 
 use std::collections::BTreeSet;
 
@@ -11,11 +12,11 @@ use crate::{
     os::clock::Now,
 };
 
-/// Between two comparisons.
+/// Time between two comparisons.
 const COMPARE_NS: u64 = 5_000_000_000;
 
 impl NodeState {
-    /// Once a second.
+    /// Runs once a second.
     pub(super) fn compare(&mut self, now: Now) {
         if now.mono_ns < self.compared_ns + COMPARE_NS {
             return;
@@ -35,7 +36,7 @@ impl NodeState {
         }
     }
 
-    /// What has come of the ranks' collectives since the last time; `None` when that is nothing.
+    /// The progress of the ranks' collectives since the last call; `None` when there was none.
     pub(crate) fn paces(&mut self) -> Option<Paces> {
         let mut ranks = Vec::new();
         for rank in living_ranks(&self.registry) {

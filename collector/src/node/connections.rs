@@ -1,4 +1,5 @@
-//! Connections of hooks and launchers: accepted within bounds, read fairly, closed when they misbehave.
+//! Connections of hooks and launchers: accepts a limited number, reads them fairly, closes those
+//! that misbehave.
 
 use std::{
     collections::BTreeMap,
@@ -16,25 +17,25 @@ use crate::{
     os::process::Handle,
 };
 
-/// One peer.
+/// A connected peer.
 #[derive(Debug)]
 pub struct Connection {
     /// The socket.
     pub fd: OwnedFd,
-    /// Process at the other end.
+    /// The process at the other end.
     pub pid: i32,
-    /// It too; `None` when it had gone already.
+    /// Handle of that process; `None` when it had already ended.
     pub process: Option<Arc<Handle>>,
     accepted: Instant,
     spoke: bool,
 }
 
-/// What a connection brought.
+/// An event on a connection.
 #[derive(Debug)]
 pub enum Event {
     /// A message, and the descriptor that came with it.
     Message(Box<HookMessage>, Option<OwnedFd>),
-    /// The end.
+    /// The connection ended.
     End,
 }
 
@@ -47,51 +48,54 @@ pub struct Connections {
     limiter: Limiter,
 }
 
-/// A node has some eight to sixteen ranks with a few helpers each; more than this is a mistake or an attack.
+/// A node has about eight to sixteen ranks with a few helpers each. More connections than this are
+/// a mistake or an attack.
 const MAX_CONNECTIONS: usize = 1024;
-/// A hook says hello at once, a launcher goes away at once.
+/// A hook sends hello at once and a launcher disconnects at once. A longer silence is an error.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Packets that one connection may bring before the others have their turn.
+/// Packets that are read from one connection before the others get their turn.
 const PACKETS_A_TURN: usize = 64;
 
 impl Connections {
-    /// Identities and connections.
+    /// All connections with their ids.
     pub fn iter(&self) -> impl Iterator<Item = (ConnectionId, &Connection)> {
         self.open.iter().map(|(id, connection)| (*id, connection))
     }
 
-    /// Whether anybody is connected.
+    /// Whether any peer is connected.
     #[must_use]
     pub fn are_used(&self) -> bool {
         !self.open.is_empty()
     }
 
-    /// Pid at the other end.
+    /// The pid at the other end.
     #[must_use]
     pub fn pid(&self, id: ConnectionId) -> i32 {
         self.open.get(&id).map_or(0, |connection| connection.pid)
     }
 
-    /// Process at the other end, as it was found when it connected.
+    /// The process at the other end, as it was found when it connected.
     #[must_use]
     pub fn process(&self, id: ConnectionId) -> Option<Arc<Handle>> {
         self.open.get(&id)?.process.clone()
     }
 
-    /// Whether new connections are taken now; not for a moment after the descriptors ran out.
+    /// Whether new connections are accepted now. Accepting pauses for a moment after the
+    /// descriptors ran out.
     #[must_use]
     pub fn accepts(&self) -> bool {
         self.paused_until.is_none_or(|until| Instant::now() >= until)
     }
 
-    /// Takes the connections that wait.
+    /// Accepts the pending connections.
     pub fn accept(&mut self, endpoint: &Endpoint) {
         for _ in 0..PACKETS_A_TURN {
             match endpoint.accept() {
                 Ok(Some(peer)) => self.take(peer),
                 Ok(None) => return,
                 Err(error) => {
-                    // Out of descriptors, most likely: they may be back in a second, and until then poll must not spin.
+                    // Most likely there are no descriptors left. They may be back in a second;
+                    // until then poll must not spin.
                     self.limiter.warn(&format!("a connection cannot be accepted: {error}"));
                     self.paused_until = Some(Instant::now() + Duration::from_secs(1));
                     return;
@@ -146,25 +150,26 @@ impl Connections {
         events
     }
 
-    /// Closes one. A peer that went without a word is a launcher, and its process, which is returned, the command from now on.
+    /// Closes a connection. A peer that disconnects without a message is a launcher; its process,
+    /// which is returned, has become the command.
     pub fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
         let connection = self.open.remove(&id)?;
         connection.process.filter(|_| !connection.spoke)
     }
 
-    /// Closes one that said something wrong.
+    /// Closes a connection that sent something wrong.
     pub fn refuse(&mut self, id: ConnectionId, problem: &str) {
         self.limiter.warn(&format!("pid {} {problem}; its connection is closed", self.pid(id)));
         self.open.remove(&id);
     }
 
-    /// Closes all. Hooks connect again within a moment.
+    /// Closes all connections. Hooks connect again within a moment.
     pub fn close_all(&mut self) -> Vec<ConnectionId> {
         let all = std::mem::take(&mut self.open);
         all.into_keys().collect()
     }
 
-    /// Closes those that never spoke.
+    /// Closes connections that have never sent a message.
     pub fn close_silent(&mut self) {
         let silent = |connection: &Connection| !connection.spoke && connection.accepted.elapsed() > SILENCE;
         let (limiter, open) = (&mut self.limiter, &mut self.open);

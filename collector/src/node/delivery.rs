@@ -1,4 +1,5 @@
-//! What a node delivers to the cluster collector: its part of an incident as trees and condensed evidence, and on request the files.
+//! What a node delivers to the cluster collector: its part of an incident as trees and condensed
+//! evidence, and the files on request.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -13,7 +14,7 @@ use crate::{
     node::link::Delivering,
 };
 
-/// Sends a part; blocks while the cluster is slow. Returns when the stream ends.
+/// Sends a part. Blocks while the cluster is slow, and returns when the stream ends.
 pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
     let part = kept.read().unwrap_or_else(|problem| {
         warn!("incident {incident}: {problem}");
@@ -27,7 +28,7 @@ pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
     }
 }
 
-/// Sends the `.stacktrace` files of some ranks, piece by piece.
+/// Sends the `.stacktrace` files of some ranks in pieces.
 pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Delivering) {
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -40,7 +41,7 @@ pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Del
             return;
         }
     }
-    // It fails when the stream has ended: then nobody waits for it either.
+    // This fails when the stream has ended; then nobody waits for it either.
     send(DumpFile { incident: incident.into(), ..Default::default() });
 }
 

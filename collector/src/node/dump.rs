@@ -1,5 +1,5 @@
-//! The work of one incident, on a thread of its own: two samples, the rings, the verdict, the folder, the viewer. Every step has a
-//! deadline, and a step that fails is an entry in the result.
+//! The work of one incident on a thread of its own: two samples, the rings, the verdict, the
+//! folder, the viewer. Every step has a deadline. A failed step becomes an entry in the result.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// Lets waiting dumps go on at once when the collector is told to end.
+/// Ends the waits of running dumps when the collector stops.
 #[derive(Debug, Default)]
 pub struct Hurry {
     set: Mutex<bool>,
@@ -31,7 +31,7 @@ pub struct Hurry {
 }
 
 impl Hurry {
-    /// No more waiting from now on.
+    /// Ends all current and future waits.
     pub fn set(&self) {
         *self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
         self.changed.notify_all();
@@ -40,19 +40,20 @@ impl Hurry {
     fn wait_until(&self, deadline: Instant) {
         let set = self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
-        // Whether it was the time or the hurry makes no difference.
+        // Whether the wait ended by timeout or by `set` makes no difference.
         drop(self.changed.wait_timeout_while(set, left, |set| !*set));
     }
 }
 
-/// For one sample of all ranks of the node.
+/// The deadline for one sample of all ranks of the node.
 const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
-/// The first sample finds all caches cold (a libtorch has half a gigabyte), and may use the time up to the second one.
+/// The first sample finds all caches cold (a libtorch has half a gigabyte), so it may use the time
+/// up to the second one.
 const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
-/// From the trigger to the finished folder, beyond the sample interval.
+/// The time from the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
 
-/// Dumps, judges and writes one incident. Whatever fails, there is an outcome.
+/// Dumps, judges and writes one incident. Returns an outcome even when a step fails.
 pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let head = head(&plan);
     let timeline_path = plan.timeline_path.clone();
@@ -89,7 +90,7 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 
-/// One look at all ranks. Ranks whose process is gone are left to their rings.
+/// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.
 fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration, taken: &mut BTreeMap<u32, Taken>) {
     for subject in &mut plan.subjects {
         subject.refresh();
@@ -100,7 +101,7 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
     let result = captures.capture(&asked, deadline);
     for subject in &plan.subjects {
         let taken = taken.entry(subject.rank).or_default();
-        // The flight record is that of the second sample.
+        // The flight record is read with the second sample.
         if which == 1 {
             subject.read_ring(taken);
         }
@@ -141,7 +142,7 @@ fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
     Evidence { world_size, ranks: ranks.into_values().collect(), ..head(plan) }
 }
 
-/// The evidence without what was found out.
+/// The evidence without any findings.
 fn head(plan: &Plan) -> Evidence {
     Evidence {
         incident: plan.incident.clone(),

@@ -1,7 +1,7 @@
-//! What follows a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy, and `XPU_TIMER_HANG_KILL`, which
-//! ends the ranks of a job that hangs so that its agent starts them again.
+//! What follows a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy, and
+//! `XPU_TIMER_HANG_KILL`, which ends the ranks of a hung job so that its agent restarts them.
 //!
-//! Only a verdict with evidence of a hang ends ranks, and any progress since its samples cancels that.
+//! Only a verdict with evidence of a hang ends ranks. Any progress since its samples cancels that.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -27,12 +27,13 @@ use crate::{
     },
 };
 
-/// Between the polite and the final signal.
+/// Time between SIGTERM and SIGKILL.
 const KILL_AFTER_NS: u64 = 5_000_000_000;
 
 impl NodeState {
-    /// There is a verdict. It decides which ranks hang. Their job's ranks are ended if the user wants that and the verdict allows
-    /// it; a verdict without or with doubtful evidence is made again later for as long as the incident lasts.
+    /// Applies a verdict, which decides the ranks that hang. The ranks of the job are ended if the
+    /// user wants that and the verdict allows it. A verdict without evidence, or with doubtful
+    /// evidence, is made again for as long as the incident lasts.
     pub(crate) fn judged(&mut self, id: &str, judged: &Judged, now: Now) {
         let Some(report) = self.reports.get_mut(id) else { return };
         report.culprits.clone_from(&judged.culprits);
@@ -54,7 +55,8 @@ impl NodeState {
         self.look_again(id, postponed && judged.by_cluster, now);
     }
 
-    /// Looks at the incident again after another hang timeout, or later the more often that was done.
+    /// Schedules another look at the incident after one more hang timeout. The wait grows with the
+    /// number of looks.
     fn look_again(&mut self, id: &str, postponed: bool, now: Now) {
         let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
         let timeout = self.hang_timeout(&job);
@@ -73,8 +75,9 @@ impl NodeState {
         info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
     }
 
-    /// When the devices of an incident's culprits will have been quiet for the hang timeout, if they are not used again; `None` when
-    /// they are quiet already, or cannot be seen from here. Before that a verdict has no evidence of a hang.
+    /// The time at which the devices of the incident's culprits will have been quiet for the hang
+    /// timeout if nobody uses them again. `None` when they are already quiet, or are not visible
+    /// from here. Before that time a verdict has no evidence of a hang.
     fn quiet_at_ns(&self, id: &str, now: Now) -> Option<u64> {
         let (incident, report) = self.engine.get(id).zip(self.reports.get(id))?;
         let is_culprit = |rank: &&&Rank| {
@@ -95,20 +98,22 @@ impl NodeState {
         timeouts.max().unwrap_or(self.settings.hang_timeout)
     }
 
-    /// Whether something is wrong with the job of an incident now, other than that somebody asked for a dump.
+    /// Whether an incident has a cause now other than a manual dump.
     fn hangs_now(&self, id: &str) -> bool {
         let causes = self.engine.get(id).map(|incident| &incident.causes);
         causes.is_some_and(|causes| causes.iter().any(|cause| *cause != Cause::Manual))
     }
 
-    /// Whether the job of an incident hangs now and its ranks are to be ended for that.
+    /// Whether the job of an incident hangs now and is configured to be ended for that.
     fn is_to_be_ended(&self, id: &str) -> bool {
         let Some(incident) = self.engine.get(id) else { return false };
         self.hangs_now(id) && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
     }
 
-    /// Ends the ranks of a job that still hangs, if they are to be ended for that, unless one of them has made progress since
-    /// `since_ns`; false then. One rank of each agent is given no chance to end with success, from which the agent would take its job for done.
+    /// Ends the ranks of a job that still hangs, if it is configured to be ended for that. Returns
+    /// false, and ends nothing, when a rank has made progress since `since_ns`. One rank of each
+    /// agent gets SIGKILL at once, so that it cannot exit with success: the agent would take its
+    /// job for done.
     fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
         let culprits = self.reports.get(id).map(|report| report.culprits.clone()).unwrap_or_default();
@@ -141,8 +146,8 @@ impl NodeState {
         true
     }
 
-    /// The processes of ranks that hang by the verdict on an incident and have not registered: they hang before their first device
-    /// call, or were stopped in it.
+    /// The processes of unregistered ranks that hang by the verdict on an incident. They hang
+    /// before their first device call, or were stopped in it.
     fn unregistered_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
         let Some((incident, report)) = self.engine.get(id).zip(self.reports.get(id)) else { return Vec::new() };
         let is_its = |silent: &&&Unregistered| {
@@ -157,8 +162,9 @@ impl NodeState {
         processes.collect()
     }
 
-    /// Whether a rank hangs by the newest verdict on an open incident of its job: `XPU_TIMER_COMMON_HANG`. A suspicion that was
-    /// not judged yet does not count, and neither does an incident that is over.
+    /// Whether a rank hangs by the newest verdict on an open incident of its job:
+    /// `XPU_TIMER_COMMON_HANG`. A suspicion without a verdict does not count, and neither does an
+    /// incident that is over.
     #[must_use]
     pub fn is_hanging(&self, rank: &Rank) -> bool {
         let is_its = |incident: &&Incident| {
@@ -166,13 +172,13 @@ impl NodeState {
                 && !incident.past
                 && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
         };
-        // A process that names no rank is a job of its own and its only rank.
+        // A process that names no rank is a job of its own, and its only rank.
         let number = u32::try_from(rank.info.rank).unwrap_or(0);
         let mut reports = self.engine.incidents().filter(is_its).filter_map(|incident| self.reports.get(&incident.id));
         reports.any(|report| report.hanging.contains(number))
     }
 
-    /// Once a second.
+    /// Runs once a second.
     pub(super) fn tick_ending(&mut self, now: Now) {
         self.ending.signalled.retain_mut(|signalled| {
             if signalled.due_ns > now.mono_ns {
@@ -190,7 +196,7 @@ impl NodeState {
                 );
                 return false;
             }
-            // It fails when the process has just ended.
+            // This fails when the process has just ended.
             let _ = signalled.process.signal(Signal::KILL);
             signalled.was_killed = true;
             signalled.due_ns = now.mono_ns + KILL_AFTER_NS;
@@ -206,12 +212,12 @@ impl NodeState {
                 self.ending.watched.remove(&id);
             } else if postponed {
                 let Some(job) = self.engine.get(&id).map(|incident| incident.job.clone()) else { continue };
-                // Nothing may have completed for a whole timeout.
+                // Nothing may have completed for a full timeout.
                 if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
                     self.look_again(&id, true, now);
                 }
             } else if let Some(quiet_ns) = self.quiet_at_ns(&id, now) {
-                // Another verdict would say no more than that these ranks use their devices.
+                // Another verdict would only repeat that these ranks use their devices.
                 if let Some(watch) = self.ending.watched.get_mut(&id) {
                     watch.due_ns = Some(quiet_ns);
                 }
@@ -225,7 +231,7 @@ impl NodeState {
     }
 }
 
-/// What a rank's ring shows to have happened after this CLOCK_MONOTONIC.
+/// The kind of progress that a rank's ring shows after this CLOCK_MONOTONIC time.
 fn progress_since(rank: &Rank, since_ns: u64) -> Option<&'static str> {
     let progress = rank.ring.as_ref()?.progress().ok()?;
     if progress.completed_ns > since_ns {

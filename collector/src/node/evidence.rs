@@ -1,4 +1,5 @@
-//! From captures, rings and the registry to what is judged and written: one `Stacktrace` and one `RankEvidence` a rank.
+//! Turns captures, rings and the registry into the input of the judge and of the files: one
+//! `Stacktrace` and one `RankEvidence` for each rank.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,11 +16,11 @@ use crate::os::{process::Handle, ring_file::RingFile};
 pub struct Subject {
     /// Rank in the job.
     pub rank: u32,
-    /// What is known of its process.
+    /// State of its process.
     pub presence: Presence,
-    /// Who it says that it is.
+    /// Identity that the rank reports.
     pub info: RankInfo,
-    /// The process; `None` when there is none, or it cannot be seen.
+    /// The process; `None` when it does not exist or is not visible.
     pub process: Option<Arc<Handle>>,
     /// Its ring, which outlives it.
     pub ring: Option<Arc<RingFile>>,
@@ -27,20 +28,20 @@ pub struct Subject {
     pub exit: Option<String>,
     /// Name of the node.
     pub node: String,
-    /// It said goodbye a while ago and its process is still there.
+    /// Whether its process still exists a while after its goodbye.
     pub lingers: bool,
-    /// It has said hello.
+    /// Whether it has sent a hello.
     pub registered: bool,
 }
 
-/// What was taken of one rank.
+/// What was captured of one rank.
 #[derive(Debug, Default)]
 pub struct Taken {
-    /// First and second sample with the children of each.
+    /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
     /// Flight record, read with the second sample.
     pub flight: Option<FlightRecord>,
-    /// What could not be had.
+    /// What could not be captured, and why.
     pub errors: Vec<String>,
 }
 
@@ -51,7 +52,7 @@ impl Subject {
         self.process.as_ref().filter(|process| !process.is_dead()).map(|process| process.pid)
     }
 
-    /// Looks again whether the process runs: it may have ended since the trigger.
+    /// Checks again whether the process runs: it may have ended since the trigger.
     pub fn refresh(&mut self) {
         let Some(process) = self.process.as_ref().filter(|process| process.is_dead()) else { return };
         let how = process.exit();
@@ -79,7 +80,7 @@ impl Subject {
         }
     }
 
-    /// The `.stacktrace` message and the evidence, whose dump and flight record are apart.
+    /// The `.stacktrace` message, and the evidence with a separate dump and flight record.
     #[must_use]
     pub fn evidence(&self, taken: Taken) -> RankEvidence {
         let Taken { samples, mut errors, flight, .. } = taken;
@@ -114,7 +115,8 @@ pub fn before_its_first_device_call(how: Option<String>) -> String {
     how.map_or_else(|| WHEN.into(), |how| format!("{how}, {WHEN}"))
 }
 
-/// What is written for a rank: with a dump all of it, without one the state, the reasons and the flight record.
+/// The file of a rank: the full dump if there is one, else the state, the reasons and the flight
+/// record.
 #[must_use]
 pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     let mut file = evidence.dump.clone().unwrap_or_else(|| {
@@ -132,7 +134,8 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     file
 }
 
-/// Fields 1, 2 and 11 show the last sample there is, so that the original viewer reads the file.
+/// Fields 1, 2 and 11 show the last available sample, so that the original viewer can read the
+/// file.
 fn stacktrace(
     subject: &Subject,
     first: Option<ProcessCapture>,
@@ -157,7 +160,7 @@ fn stacktrace(
     } else if samples[0].is_none() {
         errors.push("there is no first sample".into());
     }
-    // Without a second sample the first one is shown, and kept whole as the first as well.
+    // Without a second sample, the first one is shown, and also stored in full as the first.
     let mut shown = last.or_else(|| samples[0].clone()).unwrap_or_default();
     Stacktrace {
         stacktrace: std::mem::take(&mut shown.stacktrace),
@@ -188,13 +191,14 @@ fn flatten(captures: Vec<ProcessCapture>, children: &mut BTreeMap<i32, ChildProc
     }
 }
 
-/// An empty answer of the capturer is one with its reason.
+/// Whether a sample has content. An empty one carries the reasons in its errors.
 #[must_use]
 pub fn has_stacks(sample: &ProcessSample) -> bool {
     !(sample.stacktrace.is_empty() && sample.py_stacktrace.is_empty() && sample.process_state.is_empty())
 }
 
-/// A node may hold a part of the job only. The ranks of other nodes are not missing, they are just not seen from here.
+/// The evidence of a rank on another node. A node may hold only a part of the job: the ranks of
+/// other nodes are not missing, only not visible from here.
 #[must_use]
 pub fn elsewhere(rank: u32) -> RankEvidence {
     RankEvidence {

@@ -1,5 +1,6 @@
-//! Filters of system calls that ranks put on themselves. The hook must not make a call that such a filter may forbid, and it cannot see
-//! one that is installed by a bare instruction. It is seen from here, in `/proc`, and said in the rank's ring.
+//! System call filters that ranks install on themselves. The hook must not make a call that such a
+//! filter may forbid, and it cannot see a filter that a bare instruction installs. The collector
+//! sees it in `/proc` and notes it in the rank's ring.
 
 use std::fs;
 
@@ -13,7 +14,8 @@ use crate::{
 };
 
 impl NodeState {
-    /// Looks at ranks, and says in their rings that somebody looks, and what was found.
+    /// Checks ranks for filters. Writes to their rings that the collector checks, and what it
+    /// found.
     pub(super) fn look_at_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
         for id in ids {
             let Some(rank) = self.registry.get(id) else { continue };
@@ -28,13 +30,13 @@ impl NodeState {
         }
     }
 
-    /// Whether the watcher of a rank has a reason to stand still.
+    /// Whether a system call filter is a reason for the watcher of this rank to stand still.
     pub(super) fn is_silent(&self, id: RankId) -> bool {
         self.filtered.get(&id).is_some_and(|bits| bits & filtered::WATCHER != 0)
     }
 }
 
-/// What holds for a rank; `None` where this collector cannot see the process or its ring.
+/// The filter bits of a rank; `None` when this collector cannot see the process or its ring.
 fn look(rank: &Rank, now: Now) -> Option<u32> {
     let process = rank.process.as_ref().filter(|process| !process.is_dead())?;
     let ring = rank.ring.as_ref()?;
@@ -42,18 +44,20 @@ fn look(rank: &Rank, now: Now) -> Option<u32> {
     let words = ring.header().ok()?;
     let at_load = words[header::FILTERS_AT_LOAD];
     let grew = |tid: u64| {
-        // Threads have the ids of their own namespace; one that is not seen by it here says nothing.
+        // A ring holds thread ids of the process's own namespace. A thread that is not visible
+        // under its id here adds nothing.
         let status = fs::read(format!("/proc/{}/task/{tid}/status", process.pid)).unwrap_or_default();
         u64::from(ring::filters(&status)) > at_load
     };
     let owners = ring::lane::owners(&read).ok()?;
     let program = grew(process.pid as u64) || owners.into_iter().any(grew);
     let watcher = words[header::WATCHER_TID] != 0 && grew(words[header::WATCHER_TID]);
-    // What is under a filter stays so, also when its thread has ended.
+    // A filter stays in force even after its thread has ended.
     let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
     let found = [(program, filtered::PROGRAM), (watcher, filtered::WATCHER)];
     let bits = found.into_iter().filter(|(holds, _)| *holds).fold(before, |bits, (_, bit)| bits | bit);
-    // First what was found, then that somebody has looked. A ring that cannot be written is its process's own doing.
+    // The result is written before the note that the collector has checked. A ring that cannot be
+    // written is the fault of its process.
     let _ = ring.write(header::FILTERED, u64::from(bits)).and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
     Some(bits)
 }

@@ -1,4 +1,5 @@
-//! What other threads (HTTP, dumps, signals) tell the node's loop, which alone owns the state.
+//! Messages from other threads (HTTP, dumps, signals) to the node's event loop, which alone owns
+//! the state.
 
 use std::{
     os::fd::OwnedFd,
@@ -18,15 +19,16 @@ use crate::{
 /// A message to the loop.
 #[derive(Debug)]
 pub enum Command {
-    /// What a page asks.
+    /// A question of an HTTP page.
     Question(Question),
-    /// A dump is finished.
+    /// A dump has finished.
     Finished(Box<Outcome>),
-    /// What came of another try to write a verdict: its folder and when it was dumped, or why not.
+    /// The result of another attempt to write a verdict: its folder, or the error.
     Written(String, Result<PathBuf, Error>),
-    /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
+    /// Open incidents of an earlier collector that were found late. Each waits this many
+    /// nanoseconds for a signal of its ranks.
     Found(Vec<records::Left>, u64),
-    /// The stream to the cluster collector.
+    /// An event of the stream to the cluster collector.
     Uplink(link::Event),
     /// SIGTERM or SIGINT.
     Stop,
@@ -51,15 +53,15 @@ impl Inbox {
         Ok((Inbox { sender, wake: Arc::new(wake) }, receiver))
     }
 
-    /// Sends a message and wakes the loop. Nobody is there to hear it when the loop has ended.
+    /// Sends a message and wakes the loop. The message is lost when the loop has ended.
     pub fn post(&self, command: Command) {
         let _ = self.sender.send(command);
         self.wake();
     }
 
-    /// Lets the loop turn.
+    /// Wakes the loop.
     pub fn wake(&self) {
-        // It only fails when the counter is full: then the loop is awake anyway.
+        // This only fails when the counter is full; then the loop is awake anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -69,9 +71,9 @@ impl Inbox {
         &self.wake
     }
 
-    /// Takes the wake-ups that have come so far.
+    /// Consumes all wake-ups so far.
     pub fn clear(&self) {
-        // It only fails when there are none.
+        // This only fails when there are none.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
 }

@@ -1,4 +1,4 @@
-//! What is known of an incident after its verdict, and of the ranks that are being ended for it.
+//! The state of an incident after its verdict, and of the ranks that are being ended for it.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
@@ -7,7 +7,7 @@ use xpu_timer_proto::v1::Grounds;
 
 use crate::{incident::judging, os::process::Handle};
 
-/// What came of an incident, for `/status`.
+/// The result of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
 pub struct IncidentReport {
     /// Its folder.
@@ -16,13 +16,13 @@ pub struct IncidentReport {
     pub sentence: String,
     /// Cause of the verdict.
     pub cause: String,
-    /// Ranks to blame.
+    /// Culprit ranks.
     pub culprits: Vec<u32>,
     /// Ranks that hang by the newest verdict.
     pub hanging: RankSet,
     /// When the first sample of the newest dump began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
-    /// What this node's own verdict says, for when that of the cluster does not come.
+    /// This node's own verdict, for when the cluster's does not come.
     pub own: Option<Judged>,
     /// What went wrong.
     pub errors: Vec<String>,
@@ -31,7 +31,8 @@ pub struct IncidentReport {
 }
 
 impl IncidentReport {
-    /// Of a verdict that was made here, from a dump that began at that CLOCK_MONOTONIC.
+    /// The report of a verdict that was made here, from a dump that began at this CLOCK_MONOTONIC
+    /// time.
     pub(super) fn of(verdict: Verdict, sampled_ns: u64) -> Self {
         let judged = Judged::of(&verdict);
         IncidentReport {
@@ -53,16 +54,17 @@ impl IncidentReport {
 pub struct Judged {
     /// Whether the verdict is a reason to end the ranks.
     pub grounds: Grounds,
-    /// Ranks to blame.
+    /// Culprit ranks.
     pub culprits: Vec<u32>,
-    /// Ranks that hang: culprits and victims, empty without evidence of a hang.
+    /// Ranks that hang: culprits and victims; empty without evidence of a hang.
     pub hanging: RankSet,
-    /// Made by the cluster collector, which alone sees the whole job and looks again by itself.
+    /// Whether the cluster collector made it. The cluster collector alone sees the entire job and
+    /// looks again by itself.
     pub by_cluster: bool,
 }
 
 impl Judged {
-    /// What a verdict that was made on this node says.
+    /// The summary of a verdict that was made on this node.
     pub(super) fn of(verdict: &Verdict) -> Self {
         Judged {
             grounds: judging::grounds(verdict),
@@ -73,30 +75,30 @@ impl Judged {
     }
 }
 
-/// Processes that are being ended, and incidents that are looked at again.
+/// Processes that are being ended, and incidents with another look pending.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     pub(super) signalled: Vec<Signalled>,
     pub(super) watched: BTreeMap<String, Watch>,
 }
 
-/// A process that was sent a signal to end.
+/// A process that received a signal to end.
 #[derive(Debug)]
 pub(super) struct Signalled {
     pub(super) rank: i32,
     pub(super) process: Arc<Handle>,
-    // When to look at it again.
+    // When to check it again.
     pub(super) due_ns: u64,
-    // SIGKILL was sent after `KILL_AFTER_NS`.
+    // Whether SIGKILL was sent after `KILL_AFTER_NS`.
     pub(super) was_killed: bool,
 }
 
-/// An incident whose ranks were not ended by its last verdict.
+/// An incident whose ranks the last verdict did not end.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     pub(super) looks: u32,
     pub(super) due_ns: Option<u64>,
-    // The last verdict had evidence of a hang: a second one in a row that has it too is enough.
+    // The last verdict had evidence of a hang: a second one in a row with evidence is enough.
     pub(super) suspected: bool,
     // The verdict stands, and only progress kept the ranks from being ended.
     pub(super) postponed: bool,

@@ -1,5 +1,6 @@
-//! What runs under the launchers of this node: the commands that they became, and the ranks among these and the processes below them. A rank
-//! says nothing to anybody before its first device call; that there was one which ended before it is known from here alone.
+//! Processes under the launchers of this node: the commands, and the ranks among them and their
+//! descendants. A rank connects at its first device call. If it ends before that, only this module
+//! knows that it existed.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
 
@@ -14,7 +15,7 @@ use crate::{
     os::process::{self, Handle, Stat},
 };
 
-/// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
+/// Entries of ended ranks are removed after this time when nothing else of their job remains.
 pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 
 /// A rank that has not registered.
@@ -22,11 +23,11 @@ pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 pub struct Unregistered {
     /// Its job.
     pub job: JobKey,
-    /// Who it is, by its environment.
+    /// Its identity, from its environment.
     pub info: RankInfo,
     /// Start time of its process, as in [`Stat`].
     pub start: u64,
-    /// Which of several jobs of one name it belongs to, by its environment.
+    /// Tells several jobs of one name apart; from its environment.
     pub instance: String,
     /// Its ancestors when it was found.
     pub ancestors: Vec<ProcessId>,
@@ -34,33 +35,34 @@ pub struct Unregistered {
     pub state: State,
 }
 
-/// Whether a rank that has not registered runs.
+/// Whether an unregistered rank runs.
 #[derive(Debug, Clone)]
 pub enum State {
-    /// This is its process.
+    /// It runs as this process.
     Runs(Arc<Handle>),
-    /// At this CLOCK_MONOTONIC, and how, when that is known.
+    /// It ended at this CLOCK_MONOTONIC time, with the exit status when that is known.
     Ended(u64, Option<String>),
 }
 
-/// The commands of this node and those of their ranks that have not registered.
+/// The commands of this node, and their ranks that have not registered.
 #[derive(Debug, Default)]
 pub struct Launched {
-    // Their ranks may need an hour before their first device call.
+    // Their ranks may take an hour to their first device call.
     commands: Vec<Arc<Handle>>,
     // In the order in which they were found.
     ranks: Vec<Unregistered>,
 }
 
-/// More than this is a mistake or an attack.
+/// More commands than this are a mistake or an attack.
 const MAX_COMMANDS: usize = 1024;
-/// Beyond this the oldest of those that ended are forgotten.
+/// Beyond this number, the oldest ended ranks are removed.
 const MAX_RANKS: usize = 1024;
-/// Processes below one command that are looked at: an agent has a few between itself and its ranks.
+/// Number of descendants of one command to look at: an agent has a few processes between itself and
+/// its ranks.
 const MAX_BELOW: usize = 256;
-/// Threads of a process whose children are looked for.
+/// Number of threads of a process whose children are looked up.
 const MAX_THREADS: usize = 512;
-/// A process is by then what it is going to be.
+/// By this age a process has executed its final program.
 const SETTLED_NS: u64 = 30_000_000_000;
 
 impl Unregistered {
@@ -71,7 +73,7 @@ impl Unregistered {
         Unregistered { job, info, start: process.start, instance, ancestors, state: State::Runs(process) }
     }
 
-    /// What tells its job.
+    /// The identity from which its job is determined.
     #[must_use]
     pub fn member(&self, now_ns: u64) -> Member {
         Member {
@@ -91,7 +93,7 @@ impl Unregistered {
         }
     }
 
-    /// Whether it is this process, by pid and start time.
+    /// Whether this entry is the process with this pid and start time.
     fn is(&self, pid: i32, start: u64) -> bool {
         (self.info.pid, self.start) == (pid, start)
     }
@@ -102,9 +104,9 @@ impl Unregistered {
 }
 
 impl Launched {
-    /// A launcher became its command. It may be a rank itself, or start ranks.
+    /// Adds the command that a launcher executed. It may be a rank itself, or start ranks.
     pub fn add(&mut self, command: Arc<Handle>) {
-        // Whoever connects again and again without a word is one command all the same.
+        // A process that connects repeatedly without a message is still one command.
         let same = |known: &Arc<Handle>| (known.pid, known.start) == (command.pid, command.start);
         if self.commands.len() >= MAX_COMMANDS || self.commands.iter().any(same) {
             return;
@@ -116,7 +118,7 @@ impl Launched {
         self.commands.push(command);
     }
 
-    /// Finds the commands of launchers that an earlier collector of this socket knew.
+    /// Finds the commands of launchers that an earlier collector of this socket served.
     pub fn find(&mut self, socket: &Path) {
         for pid in process::commands(getuid().as_raw(), socket) {
             if let Ok(command) = Handle::of_peer(pid) {
@@ -139,22 +141,22 @@ impl Launched {
         })
     }
 
-    /// All ranks that have not registered, to be given their jobs.
+    /// All unregistered ranks, so that the caller can assign their jobs.
     pub fn silent(&mut self) -> &mut [Unregistered] {
         &mut self.ranks
     }
 
-    /// A process has registered: it speaks for itself.
+    /// Removes the entry of a process that has registered.
     pub fn registered(&mut self, process: &Handle) {
         self.ranks.retain(|rank| !rank.is(process.pid, process.start));
     }
 
-    /// Looks for new ranks below the commands that would talk to the collector of this socket. `is_registered` knows, by pid and start
-    /// time, those that have registered.
+    /// Looks for new ranks below the commands that use the collector of this socket.
+    /// `is_registered` takes a pid and a start time.
     pub fn look(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
         self.commands.retain(|command| !command.is_dead());
         for command in self.commands.clone() {
-            // Below a rank there are its helpers, which may be many.
+            // The descendants of a rank are its helpers, which may be many.
             let mut above: Vec<i32> =
                 if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
             let mut looked_at = 0;
@@ -163,7 +165,7 @@ impl Launched {
                     looked_at += 1;
                     let Some(stat) = Stat::of(pid).filter(|stat| !stat.is_dead()) else { continue };
                     if is_registered(pid, stat.start) {
-                        // It is the rank that a shell has started, or one of an agent.
+                        // The command is a shell that started this rank, or an agent.
                         self.registered(&command);
                         continue;
                     }
@@ -176,7 +178,8 @@ impl Launched {
         }
     }
 
-    /// Notes a process below a command if it is a rank, and not the helper of a command that is one itself.
+    /// Adds a process below a command if it is a rank, unless it is the helper of a command that is
+    /// a rank itself.
     fn takes(&mut self, command: &Handle, pid: i32, stat: &Stat, socket: &Path) -> bool {
         if stat.age_ns() > SETTLED_NS {
             return false;
@@ -189,7 +192,7 @@ impl Launched {
             return false;
         }
         let Some(process) = Handle::open(pid).ok().filter(|process| process.start == found.start) else { return false };
-        // What an agent in a pod has are numbers of the agents.
+        // The command is an agent in a pod: the numbers in its environment are those of the agents.
         self.registered(command);
         self.ranks.push(Unregistered::new(Arc::new(process), found.info, found.instance, found.ancestors));
         true
@@ -211,8 +214,9 @@ impl Launched {
         }
     }
 
-    /// The ranks that run here or ended here without having registered, one entry a rank. `born_ns` says when the first of those
-    /// registered processes of a job was started that live: who ended before that is of another world.
+    /// The ranks that run here, or ended here without having registered, one entry for each rank.
+    /// `born_ns` returns when the first living registered process of a job was started: a rank that
+    /// ended before that belongs to another world.
     #[must_use]
     pub fn ranks(&self, born_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
         let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
@@ -228,7 +232,7 @@ impl Launched {
             }
         };
         let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
-        // The one that runs, else the one that ended last.
+        // Prefers the running entry, else the one that ended last.
         for rank in over.into_iter().filter(is_of_its_world).chain(running.iter().copied()) {
             ranks.insert((&rank.job, rank.info.rank), rank);
         }
@@ -243,7 +247,7 @@ mod tests {
     use super::*;
     use crate::os::clock::Now;
 
-    /// A process that ends when its input does; below a shell that stays, where `below` says so.
+    /// Starts a process that ends when its input does; with `below`, under a shell that stays.
     fn start(rank: &str, below: bool) -> Child {
         let script = if below { "sh -c 'read _; exit 3'; :" } else { "read _; exit 3" };
         let mut command = Command::new("sh");
@@ -282,7 +286,7 @@ mod tests {
         launched.note_ended(now.mono_ns);
         assert_eq!(told(&launched, Some(now.mono_ns - 1), now), [(1, true)]);
         let Some(State::Ended(_, exit)) = launched.ranks.first().map(|rank| rank.state.clone()) else { panic!() };
-        // Kernels before 6.15 do not tell of a process that was waited for.
+        // Kernels before 6.15 do not report the exit of a process that was already waited for.
         assert!(exit.is_none_or(|exit| exit == "exit code 0"));
         assert_eq!(told(&launched, Some(now.mono_ns + 1), now), [], "it was of a world before");
         let later = Now { mono_ns: now.mono_ns + FORGET_AFTER_NS, ..now };
@@ -299,7 +303,7 @@ mod tests {
         let mut agent = Command::new("sh");
         agent.args(["-c", "RANK=4 WORLD_SIZE=8 sh -c 'echo $$; read _; exit 3'; read _; :"]);
         let mut agent = agent.env_clear().env("PATH", "/bin:/usr/bin").env("LD_PRELOAD", "libxpu_timer_hook.so");
-        // The number of the agent, as a pod has it.
+        // The number of the agent, as in a pod.
         agent = agent.envs([("XPU_TIMER_SOCKET", "/s"), ("RANK", "1"), ("WORLD_SIZE", "2")]).stderr(Stdio::null());
         let mut agent = agent.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("sh runs");
         let mut lines = std::io::BufRead::lines(std::io::BufReader::new(agent.stdout.take().expect("piped")));

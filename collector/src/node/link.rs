@@ -13,21 +13,21 @@ use xpu_timer_proto::v1::{
     Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery, node_message::Message,
 };
 
-/// Pieces of a delivery that may wait: each may be half a megabyte.
+/// Number of pieces of a delivery that may wait; each may have half a megabyte.
 const PIECES: usize = 2;
 
-/// What the stream tells the loop.
+/// An event of the stream.
 #[derive(Debug)]
 pub enum Event {
     /// A stream is being opened; its first message must be the hello.
     Opened(Box<Link>),
-    /// The cluster said something.
+    /// A message of the cluster.
     Message(Box<cluster_message::Message>),
-    /// The stream ended, or could not be opened; the text says why.
+    /// The stream ended, or could not be opened; the text gives the reason.
     Lost(String),
 }
 
-/// The sending side of one stream, and of the deliveries beside it.
+/// The sender of one stream and of its deliveries.
 #[derive(Debug, Clone)]
 pub struct Link {
     pub(super) messages: mpsc::Sender<NodeMessage>,
@@ -35,18 +35,20 @@ pub struct Link {
     pub(super) runtime: Handle,
 }
 
-/// Where the pieces of one delivery go; bounded, so that a slow cluster slows the delivery down.
+/// The channel for the pieces of one delivery. It is bounded, so that a slow cluster slows the
+/// delivery down.
 pub type Delivering = mpsc::Sender<Delivery>;
 pub(super) type Client = ClusterClient<InterceptedService<Channel, Proof>>;
 
 impl Link {
-    /// Sends a control message. False when the stream has ended or is stuck, which ends it.
+    /// Sends a control message. Returns false when the stream has ended or is stuck, which ends it.
     #[must_use]
     pub fn send(&self, message: Message) -> bool {
         self.messages.try_send(NodeMessage { message: Some(message) }).is_ok()
     }
 
-    /// Begins a delivery that the cluster has asked for by this key. It ends when the sender is dropped.
+    /// Begins a delivery that the cluster requested with this key. It ends when the sender is
+    /// dropped.
     #[must_use]
     pub fn bring(&self, key: String) -> Delivering {
         let (sender, pieces) = mpsc::channel(PIECES);
@@ -62,7 +64,7 @@ impl Link {
     }
 }
 
-/// Proves each call.
+/// Authenticates each call.
 #[derive(Debug, Clone)]
 pub(super) struct Proof(pub(super) Option<MetadataValue<Ascii>>);
 
@@ -75,7 +77,7 @@ impl Interceptor for Proof {
     }
 }
 
-/// Status of a call as one line.
+/// The status of a call as one line.
 pub(crate) fn words(status: &Status) -> String {
     format!("{}: {}", status.code().description(), status.message())
 }

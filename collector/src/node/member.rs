@@ -20,24 +20,26 @@ pub struct Member {
     pub welcomed: bool,
     pub(super) identity: String,
     pub(super) link: Option<Link>,
-    // Incidents that the cluster was told of and has not asked for, with the time at which the node dumps alone.
+    // Incidents that the cluster was notified of and has not requested, with the time at which the
+    // node dumps alone.
     pub(super) announced: BTreeMap<String, u64>,
-    // Requests that wait for ranks to come again.
+    // Requests that wait for ranks to reconnect.
     pub(super) deferred: Vec<DumpRequest>,
-    // Parts of job-wide incidents, and which look at each the cluster has asked for last.
+    // Parts of job-wide incidents.
     pub(super) parts: BTreeMap<String, Arc<Kept>>,
     pub(super) rounds: BTreeMap<String, u32>,
-    // Whether this node's ranks hang in an incident, as the cluster was told last.
+    // Whether this node's ranks hang in an incident, as last reported to the cluster.
     pub(super) told_hangs: BTreeMap<String, bool>,
-    // Without their ages, which always change.
+    // The last reported entries without their ages, which always change.
     pub(super) told_ranks: Vec<RankEntry>,
-    // Jobs whose idleness the cluster does not believe, and until when that holds.
+    // Jobs that the cluster does not consider idle, and until when that holds.
     pub(super) declined: BTreeMap<JobKey, u64>,
     pub(super) last_launch: BTreeMap<JobKey, u64>,
     pub(super) heartbeat_ns: u64,
-    // Incidents that the cluster has asked for, and until when its verdict is waited for: this node's own counts after it.
+    // Incidents that the cluster requested, and until when the node waits for its verdict. After
+    // that the node's own verdict counts.
     pub(super) asked: BTreeMap<String, u64>,
-    // When the stream was lost, until what the cluster said is forgotten.
+    // When the stream was lost, until the cluster's earlier messages are dropped.
     pub(super) lost_ns: Option<u64>,
 }
 
@@ -69,19 +71,19 @@ impl Member {
         self.last_launch.insert(job.clone(), last_ns);
     }
 
-    /// Whether the job is idle on this node alone, as the cluster knows.
+    /// Whether the job is idle on this node only, according to the cluster.
     #[must_use]
     pub fn is_declined(&self, job: &JobKey, now: Now) -> bool {
         self.declined.get(job).is_some_and(|until| *until > now.mono_ns)
     }
 
-    /// Whether the verdict of an incident is the cluster's.
+    /// Whether the cluster decides the verdict of an incident.
     #[must_use]
     pub fn is_asked(&self, id: &str) -> bool {
         self.asked.contains_key(id)
     }
 
-    /// Sends if there is a stream. One that takes nothing more is given up.
+    /// Sends if there is a stream. A stream that accepts no more is closed.
     pub(super) fn send(&mut self, message: Message) -> bool {
         let sent = self.link.as_ref().is_some_and(|link| link.send(message));
         if !sent && self.link.take().is_some() {
@@ -90,7 +92,7 @@ impl Member {
         sent
     }
 
-    /// Begins what the cluster has asked for by this key, on a thread that may block on it.
+    /// Starts the delivery that the cluster requested with this key, on a thread that may block.
     pub(super) fn bring(&self, key: String, work: impl FnOnce(Delivering) + Send + 'static) {
         let Some(link) = self.link.clone() else { return };
         if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.bring(key))) {

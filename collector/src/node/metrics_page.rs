@@ -1,8 +1,10 @@
-//! `/metrics`: the Prometheus text format. Only what is measured is there.
+//! `/metrics`: the Prometheus text format. Only measured values appear.
 //!
-//! The names in capitals, their labels and their levels are those of the original tool, whose dashboards and whose judge in
-//! DLRover's master read them; `xpu_timer_*` are ours. The kernel metrics come from the ranks' rings ([`metrics::sampler`](crate::metrics::sampler)), the counts of
-//! garbage collections and batches from the memory of their interpreters ([`metrics::interpreters`](crate::metrics::interpreters)): both at no cost for the ranks.
+//! The names in capitals, their labels and their levels come from the original tool; its dashboards
+//! and DLRover's master read them. The `xpu_timer_*` names are ours. The kernel metrics come from
+//! the ranks' rings ([`metrics::sampler`](crate::metrics::sampler)), the counts of garbage
+//! collections and batches from the memory of their interpreters
+//! ([`metrics::interpreters`](crate::metrics::interpreters)). Both cost the ranks nothing.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +22,7 @@ use crate::{
     os::clock::Now,
 };
 
-/// The whole page.
+/// The complete page.
 #[must_use]
 pub fn text(state: &NodeState, now: Now) -> String {
     let mut page = Page::default();
@@ -37,7 +39,7 @@ pub fn text(state: &NodeState, now: Now) -> String {
     page.text()
 }
 
-/// The metrics that every rank has.
+/// The metrics of every rank.
 fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
         let of_job = |incident: &&Incident| incident.job == rank.job && incident.closed.is_none();
@@ -70,7 +72,8 @@ fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
                 page.sample(name, labels, value);
             }
         }
-        // DLRover's master takes a page without a line of this name for one on which every rank hangs.
+        // DLRover's master treats a page without a line of this name as one on which every rank
+        // hangs.
         if name.ends_with("_HANG") && alive.is_empty() {
             page.sample(name, &node_labels(state), 0);
         }
@@ -110,7 +113,7 @@ fn with(labels: &Labels, key: &Key) -> Labels {
     labels.iter().chain(&key.labels).cloned().collect()
 }
 
-/// More digits than a clock has are noise.
+/// More digits than the clock has are noise.
 fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
 }
@@ -128,7 +131,7 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
             labels.push(("operation", function.name.clone()));
             page.sample(name, &labels, function.calls);
         }
-        // The directions are counted over all forms of the copying function.
+        // The directions are counted over all forms of the copy function.
         let Some(copy) = called("MemcpyAsync").next().or_else(|| called("Memcpy").next()) else { continue };
         for (kind, count) in lane::COPY_KINDS.iter().zip(sampled.totals.copies).filter(|(_, count)| *count > 0) {
             let mut labels = labels.clone();
@@ -138,7 +141,7 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
     }
 }
 
-/// Who waits for whom, of the ranks of this node.
+/// Which ranks of this node wait for which.
 fn slow(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     type Value<'a> = &'a dyn Fn(&Rank, u32) -> Option<f64>;
     let families: [(&str, &str, Value<'_>); 2] = [
@@ -163,7 +166,7 @@ fn slow(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     }
 }
 
-/// What the hooks count, and what they cost.
+/// The counters of the hooks, and their cost.
 fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
     let word = |index: usize| move |sampled: &Sampled| sampled.head.map(|head| head[index] as f64);
     let mean = |samples: (u64, u64)| (samples.0 > 0).then(|| samples.1 as f64 / samples.0 as f64 / 1e9);
@@ -217,7 +220,7 @@ fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
     }
 }
 
-/// The collector itself.
+/// The metrics of the collector itself.
 fn collector(page: &mut Page, state: &NodeState, ranks: usize, now: Now) {
     let open = state.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
     let uptime = now.mono_ns.saturating_sub(state.started.mono_ns) / 1_000_000_000;
@@ -246,8 +249,9 @@ fn labels(state: &NodeState, rank: &Rank) -> Labels {
     ]
 }
 
-/// The labels of each rank. Processes that do not know their rank, and jobs of one name, would share theirs, and a page must
-/// not have two samples of the same labels: those get their pid as well.
+/// The labels of each rank. Processes that do not know their rank, and jobs of one name, would
+/// share labels, and a page must not have two samples with equal labels. Those ranks also get their
+/// pid.
 fn labelled<'a>(state: &NodeState, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labels, &'a Rank)> {
     let mut all: Vec<(Labels, &Rank)> = ranks.map(|rank| (labels(state, rank), rank)).collect();
     let mut count: BTreeMap<Labels, usize> = BTreeMap::new();
@@ -262,7 +266,7 @@ fn labelled<'a>(state: &NodeState, ranks: impl Iterator<Item = &'a Rank>) -> Vec
     all
 }
 
-/// Labels of a node on which no rank runs.
+/// Labels of a node without a running rank.
 fn node_labels(state: &NodeState) -> Labels {
     vec![
         ("ip", state.settings.ip.clone()),

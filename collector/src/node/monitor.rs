@@ -1,4 +1,5 @@
-//! What the headers of the rings say once a second: whose watcher stands still, and which job launches nothing. Pure.
+//! Evaluates the headers of the rings once a second: which watcher stands still, and which job
+//! launches nothing. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,17 +8,17 @@ use std::{
 
 use crate::job::key::{JobKey, RankId};
 
-/// A watcher turns many times a second, so a shorter silence would only be found on an overloaded machine.
+/// A watcher turns many times a second. A shorter silence would only reveal an overloaded machine.
 pub const SHORTEST_SILENCE: Duration = Duration::from_secs(3);
 
-/// One living rank as seen now.
+/// One living rank, as observed now.
 #[derive(Debug, Clone)]
 pub struct Observation {
     /// Its job.
     pub job: JobKey,
     /// Its entry.
     pub id: RankId,
-    /// Stopped by a signal or a debugger.
+    /// Whether a signal or a debugger has stopped it.
     pub stopped: bool,
     /// Last turn of its watcher; 0 before the first.
     pub heartbeat_ns: u64,
@@ -31,7 +32,7 @@ pub struct Observation {
     pub idle_timeout: Duration,
 }
 
-/// What holds now.
+/// The conditions that hold now.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Conditions {
     /// Ranks whose watcher is stuck although they run, and since when.
@@ -40,21 +41,23 @@ pub struct Conditions {
     pub idle: BTreeMap<JobKey, u64>,
 }
 
-/// Remembers what was seen before.
+/// Remembers earlier observations.
 #[derive(Debug, Default)]
 pub struct Monitor {
     silent: BTreeSet<RankId>,
     looked_ns: Option<u64>,
-    // When a job was last seen stopped as a whole, or could not be seen because this collector stood still. Nobody can have
-    // launched anything or turned before that.
+    // When all ranks of a job were last seen stopped, or could not be observed because this
+    // collector stood still. No rank can have launched anything, and no watcher can have turned,
+    // before that.
     resumed_ns: BTreeMap<JobKey, u64>,
 }
 
-/// The collector looks every second. When it could not for longer than this, it was stopped, and the job may have been as well.
+/// The collector looks every second. After a longer gap it must have been stopped, and the job may
+/// have been stopped as well.
 const GAP: Duration = Duration::from_secs(4);
 
 impl Monitor {
-    /// Judges one look at all living ranks.
+    /// Evaluates one observation of all living ranks.
     pub fn look(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
         let before_ns = self.looked_ns.replace(now_ns);
         let stood_still = before_ns.is_some_and(|before_ns| now_ns.saturating_sub(before_ns) > nanoseconds(GAP));
@@ -71,7 +74,8 @@ impl Monitor {
         let silences =
             observations.iter().filter_map(|rank| Some((rank.id, silence(rank, resumed_ns(&rank.job), now_ns)?)));
         let silences: BTreeMap<RankId, u64> = silences.collect();
-        // Twice in a row: after the whole node was frozen the first look may come before the watcher's first turn.
+        // Only a watcher that is silent twice in a row is stuck: after a freeze of the entire node
+        // the first look may come before the watcher's first turn.
         let stuck =
             silences.iter().filter(|(id, _)| self.silent.contains(id)).map(|(id, since)| (*id, *since)).collect();
         let idle =
@@ -85,7 +89,8 @@ impl Monitor {
 /// Since when a watcher has not turned, if that is too long.
 fn silence(rank: &Observation, resumed_ns: u64, now_ns: u64) -> Option<u64> {
     let since = if rank.heartbeat_ns == 0 { rank.registered_ns } else { rank.heartbeat_ns }.max(resumed_ns);
-    // A stopped process has no watcher that could turn. It is evidence in the incident that its peers cause.
+    // The watcher of a stopped process cannot turn. The stopped process is evidence in the incident
+    // that its peers cause.
     let is_long = now_ns.saturating_sub(since) > nanoseconds(rank.hang_timeout.max(SHORTEST_SILENCE));
     (!rank.stopped && is_long).then_some(since)
 }

@@ -1,4 +1,4 @@
-//! What one dump of the ranks of a job on this node is to do, and what came of it.
+//! The input and the outcome of one dump of a job's ranks on this node.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -12,49 +12,50 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// What is to be dumped.
+/// The input of a dump.
 #[derive(Debug)]
 pub struct Plan {
     /// Name of the incident.
     pub incident: String,
-    /// Attempt.
+    /// Attempt of the job.
     pub attempt: u32,
     /// What opened the incident.
     pub trigger: Trigger,
-    /// When.
+    /// When the incident was opened.
     pub opened: Now,
-    /// How long before that the timeout had run out.
+    /// Time between the timeout and `opened`.
     pub late_ns: u64,
     /// The job.
     pub key: JobKey,
-    /// Its registered ranks on this node, ascending.
+    /// Its registered ranks on this node, in ascending order.
     pub subjects: Vec<Subject>,
-    /// Those that are known here and have not registered.
+    /// Its known ranks on this node that have not registered.
     pub silent: Vec<Unregistered>,
-    /// All processes of its name that are known, and their jobs.
+    /// All known processes with this job name, and their jobs.
     pub members: Vec<(Member, JobKey)>,
     /// Name of this node.
     pub node: String,
-    /// Where this collector listens.
+    /// The socket of this collector.
     pub socket: PathBuf,
     /// Hang timeout of the job.
     pub hang_timeout: Duration,
-    /// Between the two samples.
+    /// Time between the two samples.
     pub sample_interval: Duration,
-    /// Where the folder goes.
+    /// The folder that gets the incident folder.
     pub timeline_path: PathBuf,
-    /// Where it goes when it cannot go there.
+    /// The folder to use when that cannot be written.
     pub fallback_path: PathBuf,
-    /// What is kept for the cluster collector; `None` when there is to be none.
+    /// What is kept for the cluster collector; `None` without one.
     pub for_cluster: Option<ForCluster>,
 }
 
 /// A part of a job-wide incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForCluster {
-    /// So many operations of each flight record are for it.
+    /// Number of operations of each flight record that the cluster gets.
     pub operations: usize,
-    /// It did not answer: the node draws and tells for itself, and keeps the part for later.
+    /// The cluster did not answer: the node draws the pictures and reports by itself, and keeps the
+    /// part for later.
     pub alone: bool,
 }
 
@@ -65,7 +66,7 @@ impl Plan {
     }
 }
 
-/// What came of it.
+/// The outcome of a dump.
 #[derive(Debug)]
 pub struct Outcome {
     /// Name of the incident.
@@ -74,17 +75,17 @@ pub struct Outcome {
     pub path: Option<PathBuf>,
     /// The verdict.
     pub verdict: Verdict,
-    /// Whether its folder has it.
+    /// Whether its folder has the verdict.
     pub written: bool,
-    /// Where the folder was to go.
+    /// The folder that should have got the incident folder.
     pub timeline_path: PathBuf,
     /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
-    /// What the cluster collector is to have.
+    /// What the cluster collector gets.
     pub part: Option<Kept>,
 }
 
-/// The time from the timeout until now.
+/// Records the time from the timeout until now.
 pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
     let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
     verdict.timing.seconds_from_timeout = Some(clock::seconds(since));

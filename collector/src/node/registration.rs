@@ -31,14 +31,15 @@ use crate::{
     },
 };
 
-/// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
+/// After a restart hooks connect again within a second or two, and signal a lasting hang again at
+/// once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
 impl NodeState {
-    /// A hook said something.
+    /// Handles a message of a hook.
     ///
     /// # Errors
-    /// When it must not be listened to any longer; the text says why.
+    /// When the connection must be closed; the text gives the reason.
     pub fn message(
         &mut self,
         connection: ConnectionId,
@@ -140,7 +141,8 @@ impl NodeState {
         }
     }
 
-    /// Reads which communicators the ranks of a name have, or all that live, and parts them into jobs anew.
+    /// Reads the communicators of all ranks with a name, or of all living ranks, and splits the
+    /// ranks into jobs again.
     pub(super) fn rejoin(&mut self, name: Option<&str>, now: Now) {
         let is_meant = |rank: &&Rank| match name {
             Some(name) => rank.info.job == name,
@@ -154,7 +156,7 @@ impl NodeState {
         }
     }
 
-    /// Incidents belong to the jobs of the processes that they are about.
+    /// Moves each incident to the job of the processes that caused it.
     pub(super) fn follow(&mut self, now: Now) {
         let registry = &self.registry;
         let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
@@ -164,7 +166,8 @@ impl NodeState {
         raises.into_iter().for_each(|raise| self.raise(raise, now));
     }
 
-    /// Looks for what an earlier collector left open where this rank's incidents go.
+    /// Looks for open incidents of an earlier collector in the folders that this rank's incidents
+    /// go to.
     pub(super) fn search(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let wait = rank.settings.hang_timeout + RECONNECT;
@@ -191,7 +194,7 @@ impl NodeState {
 
     pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
         let operation = hang.operation.ok_or("signalled a hang without an operation")?;
-        // Whose job it is must be known before it is said to hang.
+        // The job of a rank must be known before the hang is raised.
         let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
         self.rejoin(Some(&name), now);
         let Some(rank) = self.registry.get(id) else { return Ok(()) };
@@ -220,7 +223,7 @@ impl NodeState {
         self.engine.gone(&rank.job, cause_pid(rank), now);
     }
 
-    /// A rank under a filter of system calls can say goodbye in its ring alone.
+    /// A rank under a system call filter can only write its goodbye into its ring.
     pub(super) fn read_goodbye(&mut self, id: RankId, now: Now) {
         let alive = self.registry.get(id).filter(|rank| rank.presence.is_alive());
         if alive.and_then(read_header).is_some_and(|(_, words)| words[header::GOODBYE] != 0) {
@@ -229,14 +232,14 @@ impl NodeState {
         }
     }
 
-    /// A connection ended.
+    /// Handles the end of a connection.
     pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
         if let Some(id) = self.registry.disconnected(connection) {
             self.ended(id, now);
         }
     }
 
-    /// Looks whether a process has ended, and what follows.
+    /// Checks whether a process has ended, and handles that.
     pub fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
@@ -254,7 +257,7 @@ impl NodeState {
         }
     }
 
-    /// Some rank that has not registered has ended.
+    /// Handles the end of unregistered ranks.
     pub fn note_ended_unregistered(&mut self, now: Now) {
         self.launched.note_ended(self.happened_ns(now));
     }
@@ -266,7 +269,8 @@ impl NodeState {
             self.act(action, now);
         }
         for id in adopted {
-            // Its hang lasts: what its verdict is a reason for may have been cut off by the end of the earlier collector.
+            // The hang lasts. The end of the earlier collector may have cut off what its verdict
+            // started.
             let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
             let judged = self.reports.get(&id).and_then(|report| report.own.clone());
             if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {

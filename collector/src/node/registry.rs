@@ -1,4 +1,5 @@
-//! Which ranks there are: by job, attempt and rank, and by process (pid and start time). No sockets and no clock of its own.
+//! The registered ranks, by job, attempt and rank, and by process (pid and start time). No sockets
+//! and no clock.
 
 use std::{
     cmp::Reverse,
@@ -30,16 +31,16 @@ use crate::{
 pub enum Presence {
     /// Connected.
     Present,
-    /// Alive, but its connection ended: it executed another program, or will come again.
+    /// Alive, but its connection ended: it executed another program, or will connect again.
     Detached,
-    /// Gone without a goodbye.
+    /// Ended without a goodbye.
     Dead,
-    /// Said goodbye, or belongs to an earlier attempt.
+    /// Sent its goodbye, or belongs to an earlier attempt.
     Left,
 }
 
 impl Presence {
-    /// As `/status` shows it.
+    /// The name in `/status`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -50,25 +51,25 @@ impl Presence {
         }
     }
 
-    /// Whether its process runs.
+    /// Whether the process runs.
     #[must_use]
     pub fn is_alive(self) -> bool {
         matches!(self, Presence::Present | Presence::Detached)
     }
 }
 
-/// What a rank said about its job's settings.
+/// The settings that a rank reported for its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobSettings {
-    /// Seconds an operation may stay incomplete.
+    /// How long an operation may stay incomplete.
     pub hang_timeout: Duration,
-    /// Without any launch; zero is off.
+    /// How long the job may launch nothing; zero is off.
     pub idle_timeout: Duration,
-    /// Between the two samples.
+    /// Time between the two samples.
     pub sample_interval: Duration,
-    /// Folder of the incident folders.
+    /// The folder that contains the incident folders.
     pub timeline_path: PathBuf,
-    /// End the ranks after the dump.
+    /// Whether to end the ranks after the dump.
     pub hang_kill: bool,
 }
 
@@ -91,25 +92,26 @@ impl JobSettings {
 /// One registered process.
 #[derive(Debug)]
 pub struct Rank {
-    /// Identity of this entry.
+    /// Id of this entry.
     pub id: RankId,
     /// Its job.
     pub job: JobKey,
-    /// Who it is: what it says, unless a communicator knows better.
+    /// Its identity: as reported, unless a communicator has better information.
     pub info: RankInfo,
-    /// Who it says that it is.
+    /// The identity that it reported.
     claimed: RankInfo,
-    /// Its communicators whose identity no other job has, the largest first.
+    /// Its communicators with an id that no other job has, largest first.
     pub communicators: Vec<Place>,
-    /// The process; `None` when it cannot be seen from this PID namespace.
+    /// The process; `None` when it is not visible in this PID namespace.
     pub process: Option<Arc<Handle>>,
-    /// Its flight record; `None` when it handed over none.
+    /// Its flight record; `None` when it sent none.
     pub ring: Option<Arc<RingFile>>,
-    /// What it said of its job.
+    /// The settings that it reported for its job.
     pub settings: JobSettings,
-    /// Whether it is there.
+    /// Whether its process is there.
     pub presence: Presence,
-    /// A helper process of a rank, which inherited the rank's variables: watched, but no rank of its own.
+    /// A helper process of a rank that inherited the rank's variables: watched, but not a rank
+    /// itself.
     pub auxiliary: bool,
     /// How it ended, when known.
     pub exit: Option<String>,
@@ -117,11 +119,12 @@ pub struct Rank {
     pub registered_ns: u64,
     /// CLOCK_MONOTONIC at which it ended or left.
     pub ended_ns: u64,
-    /// It said goodbye a while ago, and its process is still there: something in its own end does not end.
+    /// Whether its process still exists a while after its goodbye: something in its exit does not
+    /// end.
     pub lingers: bool,
-    /// Its process has ended.
+    /// Whether its process has ended.
     pub gone: bool,
-    // Of a world that is over: another one has taken its place.
+    // Belongs to a world that another one has replaced.
     past: bool,
     said_goodbye: bool,
     connection: Option<ConnectionId>,
@@ -134,17 +137,17 @@ impl Rank {
         self.process.as_ref().map_or(0, |process| process.pid)
     }
 
-    /// As the sampler of the metrics reads it.
+    /// The view of this rank for the metrics sampler.
     #[must_use]
     pub fn living(&self) -> LivingRank<'_> {
         LivingRank { id: self.id, pid: self.pid(), info: &self.info, ring: self.ring.as_deref() }
     }
 
-    /// What tells its job.
+    /// The identity from which its job is determined.
     #[must_use]
     pub fn member(&self, now_ns: u64) -> Member {
         let process = self.process.as_ref();
-        // Its end may not have been noticed yet.
+        // The registry may not have noticed its end yet.
         let ended_ns = match self.presence.is_alive() {
             true if process.is_some_and(|process| process.is_dead()) => now_ns,
             true => u64::MAX,
@@ -165,7 +168,7 @@ impl Rank {
         }
     }
 
-    /// Whether its process runs, or does not come to its end.
+    /// Whether its process runs, or does not finish its exit.
     #[must_use]
     pub fn is_there(&self) -> bool {
         self.presence.is_alive() || self.lingers
@@ -175,8 +178,8 @@ impl Rank {
         self.process.as_ref()?.ancestors.first().copied()
     }
 
-    /// Whether it ended with success, or because it was told to: by a signal that asks for the end, or with the exit code that stands
-    /// for SIGTERM.
+    /// Whether it ended with success, or on request: by a signal that requests the end, or with the
+    /// exit code that stands for SIGTERM.
     #[must_use]
     pub fn ended_in_order(&self) -> bool {
         let exit = Exit::of(self.exit.as_deref().unwrap_or_default());
@@ -187,31 +190,32 @@ impl Rank {
         }
     }
 
-    /// CLOCK_MONOTONIC at which its process was started; that of its registration when the process cannot be seen.
+    /// CLOCK_MONOTONIC at which its process was started, or at which it registered when the process
+    /// is not visible.
     #[must_use]
     pub fn started_ns(&self, now_ns: u64) -> u64 {
         self.process.as_ref().map_or(self.registered_ns, |process| process::started_ns(process.start, now_ns))
     }
 
-    /// For messages.
+    /// Description for messages.
     #[must_use]
     pub fn title(&self) -> String {
         format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job)
     }
 }
 
-/// What registering changed besides the new entry.
+/// The effects of a registration besides the new entry.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Registered {
     /// The new or updated entry.
     pub id: RankId,
-    /// Jobs of which an earlier attempt was superseded.
+    /// It superseded an earlier attempt.
     pub new_attempt: bool,
-    /// It is the first of a world; that of the ranks whose place it took is over.
+    /// It is the first rank of a new world; the world of the superseded ranks is over.
     pub new_world: bool,
-    /// Entries whose place it took.
+    /// Entries that it superseded.
     pub superseded: Vec<RankId>,
-    /// One sentence for the log, when something is odd.
+    /// A sentence for the log when something is odd.
     pub remark: Option<String>,
 }
 
@@ -222,17 +226,20 @@ pub struct Registry {
     next: RankId,
 }
 
-/// Exit handlers and destructors are done within this time.
+/// Exit handlers and destructors finish within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
-/// A process that ended without ever having known its rank tells nothing of any other, and there may be hundreds a second.
+/// A process that ended without ever having known its rank gives no evidence about others, and
+/// there may be hundreds a second.
 const FORGET_RANKLESS_NS: u64 = 3 * 1_000_000_000;
-/// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
+/// One user trains with at most this many processes on a node. Beyond this number the oldest ended
+/// entries are removed at once.
 const MAX_ENDED: usize = 1024;
-/// The flight record of a job that has ended may still be asked for by an incident for this long.
+/// An incident may still need the flight record of an ended job for this long.
 const KEEP_RING_NS: u64 = 30 * 1_000_000_000;
-/// A process that cannot be seen from this PID namespace connects again within this time, or has ended.
+/// A process that is not visible in this PID namespace connects again within this time, or has
+/// ended.
 const INVISIBLE_NS: u64 = 60 * 1_000_000_000;
-/// So many communicators of a rank tell its job.
+/// Number of communicators of a rank that identify its job.
 const MAX_COMMUNICATORS: usize = 64;
 
 impl Registry {
@@ -241,7 +248,7 @@ impl Registry {
         self.ranks.values()
     }
 
-    /// One entry.
+    /// The entry with this id.
     #[must_use]
     pub fn get(&self, id: RankId) -> Option<&Rank> {
         self.ranks.get(&id)
@@ -253,7 +260,7 @@ impl Registry {
         self.ranks.values().find(|rank| rank.connection == Some(connection))
     }
 
-    /// Whether a process has said hello.
+    /// Whether a process has sent a hello.
     #[must_use]
     pub fn is_registered(&self, pid: i32, start: u64) -> bool {
         let is_its = |process: &Arc<Handle>| (process.pid, process.start) == (pid, start);
@@ -266,21 +273,22 @@ impl Registry {
         self.ranks.values().map(|rank| rank.job.clone()).collect()
     }
 
-    /// The jobs of which any process runs.
+    /// All jobs with a running process.
     #[must_use]
     pub fn living_jobs(&self) -> BTreeSet<JobKey> {
         self.ranks.values().filter(|rank| rank.is_there()).map(|rank| rank.job.clone()).collect()
     }
 
-    /// The ranks of a job in its newest attempt, ascending, at most one entry a rank; helpers are left out.
+    /// The ranks of a job in its newest attempt, in ascending order, at most one entry for each
+    /// rank, without helpers.
     #[must_use]
     pub fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
         let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.past);
         let attempt = entries().map(|rank| rank.info.attempt).max().unwrap_or(0);
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
-        // Agents count their attempts apart.
+        // Agents count their attempts separately.
         for rank in entries().filter(|rank| rank.info.attempt == attempt || rank.presence.is_alive()) {
-            // The entry that is alive, else the newest, which comes last.
+            // Prefers the living entry, else the newest, which comes last.
             let keep =
                 ranks.get(&rank.info.rank).is_some_and(|old| old.presence.is_alive() && !rank.presence.is_alive());
             if !keep {
@@ -296,13 +304,14 @@ impl Registry {
         self.ranks.values().any(|rank| rank.job == *job && rank.is_there())
     }
 
-    /// Whether a job is about to end, or to go on with fewer ranks: some ended in order or were told to end, and others are still there.
+    /// Whether a job is about to end, or to continue with fewer ranks: some ranks ended in order or
+    /// on request, and others are still there.
     #[must_use]
     pub fn is_ending(&self, job: &JobKey, attempt: u32) -> bool {
         self.of_job(job).into_iter().any(|rank| rank.info.attempt == attempt && rank.ended_in_order())
     }
 
-    /// A hook said hello, and handed over its ring.
+    /// Registers a process that sent a hello with its ring.
     pub fn hello(
         &mut self,
         connection: ConnectionId,
@@ -349,7 +358,7 @@ impl Registry {
         self.settle(id, now_ns)
     }
 
-    /// A rank or its world became known or changed. `None` when the connection has not said hello.
+    /// Updates the identity or world of a rank. `None` when the connection has not sent a hello.
     pub fn changed(
         &mut self,
         connection: ConnectionId,
@@ -365,7 +374,7 @@ impl Registry {
         Some(self.settle(id, now_ns))
     }
 
-    /// Notes the communicators of a rank whose identity no other job has.
+    /// Stores the communicators of a rank with an id that no other job has.
     pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<Place>) {
         communicators.sort_unstable_by_key(|place| (Reverse(place.size), place.id));
         communicators.truncate(MAX_COMMUNICATORS);
@@ -374,8 +383,8 @@ impl Registry {
         }
     }
 
-    /// Parts the ranks of each name into jobs by all that is known now, and with them those that have not registered. Whether any of them
-    /// is in another job than before.
+    /// Splits the ranks of each name, including the unregistered ones, into jobs by all that is
+    /// known now. Returns whether any rank changed its job.
     pub fn rejoin(&mut self, silent: &mut [Unregistered], now_ns: u64) -> bool {
         let is_known = |rank: &&Rank| rank.claimed.rank >= 0 && !rank.past;
         let mut names: BTreeSet<String> = silent.iter().map(|rank| rank.info.job.clone()).collect();
@@ -415,7 +424,7 @@ impl Registry {
         moved
     }
 
-    /// What tells the jobs of one name apart: all processes that are known of them, and their jobs.
+    /// All known processes of a job name, and their jobs: the input of the split into jobs.
     #[must_use]
     pub fn members(&self, name: &str, silent: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
         let ranks = self.ranks.values().filter(|rank| rank.claimed.rank >= 0 && !rank.past && rank.claimed.job == name);
@@ -431,7 +440,7 @@ impl Registry {
         Some(id)
     }
 
-    /// The same of a rank that says so in its ring.
+    /// This rank ends by itself. It may have said so in its ring only.
     pub fn left(&mut self, id: RankId, now_ns: u64) {
         let Some(rank) = self.ranks.get_mut(&id) else { return };
         rank.presence = Presence::Left;
@@ -439,7 +448,7 @@ impl Registry {
         rank.said_goodbye = true;
     }
 
-    /// Looks who has said goodbye and stays.
+    /// Updates which processes still exist after their goodbye.
     pub fn note_lingering(&mut self, now_ns: u64) {
         for rank in self.ranks.values_mut() {
             let stays = rank.said_goodbye && !rank.gone && rank.process.is_some();
@@ -447,7 +456,7 @@ impl Registry {
         }
     }
 
-    /// A connection ended; the process may live on.
+    /// Handles the end of a connection; the process may live on.
     pub fn disconnected(&mut self, connection: ConnectionId) -> Option<RankId> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
         rank.connection = None;
@@ -457,7 +466,7 @@ impl Registry {
         Some(rank.id)
     }
 
-    /// A process ended. True when nobody had said goodbye.
+    /// Handles the end of a process. Returns true when it had sent no goodbye.
     pub fn ended(&mut self, id: RankId, exit: Option<String>, now_ns: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(&id) else { return false };
         rank.exit = exit.or(rank.exit.take());
@@ -470,8 +479,8 @@ impl Registry {
         died
     }
 
-    /// Forgets jobs that ended long ago, and gives back what nobody will look at any more: a ring is memory that lives as long as
-    /// its descriptor.
+    /// Removes jobs that ended long ago, and drops rings that nobody will read again: a ring
+    /// occupies memory for as long as its descriptor is open.
     pub fn forget(&mut self, now_ns: u64) {
         for rank in self.ranks.values_mut() {
             let is_apart = rank.presence == Presence::Detached && rank.process.is_none();
@@ -487,7 +496,7 @@ impl Registry {
             alive.contains(&rank.job) || now_ns < rank.ended_ns + keep_ns
         });
         for rank in self.ranks.values_mut().filter(|rank| !rank.is_there()) {
-            // Of a world that lasts, the record of a rank that ended says how far it came.
+            // In a world that continues, the record of an ended rank shows how far it came.
             let counts = alive.contains(&rank.job) && !rank.past && !rank.auxiliary;
             if !counts && (rank.past || now_ns >= rank.ended_ns + KEEP_RING_NS) {
                 rank.ring = None;
@@ -499,7 +508,8 @@ impl Registry {
         }
     }
 
-    /// Finds the place of a new or changed entry among the others of its job.
+    /// Compares a new or changed entry with the others of its job, and marks those that it
+    /// supersedes.
     fn settle(&mut self, id: RankId, now_ns: u64) -> Registered {
         let mut result = Registered { id, ..Default::default() };
         let Some(new) = self.ranks.get(&id) else { return result };
@@ -507,7 +517,8 @@ impl Registry {
         let size = new.info.world_size;
         let is_of_another_size = |old: &Rank| size > 0 && old.info.world_size > 0 && old.info.world_size != size;
 
-        // A launcher starts the ranks of a world when all of its own of the world before have ended. It may count that as the same attempt.
+        // A launcher starts the ranks of a world after all its own ranks of the previous world have
+        // ended. It may count that as the same attempt.
         let started_ns = new.started_ns(now_ns);
         let others = || self.ranks.values().filter(|old| old.id != id && old.job == job && !old.past);
         let begins_world =
@@ -515,7 +526,8 @@ impl Registry {
         for old in others() {
             let ended_before = !old.presence.is_alive()
                 && (old.ended_ns <= started_ns.saturating_add(NOTICED_NS) || is_of_another_size(old));
-            // An agent has given up the attempt before; of another agent's ranks that live nothing is known by that.
+            // An agent has given up the previous attempt. That shows nothing about the living ranks
+            // of another agent.
             let given_up = old.info.attempt < attempt && (!old.presence.is_alive() || old.parent() == new.parent());
             if given_up || (begins_world && ended_before) {
                 result.superseded.push(old.id);
@@ -547,7 +559,7 @@ impl Registry {
     }
 }
 
-/// A process that does not know its rank is a job of its own until it does.
+/// A process that does not know its rank yet is a job of its own.
 fn key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
     if info.rank < 0 {
         return JobKey::of_process(&info.job, "", process.map_or(0, |process| process.pid));
@@ -556,8 +568,9 @@ fn key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
     JobKey { name: info.job.clone(), instance }
 }
 
-/// The keys of jobs of one name, for each of their members. A job keeps the key that its oldest member has. Of jobs that would have the same
-/// key, the others are known by the process of each that is known longest.
+/// The keys of the jobs of one name, one for each member. A job keeps the key of its oldest member.
+/// When jobs would share a key, the others are named after the process of each that is known
+/// longest.
 fn keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> Vec<JobKey> {
     let mut of_group: BTreeMap<usize, JobKey> = BTreeMap::new();
     let groups: BTreeSet<usize> = seats.iter().map(|seat| seat.group).collect();

@@ -98,7 +98,7 @@ fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
     registry.hello(1, a.handle(), (&hello(2, 0), None), &settings(), &mut [], second);
     registry.hello(2, b.handle(), (&hello(3, 0), None), &settings(), &mut [], second);
     registry.goodbye(1, 2 * second);
-    // The other one lives: a rank that comes now is one of its world.
+    // The other rank still lives: a rank that registers now belongs to its world.
     assert!(!registry.hello(3, c.handle(), (&hello(1, 0), None), &settings(), &mut [], 9 * second).new_world);
     let left = Presence::Left;
     assert_eq!(ranks(&registry), [(1, Presence::Present), (2, left), (3, Presence::Present)]);
@@ -108,7 +108,7 @@ fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
     let result = registry.hello(4, d.handle(), (&hello(0, 0), None), &settings(), &mut [], 20 * second);
     assert!(result.new_attempt && result.new_world && result.superseded.len() == 3);
     assert_eq!(ranks(&registry), [(0, Presence::Present)]);
-    // An agent that is started anew counts from 0 again.
+    // A restarted agent counts from 0 again.
     registry.goodbye(4, 30 * second);
     registry.hello(5, a.handle(), (&hello(0, 1), None), &settings(), &mut [], 40 * second);
     registry.goodbye(5, 50 * second);
@@ -123,7 +123,7 @@ fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() 
     let second = 1_000_000_000;
     registry.hello(1, a.handle(), (&hello(2, 0), None), &settings(), &mut [], second);
     registry.goodbye(1, 20 * second);
-    // A process that was there before that.
+    // A process that existed before that.
     let same = registry.hello(2, b.handle(), (&hello(1, 0), None), &settings(), &mut [], 9 * second);
     assert!(!same.new_world && registry.of_job(&job()).len() == 2);
     registry.goodbye(2, 20 * second);
@@ -166,7 +166,7 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
     assert_eq!(registry.of_job(&job())[0].id, first);
     let other = JobKey::of_process("j", "", sleepers[1].0.id() as i32);
     assert_eq!((registry.of_job(&other)[0].id, registry.jobs().len()), (second.id, 2));
-    // Whose the others are is known when they have made communicators.
+    // The jobs of the others are known once they have created communicators.
     let (third, fourth) = (join(&mut registry, 2, 1).id, join(&mut registry, 3, 1).id);
     for (id, communicator, rank) in [(first, 7, 0), (second.id, 8, 0), (third, 8, 1), (fourth, 7, 1)] {
         registry.set_communicators(id, vec![Place { id: communicator, size: 4, rank }]);
@@ -175,7 +175,7 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
     let of = |job: &JobKey| registry.of_job(job).iter().map(|rank| rank.id).collect::<Vec<_>>();
     assert_eq!((of(&job()), of(&other)), (vec![first, fourth], vec![second.id, third]));
     assert!(!registry.rejoin(&mut [], 3), "and stays so");
-    // A job keeps its key when the one beside it has ended.
+    // A job keeps its key when the other one has ended.
     registry.goodbye(0, 4);
     registry.goodbye(3, 4);
     registry.ended(first, None, 4);

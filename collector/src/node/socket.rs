@@ -1,4 +1,5 @@
-//! The Unix socket: one collector a socket, peers of this user only, one message a packet. Nothing here blocks.
+//! The Unix socket: one collector for each socket, only peers of this user, one message in each
+//! packet. Nothing here blocks.
 
 use std::{
     fs,
@@ -32,15 +33,16 @@ use xpu_timer_proto::{
 
 use crate::{error::Error, os::safe_path::private_directory};
 
-/// The listening socket. Its file is removed when this is dropped, except by a worker, whose supervisor still listens.
+/// The listening socket. Dropping it removes the socket's file, except in a worker, whose
+/// supervisor still listens.
 #[derive(Debug)]
 pub struct Endpoint {
     listener: OwnedFd,
     path: PathBuf,
     inode: u64,
-    // Whether the socket's file goes with this.
+    // Whether dropping this removes the socket's file.
     removes: bool,
-    // Held as long as the socket: dropped after it.
+    // Declared last, so that the lock is released after the socket is closed.
     lock: OwnedFd,
 }
 
@@ -55,28 +57,28 @@ pub struct Peer {
     pub uid: u32,
 }
 
-/// A collector that has removed its socket has ended within this time.
+/// A collector ends within this time after it has removed its socket.
 const ENDING: Duration = Duration::from_secs(1);
 
-/// What one read of a connection gave.
+/// The result of one read of a connection.
 #[derive(Debug)]
 pub enum Received {
     /// A message, and the descriptor that came with it.
     Message(Box<HookMessage>, Option<OwnedFd>),
     /// Nothing more for now.
     Nothing,
-    /// The peer is gone.
+    /// The peer has disconnected.
     End,
     /// A packet that no hook sends.
     Bad(String),
 }
 
 impl Endpoint {
-    /// Takes the socket's lock, replaces what a dead collector left, and listens.
+    /// Takes the socket's lock, replaces the socket of a dead collector, and listens.
     ///
     /// # Errors
-    /// [`Error::Running`] when another collector holds the lock; others when the folder is not this user's alone or the socket
-    /// cannot be made.
+    /// [`Error::Running`] when another collector holds the lock; others when the folder does not
+    /// belong to this user alone, or the socket cannot be created.
     pub fn open(path: &Path) -> Result<Endpoint, Error> {
         let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) else {
             return Err(Error::Folder { path: path.into(), problem: "must be given with its whole path".into() });
@@ -104,19 +106,20 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// One that another process has opened.
+    /// An endpoint that another process has opened.
     #[must_use]
     pub fn taken_over(path: &Path, listener: OwnedFd, lock: OwnedFd, inode: u64) -> Endpoint {
         Endpoint { listener, path: path.into(), inode, removes: false, lock }
     }
 
-    /// What another process needs to take it over: listener and lock, and the inode of the socket's file.
+    /// What another process needs to take over the endpoint: listener, lock, and the inode of the
+    /// socket's file.
     #[must_use]
     pub fn parts(&self) -> ([BorrowedFd<'_>; 2], u64) {
         ([self.listener.as_fd(), self.lock.as_fd()], self.inode)
     }
 
-    /// Listens. Done again, it makes this process the one that new peers see.
+    /// Listens. A repeated call makes this process the one that new peers see.
     ///
     /// # Errors
     /// When the system refuses.
@@ -124,19 +127,19 @@ impl Endpoint {
         listen(&self.listener, 1024).map_err(|error| Error::path("listen on", &self.path)(error.into()))
     }
 
-    /// Whether the socket's file is removed with this.
+    /// Sets whether dropping this removes the socket's file.
     pub fn is_removed(&mut self, removes: bool) {
         self.removes = removes;
     }
 
-    /// The next connection, if one waits.
+    /// The next pending connection, if any.
     ///
     /// # Errors
-    /// When there are no descriptors left, for example.
+    /// For example when there are no descriptors left.
     pub fn accept(&self) -> io::Result<Option<Peer>> {
         match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(fd) => {
-                // Not by rustix, whose type cannot hold the pid 0 of a process outside this namespace.
+                // rustix's type cannot hold the pid 0 of a process outside this namespace.
                 let peer = getsockopt(&fd, PeerCredentials)?;
                 Ok(Some(Peer { pid: peer.pid(), uid: peer.uid(), fd }))
             }
@@ -154,7 +157,8 @@ impl AsFd for Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // Somebody may have put another socket there; that one is left alone. A socket that is gone already is no loss.
+        // Another process may have created its own socket there, which must stay. A socket that is
+        // already gone does no harm.
         if self.removes && fs::symlink_metadata(&self.path).is_ok_and(|status| status.ino() == self.inode) {
             let _ = fs::remove_file(&self.path);
             let _ = fs::remove_file(settings_file(&self.path));
@@ -162,7 +166,8 @@ impl Drop for Endpoint {
     }
 }
 
-/// The lock. A collector that is just ending has removed its socket and holds the lock for a moment longer.
+/// Takes the lock. A collector that is just ending has removed its socket and holds the lock for a
+/// moment longer.
 fn patient_lock(socket: &Path) -> Result<fs::File, Error> {
     let begun = Instant::now();
     loop {
@@ -173,7 +178,7 @@ fn patient_lock(socket: &Path) -> Result<fs::File, Error> {
     }
 }
 
-/// The lock file stays: removing it would let two collectors hold locks on two files of one name.
+/// The lock file stays: after its removal two collectors could hold locks on two files of one name.
 fn lock(socket: &Path) -> Result<fs::File, Error> {
     let mut name = socket.as_os_str().to_owned();
     name.push(".lock");
@@ -195,12 +200,12 @@ fn lock(socket: &Path) -> Result<fs::File, Error> {
         }
         Err(errno) => return Err(Error::path("lock", &path)(errno.into())),
     }
-    // The pid is for people; a full disk is no reason not to run.
+    // The pid is for people; the collector also runs on a full disk.
     let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
     Ok(file)
 }
 
-/// Whether a peer may talk to this collector: only processes of its own user.
+/// Whether a peer may talk to this collector: only processes of its own user may.
 #[must_use]
 pub fn is_own(peer: &Peer) -> bool {
     peer.uid == getuid().as_raw()
@@ -209,7 +214,7 @@ pub fn is_own(peer: &Peer) -> bool {
 /// Reads one packet.
 pub fn receive(fd: &OwnedFd) -> Received {
     let mut bytes = vec![0; MAX_PACKET_BYTES + 1];
-    // Room for one descriptor: the kernel closes what does not fit.
+    // Room for one descriptor: the kernel closes any other.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -224,7 +229,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
     });
     let descriptor = descriptors.next();
     if got.bytes == 0 {
-        // On a SEQPACKET socket an empty packet cannot be told from the end; no hook sends one.
+        // On a SEQPACKET socket an empty packet looks like the end; no hook sends one.
         return Received::End;
     }
     if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > MAX_PACKET_BYTES {
@@ -237,7 +242,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
     }
 }
 
-/// Sends the greeting. A peer that does not take it has its own trouble.
+/// Sends the welcome. A failure only concerns the peer.
 pub fn welcome(fd: &OwnedFd) {
     let welcome = Welcome { collector_pid: std::process::id() as i32 };
     let reply = NodeReply { message: Some(node_reply::Message::Welcome(welcome)) };
@@ -257,7 +262,7 @@ mod tests {
         let first = Endpoint::open(&path).unwrap();
         let Err(Error::Running { pid, .. }) = Endpoint::open(&path) else { panic!("two collectors on one socket") };
         assert_eq!(pid, std::process::id().to_string());
-        // What a killed collector leaves: the socket, but not the lock.
+        // A killed collector leaves its socket, but not its lock.
         drop(first);
         assert!(!path.exists());
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());

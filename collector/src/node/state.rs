@@ -1,4 +1,4 @@
-//! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
+//! The state of a node. One thread owns it, so it needs no locks, and nothing here waits.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,19 +44,19 @@ pub struct NodeState {
     pub registry: Registry,
     /// Incidents.
     pub engine: Engine,
-    /// What came of them.
+    /// Their results.
     pub(super) reports: BTreeMap<String, IncidentReport>,
-    /// What the collector itself cannot do, for `/status`.
+    /// Problems of the collector itself, for `/status`.
     pub problems: Vec<String>,
     /// Incidents opened so far.
     pub opened: u64,
     /// Pid of the supervisor, when there is one.
     pub supervisor: Option<u32>,
-    /// When it was started.
+    /// When the collector was started.
     pub started: Now,
     /// Name of this node.
     pub node: String,
-    /// Commands under a launcher, and their ranks before these register.
+    /// Commands of launchers, and their ranks before these register.
     pub launched: Launched,
     /// This node as a member of a cluster.
     pub member: Member,
@@ -64,7 +64,7 @@ pub struct NodeState {
     pub(crate) inbox: Inbox,
     pub(super) monitor: Monitor,
     pub(super) dumps: Throttle<JobKey>,
-    /// What the ranks' rings say, for `/metrics`.
+    /// The contents of the ranks' rings, for `/metrics`.
     pub sampler: Sampler,
     /// The capture worker.
     pub captures: Arc<Captures>,
@@ -79,11 +79,12 @@ pub struct NodeState {
     pub(super) compared_ns: u64,
     pub(super) ending: Ending,
     pub(super) filtered: BTreeMap<RankId, u32>,
-    // When the loop turned last.
+    // Time of the loop's last turn.
     pub(super) turned_ns: u64,
 }
 
-/// A job whose ranks are ending one after the other has this many timeouts: one may save a checkpoint while the others are gone.
+/// A job whose ranks end one after the other gets this many timeouts: one rank may save a
+/// checkpoint after the others have ended.
 pub(super) const ENDING_TIMEOUTS: u32 = 4;
 
 impl Jobs for Registry {
@@ -101,7 +102,7 @@ impl Jobs for Registry {
 }
 
 impl NodeState {
-    /// An empty node.
+    /// The state of a node without ranks.
     #[must_use]
     pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
         let node = match settings.node.as_str() {
@@ -123,7 +124,7 @@ impl NodeState {
             launched: Launched::default(),
             member: Member::default(),
             disk: Disk::new({
-                // The loop may only wait for something to be written.
+                // The event loop may be waiting for this write only.
                 let inbox = inbox.clone();
                 move || inbox.wake()
             }),
@@ -146,13 +147,14 @@ impl NodeState {
         }
     }
 
-    /// The loop has turned.
+    /// Records a turn of the loop.
     pub fn turned(&mut self, now: Now) {
         self.turned_ns = now.mono_ns;
     }
 
-    /// When that happened which is seen now. The loop turns once a second: if it has not for longer, this process or the whole machine
-    /// stood still, and what happened meanwhile did so at any time of it.
+    /// The latest time at which an event that is seen now can be said to have happened. The loop
+    /// turns once a second. After a longer gap this process or the entire machine stood still, and
+    /// the event may have happened at any time in the gap.
     pub(super) fn happened_ns(&self, now: Now) -> u64 {
         match self.turned_ns {
             0 => now.mono_ns,
@@ -178,7 +180,7 @@ impl NodeState {
         self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
     }
 
-    /// Whether something is in work that must not be cut off.
+    /// Whether any work must not be cut off.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.engine.is_busy() || self.ending.is_busy()
@@ -195,7 +197,8 @@ pub(super) fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
     registry.ranks().filter(|rank| rank.is_there() && !rank.auxiliary)
 }
 
-/// A process outside this PID namespace has no pid here; its entry's number stands for it.
+/// The pid that names a rank in a cause. A process outside this PID namespace has no pid here; its
+/// negative entry id stands for it.
 pub(super) fn cause_pid(rank: &Rank) -> i32 {
     match rank.pid() {
         0 => -i32::try_from(rank.id).unwrap_or(i32::MAX),

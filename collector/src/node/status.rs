@@ -13,7 +13,7 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// The whole page.
+/// The complete page.
 #[must_use]
 pub fn status(state: &NodeState, now: Now) -> Value {
     let mut ranks: Vec<&Rank> = state.registry.ranks().collect();
@@ -70,7 +70,7 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
     })
 }
 
-/// Incidents of which no folder could be made, or whose verdict is not in it.
+/// Incidents without a folder, or with a folder that lacks the verdict.
 #[must_use]
 pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
     let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
@@ -86,7 +86,7 @@ pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
         .collect()
 }
 
-/// As a verdict has it.
+/// The status as a verdict shows it.
 #[must_use]
 pub fn status_of(state: State) -> Status {
     match state {

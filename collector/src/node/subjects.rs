@@ -1,4 +1,5 @@
-//! The ranks of one incident: those that registered, and those that never did because they made no device call.
+//! The ranks of one incident: the registered ones, and those that never registered because they
+//! made no device call.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +40,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         // A process that does not know its rank is a job of its own, and its only rank.
         rank: u32::try_from(rank.info.rank).unwrap_or(0),
         presence: match rank.presence {
-            // One that is stuck in its own end is there to be looked at.
+            // A process that is stuck in its exit is still there to be captured.
             Presence::Present | Presence::Detached => Shown::Present,
             Presence::Left if rank.lingers => Shown::Present,
             Presence::Dead => Shown::Dead,
@@ -55,8 +56,8 @@ fn subject(rank: &Rank, node: &str) -> Subject {
     }
 }
 
-/// Adds the processes of the job's other ranks that run under our hook and never registered. They are those that would
-/// talk to this collector's socket, for another job of the same name may run beside this one.
+/// Adds the processes of the job's other ranks that run under our hook and never registered. They
+/// must use this collector's socket, because another job of the same name may run on this node.
 pub fn add_unregistered(plan: &mut Plan) {
     let world_size = known_size(&plan.subjects);
     let is_known = |found: &Found| {
@@ -102,7 +103,7 @@ pub fn add_unregistered(plan: &mut Plan) {
     subjects.sort_by_key(|subject| subject.rank);
 }
 
-/// Those of the processes that belong to a job, by what is known of all jobs of its name.
+/// Selects the processes that belong to a job, by all that is known about the jobs of its name.
 fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns: u64) -> Vec<Found> {
     let all: Vec<Member> = members
         .iter()
@@ -120,7 +121,8 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns:
         .collect()
 }
 
-/// Adds those of the job's other ranks that a launcher of this node has started: who has ended is found nowhere else.
+/// Adds the job's other ranks that a launcher of this node has started. Only the launcher's entry
+/// still shows a rank that has ended.
 pub fn add_launched(subjects: &mut Vec<Subject>, silent: Vec<Unregistered>, node: &str) {
     let world_size = known_size(subjects);
     for rank in silent {
@@ -148,7 +150,8 @@ pub fn add_launched(subjects: &mut Vec<Subject>, silent: Vec<Unregistered>, node
     subjects.sort_by_key(|subject| subject.rank);
 }
 
-/// All processes below a rank inherit its variables. The rank is the topmost one, below the shells that only started it.
+/// All descendants of a rank inherit its variables. The rank is the topmost process, below the
+/// shells that only started it.
 fn main_process(candidates: &[Found], is_shell: impl Fn(i32) -> bool) -> i32 {
     let is_candidate = |pid: i32| candidates.iter().any(|found| found.pid == pid);
     let Some(top) = candidates.iter().filter(|found| !is_candidate(found.parent)).min_by_key(|found| found.start)
@@ -172,7 +175,7 @@ fn is_shell(pid: i32) -> bool {
     ["sh", "bash", "dash", "zsh", "ksh", "busybox"].contains(&name.as_str())
 }
 
-/// World size of a job, and which of its ranks run on this node; `None` when that cannot be told.
+/// World size of a job, and the range of its ranks on this node; `None` when that is unknown.
 #[must_use]
 pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
     let known = known_size(subjects);
@@ -188,12 +191,13 @@ pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
     (size, here)
 }
 
-/// Whether a process may be a rank of the world of this size, 0 for an unknown one. The variables of an agent in a pod number the agents.
+/// Whether a process may be a rank of a world of this size; 0 is unknown. An agent in a pod may
+/// have variables that number the agents instead.
 fn may_be_of_world(info: &RankInfo, world_size: u32) -> bool {
     world_size == 0 || info.world_size == 0 || info.world_size == world_size
 }
 
-/// World size of a job as its ranks say; 0 when none knows it.
+/// World size of a job as its ranks report it; 0 when none does.
 fn known_size(subjects: &[Subject]) -> u32 {
     subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0)
 }

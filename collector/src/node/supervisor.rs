@@ -1,10 +1,12 @@
-//! The small parent of a node collector. It has one thread (that of the log comes with its first line) and no state but the
-//! listening socket and its lock; the worker, a child that runs the same program, does everything else. When the worker
-//! dies, the supervisor starts another one; when the supervisor dies, the worker starts another supervisor. `kill -9` of
-//! either is survived; of both at once it is not.
+//! The small parent of a node collector. It has one thread (the log's thread starts with its first
+//! line) and no state but the listening socket and its lock. The worker, a child that runs the same
+//! program, does everything else. When the worker dies, the supervisor starts another one; when the
+//! supervisor dies, the worker starts another supervisor. The pair survives `kill -9` of either
+//! one, but not of both at once.
 //!
-//! The supervisor is the one that listens. Connections wait in its backlog while no worker runs, and its pid, which hooks
-//! name to Yama, stays the same: a worker may look into whoever has named its parent.
+//! The supervisor holds the listening socket. Connections wait in its backlog while no worker runs,
+//! and its pid, which hooks give to Yama, stays the same: Yama lets a worker read every process
+//! that has named the worker's parent.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -36,63 +38,65 @@ use tracing::{info, warn};
 
 use crate::{config::Settings, error::Error, logging, node::socket::Endpoint, os::process};
 
-/// One end of the socket between a supervisor and its worker. Either process learns by it at once that the other is gone.
+/// One end of the socket between a supervisor and its worker. It shows either process at once that
+/// the other has ended.
 #[derive(Debug)]
 pub struct Tie(OwnedFd);
 
-/// What one side tells the other, a byte each.
+/// The messages between both sides, one byte each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Word {
     /// Worker: it serves.
     Up = b'u' as isize,
-    /// Worker: it ends because it is told to, or because nobody needs it.
+    /// Worker: it ends, on request or because nobody needs it.
     Ends = b'e' as isize,
-    /// Supervisor: end.
+    /// Supervisor: the worker must end.
     Stop = b's' as isize,
-    /// Either: here are the listener and its lock.
+    /// Either: carries the listener and its lock.
     Endpoint = b'l' as isize,
 }
 
-/// What a tie brought.
+/// The result of a read.
 #[derive(Debug)]
 pub enum Heard {
-    /// A word, what came behind it, and the descriptors that came with it.
+    /// A message, its payload, and its descriptors.
     Word(Word, Vec<u8>, Vec<OwnedFd>),
     /// Nothing for now.
     Nothing,
-    /// The other process is gone.
+    /// The other process has ended.
     Gone,
 }
 
-/// A worker that has lived for so long works.
+/// A worker that has lived for this long works.
 const STEADY: Duration = Duration::from_secs(60);
-/// Pause before the second of several restarts; each next one is twice as long.
+/// Pause before the second of several restarts. It doubles with each further restart.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// Longest pause.
+/// Longest pause between restarts.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
-/// The endpoint is on its way when a process is started with a tie.
+/// How long a new process waits for the endpoint.
 const HAND_OVER: Duration = Duration::from_secs(10);
 const MAX_WORD_BYTES: usize = 64;
 
 impl Tie {
-    /// Both ends.
+    /// Creates both ends.
     fn pair() -> io::Result<(Tie, Tie)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         Ok((Tie(one), Tie(other)))
     }
 
-    /// The end that this process was started with as its standard input, in whose place /dev/null comes.
+    /// Takes the end that this process got as its standard input, and replaces standard input with
+    /// /dev/null.
     ///
     /// # Errors
-    /// When there are no descriptors.
+    /// When there are no descriptors left.
     pub fn inherited() -> io::Result<Tie> {
         let tie = io::stdin().as_fd().try_clone_to_owned()?;
         nix::unistd::dup2_stdin(std::fs::File::open("/dev/null")?)?;
         Ok(Tie(tie))
     }
 
-    /// Says a word. Whoever is gone does not hear it, and is found to be gone when it is listened to.
+    /// Sends a message. The next read shows if the other process has ended.
     pub fn say(&self, word: Word) {
         let _ = self.send(&[word as u8], &[]);
     }
@@ -113,7 +117,7 @@ impl Tie {
         Ok(())
     }
 
-    /// What the other one says.
+    /// Reads the next message.
     pub fn listen(&self) -> Heard {
         let mut bytes = [0; MAX_WORD_BYTES];
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
@@ -136,10 +140,10 @@ impl Tie {
         }
     }
 
-    /// The endpoint, which is the first that a process hears on the tie that it was started with.
+    /// Receives the endpoint, which is the first message on an inherited socket.
     ///
     /// # Errors
-    /// When it does not come.
+    /// When it does not arrive.
     pub fn take_endpoint(&self, settings: &Settings) -> Result<Endpoint, Error> {
         wait(&[self.as_fd()], Some(HAND_OVER));
         let wrong = || Error::system("take over the socket")(io::Error::from(io::ErrorKind::InvalidData));
@@ -156,11 +160,12 @@ impl AsFd for Tie {
     }
 }
 
-/// Starts this program once more, as a worker or as a supervisor, with one end of a new tie and with the endpoint.
+/// Starts this program again, as a worker or as a supervisor, with one end of a new socket and with
+/// the endpoint.
 fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<(Child, Tie)> {
     let (tie, theirs) = Tie::pair()?;
     tie.give(endpoint)?;
-    // By this name the program is found also when its file has been replaced or removed.
+    // This path works even after the program's file has been replaced or removed.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xpu_timer_collector").arg("node").args(role);
     if let Some(path) = logging::path() {
@@ -173,13 +178,14 @@ fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<
     Ok((child, tie))
 }
 
-/// Gives this process the name of the program's file, which it does not have when it was started by `/proc/self/exe`.
+/// Names this process after the program's file: a process that was started through `/proc/self/exe`
+/// has another name.
 fn take_name() {
-    // A process that cannot have it works as well.
+    // The process works without the name, too.
     let _ = prctl::set_name(c"xpu_timer_colle");
 }
 
-/// Waits until something can be read, or time is up. False when the poll failed.
+/// Waits until a descriptor is readable or the time is up. Returns false when the poll failed.
 fn wait(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> bool {
     let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let timeout = patience
@@ -187,16 +193,17 @@ fn wait(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> bool {
     !matches!(poll(&mut fds, timeout.as_ref()), Err(errno) if errno != Errno::INTR)
 }
 
-/// When a worker that died is started again.
+/// Schedules the restarts of a worker that died.
 #[derive(Debug, Default)]
 struct Restarts {
-    // In a row, none of which lived long.
+    // Consecutive failures, where no worker lived long.
     failures: u32,
     failing_since: Option<Instant>,
 }
 
 impl Restarts {
-    /// The pause before the next start; `None` when workers have died for so long that nobody can need one any more.
+    /// The pause before the next start; `None` when workers have failed for so long that nobody can
+    /// need one any more.
     fn pause(&mut self, lived: Duration, linger: Option<Duration>, now: Instant) -> Option<Duration> {
         if lived >= STEADY {
             *self = Self::default();
@@ -213,9 +220,9 @@ impl Restarts {
     }
 }
 
-/// A worker that runs, or did a moment ago.
+/// A worker that runs, or has just ended.
 struct Worker {
-    // `None` when it is not a child of this process, which has taken the place of a supervisor that was killed.
+    // `None` when it is not a child of this process, which has replaced a killed supervisor.
     child: Option<Child>,
     tie: Tie,
     started: Instant,
@@ -223,10 +230,11 @@ struct Worker {
     ends: bool,
 }
 
-/// Runs the supervisor until its worker ends in order. With `tied` it takes over a worker that runs.
+/// Runs the supervisor until its worker ends in order. With `tied` it takes over a running worker.
 ///
 /// # Errors
-/// When there is another collector for this socket, the socket cannot be had, or the first worker does not come up.
+/// When another collector holds this socket, the socket cannot be opened, or the first worker does
+/// not start.
 pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
     take_name();
     let asked = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
@@ -247,7 +255,7 @@ pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
     let mut stopping = false;
     loop {
         if worker.is_none() && Instant::now() >= due {
-            // The pid of the peer that hooks see is that of whoever called listen last.
+            // Hooks see the pid of the process that called listen last.
             endpoint.listen()?;
             match start(settings, &endpoint, &["--tied"]) {
                 Ok((child, tie)) => {
@@ -305,34 +313,35 @@ fn describe(status: ExitStatus) -> String {
     process::describe(status.into_raw())
 }
 
-/// A worker's side of its tie.
+/// The worker's side of the connection to its supervisor.
 #[derive(Debug)]
 pub struct Supervised {
     tie: Tie,
-    // When it was started by this process.
+    // Set when this process started the supervisor.
     child: Option<Child>,
     gone: bool,
     tries: Restarts,
     next: Instant,
 }
 
-/// What a worker heard of its supervisor.
+/// What a worker learned from its supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News {
-    /// It is told to end.
+    /// The worker must end.
     Stop,
-    /// The supervisor is gone; another one has been started, or will be.
+    /// The supervisor has ended; another one has been started, or will be.
     Alone,
 }
 
 impl Supervised {
-    /// The worker that a supervisor has started: its side of the tie, and the endpoint.
+    /// Begins as a worker that a supervisor has started: takes its end of the socket, and the
+    /// endpoint.
     ///
     /// # Errors
-    /// When the endpoint does not come.
+    /// When the endpoint does not arrive.
     pub fn begin(settings: &Settings) -> Result<(Supervised, Endpoint), Error> {
         take_name();
-        // The supervisor has blocked those that it reads, and what it starts inherits that.
+        // The supervisor has blocked the signals that it reads, and its children inherit that.
         let _ = SigSet::all().thread_unblock();
         let tie = Tie::inherited().map_err(Error::system("have the supervisor's socket"))?;
         let endpoint = tie.take_endpoint(settings)?;
@@ -340,7 +349,7 @@ impl Supervised {
         Ok((supervised, endpoint))
     }
 
-    /// For poll: readable when there are news; `None` while no supervisor lives.
+    /// For poll: readable when there is a message; `None` while no supervisor lives.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         (!self.gone).then(|| self.tie.as_fd())
@@ -353,18 +362,19 @@ impl Supervised {
         (!self.gone).then(pid)
     }
 
-    /// It serves.
+    /// Reports that this worker serves.
     pub fn up(&self) {
         self.tie.say(Word::Up);
     }
 
-    /// It ends in order. True when a supervisor lives, which removes the socket.
+    /// Reports that this worker ends in order. Returns true when a supervisor lives, which removes
+    /// the socket.
     pub fn ends(&self) -> bool {
         self.tie.say(Word::Ends);
         !self.gone
     }
 
-    /// What there is to hear. In place of a supervisor that is gone another one is started.
+    /// Handles messages of the supervisor, and starts another one when it has ended.
     pub fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<News> {
         if self.gone {
             self.start(settings, endpoint);
@@ -375,10 +385,10 @@ impl Supervised {
             Heard::Word(..) | Heard::Nothing => None,
             Heard::Gone => {
                 warn!("the supervisor is gone; another one is started");
-                // It is dead, so this does not wait.
+                // It is dead, so this does not block.
                 let _ = self.child.take().map(|mut child| child.wait());
                 self.gone = true;
-                // Whoever connects from now on sees this process, which is no child of the next supervisor.
+                // New peers now see this process, which is not a child of the next supervisor.
                 if let Err(error) = endpoint.listen() {
                     warn!("{error}");
                 }
@@ -393,7 +403,7 @@ impl Supervised {
         if now < self.next {
             return;
         }
-        // Without a limit: as long as this process lives, it is worth a try.
+        // There is no limit: it is worth another attempt for as long as this process lives.
         self.next = now + self.tries.pause(Duration::ZERO, None, now).unwrap_or(LAST_PAUSE);
         match start(settings, endpoint, &["--supervise", "--tied"]) {
             Ok((child, tie)) => {

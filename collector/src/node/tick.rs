@@ -1,4 +1,4 @@
-//! What the node looks at once a second.
+//! The checks of the node that run once a second.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -16,7 +16,7 @@ use crate::{
 };
 
 impl NodeState {
-    /// Once a second.
+    /// Runs once a second.
     pub fn tick(&mut self, now: Now) {
         self.look_at_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
         self.filtered.retain(|id, _| self.registry.get(*id).is_some());
@@ -78,7 +78,8 @@ impl NodeState {
         self.registry.forget(now.mono_ns);
     }
 
-    /// A job that still launches long after one of its ranks died lives well without it.
+    /// Lifts the deaths of ranks that the job does not need: it still launches long after they
+    /// died.
     pub(super) fn forgive_deaths(&mut self, job: &JobKey, last_launch_ns: u64, now: Now) {
         let dead = self.registry.ranks().filter(|rank| rank.job == *job && rank.ended_ns > 0);
         let over: Vec<i32> = dead

@@ -1,4 +1,5 @@
-//! Verdicts that no folder has, because the disk was full, read-only or gone: they are served from memory, and written once they can be.
+//! Verdicts without a folder, because the disk was full, read-only or unavailable. They are served
+//! from memory and written as soon as possible.
 
 use std::path::{Path, PathBuf};
 
@@ -15,14 +16,14 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// Pauses between two tries.
+/// Pause before the second attempt.
 const FIRST_PAUSE_NS: u64 = 2_000_000_000;
 const LAST_PAUSE_NS: u64 = 60_000_000_000;
-/// The newest so many are kept; a verdict has some kilobytes.
+/// Number of verdicts to keep, newest first; a verdict has some kilobytes.
 const MAX_KEPT: usize = 64;
 
 impl NodeState {
-    /// Keeps a verdict that could not be written where it should be.
+    /// Keeps a verdict that could not be written to its place.
     pub(super) fn keep_unwritten(&mut self, id: &str, root: PathBuf, now: Now) {
         let due_ns = now.mono_ns + FIRST_PAUSE_NS;
         let waiting = Waiting { root, due_ns, pause_ns: FIRST_PAUSE_NS, under_way: false };
@@ -37,10 +38,10 @@ impl NodeState {
         }
     }
 
-    /// Once a second: tries again what is due.
+    /// Runs once a second: repeats the writes that are due.
     pub(super) fn tick_unwritten(&mut self, now: Now) {
         let reports = &self.reports;
-        // A second look at an incident may have been written.
+        // The verdict of a second look may have been written.
         self.unwritten.waiting.retain(|id, _| reports.get(id).is_some_and(|report| report.verdict.is_some()));
         for (id, waiting) in &mut self.unwritten.waiting {
             let verdict = self.reports.get(id).and_then(|report| report.verdict.clone());
@@ -82,7 +83,7 @@ impl NodeState {
     }
 }
 
-/// Writes a verdict into the folder of its incident, if that is still there, else into a new one.
+/// Writes a verdict into the folder of its incident if that still exists, else into a new one.
 fn write(
     path: Option<&Path>,
     root: &Path,

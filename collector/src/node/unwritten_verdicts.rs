@@ -1,8 +1,8 @@
-//! Verdicts that wait for their disk.
+//! The queue of verdicts that could not be written yet.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// What is to be written, by incident.
+/// The verdicts to be written, by incident.
 #[derive(Debug, Default)]
 pub(super) struct Unwritten {
     pub(super) waiting: BTreeMap<String, Waiting>,

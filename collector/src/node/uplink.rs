@@ -1,5 +1,6 @@
-//! The node's stream to the cluster collector: dials, and dials again with growing pauses. It knows nothing of ranks and incidents:
-//! what comes goes to the loop, which composes what is sent.
+//! The node's stream to the cluster collector: dials, and redials with growing pauses. It contains
+//! no logic about ranks and incidents: incoming messages go to the event loop, which composes all
+//! outgoing ones.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -35,32 +36,34 @@ use crate::{
     },
 };
 
-/// Where the cluster collector is, and how this node proves itself.
+/// The address of the cluster collector, and the credentials of this node.
 #[derive(Debug, Clone)]
 pub struct Address {
     endpoint: Endpoint,
     token: Option<MetadataValue<Ascii>>,
-    /// As the user wrote it, without a password.
+    /// The URL of the user's setting, without a password.
     pub url: String,
 }
 
-/// Control messages that may wait: a node sends a few a second.
+/// Number of control messages that may wait: a node sends a few a second.
 const BACKLOG: usize = 256;
 const CONNECT: Duration = Duration::from_secs(5);
-/// From the first byte to the other side's word that the stream stands: TLS, HTTP/2 and the token.
+/// Time limit from the first byte to the confirmation that the stream stands: TLS, HTTP/2 and the
+/// token.
 const JOIN: Duration = Duration::from_secs(15);
 const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
-/// The same words about a cluster that cannot be reached are logged once in so long.
+/// An unchanged problem with the cluster is logged once in this time.
 const REPEAT: Duration = Duration::from_secs(600);
 /// A cluster collector sends nothing larger.
 const MAX_MESSAGE_BYTES: usize = 1024 * 1024;
 
 impl Address {
-    /// From the settings.
+    /// Builds the address from the settings.
     ///
     /// # Errors
-    /// What is wrong with them, in a sentence. A token never travels in plain text beyond this machine.
+    /// A sentence about what is wrong with them. A token never travels in plain text beyond this
+    /// machine.
     pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
         let (uri, secure) = check_url(url)?;
         let read = |path: &Path| file::read_within(path).map_err(|error| format!("{}: {error}", path.display()));
@@ -91,7 +94,7 @@ fn bearer(token: &str) -> Result<MetadataValue<Ascii>, String> {
     format!("Bearer {token}").parse().map_err(|_| "the token holds characters that a header cannot".to_string())
 }
 
-/// Keeps a stream for as long as the node runs.
+/// Keeps a stream open for as long as the node runs.
 pub async fn run(address: Address, inbox: Inbox) {
     let mut pause = SHORTEST_PAUSE;
     let mut said = (String::new(), Instant::now());
@@ -114,7 +117,8 @@ pub async fn run(address: Address, inbox: Inbox) {
     }
 }
 
-/// Somewhere between a half and the whole: a restarted cluster collector must not meet all its nodes at one moment.
+/// A random time between half the pause and all of it, so that all nodes do not reach a restarted
+/// cluster collector at one moment.
 fn jitter(pause: Duration) -> Duration {
     let random = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
     pause.mul_f64(0.5 + random / 2.0)

@@ -1,4 +1,4 @@
-//! The work of incidents on a node: who is dumped when, what came of it, and what follows.
+//! The work of incidents on a node: starts dumps, handles their outcome, and notifies.
 
 use std::{
     collections::BTreeSet,
@@ -33,11 +33,12 @@ use crate::{
     },
 };
 
-/// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
+/// Number of operations of each flight record that are kept for a cluster collector that has not
+/// requested the dump.
 const LATER_OPERATIONS: usize = 128;
 
 impl NodeState {
-    /// Folders in which incidents may lie.
+    /// Folders that may contain incidents.
     pub(crate) fn folders(&self) -> Vec<PathBuf> {
         let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
         folders.extend(self.registry.ranks().map(|rank| rank.settings.timeline_path.clone()));
@@ -77,13 +78,13 @@ impl NodeState {
         }
     }
 
-    /// Starts the work of an incident without the cluster collector, which may come later and ask for it.
+    /// Dumps an incident without the cluster collector, which may request the part later.
     pub(crate) fn dump_alone(&mut self, id: &str) {
         self.note_opened(id);
         self.capture_alone(id);
     }
 
-    /// Starts the work of an incident.
+    /// Dumps an incident.
     pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         self.note_opened(id);
         self.capture(id, for_cluster);
@@ -140,7 +141,7 @@ impl NodeState {
         };
         match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
             Ok(_) => drop(give.send(plan)),
-            // Out of threads: it is done here, and everything else waits for it.
+            // Without a thread the dump runs here, and everything else waits for it.
             Err(error) => {
                 warn!("incident {id}: no thread for its dump: {error}");
                 let outcome = dump::run(plan, &self.captures, &self.hurry);
@@ -157,7 +158,7 @@ impl NodeState {
         let shared = self.member.is_asked(&id);
         let judged = Judged::of(&verdict);
         let cause = verdict.cause.to_string();
-        // A second look that tells nothing new is not told again.
+        // A second look without news causes no notification.
         let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
         if let (Some(webhook), true) = (&self.webhook, !shared && is_news) {
             webhook.post(&verdict, path.as_deref());
@@ -191,7 +192,7 @@ impl NodeState {
         self.retire();
     }
 
-    /// Leaves word of an incident for a collector that is started after this one.
+    /// Writes a record of an incident for the next collector.
     pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf) {
         let Some(incident) = self.engine.get(id) else { return };
         let record = Record {
@@ -220,7 +221,7 @@ impl NodeState {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
         self.tell_closed(id, resolved);
-        // A verdict that is not on disk yet is written with the status of its incident.
+        // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };

@@ -1,5 +1,6 @@
-//! Writes the folder of an incident, on a thread of its own. A file system that does not answer keeps that thread and not the verdict: the
-//! folder goes to the fallback path then, and when that does not answer either, the verdict is served from memory.
+//! Writes the folder of an incident on a thread of its own. A file system that does not answer
+//! blocks that thread, but not the verdict: the folder then goes to the fallback path. When that
+//! does not answer either, the verdict is served from memory.
 
 use std::{
     collections::BTreeMap,
@@ -29,31 +30,32 @@ use crate::{
     os::process,
 };
 
-/// What was found out about an incident.
+/// The findings of a dump.
 #[derive(Debug)]
 pub struct Found {
-    /// What was asked for.
+    /// The input of the dump.
     pub plan: Plan,
-    /// What came of it.
+    /// The collected evidence.
     pub evidence: Evidence,
 }
 
-/// What became of the folder.
+/// The result of writing the folder.
 #[derive(Debug)]
 pub struct Written {
-    /// The folder; `None` when none could be made.
+    /// The folder; `None` when none could be created.
     pub path: Option<PathBuf>,
     /// Whether it has the verdict.
     pub written: bool,
-    /// What the cluster collector is to have.
+    /// What the cluster collector gets.
     pub part: Option<Kept>,
-    /// The verdict, with what went wrong.
+    /// The verdict, with any errors added.
     pub verdict: Verdict,
 }
 
-/// A file system that does not finish one file in this time does not answer. The viewer takes less.
+/// A file system that does not finish one file in this time does not answer. The viewer takes less
+/// time.
 const SILENCE: Duration = Duration::from_secs(5);
-/// The viewer gets this much even when the samples used up the budget.
+/// The viewer gets at least this time, even when the samples used up the budget.
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Writes the folder, and waits for it as long as the file system answers.
@@ -98,7 +100,8 @@ fn attempt(found: &Found, place: Place, mut verdict: Verdict, deadline: Instant,
     Written { path, written, part, verdict }
 }
 
-/// Writes the folder. What cannot be written is said in the log and in the verdict. The second of the result is whether the verdict was.
+/// Writes the folder. The log and the verdict name what cannot be written. The second part of the
+/// result is whether the verdict was written.
 fn write_folder(
     found: &Found,
     place: Place,
@@ -163,7 +166,7 @@ fn write_folder(
     finish_times(plan, verdict);
     let mut written = write_verdict(&folder, verdict);
     if plan.is_part() {
-        // The pictures of the whole job are drawn where the verdict is made.
+        // The collector that makes the verdict draws the pictures of the complete job.
         return (Some(folder.path), written, part);
     }
 
@@ -203,7 +206,7 @@ fn make(plan: &Plan, place: Place) -> Result<(Folder, Option<Error>), Error> {
     }
 }
 
-/// What the cluster collector is to have, if there is one.
+/// What the cluster collector gets, if there is one.
 fn part_of(found: &Found, errors: Vec<String>) -> Option<Box<NodeDump>> {
     let Found { plan, evidence } = found;
     let operations = plan.for_cluster?.operations;
@@ -217,8 +220,9 @@ fn part_of(found: &Found, errors: Vec<String>) -> Option<Box<NodeDump>> {
 
 type Work<T> = Box<dyn FnOnce(&Steps) -> T + Send>;
 
-/// Runs some work in a folder on a thread of its own. `None` when it takes no step for `silence`: then the thread is left behind, and
-/// nothing else is begun in that folder until it has ended.
+/// Runs work in a folder on a thread of its own. Returns `None` when the work makes no step for
+/// `silence`. The thread is then abandoned, and no other work starts in that folder until it has
+/// ended.
 fn within<T: Send + 'static>(
     path: &Path,
     silence: Duration,
@@ -226,7 +230,7 @@ fn within<T: Send + 'static>(
 ) -> Option<T> {
     let steps = Arc::new(Steps::default());
     let result = Arc::new(Mutex::new(None));
-    // A thread that cannot be started must not take the work with it.
+    // The work goes through a channel, so that it is not lost when the thread cannot be started.
     let (give, take) = mpsc::channel();
     let turn = {
         let (steps, result, path) = (Arc::clone(&steps), Arc::clone(&result), path.to_path_buf());
@@ -246,7 +250,7 @@ fn within<T: Send + 'static>(
     if steps.wait(silence, || LEFT.insert(path)) { locked(&result).take() } else { None }
 }
 
-/// How far some work is, for who waits for it.
+/// The progress of some work, for the thread that waits for it.
 #[derive(Debug, Default)]
 struct Steps {
     state: Mutex<State>,
@@ -261,7 +265,7 @@ struct State {
 }
 
 impl Steps {
-    /// One more step is done. Whether somebody still waits.
+    /// Records a step. Returns whether the other thread still waits.
     fn done(&self) -> bool {
         let mut state = locked(&self.state);
         state.count += 1;
@@ -269,13 +273,14 @@ impl Steps {
         !state.given_up
     }
 
-    /// The last one. Whether somebody still waits.
+    /// Records the last step. Returns whether the other thread still waits.
     fn end(&self) -> bool {
         locked(&self.state).ended = true;
         self.done()
     }
 
-    /// Waits for the end; false after `silence` without a step, and `give_up` was called before the worker could end.
+    /// Waits for the end. Returns false after `silence` without a step, after it has called
+    /// `give_up` before the worker could end.
     fn wait(&self, silence: Duration, give_up: impl FnOnce()) -> bool {
         let mut state = locked(&self.state);
         while !state.ended {
@@ -292,7 +297,7 @@ impl Steps {
     }
 }
 
-/// Folders in which threads were left behind, and how many.
+/// Folders with abandoned threads, and how many.
 static LEFT: Left = Left { folders: Mutex::new(BTreeMap::new()) };
 
 struct Left {
@@ -323,7 +328,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A full disk refuses every file with the same words: they are said once, with the number of files.
+/// A full disk refuses every file with an identical error, which is reported once, with the number
+/// of files.
 #[derive(Default)]
 struct Problems {
     first: Option<String>,
