@@ -1,6 +1,7 @@
-//! The control and metrics endpoints of a node, on loopback only. The control port answers its owner and root, and whoever has the
-//! token; the metrics are for everybody on this machine. A page that a browser loaded from elsewhere reaches neither: only requests
-//! that name this machine as their host, and come from no other origin, are answered.
+//! The control and metrics endpoints of a node, on loopback only. The control port answers its
+//! owner, root, and requests with the token; the metrics are open to all users of this machine.
+//! Only requests that name this machine as their host and come from no other origin are answered,
+//! so web pages from elsewhere reach neither endpoint.
 
 pub(crate) mod address;
 pub(crate) mod pages;
@@ -37,7 +38,7 @@ use crate::http::{
 /// Listens on a loopback port.
 ///
 /// # Errors
-/// A sentence that names the port, who has it and the variable that decides it.
+/// One sentence with the port, its current user and the variable that sets it.
 pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener, String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let listener = TcpListener::bind(address).await;
@@ -65,7 +66,7 @@ pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl 
     server.run(listener, router).await;
 }
 
-/// Pages that only the owner may see, and `/health`, which is for everybody.
+/// Pages for the owner only, and `/health`, which is open to all.
 fn control(pages: Router, token: Token) -> Router {
     pages
         .layer(middleware::from_fn_with_state(token, owner_only))
@@ -97,7 +98,7 @@ async fn owner_only(State(token): State<Token>, request: Request, next: Next) ->
     (StatusCode::FORBIDDEN, refusal(caller.and_then(|caller| caller.uid))).into_response()
 }
 
-/// Why a user gets no answer of a port that belongs to another one, and what helps.
+/// Explains why a port of another user does not answer, and what to do.
 #[must_use]
 pub fn refusal(uid: Option<u32>) -> String {
     let owner = getuid().as_raw();
@@ -111,9 +112,10 @@ pub fn refusal(uid: Option<u32>) -> String {
     )
 }
 
-/// The page that others than the owner got last.
+/// The last page that was served to users other than the owner.
 type Cache = Arc<Mutex<Option<(Instant, axum::body::Bytes)>>>;
-/// So old may a page for others than the owner be: however many ask, the loop that knows the ranks has other work.
+/// Maximum age of a page for users other than the owner. It bounds the load on the event loop,
+/// however many requests there are.
 const PAGE_AGE: Duration = Duration::from_secs(1);
 const PAGE_KIND: [(header::HeaderName, &str); 1] = [(header::CONTENT_TYPE, routes::PROMETHEUS)];
 
@@ -138,14 +140,15 @@ async fn strangers_share_pages(State(cache): State<Cache>, request: Request, nex
     }
 }
 
-/// Whether a request names this machine and comes from no page of another one, nor of another program of this one.
+/// Whether a request names this machine and comes neither from a web page of another machine nor
+/// from one of another program on this machine.
 #[must_use]
 pub fn is_local(headers: &HeaderMap) -> bool {
     text(headers, header::HOST).is_some_and(is_loopback) && is_same_origin(headers)
 }
 
-/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask, and
-/// other users of this machine serve pages from it as well.
+/// Whether a requesting web page, if there is one, was loaded from here. A browser adds the user's
+/// password to requests of other pages too, and other users of this machine may serve such pages.
 #[must_use]
 pub fn is_same_origin(headers: &HeaderMap) -> bool {
     let host = text(headers, header::HOST);
@@ -162,7 +165,7 @@ pub fn authority(origin: &str) -> Option<&str> {
     origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"))
 }
 
-/// `localhost` or an address of loopback, with or without a port.
+/// `localhost` or a loopback address, with or without a port.
 fn is_loopback(authority: &str) -> bool {
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port),

@@ -1,4 +1,5 @@
-//! What the operations in the ranks' rings mean, and the series and comparisons made from them.
+//! The meaning of the operations in the rings of the ranks, and the series and comparisons made
+//! from them.
 
 pub(crate) mod cursor;
 pub(crate) mod exposition;

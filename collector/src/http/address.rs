@@ -5,13 +5,13 @@ use std::{net::IpAddr, time::Duration};
 use tonic::transport::Uri;
 use xpu_timer_proto::secrets;
 
-/// A peer whose machine vanished is noticed after twice this long.
+/// A peer whose machine vanished is noticed after twice this time.
 pub const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// An address of a collector, and whether it is reached by TLS.
+/// Parses the address of a collector. Returns it and whether it uses TLS.
 ///
 /// # Errors
-/// When it is none, or plain text would leave this machine.
+/// If it is invalid, or plain text would leave this machine.
 pub fn check_url(url: &str) -> Result<(Uri, bool), String> {
     let shown = secrets::text(url);
     let uri: Uri = url.parse().map_err(|error| format!("{shown}: {error}"))?;
@@ -28,7 +28,7 @@ pub fn check_url(url: &str) -> Result<(Uri, bool), String> {
     Ok((uri, secure))
 }
 
-/// `localhost` or an address of this machine's loopback.
+/// `localhost` or a loopback address of this machine.
 #[must_use]
 pub fn is_loopback(host: &str) -> bool {
     let bare = host.trim_start_matches('[').trim_end_matches(']');

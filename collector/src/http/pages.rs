@@ -1,4 +1,4 @@
-//! The pages about incidents on disk, which both roles have: the list, a verdict, and every file.
+//! The pages about incidents on disk, common to both roles: the list, a verdict, and every file.
 
 use std::{
     fs::File,
@@ -24,13 +24,13 @@ use crate::{
     json::Json,
 };
 
-/// Folders of the incident folders.
+/// Roots of incident folders.
 pub type Roots = Vec<PathBuf>;
 
-/// `/incidents`: those on disk, and others, in the order of their names.
+/// `/incidents`: incidents on disk and others, sorted by name.
 pub async fn list(roots: Roots, others: Vec<WithoutFolder>) -> Response {
     let mut all: Vec<Value> = apart(move || records::list(&roots)).await.unwrap_or_default();
-    // What is not on disk yet is newer.
+    // An incident that is not on disk yet is newer.
     all.retain(|one| !one["incident"].as_str().is_some_and(|id| others.iter().any(|other| other.is(id))));
     all.extend(others.into_iter().map(|other| other.line));
     all.sort_by(|one, other| one["incident"].as_str().cmp(&other["incident"].as_str()));
@@ -100,20 +100,21 @@ pub async fn file(roots: Roots, others: Vec<WithoutFolder>, id: String, name: St
     }
 }
 
-/// What a file holds, or where.
+/// The content of a file, or a file to read it from.
 enum Content {
     Bytes(Vec<u8>),
     File(File, u64),
 }
 
-/// Files that are read at a time: each has a descriptor.
+/// Files that are read at a time; each has a descriptor.
 static READERS: Semaphore = Semaphore::const_new(64);
 /// How long a request waits for its turn.
 const QUEUE: Duration = Duration::from_secs(10);
-/// What is in memory of a file that is being sent.
+/// Memory used for a file while it is sent.
 const PIECE_BYTES: u64 = 64 * 1024;
 
-/// Reads a file as fast as the peer takes it. The connection ends when the peer takes nothing for long, and with it the reading.
+/// Reads a file as fast as the peer receives it. If the peer receives nothing for long, the
+/// connection ends and the reading with it.
 fn stream(mut file: File, length: u64, reader: SemaphorePermit<'static>) -> Body {
     let (sender, pieces) = mpsc::channel::<io::Result<Vec<u8>>>(1);
     tokio::spawn(async move {
@@ -128,7 +129,7 @@ fn stream(mut file: File, length: u64, reader: SemaphorePermit<'static>) -> Body
             let read = read.await.unwrap_or_else(|| Err(io::Error::other("the reader ended")));
             let (same, piece) = match read {
                 Ok(read) => read,
-                // The peer sees that the file is not whole.
+                // The peer notices that the file is incomplete.
                 Err(error) => return drop(sender.send(Err(error)).await),
             };
             (file, left) = (same, left - bytes);
@@ -140,13 +141,13 @@ fn stream(mut file: File, length: u64, reader: SemaphorePermit<'static>) -> Body
     Body::from_stream(ReceiverStream::new(pieces))
 }
 
-/// A file of an incident that has no folder.
+/// A file of an incident without a folder.
 fn file_of(others: &[WithoutFolder], id: &str, name: &str) -> Option<Vec<u8>> {
     let files = others.iter().find(|other| other.is(id))?.files();
     files.into_iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes)
 }
 
-/// Disks may be slow.
+/// Runs work on a blocking thread: disks may be slow.
 async fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     tokio::task::spawn_blocking(work).await.ok()
 }

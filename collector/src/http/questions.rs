@@ -1,4 +1,4 @@
-//! The questions that the HTTP pages put to the event loop of either role.
+//! The questions that HTTP pages send to the event loop of either role.
 
 use std::path::PathBuf;
 
@@ -7,16 +7,16 @@ use tokio::sync::oneshot;
 
 use crate::{incident::records::WithoutFolder, job::key::JobKey};
 
-/// A loop that can be asked.
+/// A handle to an event loop that answers questions.
 pub trait Answers: Clone + Send + Sync + 'static {
-    /// Passes a question on. What is not answered is dropped.
+    /// Sends a question. If it is not answered, its reply channel is dropped.
     fn ask(&self, question: Question);
 }
 
-/// Who waits for a dump by hand: the finished dump, or why there is none.
+/// Reply channel of a dump by hand: the finished dump, or the reason for its refusal.
 pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
 
-/// What the pages ask of a collector of either role.
+/// The questions to a collector of either role.
 #[derive(Debug)]
 pub enum Question {
     /// `/status`.
@@ -25,45 +25,45 @@ pub enum Question {
     Metrics(oneshot::Sender<String>),
     /// `POST /dump`.
     Dump {
-        /// Name of the job; `None` when there is only one.
+        /// Name of the job; `None` if there is only one.
         job: Option<String>,
-        /// Where the answer goes.
+        /// Receives the answer.
         reply: DumpReply,
     },
     /// Folders that may hold incidents.
     Folders(oneshot::Sender<Vec<PathBuf>>),
-    /// Incidents of which no folder could be made.
+    /// Incidents without a folder, because none could be made.
     WithoutFolder(oneshot::Sender<Vec<WithoutFolder>>),
     /// `/slow_ranks`.
     SlowRanks(oneshot::Sender<Value>),
 }
 
-/// Why a dump by hand was not made.
+/// Why a dump by hand was refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// There is no such job; the text says which there are.
+    /// There is no such job; the text lists the existing ones.
     NoJob(String),
-    /// There are several, and none was named.
+    /// There are several jobs, and the request names none.
     WhichJob(String),
-    /// There were too many of late.
+    /// There were too many recently.
     TooMany {
-        /// After so many seconds one may be asked for again.
+        /// Another request is accepted after this number of seconds.
         seconds: u64,
     },
 }
 
 impl Refusal {
-    /// One may be asked for again after so long.
+    /// The refusal with the time until another request is accepted.
     #[must_use]
     pub fn too_many(wait_ns: u64) -> Self {
         Refusal::TooMany { seconds: wait_ns.div_ceil(1_000_000_000).max(1) }
     }
 }
 
-/// The job that is to be dumped by hand: the one of this name among those that are alive, or the only one.
+/// The job for a dump by hand: the living one with this name, or the only living one.
 ///
 /// # Errors
-/// When none or several fit; the refusal says which there are.
+/// If none or several match; the refusal lists the living jobs.
 pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusal> {
     let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let matching: Vec<&JobKey> =

@@ -1,4 +1,5 @@
-//! What both roles answer over HTTP: who asks is the door's affair, what is answered that of the role's loop.
+//! The HTTP routes of both roles. Authentication happens before them; the event loop of the role
+//! provides the content.
 
 use std::time::Duration;
 
@@ -22,15 +23,16 @@ use crate::{
     json::Json,
 };
 
-/// The loop answers within milliseconds; this is for a node without any free processor.
+/// Timeout of an answer. The loop usually takes milliseconds; this allows for a node without any
+/// idle processor.
 const ANSWER: Duration = Duration::from_secs(10);
-/// A dump takes its sample interval, which the user chooses, and some seconds.
+/// Timeout of a dump, which takes its sample interval, chosen by the user, and some seconds.
 const DUMP: Duration = Duration::from_secs(3600);
 
 /// The media type of `/metrics`.
 pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Whether the collector serves requests at all.
+/// Answers whether the collector serves requests.
 pub fn health<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new().route("/health", get(|| async { "ok\n" }))
 }
@@ -94,7 +96,7 @@ async fn dump<A: Answers>(State(answers): State<A>, Query(query): Query<DumpQuer
     }
 }
 
-/// Why a dump by hand was not made.
+/// The response to a refused dump by hand.
 fn refusal(refused: Refusal) -> Response {
     let (code, text) = match refused {
         Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
@@ -109,7 +111,8 @@ fn refusal(refused: Refusal) -> Response {
     (code, Json(json!({ "error": text }))).into_response()
 }
 
-/// Folders of the incidents, and those incidents that have none; `None` when the loop does not answer.
+/// The roots of incident folders, and the incidents without a folder; `None` if the loop does not
+/// answer.
 async fn known(answers: &impl Answers) -> Option<(pages::Roots, Vec<WithoutFolder>)> {
     let roots = ask(answers, ANSWER, Question::Folders).await?;
     Some((roots, ask(answers, ANSWER, Question::WithoutFolder).await?))

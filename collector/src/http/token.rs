@@ -1,4 +1,5 @@
-//! The token that a request must carry: of nodes and readers at the cluster collector, of other users at a node's control port.
+//! The token of a request: required from nodes and users at the cluster collector, and from other
+//! users at the control port of a node.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
@@ -8,7 +9,7 @@ use xpu_timer_proto::file;
 
 use crate::error::Error;
 
-/// A token, or none. Its text is in no log.
+/// An optional token. Its text is never logged.
 #[derive(Clone)]
 pub struct Token(Option<String>);
 
@@ -19,19 +20,19 @@ impl std::fmt::Debug for Token {
 }
 
 impl Token {
-    /// With or without one.
+    /// Wraps an optional token.
     #[must_use]
     pub fn new(token: Option<String>) -> Self {
         Token(token)
     }
 
-    /// Whether there is one.
+    /// Whether a token is required.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Whether a request carries it. In a browser the token is the password.
+    /// Whether a request has the token. A browser sends it as the password.
     #[must_use]
     pub fn is_shown(&self, headers: &HeaderMap) -> bool {
         let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
@@ -49,16 +50,17 @@ fn proves(authorization: &str, token: &str) -> bool {
     scheme.eq_ignore_ascii_case("bearer") && same(value.trim(), token)
 }
 
-/// Compares without telling by its time how much was right.
+/// Compares in constant time.
 fn same(one: &str, other: &str) -> bool {
     let difference = one.bytes().zip(other.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
     one.len() == other.len() && std::hint::black_box(difference) == 0
 }
 
-/// The token of a file: its text without white space around it. A file that others may read is used, and said.
+/// Reads a token file without surrounding white space. A file that others can read is accepted with
+/// a warning.
 ///
 /// # Errors
-/// When it cannot be read or is empty.
+/// If it cannot be read or is empty.
 pub fn read_token(path: &Path) -> Result<String, Error> {
     let bytes = file::read_within(path).map_err(Error::path("read", path))?;
     let mode = fs::metadata(path).map_or(0, |status| status.permissions().mode());

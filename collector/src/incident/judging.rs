@@ -28,7 +28,7 @@ pub fn survive<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|payload| words(&*payload))
 }
 
-/// The verdict of an incident about which only `evidence` is known.
+/// A verdict with the cause `unknown` and this sentence, for an incident that cannot be judged.
 #[must_use]
 pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
     let bare = Evidence { ranks: Vec::new(), trigger: None, ..evidence.clone() };

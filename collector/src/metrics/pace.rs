@@ -1,5 +1,6 @@
-//! How a rank fares in its collectives, condensed for the comparison of `xpu_timer_analysis::stragglers`: blocks of consecutive sequence
-//! numbers, of a size at which a block takes about a second.
+//! The speed of a rank in its collectives, condensed for the comparison in
+//! `xpu_timer_analysis::stragglers`: blocks of consecutive sequence numbers, sized so that a block
+//! takes about a second.
 
 use std::collections::BTreeMap;
 
@@ -9,14 +10,14 @@ use xpu_timer_proto::v1::{Communicator, CommunicatorPace, Op, OpKind, OpStatus, 
 /// The blocks of one rank.
 #[derive(Debug, Default)]
 pub struct Recorder {
-    /// What is finished.
+    /// The finished blocks.
     pub pace: Pace,
     open: BTreeMap<(u64, bool), Open>,
-    // Since the cluster was told last.
+    // Blocks since the last report to the cluster.
     news: BTreeMap<(u64, bool), CommunicatorPace>,
 }
 
-/// The block that is being filled.
+/// The block in progress.
 #[derive(Debug, Default)]
 struct Open {
     level: u32,
@@ -25,20 +26,21 @@ struct Open {
     count: u64,
     inside_ns: u64,
     last_ns: u64,
-    // End of the block before; 0 when that is not known.
+    // End of the previous block; 0 if unknown.
     begun_ns: u64,
 }
 
 const SECOND: u64 = 1_000_000_000;
 const LONGEST_BLOCK_NS: u64 = 10 * SECOND;
-/// A large world has longer blocks, so that what its nodes tell the cluster collector stays small.
+/// A large world has longer blocks, which limits the data that its nodes send to the cluster
+/// collector.
 const RANKS_PER_SECOND: u64 = 1024;
 const HIGHEST_LEVEL: u32 = 20;
-/// Between two deliveries there is no more than this of one communicator.
+/// Maximum number of unreported blocks of one communicator.
 const MAX_NEWS: usize = 64;
 
 impl Recorder {
-    /// Adds operations that one launch did together and that share its time.
+    /// Adds operations of one launch, which share its time.
     pub fn add(&mut self, together: &[(&Operation, &Communicator)], world_size: u32, now_ns: u64) {
         for (index, (operation, communicator)) in together.iter().enumerate() {
             let point_to_point = matches!(operation.op(), Op::Send | Op::Recv);
@@ -66,21 +68,22 @@ impl Recorder {
         }
     }
 
-    /// Forgets communicators that are silent.
+    /// Forgets inactive communicators.
     pub fn forget(&mut self, now_ns: u64) {
         self.pace.forget(now_ns);
         self.open.retain(|_, open| now_ns.saturating_sub(open.last_ns) < SILENCE_NS);
-        // Without a cluster collector nobody takes them.
+        // Without a cluster collector, nobody takes the news.
         self.news.retain(|key, _| self.open.contains_key(key));
     }
 
-    /// What has come since the last call, for the cluster collector.
+    /// Takes the blocks since the last call, for the cluster collector.
     pub fn take_news(&mut self) -> Vec<CommunicatorPace> {
         std::mem::take(&mut self.news).into_values().collect()
     }
 }
 
-/// On the device between its two events; of a host call, which has none, from its begin to its end.
+/// Time on the device between its two events. A host call has no events; its time is from begin to
+/// end.
 fn time_inside(operation: &Operation) -> u64 {
     match operation.device_ns {
         0 => operation.completed_ns.saturating_sub(operation.started_ns.max(operation.entered_ns)),
@@ -89,11 +92,11 @@ fn time_inside(operation: &Operation) -> u64 {
 }
 
 impl Open {
-    /// Adds an operation; the block before when this one begins another.
+    /// Adds an operation. Returns the previous block if this operation begins another one.
     fn add(&mut self, seq: u64, inside_ns: u64, completed_ns: u64, target_ns: u64) -> Option<PaceBlock> {
         let index = seq >> self.level;
         if self.count > 0 && index < self.index {
-            // It completed long after its neighbours, whose block is closed.
+            // It completed long after its neighbors; their block is closed.
             return None;
         }
         let finished = if self.count > 0 && index > self.index { self.close(seq, target_ns) } else { None };
@@ -106,11 +109,13 @@ impl Open {
         finished
     }
 
-    /// Ends the block because number `next` is beyond it, and chooses the size of the next one.
+    /// Ends the block because sequence number `next` is beyond it, and chooses the size of the next
+    /// block.
     fn close(&mut self, next: u64, target_ns: u64) -> Option<PaceBlock> {
         let whole = self.count == 1 << self.level;
         let span_ns = self.last_ns.saturating_sub(self.begun_ns);
-        // Without the end of the block before, its time is not known; half of one tells nothing; a short one is not worth its room.
+        // Without the end of the previous block, the duration is unknown. An incomplete block is
+        // not comparable, and a short one is not worth its memory.
         let told = whole && self.begun_ns > 0 && span_ns >= target_ns / 4;
         let block = told.then(|| PaceBlock {
             level: self.level,
@@ -125,7 +130,7 @@ impl Open {
                 self.wanted = self.level.saturating_sub(1);
             }
         }
-        // The end of this block is the begin of the next only when nothing lies between them.
+        // This block ends where the next one begins only if nothing lies between them.
         self.begun_ns = if next >> self.level == self.index + 1 { self.last_ns } else { 0 };
         // Blocks begin at multiples of their size.
         if next.trailing_zeros() >= self.wanted {
@@ -175,7 +180,7 @@ mod tests {
     fn quick_collectives_are_gathered_until_a_block_takes_about_a_second() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=64).map(|seq| all_reduce(seq, 1000 + seq * 100, 30)));
-        // 100 ms each: eight of them are 800 ms.
+        // 100 ms each: eight of them take 800 ms.
         let all = blocks(&recorder);
         assert_eq!(all.last(), Some(&(3, 7, 240, 800)), "{all:?}");
         assert!(all.iter().all(|(level, _, inside, span)| inside * 10 == span * 3 && *level >= 2), "{all:?}");

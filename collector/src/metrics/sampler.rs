@@ -1,4 +1,4 @@
-//! Reads the rings of the living ranks and keeps the series that `/metrics` shows of them.
+//! Reads the rings of living ranks and maintains their series for `/metrics`.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -20,41 +20,41 @@ use crate::{
     os::{clock::Now, ring_file::RingFile},
 };
 
-/// All that is known of the living ranks' operations.
+/// The operations of all living ranks.
 pub struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
-    /// Their interpreters.
+    /// The counters of their interpreters.
     pub interpreters: Interpreters,
 }
 
-/// A living rank, as the sampler reads it.
+/// A living rank as input of the sampler.
 #[derive(Debug, Clone, Copy)]
 pub struct LivingRank<'a> {
-    /// Identity of its entry in the registry.
+    /// Identity of its registry entry.
     pub id: RankId,
-    /// Its process; 0 outside the collector's PID namespace.
+    /// Its process; 0 if it is outside the collector's PID namespace.
     pub pid: i32,
     /// Its place in the job.
     pub info: &'a RankInfo,
-    /// Its flight record; `None` when it registered without one.
+    /// Its flight record; `None` if it registered without one.
     pub ring: Option<&'a RingFile>,
 }
 
-/// What is known of one rank's.
+/// The state of one rank.
 #[derive(Debug, Default)]
 pub struct Sampled {
     /// Its kernel metrics.
     pub series: AllSeries,
-    /// Its collectives, for the comparison with other ranks.
+    /// Its collectives for the comparison with other ranks.
     pub recorder: Recorder,
-    /// Where the reader of its ring is.
+    /// The read position in its ring.
     pub cursor: Cursor,
-    /// Header of its ring, the lanes added.
+    /// The header of its ring, including the lanes.
     pub head: Option<[u64; header::WORDS]>,
-    /// Its lanes, added up.
+    /// The sum of its lanes.
     pub totals: lane::Totals,
     /// Calls of its hooked functions, as of `functions_ns`.
     pub functions: Vec<HookedFunction>,
@@ -64,25 +64,25 @@ pub struct Sampled {
 }
 
 impl Sampler {
-    /// Nothing read yet.
+    /// Starts without data.
     #[must_use]
     pub fn new(settings: MetricsSettings) -> Self {
         let interpreters = Interpreters::default();
         Sampler { settings, looked_ns: 0, searched_ns: 0, ranks: BTreeMap::new(), interpreters }
     }
 
-    /// What is known of a rank.
+    /// The state of a rank.
     #[must_use]
     pub fn of(&self, rank: RankId) -> Option<&Sampled> {
         self.ranks.get(&rank)
     }
 
-    /// What the cluster has not been told of a rank's collectives.
+    /// Takes the blocks of a rank that were not reported to the cluster yet.
     pub fn news_of(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
         self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_news()).unwrap_or_default()
     }
 
-    /// Looks at all rings, when it is time. What is known of a rank goes with it.
+    /// Reads all rings if it is time, and forgets ranks that are gone.
     pub fn turn<'a>(&mut self, living: impl Iterator<Item = LivingRank<'a>>, now: Now) {
         if now.mono_ns < self.looked_ns.saturating_add(self.settings.look.as_nanos() as u64) {
             return;
@@ -101,7 +101,7 @@ impl Sampler {
             let Some(ring) = rank.ring else { continue };
             match self.ranks.entry(rank.id).or_default().read(ring, &self.settings, now) {
                 Ok(operations) => completed.push((rank, operations)),
-                // The memory of a rank that is just ending, or one that spoils its own ring.
+                // The rank is just ending, or it spoils its own ring.
                 Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
             }
         }
@@ -118,7 +118,7 @@ impl Sampler {
     }
 }
 
-/// How many ranks of each communicator live on this node.
+/// Number of ranks of each communicator that live on this node.
 fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
     let mut here = HashMap::new();
     for sampled in living.iter().filter_map(|rank| ranks.get(&rank.id)) {
@@ -130,7 +130,7 @@ fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) ->
 }
 
 impl Sampled {
-    /// Reads what has changed; returns what has completed.
+    /// Reads what has changed and returns what has completed.
     fn read(&mut self, ring: &RingFile, settings: &MetricsSettings, now: Now) -> io::Result<Vec<Operation>> {
         let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
         let head = ring::read_header(read_at)?;
@@ -149,7 +149,8 @@ impl Sampled {
         let unnamed: HashSet<u64> = slots.iter().filter(unnamed).map(|words| words[ring::op::FUNCTION]).collect();
         if !unnamed.is_empty() {
             self.names.extend(ring::read_names(read_at)?);
-            // A name is published before its key is used: what has none by now never gets one.
+            // A name is published before its key is used, so a key without a name now never gets
+            // one.
             for function in unnamed {
                 self.names.entry(function).or_default();
             }
@@ -176,7 +177,7 @@ impl Sampled {
         settings: &MetricsSettings,
         now: Now,
     ) {
-        // Members of a group on one stream are one launch; others are alone.
+        // The members of a group on one stream, which are one launch, or a single operation.
         type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
         let mut launches: BTreeMap<(u64, u64, u64), Members<'_>> = BTreeMap::new();
         for operation in operations {

@@ -1,4 +1,5 @@
-//! Ranks that slow their job down without a hang, as a collector knows them: for the log, `/status`, `/slow_ranks` and the metrics.
+//! Ranks that slow their job down without a hang: for the log, `/status`, `/slow_ranks` and the
+//! metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +15,7 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// What the last comparison of each job said.
+/// The last comparison of each job.
 #[derive(Debug, Default)]
 pub struct SlowRanks {
     jobs: BTreeMap<JobKey, Compared>,
@@ -27,7 +28,7 @@ struct Compared {
     slow: Vec<Slow>,
 }
 
-/// A slow rank with what is known of it here.
+/// A slow rank with its local details.
 #[derive(Debug)]
 struct Slow {
     found: SlowRank,
@@ -36,7 +37,7 @@ struct Slow {
 }
 
 impl SlowRanks {
-    /// Notes a comparison. The log hears of what is new.
+    /// Stores a comparison and logs new slow ranks.
     pub fn note(
         &mut self,
         job: &JobKey,
@@ -63,18 +64,18 @@ impl SlowRanks {
         self.jobs.insert(job.clone(), Compared { attempt, waits: comparison.waits, slow });
     }
 
-    /// Keeps the jobs that still run in that attempt.
+    /// Keeps only jobs that are still running in that attempt.
     pub fn retain(&mut self, runs: impl Fn(&JobKey, u32) -> bool) {
         self.jobs.retain(|job, compared| runs(job, compared.attempt));
     }
 
-    /// Part of the time that a rank waits for others, when it could be compared.
+    /// Fraction of time that a rank waits for others, if it could be compared.
     #[must_use]
     pub fn waits(&self, job: &JobKey, rank: u32) -> Option<f64> {
         self.jobs.get(job)?.waits.get(&rank).copied()
     }
 
-    /// Whether a rank is slow, when it could be compared.
+    /// Whether a rank is slow, if it could be compared.
     #[must_use]
     pub fn is_slow(&self, job: &JobKey, rank: u32) -> Option<bool> {
         let compared = self.jobs.get(job).filter(|compared| compared.waits.contains_key(&rank))?;
@@ -90,7 +91,7 @@ impl SlowRanks {
         self.jobs.iter().flat_map(of)
     }
 
-    /// As JSON: a list, the slowest of each job first.
+    /// A JSON list, the slowest rank of each job first.
     #[must_use]
     pub fn json(&self) -> Value {
         let of = |(job, compared): (&JobKey, &Compared)| -> Vec<Value> {
@@ -115,7 +116,7 @@ impl SlowRanks {
     }
 }
 
-/// More digits than a comparison has are noise.
+/// Further digits are noise in a comparison.
 fn rounded(value: f64) -> f64 {
     (value * 1e4).round() / 1e4
 }
