@@ -78,7 +78,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, &Look { answers: &silent, ..NO_LOOK });
+        let place = socket::place(source, uid, &Look { answers: &unresponsive, ..NO_LOOK });
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),
@@ -105,7 +105,7 @@ impl Settings {
 
 /// Why a path, or the nearest folder above it that exists, cannot be examined: its file system does
 /// not answer.
-fn silent(path: &Path) -> Option<String> {
+fn unresponsive(path: &Path) -> Option<String> {
     let owned = path.to_path_buf();
     let look =
         move || owned.ancestors().find(|path| path.symlink_metadata().is_ok()).map(|path| path.metadata().is_ok());

@@ -30,9 +30,9 @@ use tracing_subscriber::EnvFilter;
 use xpu_timer_proto::{env::Source, file, printable};
 
 /// Number of lines that may wait for the disk.
-const WAITING: usize = 4096;
+const MAX_QUEUED_LINES: usize = 4096;
 /// Time limit for the last lines at the end of the process.
-const LAST_LINES: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Destination of a program's log.
 #[derive(Debug, Clone, Copy)]
@@ -201,12 +201,12 @@ pub fn flush() {
     let (done, wait) = mpsc::sync_channel(1);
     if queue.sender.try_send(Item::Flush(done)).is_ok() {
         // Fails on timeout.
-        let _ = wait.recv_timeout(LAST_LINES);
+        let _ = wait.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 
 fn queue(target: Target) -> Queue {
-    let (sender, items) = mpsc::sync_channel(WAITING);
+    let (sender, items) = mpsc::sync_channel(MAX_QUEUED_LINES);
     let path = match &target {
         Target::File(Rotating { path, .. }) | Target::Unanswered(path, _) => Some(path.clone()),
         Target::Stderr => None,
@@ -313,13 +313,13 @@ impl Repeats {
         }
         self.since = Some(now);
         self.seen.retain(|_, seen| seen.times > seen.most);
-        let told = self.seen.iter_mut().map(|(text, seen)| {
+        let written = self.seen.iter_mut().map(|(text, seen)| {
             let text = String::from_utf8_lossy(text).trim().to_string();
             let left_out = seen.times - seen.most;
             *seen = Seen { times: 0, most: MOST_REPEATS };
             format!("{left_out} more lines like this were left out: {text}\n").into_bytes()
         });
-        told.collect()
+        written.collect()
     }
 }
 
@@ -493,10 +493,10 @@ mod tests {
         assert_eq!(repeats.due(), Some(begun + WINDOW));
         // A flood that lasts gets a lower limit, and is reported once a window.
         assert_eq!(flood(&mut repeats, begun + WINDOW), MOST_REPEATS + 1);
-        let told = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
+        let written = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
         let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
-        assert_eq!(text(&told[0]), "1900 more lines like this were left out: WARN a: pid\n");
-        assert_eq!(told.len(), 2);
+        assert_eq!(text(&written[0]), "1900 more lines like this were left out: WARN a: pid\n");
+        assert_eq!(written.len(), 2);
         assert_eq!(repeats.due(), None);
         // After a quiet window it is not a flood any more.
         assert!(repeats.rest(begun + WINDOW * 3).is_empty());
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_is_full_is_renamed_also_when_several_write_to_it() {
+    fn a_full_log_is_renamed_with_several_writers() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writers = [rotating(&path, 3), rotating(&path, 3)];
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_cannot_be_renamed_does_not_grow_either() {
+    fn a_log_that_cannot_be_renamed_does_not_grow() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         fs::create_dir(folder.path().join("log.1")).unwrap();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_whose_lock_is_never_to_be_had_is_renamed_later() {
+    fn a_log_that_cannot_be_locked_is_renamed_later() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writer = rotating(&path, 2);
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn of_one_log_only_the_newest_lines_stay() {
+    fn one_log_file_keeps_the_newest_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writer = rotating(&path, 1);
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_was_there_gets_its_mode_and_one_of_others_is_not_used() {
+    fn an_existing_log_gets_its_mode_and_foreign_files_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         fs::write(&path, "").unwrap();

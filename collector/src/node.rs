@@ -74,12 +74,12 @@ use crate::{
 };
 
 /// How long the collector waits for running dumps when it ends, after it has hurried them.
-const LAST_WORK: Duration = Duration::from_secs(10);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
 /// Time between two cleanups of the hooks' logs.
-const LOGS: Duration = Duration::from_secs(60);
+const LOG_CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The kernel frees the ports of a killed collector within this time.
-const TAKEN_APART: Duration = Duration::from_millis(500);
+const PORT_RELEASE: Duration = Duration::from_millis(500);
 
 /// Number of other port pairs to try, and the distance between them. The pair after the last one
 /// would hold the cluster collector's port.
@@ -108,7 +108,7 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         .map_err(Error::system("start the HTTP runtime"))?;
     let mut state = NodeState::new(settings, Captures::default(), inbox.clone());
     state.problems = runtime.block_on(start(&mut state.settings, &inbox, descriptors));
-    if let Some(problem) = tell_settings(&state.settings) {
+    if let Some(problem) = write_settings_file(&state.settings) {
         error!("{problem}");
         state.problems.push(problem);
     }
@@ -131,9 +131,9 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     if let Some(supervised) = &node.supervised
         && !supervised.ends()
     {
-        node.endpoint.is_removed(true);
+        node.endpoint.set_removes_file(true);
     }
-    end(runtime);
+    shut_down(runtime);
     Ok(())
 }
 
@@ -151,14 +151,14 @@ fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option
 }
 
 /// Does not wait for connections that are still open.
-fn end(runtime: Runtime) {
+fn shut_down(runtime: Runtime) {
     runtime.shutdown_background();
 }
 
 /// Limits the number of logs that hooks leave behind. A disk that does not answer blocks only this
 /// task.
-async fn look_after_logs(folder: PathBuf) {
-    let mut turns = interval(LOGS);
+async fn clean_hook_logs(folder: PathBuf) {
+    let mut turns = interval(LOG_CLEANUP_INTERVAL);
     turns.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         turns.tick().await;
@@ -176,7 +176,7 @@ async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<
     // Hooks write their log beside the socket when their own log folder is on a network file
     // system.
     for folder in [Some(settings.logging_dir.as_path()), settings.socket.parent()].into_iter().flatten() {
-        tokio::spawn(look_after_logs(folder.to_path_buf()));
+        tokio::spawn(clean_hook_logs(folder.to_path_buf()));
     }
     let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
         problems.push(format!("{}; the control port answers its owner and root only", chain(&error)));
@@ -224,22 +224,23 @@ async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<
         match pair {
             (Ok(one), Some(Ok(other))) => return (Some(one), Some(other)),
             (Ok(one), None) => return (Some(one), None),
-            _ if begun.elapsed() < TAKEN_APART => {
+            _ if begun.elapsed() < PORT_RELEASE => {
                 drop(pair);
-                tokio::time::sleep(TAKEN_APART / 20).await;
+                tokio::time::sleep(PORT_RELEASE / 20).await;
             }
             pair => break pair,
         }
     };
     for port in (1..=OTHER_PAIRS).filter_map(|pair| control.checked_add(pair * PAIRS_APART)) {
-        let (Ok(one_more), Some(Ok(other_more))) = listen_pair(settings, port, port.checked_add(1)).await else {
+        let (Ok(control_listener), Some(Ok(metrics_listener))) = listen_pair(settings, port, port.checked_add(1)).await
+        else {
             continue;
         };
         let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
         let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
         problems.push(format!("{why}; until then control is on port {port} and metrics on port {}", port + 1));
         (settings.control_port, settings.metrics_port) = (port, Some(port + 1));
-        return (Some(one_more), Some(other_more));
+        return (Some(control_listener), Some(metrics_listener));
     }
     let mut keep = |listener: Result<TcpListener, String>| listener.map_err(|problem| problems.push(problem)).ok();
     (keep(one), other.and_then(keep))
@@ -258,7 +259,7 @@ async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) ->
 
 /// Writes the hashes of this collector's settings beside the socket, for launchers of jobs with
 /// other settings. Returns the problem if that fails.
-fn tell_settings(settings: &Settings) -> Option<String> {
+fn write_settings_file(settings: &Settings) -> Option<String> {
     let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
     let file = settings_file(&settings.socket);
     let error = std::fs::write(&file, lines).err()?;
@@ -287,7 +288,7 @@ struct Ready {
     connections: Vec<ConnectionId>,
     processes: Vec<RankId>,
     // A rank that has not registered has ended.
-    silent: bool,
+    unregistered_ended: bool,
 }
 
 impl Node {
@@ -305,7 +306,7 @@ impl Node {
             for id in ready.processes {
                 self.state.ended(id, now);
             }
-            if ready.silent {
+            if ready.unregistered_ended {
                 self.state.note_ended_unregistered(now);
             }
             if ready.listener {
@@ -321,7 +322,7 @@ impl Node {
             if Instant::now() >= next_tick {
                 next_tick = Instant::now() + TICK;
                 self.state.tick(now);
-                self.connections.close_silent();
+                self.connections.close_mute();
             }
             if let Some(supervised) = &mut self.supervised {
                 let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
@@ -337,12 +338,12 @@ impl Node {
                     Some(News::Alone) | None => {}
                 }
             }
-            self.state.turned(now);
+            self.state.note_turn(now);
             if self.connections.are_used() || self.state.launched.is_needed() || self.state.is_busy() {
                 used = Instant::now();
             }
             if let Some(since) = stopping
-                && (!self.state.is_writing() || since.elapsed() > LAST_WORK)
+                && (!self.state.is_writing() || since.elapsed() > SHUTDOWN_GRACE)
             {
                 info!("ended");
                 return;
@@ -416,7 +417,7 @@ impl Node {
                 .map(|((id, _), _)| *id)
                 .collect(),
             processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
-            silent: events.any(|ready| ready),
+            unregistered_ended: events.any(|ready| ready),
         }
     }
 }

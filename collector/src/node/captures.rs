@@ -83,7 +83,7 @@ impl Drop for Thread {
 }
 
 /// How long to wait for the captures of other incidents.
-const TURN: Duration = Duration::from_secs(20);
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Extra time beyond the deadline that the capturer itself keeps.
 const GRACE: Duration = Duration::from_millis(300);
 /// How often to check whether the worker still works.
@@ -137,8 +137,8 @@ impl Captures {
                     self.give_up(&life);
                     break Err("the capture before it does not end".to_string());
                 }
-                Err(RecvTimeoutError::Timeout) if begun.elapsed() > TURN => {
-                    break Err(format!("others were captured for {TURN:?}"));
+                Err(RecvTimeoutError::Timeout) if begun.elapsed() > QUEUE_TIMEOUT => {
+                    break Err(format!("others were captured for {QUEUE_TIMEOUT:?}"));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -224,18 +224,18 @@ mod tests {
     }
 
     /// Dropping the senders releases the fake capturers.
-    type Holds = Arc<Mutex<Vec<mpsc::Sender<()>>>>;
+    type Releases = Arc<Mutex<Vec<mpsc::Sender<()>>>>;
 
-    fn captures() -> (Captures, Arc<AtomicU32>, Holds) {
-        let (made, holds) = (Arc::new(AtomicU32::new(0)), Holds::default());
-        let (count, list) = (Arc::clone(&made), Arc::clone(&holds));
+    fn captures() -> (Captures, Arc<AtomicU32>, Releases) {
+        let (made, releases) = (Arc::new(AtomicU32::new(0)), Releases::default());
+        let (count, list) = (Arc::clone(&made), Arc::clone(&releases));
         let make: Make = Box::new(move || {
             count.fetch_add(1, Ordering::Relaxed);
             let (hold, held) = mpsc::channel();
             lock(&list).push(hold);
             Box::new(Fake(held))
         });
-        (Captures::new(make), made, holds)
+        (Captures::new(make), made, releases)
     }
 
     const SHORT: Duration = Duration::from_millis(100);
@@ -270,8 +270,8 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_that_never_ends_or_panics_costs_its_time_and_no_more() {
-        let (captures, made, holds) = captures();
+    fn a_stuck_or_panicking_capture_costs_only_its_deadline() {
+        let (captures, made, releases) = captures();
         let start = Instant::now();
         let error = captures.capture(&[13], SHORT).unwrap_err().to_string();
         assert!(error.contains("no answer within 0.3 s"), "{error}");
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(captures.given_up(), MAX_GIVEN_UP);
         assert!(captures.capture(&[7], SHORT).unwrap_err().to_string().contains("have not ended"));
         // The captures end after all.
-        lock(&holds).clear();
+        lock(&releases).clear();
         while captures.given_up() > 0 {
             assert!(start.elapsed() < Duration::from_secs(30));
             thread::yield_now();

@@ -178,8 +178,8 @@ impl NodeState {
         let operations = request.operations as usize;
         self.member.rounds.insert(id.clone(), request.round);
         let is_past = self.engine.get(&id).is_some_and(|incident| incident.past);
-        let is_its = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
-        let announced = self.member.announced.keys().find(is_its);
+        let is_of_job = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
+        let announced = self.member.announced.keys().find(is_of_job);
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
             self.engine.rename(&own, &id);
@@ -191,9 +191,9 @@ impl NodeState {
             return;
         } else if request.round == 0 || !self.engine.again(&id) {
             let of_job = self.registry.of_job(&job);
-            let silent =
+            let unregistered =
                 || self.unregistered_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
-            let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(silent).unwrap_or(request.attempt);
+            let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(unregistered).unwrap_or(request.attempt);
             self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
         self.member.asked.insert(id.clone(), now.mono_ns + VERDICT_NS);
@@ -361,17 +361,17 @@ impl NodeState {
             let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
             aged(entry(rank), rank.started_ns(now.mono_ns), ended_ns)
         });
-        let is_other = |silent: &&Unregistered| {
-            ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank))
+        let is_other = |unregistered: &&Unregistered| {
+            ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&unregistered.job, unregistered.info.rank))
         };
-        let silent = self.unregistered_ranks(now).into_iter().filter(is_other).map(|silent| {
-            let ended_ns = match silent.state {
+        let unregistered = self.unregistered_ranks(now).into_iter().filter(is_other).map(|unregistered| {
+            let ended_ns = match unregistered.state {
                 State::Runs(_) => None,
                 State::Ended(ended_ns, _) => Some(ended_ns),
             };
-            aged(unregistered_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns)
+            aged(unregistered_entry(unregistered), process::started_ns(unregistered.start, now.mono_ns), ended_ns)
         });
-        registered.chain(silent).collect()
+        registered.chain(unregistered).collect()
     }
 }
 
@@ -400,16 +400,16 @@ fn entry(rank: &Rank) -> RankEntry {
     }
 }
 
-fn unregistered_entry(silent: &Unregistered) -> RankEntry {
-    let presence = match silent.state {
+fn unregistered_entry(unregistered: &Unregistered) -> RankEntry {
+    let presence = match unregistered.state {
         State::Runs(_) => Shown::Unregistered,
         State::Ended(..) => Shown::Dead,
     };
     RankEntry {
-        job: Some(job_id(&silent.job)),
-        info: Some(RankInfo { command: String::new(), ..silent.info.clone() }),
+        job: Some(job_id(&unregistered.job)),
+        info: Some(RankInfo { command: String::new(), ..unregistered.info.clone() }),
         presence: presence.into(),
-        start: silent.start,
+        start: unregistered.start,
         ..Default::default()
     }
 }

@@ -27,7 +27,7 @@ pub struct Connection {
     /// Handle of that process; `None` when it had already ended.
     pub process: Option<Arc<Handle>>,
     accepted: Instant,
-    spoke: bool,
+    has_sent: bool,
 }
 
 /// An event on a connection.
@@ -52,7 +52,7 @@ pub struct Connections {
 /// a mistake or an attack.
 const MAX_CONNECTIONS: usize = 1024;
 /// A hook sends hello at once and a launcher disconnects at once. A longer silence is an error.
-const SILENCE: Duration = Duration::from_secs(10);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Packets that are read from one connection before the others get their turn.
 const PACKETS_A_TURN: usize = 64;
 
@@ -121,7 +121,7 @@ impl Connections {
             .map(Arc::new);
         socket::welcome(&peer.fd);
         self.next += 1;
-        let connection = Connection { fd: peer.fd, pid: peer.pid, process, accepted: Instant::now(), spoke: false };
+        let connection = Connection { fd: peer.fd, pid: peer.pid, process, accepted: Instant::now(), has_sent: false };
         self.open.insert(self.next, connection);
     }
 
@@ -132,7 +132,7 @@ impl Connections {
         while events.len() < PACKETS_A_TURN {
             match socket::receive(&connection.fd) {
                 Received::Message(message, descriptor) => {
-                    connection.spoke = true;
+                    connection.has_sent = true;
                     events.push(Event::Message(message, descriptor));
                 }
                 Received::Nothing => return events,
@@ -154,7 +154,7 @@ impl Connections {
     /// which is returned, has become the command.
     pub fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
         let connection = self.open.remove(&id)?;
-        connection.process.filter(|_| !connection.spoke)
+        connection.process.filter(|_| !connection.has_sent)
     }
 
     /// Closes a connection that sent something wrong.
@@ -170,14 +170,14 @@ impl Connections {
     }
 
     /// Closes connections that have never sent a message.
-    pub fn close_silent(&mut self) {
-        let silent = |connection: &Connection| !connection.spoke && connection.accepted.elapsed() > SILENCE;
+    pub fn close_mute(&mut self) {
+        let is_mute = |connection: &Connection| !connection.has_sent && connection.accepted.elapsed() > HELLO_TIMEOUT;
         let (limiter, open) = (&mut self.limiter, &mut self.open);
         open.retain(|_, connection| {
-            if silent(connection) {
+            if is_mute(connection) {
                 limiter.warn(&format!("pid {} connected and said nothing; it is disconnected", connection.pid));
             }
-            !silent(connection)
+            !is_mute(connection)
         });
     }
 }
@@ -219,20 +219,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_goes_without_a_word_is_a_launcher() {
+    fn a_peer_that_sends_nothing_is_a_launcher() {
         let mut connections = Connections::default();
         let process = Handle::of_peer(std::process::id() as i32).ok().map(Arc::new);
-        for (id, spoke) in [(1, false), (2, true)] {
+        for (id, has_sent) in [(1, false), (2, true)] {
             let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
             let connection =
-                Connection { fd: fd.into(), pid: 0, process: process.clone(), accepted: Instant::now(), spoke };
+                Connection { fd: fd.into(), pid: 0, process: process.clone(), accepted: Instant::now(), has_sent };
             connections.open.insert(id, connection);
         }
         assert!(connections.close(1).is_some() && connections.close(2).is_none() && !connections.are_used());
     }
 
     #[test]
-    fn a_flood_of_lines_is_cut() {
+    fn log_lines_are_limited() {
         let mut limiter = Limiter::default();
         let allowed = (0..1000).filter(|_| limiter.allows()).count();
         assert_eq!(allowed, LINES_A_MINUTE as usize);

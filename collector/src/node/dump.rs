@@ -69,7 +69,7 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     subjects::add_unregistered(&mut plan);
-    subjects::add_launched(&mut plan.subjects, std::mem::take(&mut plan.silent), &plan.node);
+    subjects::add_launched(&mut plan.subjects, std::mem::take(&mut plan.unregistered), &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut plan, captures, 0, first_deadline, &mut taken);

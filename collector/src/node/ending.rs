@@ -150,13 +150,13 @@ impl NodeState {
     /// before their first device call, or were stopped in it.
     fn unregistered_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
         let Some((incident, report)) = self.engine.get(id).zip(self.reports.get(id)) else { return Vec::new() };
-        let is_its = |silent: &&&Unregistered| {
-            let hangs = u32::try_from(silent.info.rank).is_ok_and(|rank| report.hanging.contains(rank));
-            hangs && (&silent.job, silent.info.attempt) == (&incident.job, incident.attempt)
+        let hangs_by_verdict = |unregistered: &&&Unregistered| {
+            let hangs = u32::try_from(unregistered.info.rank).is_ok_and(|rank| report.hanging.contains(rank));
+            hangs && (&unregistered.job, unregistered.info.attempt) == (&incident.job, incident.attempt)
         };
-        let silent = self.unregistered_ranks(now);
-        let processes = silent.iter().filter(is_its).filter_map(|silent| match &silent.state {
-            launched::State::Runs(process) => Some((silent.info.rank, Arc::clone(process))),
+        let unregistered = self.unregistered_ranks(now);
+        let processes = unregistered.iter().filter(hangs_by_verdict).filter_map(|unregistered| match &unregistered.state {
+            launched::State::Runs(process) => Some((unregistered.info.rank, Arc::clone(process))),
             launched::State::Ended(..) => None,
         });
         processes.collect()
@@ -167,14 +167,15 @@ impl NodeState {
     /// incident that is over.
     #[must_use]
     pub fn is_hanging(&self, rank: &Rank) -> bool {
-        let is_its = |incident: &&Incident| {
+        let is_open_here = |incident: &&Incident| {
             matches!(incident.state, State::Open | State::Dumped)
                 && !incident.past
                 && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
         };
         // A process that names no rank is a job of its own, and its only rank.
         let number = u32::try_from(rank.info.rank).unwrap_or(0);
-        let mut reports = self.engine.incidents().filter(is_its).filter_map(|incident| self.reports.get(&incident.id));
+        let mut reports =
+            self.engine.incidents().filter(is_open_here).filter_map(|incident| self.reports.get(&incident.id));
         reports.any(|report| report.hanging.contains(number))
     }
 

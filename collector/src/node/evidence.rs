@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn one_sample_is_shown_and_said() {
+    fn a_single_sample_is_shown_with_a_remark() {
         let subject = subject(Presence::Present);
         let taken = Taken { samples: [Some(capture(10, 1, "R (running)")), None], ..Default::default() };
         let evidence = subject.evidence(taken);
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_rank_is_a_file_with_its_reason_and_no_dump() {
+    fn a_dead_rank_has_its_reason_and_no_dump() {
         let subject = Subject { exit: Some("killed by SIGKILL".into()), ..subject(Presence::Dead) };
         let flight = FlightRecord { kernels_launched: 5, ..Default::default() };
         let evidence = subject.evidence(Taken { flight: Some(flight), ..Default::default() });

@@ -16,7 +16,7 @@ use crate::{
 impl NodeState {
     /// Checks ranks for filters. Writes to their rings that the collector checks, and what it
     /// found.
-    pub(super) fn look_at_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
+    pub(super) fn check_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
         for id in ids {
             let Some(rank) = self.registry.get(id) else { continue };
             let Some(bits) = look(rank, now) else { continue };
@@ -31,7 +31,7 @@ impl NodeState {
     }
 
     /// Whether a system call filter is a reason for the watcher of this rank to stand still.
-    pub(super) fn is_silent(&self, id: RankId) -> bool {
+    pub(super) fn watcher_is_filtered(&self, id: RankId) -> bool {
         self.filtered.get(&id).is_some_and(|bits| bits & filtered::WATCHER != 0)
     }
 }

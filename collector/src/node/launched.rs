@@ -142,7 +142,7 @@ impl Launched {
     }
 
     /// All unregistered ranks, so that the caller can assign their jobs.
-    pub fn silent(&mut self) -> &mut [Unregistered] {
+    pub fn unregistered(&mut self) -> &mut [Unregistered] {
         &mut self.ranks
     }
 
@@ -170,7 +170,7 @@ impl Launched {
                         continue;
                     }
                     let is_known = self.ranks.iter().any(|rank| rank.is(pid, stat.start));
-                    if !is_known && !self.takes(&command, pid, &stat, socket) {
+                    if !is_known && !self.add_rank(&command, pid, &stat, socket) {
                         above.push(pid);
                     }
                 }
@@ -180,15 +180,15 @@ impl Launched {
 
     /// Adds a process below a command if it is a rank, unless it is the helper of a command that is
     /// a rank itself.
-    fn takes(&mut self, command: &Handle, pid: i32, stat: &Stat, socket: &Path) -> bool {
+    fn add_rank(&mut self, command: &Handle, pid: i32, stat: &Stat, socket: &Path) -> bool {
         if stat.age_ns() > SETTLED_NS {
             return false;
         }
         let Some(found) = process::found(pid, getuid().as_raw()).filter(|found| found.socket == socket) else {
             return false;
         };
-        let who = |info: &RankInfo| (info.job.clone(), info.rank, info.world_size, info.attempt);
-        if command.rank.as_ref().is_some_and(|own| who(own) == who(&found.info)) {
+        let identity = |info: &RankInfo| (info.job.clone(), info.rank, info.world_size, info.attempt);
+        if command.rank.as_ref().is_some_and(|own| identity(own) == identity(&found.info)) {
             return false;
         }
         let Some(process) = Handle::open(pid).ok().filter(|process| process.start == found.start) else { return false };
@@ -218,7 +218,7 @@ impl Launched {
     /// `born_ns` returns when the first living registered process of a job was started: a rank that
     /// ended before that belongs to another world.
     #[must_use]
-    pub fn ranks(&self, born_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
+    pub fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
         let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
         let (over, running): (Vec<&Unregistered>, Vec<&Unregistered>) =
             self.ranks.iter().partition(|rank| rank.is_over());
@@ -226,8 +226,8 @@ impl Launched {
             let State::Ended(ended_ns, _) = rank.state else { return true };
             let of_its_job = running.iter().copied().filter(|other| other.job == rank.job);
             let first = of_its_job.map(started_ns).min();
-            match born_ns(&rank.job).into_iter().chain(first).min() {
-                Some(born_ns) => ended_ns > born_ns,
+            match world_start_ns(&rank.job).into_iter().chain(first).min() {
+                Some(world_start_ns) => ended_ns > world_start_ns,
                 None => now_ns < ended_ns + FORGET_AFTER_NS,
             }
         };
@@ -261,8 +261,8 @@ mod tests {
         Arc::new(Handle::of_peer(child.id() as i32).expect("it runs"))
     }
 
-    fn told(launched: &Launched, born_ns: Option<u64>, now: Now) -> Vec<(i32, bool)> {
-        let ranks = launched.ranks(|_| born_ns, now.mono_ns);
+    fn ranks_and_ends(launched: &Launched, world_start_ns: Option<u64>, now: Now) -> Vec<(i32, bool)> {
+        let ranks = launched.ranks(|_| world_start_ns, now.mono_ns);
         ranks.iter().map(|rank| (rank.info.rank, rank.is_over())).collect()
     }
 
@@ -278,20 +278,24 @@ mod tests {
         let handles = [command(&first), command(&second)];
         handles.iter().for_each(|handle| launched.add(Arc::clone(handle)));
         launched.look(Path::new("/s"), |_, _| false);
-        assert_eq!(told(&launched, None, Now::get()), [(0, false), (1, false)], "what is below rank 1 is its helper");
+        assert_eq!(
+            ranks_and_ends(&launched, None, Now::get()),
+            [(0, false), (1, false)],
+            "what is below rank 1 is its helper"
+        );
         launched.registered(&handles[0]);
-        assert_eq!(told(&launched, None, Now::get()), [(1, false)]);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)]);
         wait(&mut second);
         let now = Now::get();
         launched.note_ended(now.mono_ns);
-        assert_eq!(told(&launched, Some(now.mono_ns - 1), now), [(1, true)]);
+        assert_eq!(ranks_and_ends(&launched, Some(now.mono_ns - 1), now), [(1, true)]);
         let Some(State::Ended(_, exit)) = launched.ranks.first().map(|rank| rank.state.clone()) else { panic!() };
         // Kernels before 6.15 do not report the exit of a process that was already waited for.
         assert!(exit.is_none_or(|exit| exit == "exit code 0"));
-        assert_eq!(told(&launched, Some(now.mono_ns + 1), now), [], "it was of a world before");
+        assert_eq!(ranks_and_ends(&launched, Some(now.mono_ns + 1), now), [], "it was of a world before");
         let later = Now { mono_ns: now.mono_ns + FORGET_AFTER_NS, ..now };
-        assert_eq!(told(&launched, None, later), []);
-        assert_eq!(told(&launched, Some(1), later), [(1, true)], "as long as the job lives");
+        assert_eq!(ranks_and_ends(&launched, None, later), []);
+        assert_eq!(ranks_and_ends(&launched, Some(1), later), [(1, true)], "as long as the job lives");
         assert!(launched.is_needed());
         wait(&mut first);
         launched.look(Path::new("/s"), |_, _| false);
@@ -311,15 +315,15 @@ mod tests {
         let mut launched = Launched::default();
         launched.add(command(&agent));
         launched.look(Path::new("/other"), |_, _| false);
-        assert_eq!(told(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
         launched.look(Path::new("/s"), |other, _| other == pid);
-        assert_eq!(told(&launched, None, Now::get()), [], "who has registered speaks for itself");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "who has registered speaks for itself");
         launched.look(Path::new("/s"), |_, _| false);
-        assert_eq!(told(&launched, None, Now::get()), [(4, false)]);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(4, false)]);
         let fds = launched.fds().count();
         std::io::Write::write_all(agent.stdin.as_mut().expect("piped"), b"\n").expect("it reads");
         let begun = std::time::Instant::now();
-        while told(&launched, None, Now::get()) != [(4, true)] {
+        while ranks_and_ends(&launched, None, Now::get()) != [(4, true)] {
             assert!(begun.elapsed().as_secs() < 30, "{launched:?}");
             launched.note_ended(Now::get().mono_ns);
         }

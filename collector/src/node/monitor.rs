@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_timeout_does_not_make_heartbeats_nervous() {
+    fn a_short_hang_timeout_keeps_the_shortest_silence() {
         let mut monitor = Monitor::default();
         let ranks = [Observation { hang_timeout: Duration::from_millis(100), ..rank(1, 98, 100) }];
         monitor.look(&ranks, 100 * SECOND);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_is_all_ranks_and_can_be_off() {
+    fn idle_needs_all_ranks_and_can_be_off() {
         let mut monitor = Monitor::default();
         assert_eq!(monitor.look(&[rank(1, 100, 80), rank(2, 100, 95)], 100 * SECOND).idle, BTreeMap::new());
         let quiet = [rank(1, 100, 80), rank(2, 100, 89)];
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_was_stopped_as_a_whole_is_neither_idle_nor_stuck_when_it_goes_on() {
+    fn a_resumed_job_is_neither_idle_nor_stuck() {
         let mut monitor = Monitor::default();
         let look = |monitor: &mut Monitor, stopped: bool, now_s: u64| {
             let ranks = [1, 2].map(|id| Observation { stopped, ..rank(id, 10, 10) });
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_collector_that_stood_still_did_not_see_does_not_count() {
+    fn time_in_which_the_collector_stood_still_does_not_count() {
         let mut monitor = Monitor::default();
         let ranks = [rank(1, 10, 10)];
         monitor.look(&ranks, 11 * SECOND);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn one_stopped_rank_does_not_excuse_the_others() {
+    fn one_stopped_rank_does_not_excuse_other_ranks() {
         let mut monitor = Monitor::default();
         let ranks = [Observation { stopped: true, ..rank(1, 10, 10) }, rank(2, 100, 20)];
         monitor.look(&ranks, 99 * SECOND);

@@ -30,7 +30,7 @@ pub struct Plan {
     /// Its registered ranks on this node, in ascending order.
     pub subjects: Vec<Subject>,
     /// Its known ranks on this node that have not registered.
-    pub silent: Vec<Unregistered>,
+    pub unregistered: Vec<Unregistered>,
     /// All known processes with this job name, and their jobs.
     pub members: Vec<(Member, JobKey)>,
     /// Name of this node.

@@ -65,8 +65,8 @@ impl NodeState {
                 Ok(())
             }
             (Some(Message::Rank(info)), Some(_)) => {
-                let silent = self.launched.silent();
-                if let Some(registered) = self.registry.changed(connection, info, silent, now.mono_ns) {
+                let unregistered = self.launched.unregistered();
+                if let Some(registered) = self.registry.changed(connection, info, unregistered, now.mono_ns) {
                     self.registered(&registered, "changed", now);
                 }
                 Ok(())
@@ -113,10 +113,11 @@ impl NodeState {
         if let Some(process) = process {
             self.launched.registered(process);
         }
-        let (process, silent) = (process.cloned(), self.launched.silent());
-        let registered = self.registry.hello(connection, process, (hello, ring), &self.settings, silent, now.mono_ns);
+        let (process, unregistered) = (process.cloned(), self.launched.unregistered());
+        let registered =
+            self.registry.hello(connection, process, (hello, ring), &self.settings, unregistered, now.mono_ns);
         self.registered(&registered, "registered", now);
-        self.look_at_filters([registered.id], now);
+        self.check_filters([registered.id], now);
         self.search(registered.id, now);
         Ok(())
     }
@@ -151,7 +152,7 @@ impl NodeState {
         let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.places().ok()?));
         let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
         places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
-        if self.registry.rejoin(self.launched.silent(), now.mono_ns) {
+        if self.registry.rejoin(self.launched.unregistered(), now.mono_ns) {
             self.follow(now);
         }
     }

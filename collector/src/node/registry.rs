@@ -263,8 +263,8 @@ impl Registry {
     /// Whether a process has sent a hello.
     #[must_use]
     pub fn is_registered(&self, pid: i32, start: u64) -> bool {
-        let is_its = |process: &Arc<Handle>| (process.pid, process.start) == (pid, start);
-        self.ranks.values().any(|rank| rank.process.as_ref().is_some_and(is_its))
+        let is_process = |process: &Arc<Handle>| (process.pid, process.start) == (pid, start);
+        self.ranks.values().any(|rank| rank.process.as_ref().is_some_and(is_process))
     }
 
     /// All jobs that have an entry.
@@ -318,7 +318,7 @@ impl Registry {
         process: Option<Arc<Handle>>,
         (hello, ring): (&Hello, Option<Arc<RingFile>>),
         settings: &Settings,
-        silent: &mut [Unregistered],
+        unregistered: &mut [Unregistered],
         now_ns: u64,
     ) -> Registered {
         let info = hello.rank.clone().unwrap_or_else(|| RankInfo { rank: -1, ..Default::default() });
@@ -335,7 +335,7 @@ impl Registry {
         });
         let rank = Rank {
             id,
-            job: key(&info, process.as_ref()),
+            job: initial_key(&info, process.as_ref()),
             claimed: info.clone(),
             info,
             communicators,
@@ -354,7 +354,7 @@ impl Registry {
             connection: Some(connection),
         };
         self.ranks.insert(id, rank);
-        self.rejoin(silent, now_ns);
+        self.rejoin(unregistered, now_ns);
         self.settle(id, now_ns)
     }
 
@@ -363,14 +363,14 @@ impl Registry {
         &mut self,
         connection: ConnectionId,
         info: RankInfo,
-        silent: &mut [Unregistered],
+        unregistered: &mut [Unregistered],
         now_ns: u64,
     ) -> Option<Registered> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
-        rank.job = key(&info, rank.process.as_ref());
+        rank.job = initial_key(&info, rank.process.as_ref());
         (rank.claimed, rank.info) = (info.clone(), info);
         let id = rank.id;
-        self.rejoin(silent, now_ns);
+        self.rejoin(unregistered, now_ns);
         Some(self.settle(id, now_ns))
     }
 
@@ -385,9 +385,9 @@ impl Registry {
 
     /// Splits the ranks of each name, including the unregistered ones, into jobs by all that is
     /// known now. Returns whether any rank changed its job.
-    pub fn rejoin(&mut self, silent: &mut [Unregistered], now_ns: u64) -> bool {
+    pub fn rejoin(&mut self, unregistered: &mut [Unregistered], now_ns: u64) -> bool {
         let is_known = |rank: &&Rank| rank.claimed.rank >= 0 && !rank.past;
-        let mut names: BTreeSet<String> = silent.iter().map(|rank| rank.info.job.clone()).collect();
+        let mut names: BTreeSet<String> = unregistered.iter().map(|rank| rank.info.job.clone()).collect();
         names.extend(self.ranks.values().filter(is_known).map(|rank| rank.claimed.job.clone()));
         let mut moved = false;
         for name in names {
@@ -399,19 +399,21 @@ impl Registry {
                 .map(|rank| rank.id)
                 .collect();
             let of_name = |rank: &&mut Unregistered| rank.info.job == name;
-            let mut silent: Vec<&mut Unregistered> = silent.iter_mut().filter(of_name).collect();
+            let mut unregistered: Vec<&mut Unregistered> = unregistered.iter_mut().filter(of_name).collect();
             let ranks = ids.iter().map(|id| &self.ranks[id]);
-            let members: Vec<Member> =
-                ranks.map(|rank| rank.member(now_ns)).chain(silent.iter().map(|rank| rank.member(now_ns))).collect();
+            let members: Vec<Member> = ranks
+                .map(|rank| rank.member(now_ns))
+                .chain(unregistered.iter().map(|rank| rank.member(now_ns)))
+                .collect();
             let old: Vec<JobKey> = ids
                 .iter()
                 .map(|id| self.ranks[id].job.clone())
-                .chain(silent.iter().map(|rank| rank.job.clone()))
+                .chain(unregistered.iter().map(|rank| rank.job.clone()))
                 .collect();
             let seats = partition::partition(&members);
-            let keys = keys(&name, &members, &seats, &old);
-            moved |= keys != old;
-            let (of_ranks, of_silent) = keys.split_at(ids.len());
+            let job_keys = job_keys(&name, &members, &seats, &old);
+            moved |= job_keys != old;
+            let (of_ranks, of_unregistered) = job_keys.split_at(ids.len());
             for ((id, seat), job) in ids.iter().zip(&seats).zip(of_ranks) {
                 let Some(rank) = self.ranks.get_mut(id) else { continue };
                 rank.job.clone_from(job);
@@ -419,18 +421,18 @@ impl Registry {
                 let (number, world_size) = seat.place.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
                 (rank.info.rank, rank.info.world_size) = (number, world_size);
             }
-            silent.iter_mut().zip(of_silent).for_each(|(rank, job)| rank.job.clone_from(job));
+            unregistered.iter_mut().zip(of_unregistered).for_each(|(rank, job)| rank.job.clone_from(job));
         }
         moved
     }
 
     /// All known processes of a job name, and their jobs: the input of the split into jobs.
     #[must_use]
-    pub fn members(&self, name: &str, silent: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
+    pub fn members(&self, name: &str, unregistered: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
         let ranks = self.ranks.values().filter(|rank| rank.claimed.rank >= 0 && !rank.past && rank.claimed.job == name);
         let ranks = ranks.map(|rank| (rank.member(now_ns), rank.job.clone()));
-        let silent = silent.iter().filter(|rank| rank.info.job == name);
-        ranks.chain(silent.map(|rank| (rank.member(now_ns), rank.job.clone()))).collect()
+        let unregistered = unregistered.iter().filter(|rank| rank.info.job == name);
+        ranks.chain(unregistered.map(|rank| (rank.member(now_ns), rank.job.clone()))).collect()
     }
 
     /// The process of this connection ends by itself.
@@ -483,10 +485,10 @@ impl Registry {
     /// occupies memory for as long as its descriptor is open.
     pub fn forget(&mut self, now_ns: u64) {
         for rank in self.ranks.values_mut() {
-            let is_apart = rank.presence == Presence::Detached && rank.process.is_none();
-            if is_apart && rank.ended_ns == 0 {
+            let is_invisible = rank.presence == Presence::Detached && rank.process.is_none();
+            if is_invisible && rank.ended_ns == 0 {
                 rank.ended_ns = now_ns;
-            } else if is_apart && now_ns >= rank.ended_ns + INVISIBLE_NS {
+            } else if is_invisible && now_ns >= rank.ended_ns + INVISIBLE_NS {
                 rank.presence = Presence::Left;
             }
         }
@@ -560,7 +562,7 @@ impl Registry {
 }
 
 /// A process that does not know its rank yet is a job of its own.
-fn key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
+fn initial_key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
     if info.rank < 0 {
         return JobKey::of_process(&info.job, "", process.map_or(0, |process| process.pid));
     }
@@ -571,7 +573,7 @@ fn key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
 /// The keys of the jobs of one name, one for each member. A job keeps the key of its oldest member.
 /// When jobs would share a key, the others are named after the process of each that is known
 /// longest.
-fn keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> Vec<JobKey> {
+fn job_keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> Vec<JobKey> {
     let mut of_group: BTreeMap<usize, JobKey> = BTreeMap::new();
     let groups: BTreeSet<usize> = seats.iter().map(|seat| seat.group).collect();
     for group in groups {

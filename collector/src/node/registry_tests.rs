@@ -199,11 +199,11 @@ fn a_rank_that_has_not_registered_is_of_the_job_that_leaves_it_room() {
     let mut launched = Launched::default();
     let mut child = Command::new("sleep");
     let child = child.arg("600").env_clear().env("PATH", "/bin:/usr/bin").envs([("RANK", "1"), ("WORLD_SIZE", "4")]);
-    let silent = Sleeper(child.env("XPU_TIMER_JOB", "j").spawn().unwrap());
-    launched.add(silent.handle().unwrap());
-    registry.rejoin(launched.silent(), 2);
+    let unregistered = Sleeper(child.env("XPU_TIMER_JOB", "j").spawn().unwrap());
+    launched.add(unregistered.handle().unwrap());
+    registry.rejoin(launched.unregistered(), 2);
     let wanted = if first_has == 2 { other } else { job() };
-    assert_eq!(launched.silent()[0].job, wanted);
+    assert_eq!(launched.unregistered()[0].job, wanted);
 }
 
 #[test]

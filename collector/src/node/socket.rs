@@ -58,7 +58,7 @@ pub struct Peer {
 }
 
 /// A collector ends within this time after it has removed its socket.
-const ENDING: Duration = Duration::from_secs(1);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one read of a connection.
 #[derive(Debug)]
@@ -84,7 +84,7 @@ impl Endpoint {
             return Err(Error::Folder { path: path.into(), problem: "must be given with its whole path".into() });
         };
         private_directory(directory)?;
-        let lock = patient_lock(path)?;
+        let lock = lock_with_retry(path)?;
         match fs::symlink_metadata(path) {
             Ok(status) if status.file_type().is_socket() => {
                 fs::remove_file(path).map_err(Error::path("replace", path))?;
@@ -128,7 +128,7 @@ impl Endpoint {
     }
 
     /// Sets whether dropping this removes the socket's file.
-    pub fn is_removed(&mut self, removes: bool) {
+    pub fn set_removes_file(&mut self, removes: bool) {
         self.removes = removes;
     }
 
@@ -168,11 +168,13 @@ impl Drop for Endpoint {
 
 /// Takes the lock. A collector that is just ending has removed its socket and holds the lock for a
 /// moment longer.
-fn patient_lock(socket: &Path) -> Result<fs::File, Error> {
+fn lock_with_retry(socket: &Path) -> Result<fs::File, Error> {
     let begun = Instant::now();
     loop {
         match lock(socket) {
-            Err(Error::Running { .. }) if !socket.exists() && begun.elapsed() < ENDING => thread::sleep(ENDING / 100),
+            Err(Error::Running { .. }) if !socket.exists() && begun.elapsed() < RELEASE_TIMEOUT => {
+                thread::sleep(RELEASE_TIMEOUT / 100)
+            }
             result => return result,
         }
     }
@@ -256,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_collector_is_told_and_a_stale_socket_replaced() {
+    fn a_second_collector_fails_and_a_stale_socket_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("own/n.sock");
         let first = Endpoint::open(&path).unwrap();
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn no_socket_in_a_folder_of_others_and_none_over_a_file() {
+    fn a_foreign_folder_and_an_existing_file_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("own/n.sock");
         private_directory(&folder.path().join("own")).unwrap();

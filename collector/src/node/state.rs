@@ -148,7 +148,7 @@ impl NodeState {
     }
 
     /// Records a turn of the loop.
-    pub fn turned(&mut self, now: Now) {
+    pub fn note_turn(&mut self, now: Now) {
         self.turned_ns = now.mono_ns;
     }
 
@@ -164,11 +164,11 @@ impl NodeState {
 
     /// The ranks of this node that have not registered; see [`Launched::ranks`].
     pub(crate) fn unregistered_ranks(&self, now: Now) -> Vec<&Unregistered> {
-        let born_ns = |job: &JobKey| {
+        let world_start_ns = |job: &JobKey| {
             let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
             living.map(|rank| rank.started_ns(now.mono_ns)).min()
         };
-        self.launched.ranks(born_ns, now.mono_ns)
+        self.launched.ranks(world_start_ns, now.mono_ns)
     }
 
     pub(super) fn living(&self) -> impl Iterator<Item = &Rank> {

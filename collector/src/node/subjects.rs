@@ -123,9 +123,9 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns:
 
 /// Adds the job's other ranks that a launcher of this node has started. Only the launcher's entry
 /// still shows a rank that has ended.
-pub fn add_launched(subjects: &mut Vec<Subject>, silent: Vec<Unregistered>, node: &str) {
+pub fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, node: &str) {
     let world_size = known_size(subjects);
-    for rank in silent {
+    for rank in unregistered {
         if !may_be_of_world(&rank.info, world_size)
             || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank)
         {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_is_below_its_shell_and_above_its_workers() {
+    fn main_process_is_below_shells_and_above_workers() {
         let family = [found(12, 11), found(10, 1), found(13, 11), found(11, 10)];
         assert_eq!(main_process(&family, |pid| pid == 10), 11);
         assert_eq!(main_process(&family, |_| false), 10);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn who_ended_before_its_first_device_call_is_a_rank_of_the_world_that_the_others_have() {
+    fn a_rank_that_ended_before_its_first_device_call_joins_the_world() {
         let ended = |rank: i32, world_size: u32, exit: Option<&str>| Unregistered {
             job: JobKey { name: "j".into(), instance: String::new() },
             info: RankInfo { rank, world_size, ..Default::default() },
@@ -245,11 +245,12 @@ mod tests {
             state: State::Ended(1, exit.map(Into::into)),
         };
         let mut subjects = vec![subject(0, 0, 2, 4), subject(1, 1, 2, 4)];
-        let silent = vec![ended(1, 4, None), ended(2, 4, Some("exit code 3")), ended(3, 4, None), ended(3, 2, None)];
-        add_launched(&mut subjects, silent, "n");
-        let told: Vec<_> = subjects.iter().map(|one| (one.rank, one.presence, one.exit.as_deref())).collect();
+        let unregistered =
+            vec![ended(1, 4, None), ended(2, 4, Some("exit code 3")), ended(3, 4, None), ended(3, 2, None)];
+        add_launched(&mut subjects, unregistered, "n");
+        let added: Vec<_> = subjects.iter().map(|one| (one.rank, one.presence, one.exit.as_deref())).collect();
         assert_eq!(
-            told,
+            added,
             [
                 (0, Shown::Present, None),
                 (1, Shown::Present, None),
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_this_node() {
+    fn world_finds_the_ranks_of_this_node() {
         assert_eq!(world(&[subject(9, 1, 8, 16)]), (16, Some(8..16)));
         assert_eq!(world(&[subject(0, -1, 0, 0), subject(3, -1, 0, 0)]), (4, None));
         assert_eq!(world(&[subject(0, 0, 0, 2)]), (2, None));

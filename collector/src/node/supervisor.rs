@@ -41,11 +41,11 @@ use crate::{config::Settings, error::Error, logging, node::socket::Endpoint, os:
 /// One end of the socket between a supervisor and its worker. It shows either process at once that
 /// the other has ended.
 #[derive(Debug)]
-pub struct Tie(OwnedFd);
+pub struct ProcessLink(OwnedFd);
 
 /// The messages between both sides, one byte each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Word {
+pub enum LinkMessage {
     /// Worker: it serves.
     Up = b'u' as isize,
     /// Worker: it ends, on request or because nobody needs it.
@@ -58,9 +58,9 @@ pub enum Word {
 
 /// The result of a read.
 #[derive(Debug)]
-pub enum Heard {
+pub enum ReadResult {
     /// A message, its payload, and its descriptors.
-    Word(Word, Vec<u8>, Vec<OwnedFd>),
+    Message(LinkMessage, Vec<u8>, Vec<OwnedFd>),
     /// Nothing for now.
     Nothing,
     /// The other process has ended.
@@ -68,21 +68,21 @@ pub enum Heard {
 }
 
 /// A worker that has lived for this long works.
-const STEADY: Duration = Duration::from_secs(60);
+const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Pause before the second of several restarts. It doubles with each further restart.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// Longest pause between restarts.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// How long a new process waits for the endpoint.
-const HAND_OVER: Duration = Duration::from_secs(10);
-const MAX_WORD_BYTES: usize = 64;
+const HANDOVER_TIMEOUT: Duration = Duration::from_secs(10);
+const MAX_MESSAGE_BYTES: usize = 64;
 
-impl Tie {
+impl ProcessLink {
     /// Creates both ends.
-    fn pair() -> io::Result<(Tie, Tie)> {
+    fn pair() -> io::Result<(ProcessLink, ProcessLink)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        Ok((Tie(one), Tie(other)))
+        Ok((ProcessLink(one), ProcessLink(other)))
     }
 
     /// Takes the end that this process got as its standard input, and replaces standard input with
@@ -90,21 +90,21 @@ impl Tie {
     ///
     /// # Errors
     /// When there are no descriptors left.
-    pub fn inherited() -> io::Result<Tie> {
-        let tie = io::stdin().as_fd().try_clone_to_owned()?;
+    pub fn inherited() -> io::Result<ProcessLink> {
+        let link = io::stdin().as_fd().try_clone_to_owned()?;
         nix::unistd::dup2_stdin(std::fs::File::open("/dev/null")?)?;
-        Ok(Tie(tie))
+        Ok(ProcessLink(link))
     }
 
     /// Sends a message. The next read shows if the other process has ended.
-    pub fn say(&self, word: Word) {
-        let _ = self.send(&[word as u8], &[]);
+    pub fn send_message(&self, message: LinkMessage) {
+        let _ = self.send(&[message as u8], &[]);
     }
 
     /// Hands the endpoint over.
-    fn give(&self, endpoint: &Endpoint) -> io::Result<()> {
+    fn hand_over(&self, endpoint: &Endpoint) -> io::Result<()> {
         let (fds, inode) = endpoint.parts();
-        self.send(&[&[Word::Endpoint as u8][..], &inode.to_ne_bytes()].concat(), &fds)
+        self.send(&[&[LinkMessage::Endpoint as u8][..], &inode.to_ne_bytes()].concat(), &fds)
     }
 
     fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
@@ -118,25 +118,25 @@ impl Tie {
     }
 
     /// Reads the next message.
-    pub fn listen(&self) -> Heard {
-        let mut bytes = [0; MAX_WORD_BYTES];
+    pub fn receive(&self) -> ReadResult {
+        let mut bytes = [0; MAX_MESSAGE_BYTES];
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let got = match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
             Ok(got) => got.bytes,
-            Err(Errno::AGAIN | Errno::INTR) => return Heard::Nothing,
-            Err(_) => return Heard::Gone,
+            Err(Errno::AGAIN | Errno::INTR) => return ReadResult::Nothing,
+            Err(_) => return ReadResult::Gone,
         };
         let fds = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
         });
         let fds = fds.flatten().collect();
-        let words = [Word::Up, Word::Ends, Word::Stop, Word::Endpoint];
-        match words.into_iter().find(|word| got > 0 && *word as u8 == bytes[0]) {
-            Some(word) => Heard::Word(word, bytes[1..got].to_vec(), fds),
-            None if got > 0 => Heard::Nothing,
-            None => Heard::Gone,
+        let messages = [LinkMessage::Up, LinkMessage::Ends, LinkMessage::Stop, LinkMessage::Endpoint];
+        match messages.into_iter().find(|message| got > 0 && *message as u8 == bytes[0]) {
+            Some(message) => ReadResult::Message(message, bytes[1..got].to_vec(), fds),
+            None if got > 0 => ReadResult::Nothing,
+            None => ReadResult::Gone,
         }
     }
 
@@ -145,16 +145,16 @@ impl Tie {
     /// # Errors
     /// When it does not arrive.
     pub fn take_endpoint(&self, settings: &Settings) -> Result<Endpoint, Error> {
-        wait(&[self.as_fd()], Some(HAND_OVER));
+        wait(&[self.as_fd()], Some(HANDOVER_TIMEOUT));
         let wrong = || Error::system("take over the socket")(io::Error::from(io::ErrorKind::InvalidData));
-        let Heard::Word(Word::Endpoint, inode, fds) = self.listen() else { return Err(wrong()) };
+        let ReadResult::Message(LinkMessage::Endpoint, inode, fds) = self.receive() else { return Err(wrong()) };
         let inode = u64::from_ne_bytes(inode.try_into().map_err(|_| wrong())?);
         let [listener, lock]: [OwnedFd; 2] = fds.try_into().map_err(|_| wrong())?;
         Ok(Endpoint::taken_over(&settings.socket, listener, lock, inode))
     }
 }
 
-impl AsFd for Tie {
+impl AsFd for ProcessLink {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -162,9 +162,9 @@ impl AsFd for Tie {
 
 /// Starts this program again, as a worker or as a supervisor, with one end of a new socket and with
 /// the endpoint.
-fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<(Child, Tie)> {
-    let (tie, theirs) = Tie::pair()?;
-    tie.give(endpoint)?;
+fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<(Child, ProcessLink)> {
+    let (link, theirs) = ProcessLink::pair()?;
+    link.hand_over(endpoint)?;
     // This path works even after the program's file has been replaced or removed.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xpu_timer_collector").arg("node").args(role);
@@ -175,12 +175,12 @@ fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<
         command.arg("--linger").arg(linger.as_secs_f64().to_string());
     }
     let child = command.stdin(Stdio::from(theirs.0)).spawn()?;
-    Ok((child, tie))
+    Ok((child, link))
 }
 
 /// Names this process after the program's file: a process that was started through `/proc/self/exe`
 /// has another name.
-fn take_name() {
+fn set_process_name() {
     // The process works without the name, too.
     let _ = prctl::set_name(c"xpu_timer_colle");
 }
@@ -205,11 +205,11 @@ impl Restarts {
     /// The pause before the next start; `None` when workers have failed for so long that nobody can
     /// need one any more.
     fn pause(&mut self, lived: Duration, linger: Option<Duration>, now: Instant) -> Option<Duration> {
-        if lived >= STEADY {
+        if lived >= STABLE_AFTER {
             *self = Self::default();
         }
         let since = *self.failing_since.get_or_insert(now);
-        if linger.is_some_and(|linger| now - since > linger.max(STEADY)) {
+        if linger.is_some_and(|linger| now - since > linger.max(STABLE_AFTER)) {
             return None;
         }
         let doublings = self.failures.checked_sub(1);
@@ -224,7 +224,7 @@ impl Restarts {
 struct Worker {
     // `None` when it is not a child of this process, which has replaced a killed supervisor.
     child: Option<Child>,
-    tie: Tie,
+    link: ProcessLink,
     started: Instant,
     up: bool,
     ends: bool,
@@ -236,19 +236,19 @@ struct Worker {
 /// When another collector holds this socket, the socket cannot be opened, or the first worker does
 /// not start.
 pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
-    take_name();
+    set_process_name();
     let asked = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     asked.thread_block()?;
     let signals = SignalFd::with_flags(&asked, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let now = Instant::now();
     let (mut endpoint, mut worker) = if tied {
-        let tie = Tie::inherited()?;
-        let endpoint = tie.take_endpoint(settings)?;
-        (endpoint, Some(Worker { child: None, tie, started: now, up: true, ends: false }))
+        let link = ProcessLink::inherited()?;
+        let endpoint = link.take_endpoint(settings)?;
+        (endpoint, Some(Worker { child: None, link, started: now, up: true, ends: false }))
     } else {
         (Endpoint::open(&settings.socket)?, None)
     };
-    endpoint.is_removed(true);
+    endpoint.set_removes_file(true);
     let mut was_up = tied;
     let mut restarts = Restarts::default();
     let mut due = now;
@@ -258,8 +258,8 @@ pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
             // Hooks see the pid of the process that called listen last.
             endpoint.listen()?;
             match start(settings, &endpoint, &["--tied"]) {
-                Ok((child, tie)) => {
-                    worker = Some(Worker { child: Some(child), tie, started: Instant::now(), up: false, ends: false });
+                Ok((child, link)) => {
+                    worker = Some(Worker { child: Some(child), link, started: Instant::now(), up: false, ends: false });
                 }
                 Err(error) if !was_up => return Err(error.into()),
                 Err(error) => {
@@ -272,23 +272,23 @@ pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
             }
         }
         let patience = worker.is_none().then(|| due.saturating_duration_since(Instant::now()));
-        let fds = std::iter::once(signals.as_fd()).chain(worker.as_ref().map(|worker| worker.tie.as_fd()));
+        let fds = std::iter::once(signals.as_fd()).chain(worker.as_ref().map(|worker| worker.link.as_fd()));
         if !wait(&fds.collect::<Vec<_>>(), patience) {
             std::thread::sleep(FIRST_PAUSE);
         }
         while let Ok(Some(_)) = signals.read_signal() {
             stopping = true;
             match &worker {
-                Some(worker) => worker.tie.say(Word::Stop),
+                Some(worker) => worker.link.send_message(LinkMessage::Stop),
                 None => return Ok(()),
             }
         }
         let Some(one) = &mut worker else { continue };
-        match one.tie.listen() {
-            Heard::Word(Word::Up, ..) => (one.up, was_up) = (true, true),
-            Heard::Word(Word::Ends, ..) => one.ends = true,
-            Heard::Word(..) | Heard::Nothing => {}
-            Heard::Gone => {
+        match one.link.receive() {
+            ReadResult::Message(LinkMessage::Up, ..) => (one.up, was_up) = (true, true),
+            ReadResult::Message(LinkMessage::Ends, ..) => one.ends = true,
+            ReadResult::Message(..) | ReadResult::Nothing => {}
+            ReadResult::Gone => {
                 let lived = one.started.elapsed();
                 let (ends, status) = (one.ends || stopping, one.child.as_mut().and_then(|child| child.wait().ok()));
                 worker = None;
@@ -316,7 +316,7 @@ fn describe(status: ExitStatus) -> String {
 /// The worker's side of the connection to its supervisor.
 #[derive(Debug)]
 pub struct Supervised {
-    tie: Tie,
+    link: ProcessLink,
     // Set when this process started the supervisor.
     child: Option<Child>,
     gone: bool,
@@ -340,19 +340,20 @@ impl Supervised {
     /// # Errors
     /// When the endpoint does not arrive.
     pub fn begin(settings: &Settings) -> Result<(Supervised, Endpoint), Error> {
-        take_name();
+        set_process_name();
         // The supervisor has blocked the signals that it reads, and its children inherit that.
         let _ = SigSet::all().thread_unblock();
-        let tie = Tie::inherited().map_err(Error::system("have the supervisor's socket"))?;
-        let endpoint = tie.take_endpoint(settings)?;
-        let supervised = Supervised { tie, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
+        let link = ProcessLink::inherited().map_err(Error::system("have the supervisor's socket"))?;
+        let endpoint = link.take_endpoint(settings)?;
+        let supervised =
+            Supervised { link, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
         Ok((supervised, endpoint))
     }
 
     /// For poll: readable when there is a message; `None` while no supervisor lives.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        (!self.gone).then(|| self.tie.as_fd())
+        (!self.gone).then(|| self.link.as_fd())
     }
 
     /// Pid of the supervisor, when it lives.
@@ -364,13 +365,13 @@ impl Supervised {
 
     /// Reports that this worker serves.
     pub fn up(&self) {
-        self.tie.say(Word::Up);
+        self.link.send_message(LinkMessage::Up);
     }
 
     /// Reports that this worker ends in order. Returns true when a supervisor lives, which removes
     /// the socket.
     pub fn ends(&self) -> bool {
-        self.tie.say(Word::Ends);
+        self.link.send_message(LinkMessage::Ends);
         !self.gone
     }
 
@@ -380,10 +381,10 @@ impl Supervised {
             self.start(settings, endpoint);
             return None;
         }
-        match self.tie.listen() {
-            Heard::Word(Word::Stop, ..) => Some(News::Stop),
-            Heard::Word(..) | Heard::Nothing => None,
-            Heard::Gone => {
+        match self.link.receive() {
+            ReadResult::Message(LinkMessage::Stop, ..) => Some(News::Stop),
+            ReadResult::Message(..) | ReadResult::Nothing => None,
+            ReadResult::Gone => {
                 warn!("the supervisor is gone; another one is started");
                 // It is dead, so this does not block.
                 let _ = self.child.take().map(|mut child| child.wait());
@@ -406,9 +407,9 @@ impl Supervised {
         // There is no limit: it is worth another attempt for as long as this process lives.
         self.next = now + self.tries.pause(Duration::ZERO, None, now).unwrap_or(LAST_PAUSE);
         match start(settings, endpoint, &["--supervise", "--tied"]) {
-            Ok((child, tie)) => {
+            Ok((child, link)) => {
                 info!("supervised by pid {}", child.id());
-                (self.child, self.tie, self.gone) = (Some(child), tie, false);
+                (self.child, self.link, self.gone) = (Some(child), link, false);
             }
             Err(error) => warn!("no supervisor can be started: {error}"),
         }
@@ -439,21 +440,21 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoint_goes_over_a_tie_and_the_end_of_a_side_is_heard() {
+    fn a_link_hands_over_the_endpoint_and_reports_a_closed_side() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("own/n.sock");
         let source = xpu_timer_proto::env::Source::new(|_| None, "");
         let settings = Settings { socket: path.clone(), ..Settings::new(&source, None, 0) };
-        let (one, other) = Tie::pair().unwrap();
+        let (one, other) = ProcessLink::pair().unwrap();
         let first = Endpoint::open(&path).unwrap();
-        one.give(&first).unwrap();
+        one.hand_over(&first).unwrap();
         let taken = other.take_endpoint(&settings).unwrap();
         assert!(taken.accept().unwrap().is_none());
-        one.say(Word::Up);
-        assert!(matches!(other.listen(), Heard::Word(Word::Up, ..)));
-        assert!(matches!(other.listen(), Heard::Nothing));
+        one.send_message(LinkMessage::Up);
+        assert!(matches!(other.receive(), ReadResult::Message(LinkMessage::Up, ..)));
+        assert!(matches!(other.receive(), ReadResult::Nothing));
         drop(one);
-        assert!(matches!(other.listen(), Heard::Gone));
+        assert!(matches!(other.receive(), ReadResult::Gone));
         drop(taken);
         assert!(path.exists(), "a worker that dies leaves the socket to its supervisor");
         drop(first);

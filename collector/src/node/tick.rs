@@ -18,7 +18,7 @@ use crate::{
 impl NodeState {
     /// Runs once a second.
     pub fn tick(&mut self, now: Now) {
-        self.look_at_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
+        self.check_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
         self.filtered.retain(|id, _| self.registry.get(*id).is_some());
         self.registry.note_lingering(now.mono_ns);
         self.note_ended_unregistered(now);
@@ -28,7 +28,10 @@ impl NodeState {
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
         let mut observations: Vec<Observation> =
             self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
-        observations.iter_mut().filter(|rank| self.is_silent(rank.id)).for_each(|rank| rank.heartbeat_ns = now.mono_ns);
+        observations
+            .iter_mut()
+            .filter(|rank| self.watcher_is_filtered(rank.id))
+            .for_each(|rank| rank.heartbeat_ns = now.mono_ns);
         let living = self.registry.living_jobs();
         for job in living.iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
             observations

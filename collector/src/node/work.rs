@@ -106,10 +106,10 @@ impl NodeState {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
         let now = Now::get();
-        let silent = self.unregistered_ranks(now);
-        let members = self.registry.members(&incident.job.name, &silent, now.mono_ns);
-        let silent = silent.into_iter().filter(|rank| rank.job == incident.job);
-        let silent = silent.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
+        let unregistered = self.unregistered_ranks(now);
+        let members = self.registry.members(&incident.job.name, &unregistered, now.mono_ns);
+        let unregistered = unregistered.into_iter().filter(|rank| rank.job == incident.job);
+        let unregistered = unregistered.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
         let of_job = self.registry.of_job(&incident.job);
         let settings = of_job.first().map(|rank| &rank.settings);
         let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
@@ -121,7 +121,7 @@ impl NodeState {
             opened: incident.opened,
             late_ns: incident.late_ns,
             subjects,
-            silent,
+            unregistered,
             members,
             node: self.node.clone(),
             socket: self.settings.socket.clone(),

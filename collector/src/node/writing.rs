@@ -54,20 +54,20 @@ pub struct Written {
 
 /// A file system that does not finish one file in this time does not answer. The viewer takes less
 /// time.
-const SILENCE: Duration = Duration::from_secs(5);
+const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The viewer gets at least this time, even when the samples used up the budget.
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Writes the folder, and waits for it as long as the file system answers.
 pub fn write(found: Found, verdict: Verdict, deadline: Instant) -> Written {
-    write_with(&Arc::new(found), verdict, deadline, SILENCE)
+    write_with(&Arc::new(found), verdict, deadline, STEP_TIMEOUT)
 }
 
 fn write_with(found: &Arc<Found>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> Written {
     let (root, fallback) = (&found.plan.timeline_path, &found.plan.fallback_path);
     for place in [Place::Wanted, Place::Fallback] {
         let path = if place == Place::Wanted { root } else { fallback };
-        if !LEFT.has(path) {
+        if !ABANDONED.has(path) {
             let (found, verdict) = (Arc::clone(found), verdict.clone());
             let work = move |steps: &Steps| attempt(&found, place, verdict, deadline, steps);
             if let Some(written) = within(path, silence, work) {
@@ -238,7 +238,7 @@ fn within<T: Send + 'static>(
             let work = take.recv().ok().map(|work: Work<T>| work(&steps));
             *locked(&result) = work;
             if !steps.end() {
-                LEFT.remove(&path);
+                ABANDONED.remove(&path);
             }
         }
     };
@@ -247,7 +247,7 @@ fn within<T: Send + 'static>(
         return Some(work(&steps));
     }
     let _ = give.send(Box::new(work));
-    if steps.wait(silence, || LEFT.insert(path)) { locked(&result).take() } else { None }
+    if steps.wait(silence, || ABANDONED.insert(path)) { locked(&result).take() } else { None }
 }
 
 /// The progress of some work, for the thread that waits for it.
@@ -298,13 +298,13 @@ impl Steps {
 }
 
 /// Folders with abandoned threads, and how many.
-static LEFT: Left = Left { folders: Mutex::new(BTreeMap::new()) };
+static ABANDONED: Abandoned = Abandoned { folders: Mutex::new(BTreeMap::new()) };
 
-struct Left {
+struct Abandoned {
     folders: Mutex<BTreeMap<PathBuf, usize>>,
 }
 
-impl Left {
+impl Abandoned {
     fn has(&self, path: &Path) -> bool {
         locked(&self.folders).contains_key(path)
     }
@@ -360,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_that_takes_steps_is_waited_for_and_work_that_stands_still_is_left() {
+    fn slow_work_is_awaited_and_stuck_work_is_abandoned() {
         let (path, silence) = (Path::new("/of/this/test"), Duration::from_millis(200));
         let slow = move |steps: &Steps| {
             for _ in 0..5 {
@@ -370,20 +370,20 @@ mod tests {
             7
         };
         assert_eq!(within(path, silence, slow), Some(7));
-        assert!(!LEFT.has(path));
+        assert!(!ABANDONED.has(path));
 
         let (answer, stuck) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
+        let (report, waiter) = mpsc::channel();
         let dead = move |steps: &Steps| {
             stuck.recv().unwrap();
-            tell.send(steps.done()).unwrap();
+            report.send(steps.done()).unwrap();
         };
         assert_eq!(within(path, silence, dead), None);
-        assert!(LEFT.has(path), "nothing else is begun there");
+        assert!(ABANDONED.has(path), "nothing else is begun there");
         answer.send(()).unwrap();
-        assert_eq!(told.recv(), Ok(false), "it learns that nobody waits");
+        assert_eq!(waiter.recv(), Ok(false), "it learns that nobody waits");
         let begun = Instant::now();
-        while LEFT.has(path) {
+        while ABANDONED.has(path) {
             assert!(begun.elapsed() < Duration::from_secs(10));
             thread::yield_now();
         }
