@@ -262,8 +262,8 @@ fn missing_dumps(folder: &Path, id: &str) -> Option<String> {
 
 fn error_of(body: &[u8]) -> String {
     let json: Option<Value> = serde_json::from_slice(body).ok();
-    let said = json.as_ref().and_then(|json| json["error"].as_str()).map(str::to_string);
-    said.unwrap_or_else(|| String::from_utf8_lossy(body).trim().to_string())
+    let message = json.as_ref().and_then(|json| json["error"].as_str()).map(str::to_string);
+    message.unwrap_or_else(|| String::from_utf8_lossy(body).trim().to_string())
 }
 
 fn plain(id: &str) -> Result<&str> {
@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dump_that_is_not_there_is_named_with_those_that_are() {
+    fn a_missing_dump_is_reported_with_the_existing_ones() {
         let names = ["00000-08192.stacktrace", "00001-08192.stacktrace", "00007-08192.stacktrace", "verdict.json"];
         assert_eq!(dumps_of(&[7, 0], &names).unwrap(), ["00007-08192.stacktrace", "00000-08192.stacktrace"]);
         let (missing, there) = dumps_of(&[7, 12, 13], &names).unwrap_err();

@@ -3,7 +3,7 @@
 use xpu_timer_analysis::stragglers::Comparison;
 
 use crate::{
-    cluster::gather::{Done, Left},
+    cluster::gather::{Done, OpenIncident},
     error::Error,
     http::questions::Question,
     incident::folder::Folder,
@@ -20,7 +20,7 @@ pub enum Command {
     /// The ranks of a job in an attempt were compared.
     Compared(JobKey, u32, Comparison),
     /// Incidents that an earlier cluster collector left open, found after a delay.
-    Found(Vec<Left>),
+    Found(Vec<OpenIncident>),
     /// The folder of an incident was made after a delay, or could not be made.
     Made(String, MadeFolder),
 }

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_takes_the_place_of_the_one_before_and_memory_is_bounded() {
+    fn a_new_attempt_replaces_the_previous_one_and_memory_is_bounded() {
         let mut job = Job::default();
         job.add(pace(0, 1, 7), 1);
         job.add(pace(1, 2, 7), 2);

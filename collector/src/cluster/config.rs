@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn beyond_loopback_takes_tls_and_a_token() {
+    fn listening_beyond_loopback_requires_tls_and_a_token() {
         assert_eq!(settings(&[], None).unwrap().listen.to_string(), "127.0.0.1:18890");
         const CERT: (&str, &str) = ("XPU_TIMER_CLUSTER_CERT_FILE", "/c");
         const KEY: (&str, &str) = ("XPU_TIMER_CLUSTER_KEY_FILE", "/k");

@@ -63,7 +63,7 @@ pub struct Plan {
 
 /// An incident that an earlier cluster collector left open: folder, record, and its verdict if
 /// there is one.
-pub type Left = (PathBuf, Record, Option<Verdict>);
+pub type OpenIncident = (PathBuf, Record, Option<Verdict>);
 /// Work for the thread.
 #[derive(Debug)]
 pub enum Work {
@@ -118,11 +118,11 @@ struct Gather {
     written: bool,
     errors: Vec<String>,
     // Files in transfer by rank; a node has one for each of its ranks.
-    files: BTreeMap<u32, Coming>,
+    files: BTreeMap<u32, IncomingFile>,
 }
 
 /// A file that has been received in part.
-struct Coming {
+struct IncomingFile {
     name: String,
     bytes: u64,
     // `None` if it is complete.
@@ -304,7 +304,7 @@ impl Gather {
     }
 
     fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
-        let new = || Coming { name: piece.name.clone(), bytes: 0, file: None };
+        let new = || IncomingFile { name: piece.name.clone(), bytes: 0, file: None };
         let coming = self.files.entry(rank).or_insert_with(new);
         let file = match &mut coming.file {
             Some(file) => file,
@@ -335,7 +335,7 @@ impl Gather {
     }
 
     /// Removes incomplete files.
-    fn remove(&self, files: BTreeMap<u32, Coming>) {
+    fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
         let Some(folder) = &self.plan.folder else { return };
         for coming in files.into_values().filter(|coming| coming.file.is_some()) {
             let _ = fs::remove_file(folder.join(part_of(&coming.name)));
@@ -401,7 +401,7 @@ impl Record {
 
     /// Incidents that an earlier cluster collector left open.
     #[must_use]
-    pub fn open_in(root: &Path) -> Vec<Left> {
+    pub fn open_in(root: &Path) -> Vec<OpenIncident> {
         let mut folders = crate::incident::folder::own_folders(root);
         folders.reverse();
         let of = |folder: PathBuf| {

@@ -17,7 +17,7 @@ use xpu_timer_analysis::{HangEvidence, Verdict};
 use xpu_timer_proto::v1::Alarm;
 
 use crate::cluster::command::Command;
-use crate::cluster::gather::Left;
+use crate::cluster::gather::OpenIncident;
 use crate::cluster::{
     comparing::Comparing,
     config::Settings,
@@ -124,7 +124,7 @@ impl Hub {
         vec![self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]
     }
 
-    fn restore_all(&mut self, found: Vec<Left>, now: Now) {
+    fn restore_all(&mut self, found: Vec<OpenIncident>, now: Now) {
         for (folder, record, verdict) in found {
             // Its nodes may have reported it before it was found.
             if !self.incidents.contains_key(&record.id) {

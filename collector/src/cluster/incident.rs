@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_node_had_begun_begins_anew() {
+    fn transfers_of_a_lost_node_start_over() {
         let mut incident = incident();
         assert!(!incident.interrupted(7), "nothing was under way");
         incident.progress(7, Progress::Captured);

@@ -39,8 +39,8 @@ impl Group {
     }
 
     fn contradicts(&self, other: &Group) -> bool {
-        let told = !self.communicators.is_empty() && !other.communicators.is_empty();
-        told && !self.ranks.is_disjoint(&other.ranks)
+        let both_have_communicators = !self.communicators.is_empty() && !other.communicators.is_empty();
+        both_have_communicators && !self.ranks.is_disjoint(&other.ranks)
     }
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn one_job_is_one_whatever_is_known_of_it() {
+    fn one_job_is_joined_with_or_without_communicators() {
         assert_eq!(found(&[unit(1, "", &[], &[0]), unit(2, "", &[], &[1])]), ["", ""]);
         assert_eq!(found(&[unit(1, "", &[7], &[0]), unit(2, "", &[8], &[1])]), ["", ""]);
         // A node that claims ranks of another node and reports no communicators is still refused.
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_of_one_name_are_joined_crosswise() {
+    fn ranks_of_two_jobs_of_one_name_join_by_communicator() {
         let units = [
             unit(1, "", &[7], &[0, 1]),
             unit(1, "pid 9 on a", &[8], &[0, 1]),
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_one_name_on_nodes_of_their_own_are_two_by_their_communicators() {
+    fn communicators_separate_jobs_of_one_name_on_different_nodes() {
         let units =
             [unit(1, "", &[7], &[0]), unit(2, "", &[7], &[1]), unit(3, "", &[8], &[0]), unit(4, "", &[8], &[1])];
         assert_eq!(found(&units), ["", "", "communicator 8", "communicator 8"]);

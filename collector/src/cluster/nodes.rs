@@ -37,7 +37,7 @@ pub struct Node {
     stream: Option<(StreamId, Outgoing)>,
     /// When its last stream ended; meaningless while it has a stream.
     pub lost_ns: u64,
-    told: Vec<RankEntry>,
+    reported: Vec<RankEntry>,
     launches: BTreeMap<JobKey, u64>,
     clock: Clock,
     // The cluster's keys of its jobs, for jobs whose own key differs.
@@ -371,7 +371,7 @@ impl Nodes {
             name: name.into(),
             stream: None,
             lost_ns: 0,
-            told: Vec::new(),
+            reported: Vec::new(),
             launches: BTreeMap::new(),
             clock: Clock::default(),
             keys: BTreeMap::new(),
@@ -397,8 +397,8 @@ impl Nodes {
 
     /// A node joined or left, which may change the holder of ranks that other nodes also claim.
     fn unsettle(&mut self, id: NodeId) {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        let jobs: BTreeSet<JobKey> = told.iter().filter_map(key_of).map(|(job, _)| job).collect();
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
         for job in jobs {
             if let Some(claims) = self.claims.get_mut(&job) {
                 claims.view.get_mut().take_if(|view| view.contested);
@@ -482,8 +482,8 @@ impl Nodes {
     /// The jobs that have ranks on a node.
     #[must_use]
     pub fn jobs_of(&self, id: NodeId) -> BTreeSet<JobKey> {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        told.iter().filter_map(key_of).map(|(job, _)| job).collect()
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        reported.iter().filter_map(key_of).map(|(job, _)| job).collect()
     }
 
     /// Recomputes which jobs of this name on the nodes are one. Returns the nodes whose jobs
@@ -491,7 +491,7 @@ impl Nodes {
     fn join_jobs(&mut self, name: &str, now_ns: u64) -> BTreeSet<NodeId> {
         let mut units: BTreeMap<(NodeId, JobKey), Unit> = BTreeMap::new();
         for (id, node) in &self.nodes {
-            for entry in &node.told {
+            for entry in &node.reported {
                 let Some((current, rank)) = key_of(entry).filter(|(job, _)| job.name == name) else { continue };
                 let job = self.key_at(*id, &current);
                 let new = || Unit {
@@ -527,21 +527,21 @@ impl Nodes {
                 .filter(|unit| unit.node == *id)
                 .map(|unit| (unit.current.clone(), unit.job.clone()))
                 .collect();
-            let mut told = node.told.clone();
-            for job in told.iter_mut().filter_map(|entry| entry.job.as_mut()) {
+            let mut reported = node.reported.clone();
+            for job in reported.iter_mut().filter_map(|entry| entry.job.as_mut()) {
                 let current = key::key(job);
                 let own = before.get(&current).unwrap_or(&current);
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
             }
-            self.take(*id, told, now_ns);
+            self.take(*id, reported, now_ns);
         }
         moved
     }
 
     fn take(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
-        let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.told)).unwrap_or_default();
+        let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.reported)).unwrap_or_default();
         let mut others = BTreeSet::new();
         for (job, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
             if let Some(claims) = self.claims.get_mut(&job) {
@@ -562,7 +562,7 @@ impl Nodes {
             claims.insert(rank, id, Claim::new(entry, self.claimed, clock, now_ns), entry.age_ms > 0);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
-            (node.told, node.clock) = (ranks, clock);
+            (node.reported, node.clock) = (ranks, clock);
         }
         others
     }
@@ -570,8 +570,8 @@ impl Nodes {
     /// Other nodes that claim a rank which this one also claims.
     #[must_use]
     pub fn rivals(&self, id: NodeId) -> BTreeSet<NodeId> {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        let keys = told.iter().filter_map(key_of);
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let keys = reported.iter().filter_map(key_of);
         keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
             .flat_map(|(claims, rank)| claims.others(rank, id))
             .collect()
@@ -611,8 +611,8 @@ impl Nodes {
     /// The ranks that one node holds.
     #[must_use]
     pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
-        let told = self.nodes.get(&node).map(|node| node.told.as_slice()).unwrap_or_default();
-        let listed = told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let reported = self.nodes.get(&node).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let listed = reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
         listed.map(|(_, rank)| rank).filter(|rank| self.of_rank(job, *rank) == Some(node)).collect()
     }
 
@@ -628,7 +628,7 @@ impl Nodes {
     #[must_use]
     pub fn began_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
         let (Some(node), Some(claims)) = (self.nodes.get(&id), self.claims.get(job)) else { return false };
-        let ranks = node.told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let ranks = node.reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
         let claims = ranks.filter_map(|(_, rank)| claims.ranks.get(&(rank, id)));
         let mut living = claims.filter(|claim| claim.is_alive()).peekable();
         // For a process that is not visible, only the registration time is known.

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_the_evidence_in_the_order_of_the_ranks() {
+    fn evidence_is_written_in_rank_order() {
         let mut ranks = Ranks::default();
         assert!(ranks.places.is_empty());
         ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(CHUNK_BYTES))]);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_replaced_again_and_again_does_not_pile_up() {
+    fn replaced_entries_do_not_accumulate() {
         let mut ranks = Ranks::default();
         let text = "x".repeat(CHUNK_BYTES / 4);
         let times = 40;

@@ -190,16 +190,16 @@ mod tests {
     async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let (events, told) = mpsc::channel(64);
+        let (events, received) = mpsc::channel(64);
         let service = cluster_server::ClusterServer::new(Service { events, next: AtomicU64::new(1) });
         // The server ends with the runtime of the test.
         tokio::spawn(Server::builder().add_service(service).serve_with_incoming(TcpIncoming::from(listener)));
-        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), told)
+        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), received)
     }
 
     #[tokio::test]
-    async fn another_protocol_is_refused_in_words_that_both_sides_have() {
-        let (mut client, mut told) = served().await;
+    async fn a_protocol_mismatch_is_reported_on_both_sides() {
+        let (mut client, mut received) = served().await;
         let hello = NodeHello { protocol: PROTOCOL_VERSION + 1, node: "old".into(), ..Default::default() };
         let mut answers = client
             .join(tokio_stream::once(NodeMessage { message: Some(Message::Hello(hello)) }))
@@ -211,36 +211,36 @@ mod tests {
             format!("speaks protocol {}", PROTOCOL_VERSION + 1),
             format!("this cluster collector {PROTOCOL_VERSION};"),
         ];
-        let Some(StreamEvent::Refused(node, why)) = told.recv().await else { panic!("the hub is told") };
+        let Some(StreamEvent::Refused(node, why)) = received.recv().await else { panic!("the hub is told") };
         assert_eq!((node.as_str(), why.as_str()), ("old", status.message()));
         assert!(versions.iter().all(|version| why.contains(version)), "{why}");
     }
 
     #[tokio::test]
-    async fn no_more_pieces_are_read_than_are_written() {
-        let (mut client, mut told) = served().await;
+    async fn pieces_in_memory_are_bounded_by_credits() {
+        let (mut client, mut received) = served().await;
         let count = 3 * PIECES;
         let file = |_| delivery::Message::File(DumpFile { data: vec![7; 1000], ..Default::default() });
         let messages = std::iter::once(delivery::Message::Key("k".into())).chain((0..count).map(file));
         let pieces: Vec<Delivery> = messages.map(|message| Delivery { message: Some(message) }).collect();
         let sent = tokio::spawn(async move { client.bring(tokio_stream::iter(pieces)).await });
-        let mut held = Vec::new();
-        while let Some(event) = told.recv().await {
+        let mut credits = Vec::new();
+        while let Some(event) = received.recv().await {
             match event {
                 StreamEvent::Brings(_, known) => known.send(true).unwrap(),
-                StreamEvent::Brought(_, _, credit) => held.push(credit),
+                StreamEvent::Brought(_, _, credit) => credits.push(credit),
                 _ => {}
             }
-            if held.len() == PIECES {
+            if credits.len() == PIECES {
                 break;
             }
         }
         // Nothing is written, as on a stalled disk.
-        let more = timeout(Duration::from_millis(300), told.recv()).await;
+        let more = timeout(Duration::from_millis(300), received.recv()).await;
         assert!(more.is_err(), "{more:?}");
-        let mut written = held.len();
-        held.clear();
-        while let Some(event) = told.recv().await {
+        let mut written = credits.len();
+        credits.clear();
+        while let Some(event) = received.recv().await {
             match event {
                 StreamEvent::Brought(..) => written += 1,
                 StreamEvent::Ceased(_) => break,

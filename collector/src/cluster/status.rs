@@ -60,8 +60,8 @@ fn hangs(hub: &Hub, job: &JobKey) -> bool {
 /// Incidents without a folder, because none could be made.
 #[must_use]
 pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
-    let homeless = hub.incidents.values().filter(|incident| incident.folder.is_none());
-    homeless
+    let without_folder = hub.incidents.values().filter(|incident| incident.folder.is_none());
+    without_folder
         .map(|one| {
             let status = match one.state {
                 State::Gathering | State::Judged => Status::Open,

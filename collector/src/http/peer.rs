@@ -74,9 +74,9 @@ impl Owners {
 /// All unmapped users have this uid here, so it proves nothing.
 fn unmapped() -> Option<u32> {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    let whole = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    let is_identity_map = map.split_whitespace().eq(["0", "0", "4294967295"]);
     let overflow = || std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?.trim().parse().ok();
-    if whole { None } else { Some(overflow().unwrap_or(65534)) }
+    if is_identity_map { None } else { Some(overflow().unwrap_or(65534)) }
 }
 
 /// Timeout of a netlink query. Normally the kernel has answered by the time the query is sent.
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_without_an_owner_is_nobodys_and_so_is_a_listener() {
+    fn a_closed_socket_and_its_listener_have_no_owner() {
         let [local, remote] = ["127.0.0.1:50000", "127.0.0.1:18888"].map(|text| text.parse().unwrap());
         let owners = Owners { netlink: false, unmapped: Some(65534) };
         let of = |line: &str| owners.owner(parse_line(line, local, remote), &CONNECTED);

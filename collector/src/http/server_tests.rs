@@ -65,7 +65,7 @@ async fn asks(address: SocketAddr) -> bool {
 }
 
 #[tokio::test]
-async fn who_says_nothing_or_one_byte_at_a_time_is_disconnected() {
+async fn silent_and_slow_senders_are_disconnected() {
     for http2 in [false, true] {
         let (address, _) = served(short(), None, http2).await;
         let silent = TcpStream::connect(address).await.unwrap();
@@ -86,7 +86,7 @@ async fn who_says_nothing_or_one_byte_at_a_time_is_disconnected() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_ends_and_a_body_that_does_not_come_holds_nothing() {
+async fn idle_connections_and_missing_bodies_time_out() {
     let (address, _) = served(short(), None, false).await;
     let mut idle = TcpStream::connect(address).await.unwrap();
     for _ in 0..2 {
@@ -102,7 +102,7 @@ async fn an_idle_connection_ends_and_a_body_that_does_not_come_holds_nothing() {
 }
 
 #[tokio::test]
-async fn a_reader_that_takes_nothing_is_disconnected_and_fills_no_memory() {
+async fn a_stalled_reader_is_disconnected_in_bounded_memory() {
     let (address, made) = served(short(), None, false).await;
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();

@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_longest_makes_room_and_whoever_is_busy_does_not() {
+    fn only_the_longest_idle_connection_is_closed_for_room() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
         let places: Vec<Place> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
@@ -427,17 +427,17 @@ mod tests {
     }
 
     #[test]
-    fn strangers_share_what_is_theirs_and_never_take_the_owners() {
+    fn unauthenticated_connections_never_take_slots_of_the_owner() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
         let busy = |uid| slots.take(Class::User(Some(uid)), &limits).map(|place| (place.watch.begin(), place));
-        let held: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
+        let places: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
         assert!(busy(1).is_none(), "two of one user");
         assert!(busy(3).is_none(), "three of all");
         assert!(slots.take(Class::Own, &limits).is_some());
-        held[0].1.watch.promote(&limits);
+        places[0].1.watch.promote(&limits);
         assert!(busy(3).is_some(), "one of them has shown the token");
-        drop(held);
+        drop(places);
         assert_eq!(lock(&slots.open).len(), 0);
     }
 

@@ -248,8 +248,8 @@ impl Engine {
     /// Whether ranks of a job on this node have a problem.
     #[must_use]
     pub fn hangs_here(&self, job: &JobKey) -> bool {
-        let is_its = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
-        self.incidents.values().filter(is_its).flat_map(|incident| &incident.causes).any(Cause::is_own)
+        let is_affected = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
+        self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_own)
     }
 
     /// Whether a dump is in progress.
@@ -288,7 +288,7 @@ impl Engine {
             return None;
         }
         if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
-            let known = |held: &Raise| held.job == raise.job && held.cause == raise.cause;
+            let known = |deferred: &Raise| deferred.job == raise.job && deferred.cause == raise.cause;
             if !self.deferred.iter().any(known) {
                 self.deferred.push(raise);
             }
@@ -307,7 +307,7 @@ impl Engine {
         if !past {
             let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
             causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
-            self.deferred.retain(|held| held.job != *job);
+            self.deferred.retain(|deferred| deferred.job != *job);
         }
         let incident =
             Incident { causes: causes.clone(), seen: causes, past, ..Incident::new(id, job, attempt, trigger, now) };
@@ -368,10 +368,10 @@ impl Engine {
     /// A cause is over.
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
         // A signal belongs to its process, whichever job the process is assigned to.
-        let is_its = |of: &JobKey| of == job || cause.pid().is_some();
-        self.deferred.retain(|held| !is_its(&held.job) || held.cause != *cause);
-        self.deaths.retain(|(_, death)| !is_its(&death.job) || death.cause != *cause);
-        for incident in self.incidents.values_mut().filter(|incident| is_its(&incident.job)) {
+        let is_affected = |of: &JobKey| of == job || cause.pid().is_some();
+        self.deferred.retain(|deferred| !is_affected(&deferred.job) || deferred.cause != *cause);
+        self.deaths.retain(|(_, death)| !is_affected(&death.job) || death.cause != *cause);
+        for incident in self.incidents.values_mut().filter(|incident| is_affected(&incident.job)) {
             incident.remove(|other| other != cause, now.mono_ns);
         }
     }
@@ -408,7 +408,7 @@ impl Engine {
 
     /// A process left or died: its causes can no longer resolve.
     pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
-        self.deferred.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
+        self.deferred.retain(|deferred| deferred.job != *job || deferred.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
             if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
@@ -431,10 +431,10 @@ impl Engine {
     /// A new process replaced one that ended: a launcher restarts the job. Its other ranks get a
     /// new grace period, because they are replaced one by one.
     pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
-        let is_its = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
-        self.deferred.retain(|held| !is_its(held));
+        let is_affected = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
+        self.deferred.retain(|deferred| !is_affected(deferred));
         let before = self.deaths.len();
-        self.deaths.retain(|(_, death)| !is_its(death));
+        self.deaths.retain(|(_, death)| !is_affected(death));
         if self.deaths.len() < before {
             for (due, _) in self.deaths.iter_mut().filter(|(_, death)| death.job == *job) {
                 *due = now.mono_ns + DEATH_GRACE_NS;
@@ -481,11 +481,11 @@ impl Engine {
                 actions.extend(self.raise(death, now));
             }
         }
-        let (free, held) = std::mem::take(&mut self.deferred).into_iter().partition(|held| {
-            jobs.is_alive(&held.job, held.attempt) && self.throttle.would_allow(&held.job, now.mono_ns)
+        let (free, deferred) = std::mem::take(&mut self.deferred).into_iter().partition(|deferred| {
+            jobs.is_alive(&deferred.job, deferred.attempt) && self.throttle.would_allow(&deferred.job, now.mono_ns)
         });
-        self.deferred = held;
-        self.deferred.retain(|held| jobs.is_alive(&held.job, held.attempt));
+        self.deferred = deferred;
+        self.deferred.retain(|deferred| jobs.is_alive(&deferred.job, deferred.attempt));
         let free: Vec<Raise> = free;
         for raise in free {
             actions.extend(self.raise(raise, now));

@@ -299,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_whole_or_not_there() {
+    fn files_are_written_atomically() {
         let temporary = tempfile::tempdir().unwrap();
         let root = temporary.path().join("a/b");
         let (folder, notice) = Folder::create(&root, &temporary.path().join("f"), "1").unwrap();
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_cannot_be_written_is_replaced_and_named() {
+    fn an_unwritable_root_falls_back_with_the_reason() {
         let temporary = tempfile::tempdir().unwrap();
         let file = temporary.path().join("file");
         fs::write(&file, "").unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_goes_into_no_folder_that_others_have_prepared() {
+    fn a_copy_refuses_folders_that_others_have_prepared() {
         let temporary = tempfile::tempdir().unwrap();
         let (shared, target) = (temporary.path().join("shared"), temporary.path().join("target"));
         fs::create_dir(&shared).unwrap();

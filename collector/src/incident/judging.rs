@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_judge_that_panics_has_an_honest_verdict() {
+    fn a_panicking_judge_yields_an_unknown_verdict() {
         let verdict = judge_by(&evidence(), |evidence| {
             assert!(evidence.ranks.iter().all(|rank| rank.flight.is_none()), "no such rank");
             xpu_timer_analysis::judge(evidence)
@@ -159,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn a_judge_that_always_panics_leaves_a_verdict_too() {
+    fn a_judge_that_always_panics_still_yields_a_verdict() {
         let verdict = judge_by(&evidence(), |_| panic!("never"));
         assert_eq!((verdict.cause, verdict.world_size, verdict.job.as_str()), (Cause::Unknown, 2, "j"));
         assert!(verdict.sentence.contains("never"), "{}", verdict.sentence);
     }
 
     #[test]
-    fn only_evidence_of_a_hang_is_a_reason_to_end_ranks() {
+    fn only_evidence_of_a_hang_justifies_ending_ranks() {
         let of = |cause, confidence, hang| grounds(&Verdict { cause, confidence, hang, ..judge(&Evidence::default()) });
         let pending = HangEvidence::PendingOperation;
         for cause in [Cause::LongStep, Cause::NotAHang, Cause::Unknown, Cause::MissingRank] {

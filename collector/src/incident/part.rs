@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_is_divided_and_whole_again() {
+    fn a_split_part_can_be_reassembled() {
         let frames = vec![PstackFrame { func_name: "f".into(), ..Default::default() }];
         let file = Stacktrace {
             stacktrace: vec![PstackStacktrace { frames, ..Default::default() }],
@@ -128,14 +128,14 @@ mod tests {
             let errors = vec!["x".repeat(100_000)];
             part.add(&file, &RankEvidence { rank, errors, ..Default::default() }, 16);
         }
-        let whole = part.finish("1", vec!["e".into()]);
-        let pieces = pieces(whole.clone());
+        let complete = part.finish("1", vec!["e".into()]);
+        let pieces = pieces(complete.clone());
         assert!(pieces.len() > 8 && pieces.iter().all(|piece| piece.encoded_len() < CHUNK_BYTES + 200_000));
         assert!(pieces.iter().rev().skip(1).all(|piece| !piece.last) && pieces[pieces.len() - 1].last);
         let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| rank.rank).collect();
         assert_eq!(ranks, (0..40).collect::<Vec<_>>());
         let last = pieces.len() - 1;
-        assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&whole.native, &whole.python));
+        assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&complete.native, &complete.python));
         assert_eq!(pieces[pieces.len() - 1].errors, ["e"]);
     }
 }

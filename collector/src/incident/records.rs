@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_user_has_put_into_a_shared_folder_is_no_incident() {
+    fn folders_of_other_users_are_not_incidents() {
         let root = tempfile::tempdir().unwrap();
         let verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
         let make = |name: &str| {

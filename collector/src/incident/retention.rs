@@ -66,8 +66,8 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
             continue;
         }
         // Renamed first, so that nobody sees a half-removed folder.
-        let grave = root.join(format!("{GRAVE}{name}"));
-        match fs::rename(folder, &grave).and_then(|()| fs::remove_dir_all(&grave)) {
+        let renamed = root.join(format!("{REMOVED_PREFIX}{name}"));
+        match fs::rename(folder, &renamed).and_then(|()| fs::remove_dir_all(&renamed)) {
             Ok(()) => {
                 info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
             }
@@ -79,13 +79,14 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
 }
 
 /// Prefix of a folder that is being removed.
-const GRAVE: &str = ".removed-incident-";
+const REMOVED_PREFIX: &str = ".removed-incident-";
 
 /// Continues removals that were interrupted by a killed collector or a failing disk.
 fn finish_removals(root: &Path) {
     let entries = fs::read_dir(root).into_iter().flatten().flatten();
     let is_grave = |entry: &fs::DirEntry| {
-        entry.file_name().to_string_lossy().starts_with(GRAVE) && entry.file_type().is_ok_and(|kind| kind.is_dir())
+        entry.file_name().to_string_lossy().starts_with(REMOVED_PREFIX)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
     };
     for entry in entries.filter(is_grave) {
         // Another collector may be removing it; the next cleanup handles the rest.
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_and_the_open_and_what_is_not_ours_stay() {
+    fn newest_open_and_foreign_folders_stay() {
         let root = tempfile::tempdir().unwrap();
         for number in 1..=5 {
             folder(root.path(), &format!("incident-{number}"), &["verdict.json", "evidence.bin", "x"]);
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_that_was_cut_short_is_finished() {
+    fn an_interrupted_removal_is_finished() {
         let root = tempfile::tempdir().unwrap();
         folder(root.path(), ".removed-incident-20261121T000000Z-00000001", &["00000-00001.stacktrace"]);
         folder(root.path(), ".removed-by-a-person", &["verdict.json"]);
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn dumps_by_hand_push_out_no_hang() {
+    fn dumps_by_hand_never_push_out_a_hang() {
         let root = tempfile::tempdir().unwrap();
         let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
         for number in 1..=9 {
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_old_goes() {
+    fn expired_folders_are_removed() {
         let root = tempfile::tempdir().unwrap();
         folder(root.path(), "incident-1", &["verdict.json", "evidence.bin"]);
         let keep = Keep { count: 10, age: Duration::from_secs(3600) };

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_viewer_goes_on_in_the_background() {
+    fn a_slow_viewer_continues_in_the_background() {
         let folder = tempfile::tempdir().unwrap();
         let slow = script(folder.path(), "while [ ! -e \"$2/go\" ]; do sleep 0.01; done; touch \"$2/drawn\"");
         let error = run_program(&slow, folder.path(), Duration::from_millis(50)).unwrap_err();

@@ -445,8 +445,9 @@ mod tests {
     #[test]
     fn a_communicator_that_holds_all_numbers_them_anew_and_a_smaller_one_joins_nothing_that_clashes() {
         // All were started with the same number and got their own rank as an argument.
-        let told = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
-        let seats = partition(&[told(10, 2), told(11, 0), told(12, 1)]);
+        let spawned_with_argument = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
+        let seats =
+            partition(&[spawned_with_argument(10, 2), spawned_with_argument(11, 0), spawned_with_argument(12, 1)]);
         assert!(seats.iter().all(|seat| seat.group == 0));
         assert_eq!(seats.iter().filter_map(|seat| seat.place).collect::<Vec<_>>(), [(2, 3), (0, 3), (1, 3)]);
         // A trainer sends its weights to the ranks of a server, which also count from 0.

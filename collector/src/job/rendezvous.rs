@@ -49,9 +49,9 @@ mod tests {
     #[test]
     fn a_rendezvous_on_loopback_is_one_of_this_machine() {
         for instance in ["127.0.0.1:29500", "localhost:29500", "[::1]:1", "::1:1", "127.0.1.1:29500"] {
-            let told = beyond_this_machine(instance);
-            assert!(told.starts_with(instance) && told.len() > instance.len() + 8, "{told}");
-            assert_eq!((on_this_machine(&told), beyond_this_machine(&told)), (instance, told.clone()));
+            let reported = beyond_this_machine(instance);
+            assert!(reported.starts_with(instance) && reported.len() > instance.len() + 8, "{reported}");
+            assert_eq!((on_this_machine(&reported), beyond_this_machine(&reported)), (instance, reported.clone()));
         }
         for instance in ["", "10.0.0.9:29500", "prterun-1", "4711.0", "node:35363", "localhost.evil.example:1"] {
             assert_eq!((beyond_this_machine(instance).as_str(), on_this_machine(instance)), (instance, instance));

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_table_is_its_beginning() {
+    fn reads_wrap_around_the_table() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         let slots = op::SLOTS as u64;
         assert_eq!(ring.look(&mut cursor, slots - 1), [0; 0]);

@@ -312,15 +312,15 @@ mod tests {
         assert_eq!(factors(8), [1.75, 0.875, 0.875, 0.875, 0.875, 0.875, 1.0, 1.0, 1.0]);
         assert_eq!(factors(1), [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
         assert_eq!(bus_factor(Op::CommInit, 8), None);
-        // An all-gather of 1 GiB on 8 ranks: each passes an eighth of it, and 7/8 of it pass each
-        // bus.
+        // An all-gather of 1 GiB on 8 ranks: each rank passes an eighth of it, and 7/8 of it pass
+        // each bus.
         let eighth = (1u64 << 30) / 8 / 4;
         assert_eq!(bus_bytes(Op::AllGather, eighth, DataType::Float32, 8), Some(f64::from(1u32 << 30) * 7.0 / 8.0));
         assert_eq!(bus_bytes(Op::AllReduce, 1000, DataType::Bfloat16, 4), Some(3000.0));
         assert_eq!(bus_bytes(Op::AllToAll, 1000, DataType::Int64, 4), Some(24_000.0));
         assert_eq!(bus_bytes(Op::Send, 10, DataType::Uint8, 64), Some(10.0));
-        // 1000 floats of one rank, or for one rank, among four: three of four parts of 16,000 bytes
-        // pass the bus of the busiest rank.
+        // 1000 floats of one rank, or for one rank, among four: three of the four parts of 16,000
+        // bytes pass the bus of the busiest rank.
         for op in [Op::AllGather, Op::ReduceScatter, Op::Gather, Op::Scatter, Op::AllToAll] {
             assert_eq!(bus_bytes(op, 1000, DataType::Float32, 4), Some(12_000.0), "{op:?}");
         }
@@ -354,15 +354,15 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_timed_or_moves_nothing_is_in_no_series() {
-        let told =
+    fn untimed_and_empty_operations_have_no_series() {
+        let has_series =
             |operation: Operation, size| collective(&[(&operation, &communicator(size))], false, &settings()).is_some();
-        assert!(told(all_reduce(1, 1), 2));
-        assert!(!told(all_reduce(1, 0), 2));
-        assert!(!told(all_reduce(1, 1), 1));
-        assert!(!told(Operation { status: OpStatus::Failed.into(), ..all_reduce(1, 1) }, 2));
-        assert!(!told(Operation { kind: OpKind::HostCall.into(), ..all_reduce(1, 1) }, 2));
-        assert!(!told(Operation { op: Op::CommSplit.into(), ..all_reduce(1, 1) }, 2));
+        assert!(has_series(all_reduce(1, 1), 2));
+        assert!(!has_series(all_reduce(1, 0), 2));
+        assert!(!has_series(all_reduce(1, 1), 1));
+        assert!(!has_series(Operation { status: OpStatus::Failed.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!has_series(Operation { kind: OpKind::HostCall.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!has_series(Operation { op: Op::CommSplit.into(), ..all_reduce(1, 1) }, 2));
     }
 
     #[test]

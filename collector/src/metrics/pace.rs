@@ -112,18 +112,18 @@ impl Open {
     /// Ends the block because sequence number `next` is beyond it, and chooses the size of the next
     /// block.
     fn close(&mut self, next: u64, target_ns: u64) -> Option<PaceBlock> {
-        let whole = self.count == 1 << self.level;
+        let is_complete = self.count == 1 << self.level;
         let span_ns = self.last_ns.saturating_sub(self.begun_ns);
         // Without the end of the previous block, the duration is unknown. An incomplete block is
         // not comparable, and a short one is not worth its memory.
-        let told = whole && self.begun_ns > 0 && span_ns >= target_ns / 4;
-        let block = told.then(|| PaceBlock {
+        let is_comparable = is_complete && self.begun_ns > 0 && span_ns >= target_ns / 4;
+        let block = is_comparable.then(|| PaceBlock {
             level: self.level,
             index: u32::try_from(self.index).unwrap_or(u32::MAX),
             inside_us: microseconds(self.inside_ns),
             span_us: microseconds(span_ns),
         });
-        if self.begun_ns > 0 && whole {
+        if self.begun_ns > 0 && is_complete {
             if span_ns < target_ns / 2 {
                 self.wanted = (self.level + 1).min(HIGHEST_LEVEL);
             } else if span_ns > target_ns * 2 {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn quick_collectives_are_gathered_until_a_block_takes_about_a_second() {
+    fn fast_collectives_fill_blocks_of_about_a_second() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=64).map(|seq| all_reduce(seq, 1000 + seq * 100, 30)));
         // 100 ms each: eight of them take 800 ms.
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_with_holes_and_the_ones_after_them_are_left_out() {
+    fn incomplete_blocks_and_their_successors_are_skipped() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=20).filter(|seq| *seq != 9).map(|seq| all_reduce(seq, seq * 1000, 100)));
         let indices: Vec<u32> = blocks(&recorder).iter().map(|block| block.1).collect();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn news_are_told_once() {
+    fn news_are_taken_once() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=10).map(|seq| all_reduce(seq, seq * 5000, 700)));
         let news = recorder.take_news();

@@ -31,7 +31,7 @@ pub struct Values {
 const MAX_SERIES: usize = 512;
 /// Maximum number of operations kept per series within its window; the newest ones are kept. Enough
 /// for a window of ten seconds at 800 operations per second.
-const KEPT: usize = 8192;
+const MAX_OPERATIONS: usize = 8192;
 
 #[derive(Debug, Default)]
 struct Series {
@@ -55,7 +55,7 @@ impl AllSeries {
         }
         let series = self.series.entry(key).or_default();
         series.heard_ns = now_ns;
-        if series.done.len() == KEPT {
+        if series.done.len() == MAX_OPERATIONS {
             series.done.pop_front();
         }
         series.done.push_back(done);
@@ -180,10 +180,10 @@ mod tests {
     #[test]
     fn a_busy_series_keeps_the_newest_and_its_memory() {
         let mut series = AllSeries::default();
-        for number in 0..KEPT + 100 {
+        for number in 0..MAX_OPERATIONS + 100 {
             series.add(key("AllReduce"), done(1, number as f64, 1.0), SECOND);
         }
         series.turn(&settings(), SECOND);
-        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, KEPT));
+        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, MAX_OPERATIONS));
     }
 }

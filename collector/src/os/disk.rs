@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_does_not_answer_holds_up_no_other_and_what_it_says_late_is_heard() {
+    fn a_stuck_folder_blocks_no_other_and_its_late_result_arrives() {
         let mut disk = Disk::new(|| {});
         let (answer, stuck) = mpsc::channel();
         let (late, heard) = mpsc::channel();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_folders_has_a_few_threads() {
+    fn the_number_of_threads_is_bounded() {
         let mut disk = Disk::new(|| {});
         for number in 0..1000 {
             assert_eq!(disk.ask(Path::new(&format!("/{number}")), move || number, drop), Some(number));

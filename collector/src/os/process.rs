@@ -279,9 +279,9 @@ pub fn commands(uid: u32, socket: &Path) -> Vec<i32> {
     let launched = |pid: i32| {
         let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
         let source = Source::of_environ(&environ);
-        let is_its = source.text("XPU_TIMER_SOCKET").is_some_and(|path| Path::new(&path) == socket)
+        let has_socket = source.text("XPU_TIMER_SOCKET").is_some_and(|path| Path::new(&path) == socket)
             && source.text("LD_PRELOAD").is_some_and(|list| list.contains(HOOK));
-        Some((pid, Stat::of(pid).filter(|stat| is_its && !stat.is_dead())?.parent))
+        Some((pid, Stat::of(pid).filter(|stat| has_socket && !stat.is_dead())?.parent))
     };
     let all: BTreeMap<i32, i32> = pids(uid).filter_map(launched).collect();
     all.iter().filter(|(_, parent)| !all.contains_key(parent)).map(|(pid, _)| *pid).collect()
@@ -321,8 +321,8 @@ fn maps_hook(pid: i32) -> bool {
 /// environment; see [`hydra`].
 fn instance_in(pid: i32, source: &Source) -> String {
     let own = source.instance();
-    let tells_nothing = own.is_empty() && source.text("PMI_RANK").is_some();
-    if tells_nothing { hydra(pid).unwrap_or(own) } else { own }
+    let is_missing = own.is_empty() && source.text("PMI_RANK").is_some();
+    if is_missing { hydra(pid).unwrap_or(own) } else { own }
 }
 
 /// Host and port on which the MPICH launcher listens. Each proxy has them among its arguments, so
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_process_is_told() {
+    fn the_end_of_a_process_is_reported() {
         let wait = |child: &mut std::process::Child| {
             let handle = Handle::open(child.id() as i32).unwrap();
             child.kill().unwrap();
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn who_started_a_process_is_known_also_when_those_in_between_have_ended() {
+    fn the_launched_command_is_found_after_its_descendants_ended() {
         let mut child = Command::new("sleep").arg("60").env("XPU_TIMER_LAUNCH_ID", "123456789:77").spawn().unwrap();
         let own = std::process::id() as i32;
         // The parent continues slightly before the kernel shows the environment of the child.
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_mpich_are_told_apart_by_where_their_launcher_listens() {
+    fn jobs_of_mpich_are_separated_by_the_port_of_their_launcher() {
         // A proxy, a shell, and in it the rank, which reports when it is ready.
         let script = "sh -c 'echo $$; read _; :'; :";
         let mut proxy = Command::new("sh");

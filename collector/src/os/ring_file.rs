@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_is_taken_and_its_end_survived() {
+    fn a_truncated_ring_is_an_error() {
         let fd = memfd(ring::offset::END as u64);
         let file = File::from(fd.try_clone().unwrap());
         file.write_all_at(&ring::MAGIC.to_le_bytes(), 0).unwrap();

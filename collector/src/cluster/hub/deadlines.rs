@@ -203,9 +203,9 @@ impl Hub {
         let mut known = std::mem::take(&mut self.refused);
         for refused in self.nodes.refused() {
             let key = (refused.node, refused.by, refused.job.clone());
-            let (since, mut told) = known.remove(&key).unwrap_or((now.mono_ns, false));
-            if !told && now.mono_ns > since + REFUSED_NS {
-                told = true;
+            let (since, mut logged) = known.remove(&key).unwrap_or((now.mono_ns, false));
+            if !logged && now.mono_ns > since + REFUSED_NS {
+                logged = true;
                 warn!(
                     "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
                     self.nodes.name(refused.node),
@@ -214,7 +214,7 @@ impl Hub {
                     self.nodes.name(refused.by)
                 );
             }
-            self.refused.insert(key, (since, told));
+            self.refused.insert(key, (since, logged));
         }
     }
 

@@ -64,8 +64,8 @@ impl Hub {
 
     /// A refused node reconnects again and again; after an update of one side, all nodes do.
     pub(super) fn turned_away(&mut self, node: &str, why: String, now: Now) {
-        let told = self.turned_away.as_ref();
-        if told.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
+        let last_logged = self.turned_away.as_ref();
+        if last_logged.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
             warn!("node {node} is refused: {why}");
             self.turned_away = Some((why, now.mono_ns));
         }
