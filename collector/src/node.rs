@@ -9,6 +9,7 @@ mod connections;
 mod delivery;
 mod dump;
 mod ending;
+mod event_loop;
 mod evidence;
 mod filters;
 mod inbox;
@@ -34,20 +35,18 @@ mod work;
 mod writing;
 
 use std::{
-    os::fd::AsFd,
     path::PathBuf,
-    sync::{Arc, mpsc},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
     signal::unix::{SignalKind, signal},
     time::{MissedTickBehavior, interval},
 };
-use tracing::{error, info, warn};
+use tracing::{error, info};
 use xpu_timer_proto::socket::settings_file;
 
 use crate::{
@@ -59,22 +58,20 @@ use crate::{
         token::{Token, read_token},
         watch::Limits,
     },
-    job::key::{ConnectionId, RankId},
     logging,
     node::{
         captures::Captures,
-        connections::{Connections, Event},
+        connections::Connections,
+        event_loop::EventLoop,
         inbox::{Command, Inbox},
         socket::Endpoint,
-        state::{NodeState, TICK},
-        supervisor::{News, Supervised},
+        state::NodeState,
+        supervisor::Supervised,
         uplink::Address,
     },
-    os::{clock::Now, limits::raise_descriptor_limit, memory, process::Handle},
+    os::{limits::raise_descriptor_limit, memory},
 };
 
-/// How long the collector waits for running dumps when it ends, after it has hurried them.
-const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
 /// Time between two cleanups of the hooks' logs.
 const LOG_CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -126,12 +123,13 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     if let Some(supervised) = &supervised {
         supervised.up();
     }
-    let mut node = Node { state, endpoint, supervised, connections: Connections::default(), inbox, commands };
-    node.work();
-    if let Some(supervised) = &node.supervised
+    let mut event_loop =
+        EventLoop { state, endpoint, supervised, connections: Connections::default(), inbox, commands };
+    event_loop.run();
+    if let Some(supervised) = &event_loop.supervised
         && !supervised.ends()
     {
-        node.endpoint.set_removes_file(true);
+        event_loop.endpoint.set_removes_file(true);
     }
     shut_down(runtime);
     Ok(())
@@ -264,160 +262,4 @@ fn write_settings_file(settings: &Settings) -> Option<String> {
     let file = settings_file(&settings.socket);
     let error = std::fs::write(&file, lines).err()?;
     Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
-}
-
-/// Whether Yama allows this process to read another one only if that one has named it, or an
-/// ancestor of it.
-fn is_tracing_restricted() -> bool {
-    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
-}
-
-struct Node {
-    state: NodeState,
-    endpoint: Endpoint,
-    supervised: Option<Supervised>,
-    connections: Connections,
-    inbox: Inbox,
-    commands: mpsc::Receiver<Command>,
-}
-
-/// The result of one poll.
-#[derive(Default)]
-struct Ready {
-    listener: bool,
-    connections: Vec<ConnectionId>,
-    processes: Vec<RankId>,
-    // A rank that has not registered has ended.
-    unregistered_ended: bool,
-}
-
-impl Node {
-    fn work(&mut self) {
-        let mut next_tick = Instant::now();
-        let mut used = Instant::now();
-        let mut stopping: Option<Instant> = None;
-        loop {
-            let ready = self.wait(next_tick.saturating_duration_since(Instant::now()), stopping.is_none());
-            let now = Now::get();
-            // Goodbyes and last messages are handled before the end of their process.
-            for id in ready.connections {
-                self.read(id, now);
-            }
-            for id in ready.processes {
-                self.state.ended(id, now);
-            }
-            if ready.unregistered_ended {
-                self.state.note_ended_unregistered(now);
-            }
-            if ready.listener {
-                self.connections.accept(&self.endpoint);
-            }
-            self.inbox.clear();
-            while let Ok(command) = self.commands.try_recv() {
-                if matches!(command, Command::Stop) && stopping.replace(Instant::now()).is_none() {
-                    info!("told to end");
-                }
-                self.state.command(command, now);
-            }
-            if Instant::now() >= next_tick {
-                next_tick = Instant::now() + TICK;
-                self.state.tick(now);
-                self.connections.close_mute();
-            }
-            if let Some(supervised) = &mut self.supervised {
-                let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
-                self.state.supervisor = supervised.pid();
-                match news {
-                    Some(News::Stop) => self.inbox.post(Command::Stop),
-                    Some(News::Alone) if is_tracing_restricted() => {
-                        info!("the hooks connect again, so that they let this process look into theirs");
-                        for id in self.connections.close_all() {
-                            self.state.disconnected(id, now);
-                        }
-                    }
-                    Some(News::Alone) | None => {}
-                }
-            }
-            self.state.note_turn(now);
-            if self.connections.are_used() || self.state.launched.is_needed() || self.state.is_busy() {
-                used = Instant::now();
-            }
-            if let Some(since) = stopping
-                && (!self.state.is_writing() || since.elapsed() > SHUTDOWN_GRACE)
-            {
-                info!("ended");
-                return;
-            }
-            if self.state.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
-                info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
-                return;
-            }
-        }
-    }
-
-    fn read(&mut self, id: ConnectionId, now: Now) {
-        let (pid, process) = (self.connections.pid(id), self.connections.process(id));
-        for event in self.connections.read(id) {
-            match event {
-                Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
-                        self.connections.refuse(id, &problem);
-                        self.state.disconnected(id, now);
-                        return;
-                    }
-                }
-                Event::End => {
-                    if let Some(command) = self.connections.close(id) {
-                        self.state.launched.add(command);
-                    }
-                    self.state.disconnected(id, now);
-                }
-            }
-        }
-    }
-
-    /// Waits for an event, at most for `patience`.
-    fn wait(&self, patience: Duration, accepting: bool) -> Ready {
-        let processes: Vec<(RankId, Arc<Handle>)> = self
-            .state
-            .registry
-            .ranks()
-            .filter(|rank| !rank.gone)
-            .filter_map(|rank| Some((rank.id, Arc::clone(rank.process.as_ref()?))))
-            .collect();
-        let connections: Vec<(ConnectionId, _)> =
-            self.connections.iter().map(|(id, connection)| (id, connection.fd.as_fd())).collect();
-        let listening = accepting && self.connections.accepts();
-        let supervisor = self.supervised.as_ref().and_then(Supervised::fd);
-
-        let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
-        let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
-        fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
-        fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
-        fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
-        fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
-        let launched = fds.len() - 1;
-        // This descriptor only wakes the loop.
-        fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
-        if let Err(errno) = poll(&mut fds, Some(&timeout))
-            && errno != rustix::io::Errno::INTR
-        {
-            // At worst the system is out of memory. The loop must neither end nor spin.
-            warn!("poll: {errno}");
-            std::thread::sleep(TICK);
-        }
-        let mut events = fds[1..=launched].iter().map(|fd| !fd.revents().is_empty());
-        Ready {
-            listener: events.next().unwrap_or(false),
-            connections: connections
-                .iter()
-                .zip(&mut events)
-                .filter(|(_, ready)| *ready)
-                .map(|((id, _), _)| *id)
-                .collect(),
-            processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
-            unregistered_ended: events.any(|ready| ready),
-        }
-    }
 }

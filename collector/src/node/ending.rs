@@ -155,10 +155,11 @@ impl NodeState {
             hangs && (&unregistered.job, unregistered.info.attempt) == (&incident.job, incident.attempt)
         };
         let unregistered = self.unregistered_ranks(now);
-        let processes = unregistered.iter().filter(hangs_by_verdict).filter_map(|unregistered| match &unregistered.state {
-            launched::State::Runs(process) => Some((unregistered.info.rank, Arc::clone(process))),
-            launched::State::Ended(..) => None,
-        });
+        let processes =
+            unregistered.iter().filter(hangs_by_verdict).filter_map(|unregistered| match &unregistered.state {
+                launched::State::Runs(process) => Some((unregistered.info.rank, Arc::clone(process))),
+                launched::State::Ended(..) => None,
+            });
         processes.collect()
     }
 
