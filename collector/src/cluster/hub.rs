@@ -154,8 +154,8 @@ impl Hub {
     /// Whether the job has a world that was started after this incident was opened. The hang of the
     /// incident is over then.
     fn is_over(&self, incident: &Incident) -> bool {
-        let view = self.nodes.job(&incident.job);
-        view.alive && view.born_ns > incident.opened.mono_ns
+        let summary = self.nodes.job(&incident.job);
+        summary.alive && summary.born_ns > incident.opened.mono_ns
     }
 
     /// Whether an alarm of a node is about something other than this incident: none of its running

@@ -174,30 +174,30 @@ struct Claims {
     // By rank. If several nodes claim one rank, one of them holds it.
     ranks: BTreeMap<(u32, NodeId), Claim>,
     // Computed on demand. Adding a rank updates it; every other change drops it.
-    view: RefCell<Option<Arc<JobView>>>,
+    summary: RefCell<Option<Arc<JobSummary>>>,
 }
 
 impl Claims {
-    fn view(&self, away: &BTreeSet<NodeId>) -> Arc<JobView> {
-        Arc::clone(self.view.borrow_mut().get_or_insert_with(|| {
+    fn summary(&self, away: &BTreeSet<NodeId>) -> Arc<JobSummary> {
+        Arc::clone(self.summary.borrow_mut().get_or_insert_with(|| {
             let newest = self.ranks.values().max_by_key(|claim| (claim.is_alive(), claim.started_ns, claim.number));
             let world = newest.map_or(World::default(), |claim| World {
                 size: claim.world_size,
                 attempt: claim.attempt,
                 started_ns: claim.started_ns,
             });
-            let mut view = JobView { world, born_ns: u64::MAX, ..JobView::default() };
+            let mut summary = JobSummary { world, born_ns: u64::MAX, ..JobSummary::default() };
             let mut last = None;
             for (rank, _) in self.ranks.keys() {
                 if last.replace(*rank) == Some(*rank) {
                     continue;
                 }
                 if let Some((node, claim)) = holder(&mut self.of_rank(world, *rank), away) {
-                    view.add(*rank, node, claim);
+                    summary.add(*rank, node, claim);
                 }
-                view.contested |= self.of_rank(world, *rank).nth(1).is_some();
+                summary.contested |= self.of_rank(world, *rank).nth(1).is_some();
             }
-            Arc::new(view)
+            Arc::new(summary)
         }))
     }
 
@@ -228,7 +228,7 @@ impl Claims {
             if old.is_alive() && old.is_as_before(&claim) {
                 // The rank has registered.
                 claim.started_ns = old.started_ns;
-                if let Some(known) = self.view.get_mut() {
+                if let Some(known) = self.summary.get_mut() {
                     Arc::make_mut(known).hear(&claim);
                 }
                 self.ranks.insert((rank, node), claim);
@@ -236,17 +236,17 @@ impl Claims {
             }
         }
         let alone = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX)).next().is_none();
-        let view = self.view.get_mut();
-        match view {
+        let summary = self.summary.get_mut();
+        match summary {
             Some(known) if alone && known.takes(rank, &claim) => Arc::make_mut(known).add(rank, node, &claim),
-            _ => *view = None,
+            _ => *summary = None,
         }
         self.ranks.insert((rank, node), claim);
     }
 
     fn remove(&mut self, rank: u32, node: NodeId) {
         self.ranks.remove(&(rank, node));
-        *self.view.get_mut() = None;
+        *self.summary.get_mut() = None;
     }
 }
 
@@ -279,7 +279,7 @@ pub struct Nodes {
 
 /// A summary of the ranks in the world of a job that is running or ran last.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct JobView {
+pub struct JobSummary {
     /// The highest attempt among the ranks.
     pub attempt: u32,
     /// World size of the job.
@@ -305,7 +305,7 @@ pub struct JobView {
     ended: bool,
 }
 
-impl JobView {
+impl JobSummary {
     /// Whether a rank that no node has claimed yet can be added without recomputing the summary.
     fn takes(&self, rank: u32, claim: &Claim) -> bool {
         let in_order =
@@ -401,7 +401,7 @@ impl Nodes {
         let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
         for job in jobs {
             if let Some(claims) = self.claims.get_mut(&job) {
-                claims.view.get_mut().take_if(|view| view.contested);
+                claims.summary.get_mut().take_if(|summary| summary.contested);
             }
         }
     }
@@ -582,13 +582,13 @@ impl Nodes {
     pub fn refused(&self) -> Vec<Refused> {
         let mut refused: BTreeMap<(NodeId, NodeId, &JobKey), RankSet> = BTreeMap::new();
         for (job, claims) in &self.claims {
-            let view = claims.view(&self.away);
-            if !view.contested {
+            let summary = claims.summary(&self.away);
+            if !summary.contested {
                 continue;
             }
             for ((rank, node), claim) in &claims.ranks {
-                let holder = holder(&mut claims.of_rank(view.world, *rank), &self.away);
-                let stands = claim.is_alive() && !self.away.contains(node) && view.world.holds(*rank, claim);
+                let holder = holder(&mut claims.of_rank(summary.world, *rank), &self.away);
+                let stands = claim.is_alive() && !self.away.contains(node) && summary.world.holds(*rank, claim);
                 if let Some((by, _)) = holder.filter(|(by, held)| stands && by != node && held.is_alive()) {
                     refused.entry((*node, by, job)).or_default().insert(*rank);
                 }
@@ -604,8 +604,8 @@ impl Nodes {
 
     /// The summary of a job.
     #[must_use]
-    pub fn job(&self, job: &JobKey) -> Arc<JobView> {
-        self.claims.get(job).map(|claims| claims.view(&self.away)).unwrap_or_default()
+    pub fn job(&self, job: &JobKey) -> Arc<JobSummary> {
+        self.claims.get(job).map(|claims| claims.summary(&self.away)).unwrap_or_default()
     }
 
     /// The ranks that one node holds.
@@ -620,7 +620,7 @@ impl Nodes {
     #[must_use]
     pub fn of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
         let claims = self.claims.get(job)?;
-        let world = claims.view(&self.away).world;
+        let world = claims.summary(&self.away).world;
         holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)
     }
 
@@ -647,9 +647,9 @@ impl Nodes {
     /// Another node on which the job launched within its idle timeout.
     #[must_use]
     pub fn busy_elsewhere(&self, job: &JobKey, not: NodeId, now_ns: u64) -> Option<&str> {
-        let view = self.job(job);
-        let recent = |last: &u64| now_ns.saturating_sub(*last) < view.idle_timeout_ms.saturating_mul(1_000_000);
-        let others = view.nodes.iter().filter(|id| **id != not).filter_map(|id| self.nodes.get(id));
+        let summary = self.job(job);
+        let recent = |last: &u64| now_ns.saturating_sub(*last) < summary.idle_timeout_ms.saturating_mul(1_000_000);
+        let others = summary.nodes.iter().filter(|id| **id != not).filter_map(|id| self.nodes.get(id));
         let mut busy = others.filter(|node| node.is_joined() && node.launches.get(job).is_some_and(recent));
         busy.next().map(|node| node.name.as_str())
     }
@@ -659,12 +659,12 @@ impl Nodes {
         let gone = |node: &Node| !node.is_joined() && now_ns > node.lost_ns + FORGET_NS;
         let nodes = &self.nodes;
         for claims in self.claims.values_mut() {
-            let (before, world) = (claims.ranks.len(), claims.view(&self.away).world);
+            let (before, world) = (claims.ranks.len(), claims.summary(&self.away).world);
             claims.ranks.retain(|(rank, node), claim| {
                 (claim.is_alive() || world.holds(*rank, claim)) && nodes.get(node).is_some_and(|node| !gone(node))
             });
             if claims.ranks.len() < before {
-                *claims.view.get_mut() = None;
+                *claims.summary.get_mut() = None;
             }
         }
         self.claims.retain(|_, claims| !claims.ranks.is_empty());

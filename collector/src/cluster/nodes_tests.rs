@@ -76,9 +76,9 @@ fn the_newest_attempt_counts_with_its_world() {
     nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)], 2);
     assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
     nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)], 2 * SECOND);
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert!(view.is_complete());
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.attempt, summary.world_size, summary.nodes.clone()), (1, 2, BTreeSet::from([a])));
+    assert!(summary.is_complete());
     nodes.claim(b, vec![aged(2, 0, 4, 3, Some(2)), aged(3, 0, 4, 3, Some(2))], 3 * SECOND);
     nodes.forget(4 * SECOND);
     assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older world is forgotten");
@@ -99,12 +99,12 @@ fn agents_with_different_attempts_have_one_world() {
     // membership change.
     nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(30));
     nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.attempt, view.ranks, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert_eq!(view.born_ns, at(29), "the world before is not that one");
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.attempt, summary.ranks, summary.nodes.clone()), (1, 2, BTreeSet::from([a])));
+    assert_eq!(summary.born_ns, at(29), "the world before is not that one");
     nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
-    let view = nodes.job(&job("j"));
-    assert!(view.is_complete() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
+    let summary = nodes.job(&job("j"));
+    assert!(summary.is_complete() && summary.nodes.len() == 2 && summary.attempt == 1, "{summary:?}");
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2-3".into()));
     // A rank that dies in this world belongs to it, whatever its attempt is.
     nodes.claim(b, vec![aged(2, 0, 4, 10, Some(1)), aged(3, 0, 4, 10, None)], at(40));
@@ -163,12 +163,12 @@ fn an_unregistered_rank_belongs_to_its_world() {
     nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
     let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
     nodes.claim(b, vec![silent], at(10));
-    let view = nodes.job(&job("j"));
-    assert!(view.is_complete() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
-    drop(view);
+    let summary = nodes.job(&job("j"));
+    assert!(summary.is_complete() && summary.alive && summary.nodes.contains(&b) && summary.hang_timeout_ms == 0);
+    drop(summary);
     let registered = RankEntry { hang_timeout_ms: 300, ..started(7, 10, aged(1, 0, 2, 6, None)) };
     nodes.claim(b, vec![registered], at(11));
-    assert!(nodes.claims[&job("j")].view.borrow().is_some(), "in a large job that is not worked out for each rank");
+    assert!(nodes.claims[&job("j")].summary.borrow().is_some(), "in a large job that is not worked out for each rank");
     assert_eq!(nodes.job(&job("j")).hang_timeout_ms, 300);
     assert_eq!(nodes.claims[&job("j")].ranks[&(1, b)].presence, Presence::Present);
     nodes.claim(b, vec![started(7, 10, aged(1, 0, 2, 7, Some(1)))], at(12));
@@ -187,8 +187,12 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
     // A node joins: its rank arrives before the old ranks are reported as ended, and has one of
     // their numbers.
     nodes.claim(c, vec![aged(0, 0, 3, 1, None)], at(20));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.world_size, view.ranks, nodes.refused()), (3, 1, vec![]), "nobody complains of the old ranks");
+    let summary = nodes.job(&job("j"));
+    assert_eq!(
+        (summary.world_size, summary.ranks, nodes.refused()),
+        (3, 1, vec![]),
+        "nobody complains of the old ranks"
+    );
     nodes.claim(a, vec![aged(1, 0, 3, 1, None)], at(20));
     nodes.claim(b, vec![aged(1, 0, 2, 15, Some(2)), aged(2, 0, 3, 1, None)], at(20));
     assert!(nodes.job(&job("j")).is_complete());
@@ -197,8 +201,8 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
     nodes.claim(a, vec![aged(1, 0, 3, 11, Some(2))], at(30));
     nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(30));
     nodes.claim(c, vec![aged(1, 0, 2, 1, None)], at(30));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.world_size, view.ranks, view.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.world_size, summary.ranks, summary.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
     // Another node replaces it in a world of the same size: the old number is free as soon as its
     // process has ended.
     nodes.claim(c, vec![aged(1, 0, 2, 11, Some(1))], at(40));
@@ -254,8 +258,8 @@ fn communicators_separate_two_jobs_of_one_name() {
     assert_eq!(keys.len(), 2, "{keys:?}");
     let other = JobKey { name: "j".into(), instance: "pid 9 on a 01".into() };
     for key in [&job("j"), &other] {
-        let view = nodes.job(key);
-        assert!(view.is_complete() && view.nodes == BTreeSet::from([a, b]), "{key}: {view:?}");
+        let summary = nodes.job(key);
+        assert!(summary.is_complete() && summary.nodes == BTreeSet::from([a, b]), "{key}: {summary:?}");
     }
     assert_eq!(nodes.refused(), []);
     assert_eq!(nodes.key_at(b, &other), job("j"), "what the node is asked for");

@@ -39,14 +39,14 @@ pub fn status(hub: &Hub, now: Now) -> Value {
 }
 
 fn job(hub: &Hub, key: &JobKey) -> Value {
-    let view = hub.nodes.job(key);
+    let summary = hub.nodes.job(key);
     json!({
         "job": key.to_string(),
-        "attempt": view.attempt,
-        "world_size": view.world_size,
-        "ranks": view.ranks,
-        "nodes": view.nodes.len(),
-        "alive": view.alive,
+        "attempt": summary.attempt,
+        "world_size": summary.world_size,
+        "ranks": summary.ranks,
+        "nodes": summary.nodes.len(),
+        "alive": summary.alive,
         "hang": hangs(hub, key),
     })
 }

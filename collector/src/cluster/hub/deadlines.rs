@@ -69,6 +69,14 @@ impl Hub {
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
+        self.fail_late_parts(id, now);
+        self.tick_files(id, now);
+        self.judge_late_parts(id, now);
+        self.advance(id, now);
+    }
+
+    /// Gives up parts that missed their deadline.
+    fn fail_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let mut given_up = Vec::new();
         for (node, part) in &incident.parts {
@@ -97,6 +105,11 @@ impl Hub {
         for (node, why) in given_up {
             incident.progress(node, Progress::Failed(why));
         }
+    }
+
+    /// Gives up files that missed their deadline, and requests further ones.
+    fn tick_files(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some((_, until)) = incident.files {
             if now.mono_ns > until {
                 let nodes = incident.files_coming.len() + incident.files_wanted.len();
@@ -106,8 +119,11 @@ impl Hub {
             }
             self.fetch(id, now);
         }
+    }
+
+    /// Judges late parts together: in a large job a verdict takes seconds.
+    fn judge_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        // Late parts are judged together: in a large job a verdict takes seconds.
         if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
@@ -116,15 +132,19 @@ impl Hub {
                 self.judge(id);
             }
         }
+    }
+
+    /// Closes the incident or starts its next step, if it is time.
+    fn advance(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_back = view.alive && view.is_complete();
+        let is_back = summary.alive && summary.is_complete();
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
             // No node of its world reconnected after a restart.
-            State::Gathering if incident.parts.is_empty() && (view.nodes.is_empty() || is_over) && !settling => {
+            State::Gathering if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
             State::Gathering => self.finish_if_complete(id, now),
@@ -140,7 +160,7 @@ impl Hub {
                 if quiet {
                     let state = if incident.recovered { State::Resolved } else { State::Ended };
                     self.close(id, state, now);
-                } else if !view.alive || is_over {
+                } else if !summary.alive || is_over {
                     self.close(id, State::Ended, now);
                     self.open_successor(id, now);
                 } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)

@@ -178,18 +178,18 @@ impl Hub {
     pub(super) fn work(&mut self, id: &str, work: Work) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
-            let view = self.nodes.job(&incident.job);
+            let summary = self.nodes.job(&incident.job);
             let milliseconds = |ms: u64| ms.saturating_mul(1_000_000);
             let plan = Plan {
                 incident: id.into(),
                 job: incident.job.name.clone(),
                 attempt: incident.attempt,
-                world_size: view.world_size,
+                world_size: summary.world_size,
                 trigger: incident.trigger.clone(),
                 opened: incident.opened,
                 late_ns: incident.late_ns,
-                hang_timeout_ns: milliseconds(view.hang_timeout_ms),
-                sample_interval_ns: milliseconds(view.sample_interval_ms),
+                hang_timeout_ns: milliseconds(summary.hang_timeout_ms),
+                sample_interval_ns: milliseconds(summary.sample_interval_ms),
                 folder: incident.folder.clone(),
                 fresh: incident.state == State::Gathering,
             };
@@ -223,11 +223,11 @@ impl Hub {
             return;
         }
         // After a restart of this collector the nodes reconnect one by one.
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
-        let all_known = is_over || view.nodes.iter().all(|node| incident.parts.contains_key(node));
+        let all_known = is_over || summary.nodes.iter().all(|node| incident.parts.contains_key(node));
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_complete = view.is_complete() && !is_over && !view.nodes.is_empty();
+        let is_complete = summary.is_complete() && !is_over && !summary.nodes.is_empty();
         let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_complete;
         if all_known && returned {
             self.judge(id);

@@ -96,14 +96,14 @@ impl Hub {
     pub(super) fn claim(&mut self, node: NodeId, ranks: Vec<RankEntry>, now: Now) {
         let others = self.nodes.claim(node, ranks, now.mono_ns);
         for job in self.nodes.jobs_of(node) {
-            let view = self.nodes.job(&job);
-            let now = (view.attempt, view.world_size);
-            if view.is_complete() && self.complete.insert(job.clone(), now) != Some(now) {
+            let summary = self.nodes.job(&job);
+            let now = (summary.attempt, summary.world_size);
+            if summary.is_complete() && self.complete.insert(job.clone(), now) != Some(now) {
                 info!(
                     "job {job} is whole: {} ranks on {} nodes, attempt {}",
-                    view.ranks,
-                    view.nodes.len(),
-                    view.attempt
+                    summary.ranks,
+                    summary.nodes.len(),
+                    summary.attempt
                 );
             }
         }

@@ -43,11 +43,11 @@ impl Hub {
 
     pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
         let job = self.nodes.key(node, &alarm.job.clone().unwrap_or_default());
-        let view = self.nodes.job(&job);
+        let summary = self.nodes.job(&job);
         let decline = |reason: String, alone: bool| {
             Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason, alone })
         };
-        if !view.nodes.contains(&node) {
+        if !summary.nodes.contains(&node) {
             let reason = format!("no rank of job {job} is this node's; it works alone");
             self.nodes.send(node, decline(reason, true), now.mono_ns);
             return;
@@ -101,7 +101,7 @@ impl Hub {
         }
         let hanging = alarm.hangs.then_some(node);
         let name = if alarm.captured { alarm.incident } else { in_time(&alarm.incident, now) };
-        self.open(&name, &job, view.attempt, trigger, alarm.late_ns, hanging, now);
+        self.open(&name, &job, summary.attempt, trigger, alarm.late_ns, hanging, now);
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of it is the incident")]
@@ -121,10 +121,10 @@ impl Hub {
         }
         info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
         self.opened += 1;
-        let view = self.nodes.job(job);
+        let summary = self.nodes.job(job);
         let mut incident = Incident::new(&id, job, attempt, trigger, now, late_ns);
         incident.hanging.extend(hanging);
-        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         let record = Record {
             id: id.clone(),
             job: job.name.clone(),
@@ -204,10 +204,10 @@ impl Hub {
     /// Starts another round for a hang that lasts but may not have been one.
     pub(super) fn look_again(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         info!("incident {id}: it lasts; the ranks are looked at again");
         incident.begin_round();
-        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         self.expected.retain(|_, expected| expected.incident != id);
         self.ask_all(id, now);
     }
@@ -226,16 +226,16 @@ impl Hub {
         if ranks.is_empty() || done {
             return None;
         }
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         let JobKey { name, instance } = self.nodes.key_at(node, &incident.job);
         let request = DumpRequest {
             incident: id.into(),
             job: Some(JobId { name, instance }),
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
-            sample_interval_ms: view.sample_interval_ms,
+            sample_interval_ms: summary.sample_interval_ms,
             ranks: runs(&ranks),
-            operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
+            operations: (OPERATIONS / summary.world_size.max(1)).clamp(10, 1024),
             round: incident.round,
         };
         let new = || Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0, asked_ns: 0 };
