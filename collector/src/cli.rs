@@ -12,12 +12,12 @@ use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
+    client::incidents::Remote,
     cluster,
     config::Settings,
     error::Error,
-    incidents::Remote,
     logging::{self, Destination},
-    node, supervisor,
+    node::{self, supervisor},
 };
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
@@ -41,7 +41,7 @@ enum Role {
         /// Stay as a small parent of the collector, which is started again when it dies
         #[arg(long)]
         supervise: bool,
-        // Standard input is the socket between the two.
+        // Standard input is the socket between the supervisor and its worker.
         #[arg(long, hide = true)]
         tied: bool,
         /// Write the log and all other output to this file, which is rotated (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
@@ -110,13 +110,13 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
-/// Does what the command line says.
+/// Runs the command line.
 ///
 /// # Errors
-/// What [`node::run`] cannot do without. That one runs already is none.
+/// Those of the role. A collector that already runs for this socket is not an error.
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let source = Source::process();
-    // Stacks and commands are not for everybody, whatever the user's umask says of other files.
+    // Stacks and commands are private, whatever the user's umask is.
     umask(Mode::from_raw_mode(source.umask()));
     let destination = match &arguments.command {
         Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
@@ -156,18 +156,18 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
     };
     let text = if json { printable::json(&text) } else { printable::text(&text) };
     match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever went away has seen enough.
+        // The reader has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => Ok(result?),
     }
 }
 
-/// One line on stderr. Nobody can be told when it is closed.
+/// Writes one line to stderr. Nothing can report a failure of that.
 pub fn say(text: &str) {
     let _ = std::io::stderr().write_all(format!("{}\n", printable::line(text)).as_bytes());
 }
 
-/// Columns of stdout; `None` where it is no terminal.
+/// Columns of stdout; `None` if it is not a terminal.
 fn terminal_width() -> Option<usize> {
     let stdout = std::io::stdout();
     let size = stdout.is_terminal().then(|| rustix::termios::tcgetwinsize(&stdout).ok()).flatten();

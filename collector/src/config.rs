@@ -12,14 +12,14 @@ use xpu_timer_proto::{
     socket::{self, Fingerprint, Look, NO_LOOK},
 };
 
-use crate::metrics::MetricsSettings;
+use crate::metrics::settings::MetricsSettings;
 
 /// Settings of one node collector.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The socket that hooks and launchers connect to.
+    /// The socket for hooks and launchers.
     pub socket: PathBuf,
-    /// What launchers of other jobs compare with what they want.
+    /// Hashes that launchers of other jobs compare with their own settings.
     pub fingerprints: Vec<Fingerprint>,
     /// Control port on loopback.
     pub control_port: u16,
@@ -27,15 +27,15 @@ pub struct Settings {
     pub metrics_port: Option<u16>,
     /// The variable that decided the ports, for messages.
     pub port_variable: &'static str,
-    /// Where incident folders go when a rank does not say so itself.
+    /// The folder for incident folders of ranks that name none.
     pub timeline_path: PathBuf,
-    /// Where they go when that cannot be written.
+    /// The folder to use when that cannot be written.
     pub fallback_path: PathBuf,
-    /// Between the two samples, for ranks that do not say so themselves.
+    /// Time between the two samples, for ranks that report none.
     pub sample_interval: Duration,
-    /// Hang timeout, for ranks that do not say so themselves.
+    /// Hang timeout, for ranks that report none.
     pub hang_timeout: Duration,
-    /// Label `pod_name`, and the node in the dumps when a rank does not say it.
+    /// Label `pod_name`, and the node in the dumps of ranks that report none.
     pub node: String,
     /// Windows, intervals and levels of the kernel metrics.
     pub metrics: MetricsSettings,
@@ -43,23 +43,24 @@ pub struct Settings {
     pub ip: String,
     /// The cluster collector; `None` when every node judges its own ranks.
     pub cluster: Option<String>,
-    /// File of the token that nodes and cluster share.
+    /// File with the token that nodes and cluster share.
     pub token_file: Option<PathBuf>,
-    /// Authority that the node trusts; `None` for those of the system.
+    /// Certificate authority that the node trusts; `None` for those of the system.
     pub ca_file: Option<PathBuf>,
-    /// Where verdicts are posted.
+    /// URL that receives the verdicts.
     pub webhook: Option<String>,
-    /// Which incident folders are kept.
+    /// How many incident folders to keep.
     pub keep: Keep,
-    /// Where the logs of hooks are.
+    /// Folder of the hooks' logs.
     pub logging_dir: PathBuf,
-    /// The collector ends when nothing has been connected, and no command has lived under a launcher, for this long.
+    /// The collector ends when for this long nothing has been connected and no command of a
+    /// launcher has run.
     pub linger: Option<Duration>,
 }
 
 impl Settings {
-    /// From this process's environment. The problems are values that could not be used, for the log: of all variables, because
-    /// the launcher, which has none, leaves it to this one to complain.
+    /// Reads this process's environment. The problems are unusable values of all variables, for the
+    /// log: the launcher has no log and leaves the report to the collector.
     #[must_use]
     pub fn from_process(linger: Option<Duration>) -> (Self, Vec<Problem>) {
         let source = Source::process();
@@ -67,7 +68,7 @@ impl Settings {
         (settings, source.all_problems())
     }
 
-    /// From any source.
+    /// Reads any source.
     #[must_use]
     pub fn new(source: &Source, linger: Option<Duration>, uid: u32) -> Self {
         let control_port = source.control_port();
@@ -77,7 +78,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, &Look { answers: &silent, ..NO_LOOK });
+        let place = socket::place(source, uid, &Look { answers: &unresponsive, ..NO_LOOK });
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),
@@ -102,25 +103,26 @@ impl Settings {
     }
 }
 
-/// Why a path, or the first folder above it that is there, cannot be looked at: its file system does not answer.
-fn silent(path: &Path) -> Option<String> {
+/// Why a path, or the nearest folder above it that exists, cannot be examined: its file system does
+/// not answer.
+fn unresponsive(path: &Path) -> Option<String> {
     let owned = path.to_path_buf();
     let look =
         move || owned.ancestors().find(|path| path.symlink_metadata().is_ok()).map(|path| path.metadata().is_ok());
     file::within(file::PATIENCE, look).err().map(|error| error.to_string())
 }
 
-/// Which incident folders are kept; zero is no limit.
+/// How many incident folders to keep; zero is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Keep {
-    /// The newest so many.
+    /// Number of newest folders to keep.
     pub count: usize,
-    /// Those that are not older.
+    /// Greatest age to keep.
     pub age: Duration,
 }
 
 impl Keep {
-    /// From any source.
+    /// Reads any source.
     #[must_use]
     pub fn new(source: &Source) -> Self {
         let days: u64 = source.number("XPU_TIMER_KEEP_DAYS").unwrap_or(0);

@@ -1,4 +1,4 @@
-//! What can go wrong in the collector, each with the path, port, pid or rank that it is about.
+//! The errors of the collector, each with its path, port, pid or rank.
 
 use std::{io, path::PathBuf};
 
@@ -18,9 +18,9 @@ pub enum Error {
     Path {
         /// `create`, `write` and the like.
         action: &'static str,
-        /// What it was done to.
+        /// The file or folder.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -29,7 +29,7 @@ pub enum Error {
     Running {
         /// The socket.
         path: PathBuf,
-        /// Its pid, as the lock file says.
+        /// Its pid, as the lock file names it.
         pid: String,
     },
     /// A descriptor that a hook handed over is not a ring.
@@ -46,18 +46,18 @@ pub enum Error {
     /// The cluster role cannot listen.
     #[error("cannot listen on {address}; --listen or XPU_TIMER_CLUSTER_LISTEN chooses another address")]
     Listen {
-        /// Where.
+        /// The address.
         address: std::net::SocketAddr,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The operating system refused something that the collector cannot do without.
+    /// The operating system refused something that the collector needs.
     #[error("cannot {action}")]
     System {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -75,14 +75,14 @@ impl Error {
         move |source| Error::System { action, source: source.into() }
     }
 
-    /// Whether the disk was full or a quota used up.
+    /// Whether the disk is full or a quota is used up.
     #[must_use]
     pub fn is_full(&self) -> bool {
         let Error::Path { source, .. } = self else { return false };
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
     }
 
-    /// Whether something of that name is there already.
+    /// Whether a file of that name already exists.
     #[must_use]
     pub fn is_taken(&self) -> bool {
         matches!(self, Error::Path { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)

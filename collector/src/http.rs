@@ -1,10 +1,16 @@
-//! The control and metrics endpoints of a node, on loopback only. The control port answers its owner and root, and whoever has the
-//! token; the metrics are for everybody on this machine. A page that a browser loaded from elsewhere reaches neither: only requests
-//! that name this machine as their host, and come from no other origin, are answered.
+//! The control and metrics endpoints of a node, on loopback only. The control port answers its
+//! owner, root, and requests with the token; the metrics are open to all users of this machine.
+//! Only requests that name this machine as their host and come from no other origin are answered,
+//! so web pages from elsewhere reach neither endpoint.
 
-pub mod peer;
-pub mod server;
-pub mod watch;
+pub(crate) mod address;
+pub(crate) mod pages;
+pub(crate) mod peer;
+pub(crate) mod questions;
+pub(crate) mod routes;
+pub(crate) mod server;
+pub mod token;
+pub(crate) mod watch;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -22,16 +28,17 @@ use axum::{
 use rustix::process::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
 
-use self::{
+use crate::http::{
     peer::Owners,
+    questions::Answers,
     server::{Caller, Server},
+    token::Token,
 };
-use crate::{inbox::Inbox, routes, token::Token, uplink};
 
 /// Listens on a loopback port.
 ///
 /// # Errors
-/// A sentence that names the port, who has it and the variable that decides it.
+/// One sentence with the port, its current user and the variable that sets it.
 pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener, String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let listener = TcpListener::bind(address).await;
@@ -45,21 +52,21 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
 }
 
 /// Serves the control endpoint until the process ends.
-pub async fn serve_control(server: Server, listener: TcpListener, inbox: Inbox, token: Token) {
-    server.run(listener, control(routes::control().with_state(inbox), token)).await;
+pub async fn serve_control(server: Server, listener: TcpListener, answers: impl Answers, token: Token) {
+    server.run(listener, control(routes::control().with_state(answers), token)).await;
 }
 
 /// Serves the metrics endpoint until the process ends.
-pub async fn serve_metrics(server: Server, listener: TcpListener, inbox: Inbox) {
+pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl Answers) {
     let cache = Arc::new(Mutex::new(None));
     let router = routes::metrics()
         .layer(middleware::from_fn_with_state(cache, strangers_share_pages))
         .layer(middleware::from_fn(local_only))
-        .with_state(inbox);
+        .with_state(answers);
     server.run(listener, router).await;
 }
 
-/// Pages that only the owner may see, and `/health`, which is for everybody.
+/// Pages for the owner only, and `/health`, which is open to all.
 fn control(pages: Router, token: Token) -> Router {
     pages
         .layer(middleware::from_fn_with_state(token, owner_only))
@@ -91,7 +98,7 @@ async fn owner_only(State(token): State<Token>, request: Request, next: Next) ->
     (StatusCode::FORBIDDEN, refusal(caller.and_then(|caller| caller.uid))).into_response()
 }
 
-/// Why a user gets no answer of a port that belongs to another one, and what helps.
+/// Explains why a port of another user does not answer, and what to do.
 #[must_use]
 pub fn refusal(uid: Option<u32>) -> String {
     let owner = getuid().as_raw();
@@ -105,9 +112,10 @@ pub fn refusal(uid: Option<u32>) -> String {
     )
 }
 
-/// The page that others than the owner got last.
+/// The last page that was served to users other than the owner.
 type Cache = Arc<Mutex<Option<(Instant, axum::body::Bytes)>>>;
-/// So old may a page for others than the owner be: however many ask, the loop that knows the ranks has other work.
+/// Maximum age of a page for users other than the owner. It bounds the load on the event loop,
+/// however many requests there are.
 const PAGE_AGE: Duration = Duration::from_secs(1);
 const PAGE_KIND: [(header::HeaderName, &str); 1] = [(header::CONTENT_TYPE, routes::PROMETHEUS)];
 
@@ -132,14 +140,15 @@ async fn strangers_share_pages(State(cache): State<Cache>, request: Request, nex
     }
 }
 
-/// Whether a request names this machine and comes from no page of another one, nor of another program of this one.
+/// Whether a request names this machine and comes neither from a web page of another machine nor
+/// from one of another program on this machine.
 #[must_use]
 pub fn is_local(headers: &HeaderMap) -> bool {
     text(headers, header::HOST).is_some_and(is_loopback) && is_same_origin(headers)
 }
 
-/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask, and
-/// other users of this machine serve pages from it as well.
+/// Whether a requesting web page, if there is one, was loaded from here. A browser adds the user's
+/// password to requests of other pages too, and other users of this machine may serve such pages.
 #[must_use]
 pub fn is_same_origin(headers: &HeaderMap) -> bool {
     let host = text(headers, header::HOST);
@@ -156,13 +165,13 @@ pub fn authority(origin: &str) -> Option<&str> {
     origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"))
 }
 
-/// `localhost` or an address of loopback, with or without a port.
+/// `localhost` or a loopback address, with or without a port.
 fn is_loopback(authority: &str) -> bool {
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port),
         _ => (authority, "0"),
     };
-    port.bytes().all(|byte| byte.is_ascii_digit()) && uplink::is_loopback(host)
+    port.bytes().all(|byte| byte.is_ascii_digit()) && address::is_loopback(host)
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! JSON for people and programs: what a terminal or a page shows of it acts on nothing ([`printable::json`]).
+//! JSON for people and programs. [`printable::json`] removes everything that a terminal or a page
+//! would act on.
 
 use axum::{
     http::header,
@@ -17,7 +18,7 @@ impl<T: Serialize> IntoResponse for Json<T> {
     }
 }
 
-/// A file, with line breaks.
+/// The content of a file, with line breaks.
 #[must_use]
 pub fn pretty(value: &impl Serialize) -> Vec<u8> {
     safe(serde_json::to_string_pretty(value)).into_bytes()
@@ -26,7 +27,7 @@ pub fn pretty(value: &impl Serialize) -> Vec<u8> {
 fn safe(json: serde_json::Result<String>) -> String {
     match json {
         Ok(json) => printable::json(&json).into_owned(),
-        // No type of ours is known to cause it.
+        // No known type of ours causes this.
         Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
     }
 }

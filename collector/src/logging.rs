@@ -1,5 +1,6 @@
-//! The collector's log: to stderr, or to a file that is rotated. A file system or a reader of stderr that does not answer, a full
-//! disk or a folder that cannot be written costs lines of the log, and never holds up the collector.
+//! The collector's log: to stderr, or to a rotated file. A file system or a reader of stderr that
+//! does not answer, a full disk, or a folder that cannot be written costs lines of the log, and
+//! never blocks the collector.
 
 use std::{
     borrow::Cow,
@@ -28,12 +29,12 @@ use rustix::{
 use tracing_subscriber::EnvFilter;
 use xpu_timer_proto::{env::Source, file, printable};
 
-/// So many lines may wait for the disk.
-const WAITING: usize = 4096;
-/// For the last lines at the end of the process.
-const LAST_LINES: Duration = Duration::from_secs(1);
+/// Number of lines that may wait for the disk.
+const MAX_QUEUED_LINES: usize = 4096;
+/// Time limit for the last lines at the end of the process.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where the log of a program goes.
+/// Destination of a program's log.
 #[derive(Debug, Clone, Copy)]
 pub enum Destination<'a> {
     /// A command that a person waits for: stderr, and each line at once.
@@ -44,7 +45,7 @@ pub enum Destination<'a> {
     File(&'a Path),
 }
 
-/// Begins to log, as the settings say. The last lines are written when the guard is dropped.
+/// Starts the log with the settings. Dropping the guard writes the last lines.
 #[must_use]
 pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
     let wanted = source.text("XPU_TIMER_LOG").unwrap_or_default();
@@ -52,12 +53,12 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new("info"), Some(error)),
     };
-    // The HTTP client names whole URLs at lower levels, and that of a webhook admits whoever has it.
+    // The HTTP client logs complete URLs at lower levels, and the URL of a webhook is a credential.
     let filter = filter.add_directive("ureq=error".parse().expect("a directive of a target and a level"));
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(false)
-        // By default a line that cannot be written, on a full disk, is complained about by eprintln!, which panics then.
+        // By default, eprintln! reports a line that cannot be written. On a full disk it panics.
         .log_internal_errors(false);
     let mut problem = None;
     let target = match destination {
@@ -78,7 +79,7 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
         }
         None => subscriber.with_writer(|| printable::Lines(io::stderr())).init(),
     }
-    // The message of a panic may hold anything; as a line of the log it goes through the same filter.
+    // The message of a panic may contain anything; as a line of the log it passes the filter.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     if let Some(error) = wrong {
         tracing::warn!("XPU_TIMER_LOG={wanted:?} cannot be used, using \"info\" instead: {error}");
@@ -89,7 +90,7 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
     Guard(())
 }
 
-/// Opens the file of the log. Where its file system does not answer the thread of the log tries again.
+/// Opens the log file. If its file system does not answer, the log thread tries again.
 fn open_within(path: &Path, cap: Cap) -> io::Result<Target> {
     // Signals are for the thread that waits for them.
     let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
@@ -99,12 +100,12 @@ fn open_within(path: &Path, cap: Cap) -> io::Result<Target> {
     match opened {
         Ok(opened) => opened.map(Target::File),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => Ok(Target::Unanswered(path.into(), cap)),
-        // Without a thread.
+        // No thread could be started.
         Err(_) => Rotating::open(path, cap).map(Target::File),
     }
 }
 
-/// How much a log may hold, and its mode.
+/// Size limit, number of files and mode of a log.
 #[derive(Debug, Clone, Copy)]
 struct Cap {
     bytes: u64,
@@ -123,7 +124,7 @@ enum Item {
     Flush(SyncSender<()>),
 }
 
-/// What the thread of the log writes to.
+/// The destination of the log thread.
 enum Target {
     File(Rotating),
     /// A file that could not be opened in time.
@@ -132,7 +133,7 @@ enum Target {
 }
 
 impl Target {
-    /// Writes a line. On a full disk it is lost, and nobody can be told.
+    /// Writes a line. On a full disk it is lost, and nothing can report that.
     fn write(&mut self, line: &[u8]) {
         match self {
             Target::File(file) => file.write(line),
@@ -145,7 +146,7 @@ impl Target {
     }
 }
 
-/// Where lines are written from any thread: a queue in front of one thread that owns the file.
+/// Accepts lines from any thread: a queue in front of the one thread that owns the file.
 #[derive(Clone)]
 struct Queue {
     sender: SyncSender<Item>,
@@ -159,7 +160,8 @@ struct Queue {
 type Work = (Target, Receiver<Item>);
 
 impl Queue {
-    /// Starts the thread with the first line: the supervisor, which has one thread, says something only when something is wrong.
+    /// Starts the thread with the first line: the supervisor, which has one thread, logs only when
+    /// something is wrong.
     fn start(&self) {
         self.thread.get_or_init(|| {
             let work = self.work.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -175,10 +177,10 @@ impl Queue {
     }
 }
 
-/// The lines of this process, when it is a server.
+/// The queue of this process, when it is a server.
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
-/// Writes what still waits when it is dropped.
+/// Writes the waiting lines when it is dropped.
 pub struct Guard(());
 
 impl Drop for Guard {
@@ -187,7 +189,7 @@ impl Drop for Guard {
     }
 }
 
-/// The file that this process logs to.
+/// The log file of this process.
 #[must_use]
 pub fn path() -> Option<&'static Path> {
     QUEUE.get()?.path.as_deref()
@@ -198,13 +200,13 @@ pub fn flush() {
     let Some(queue) = QUEUE.get().filter(|queue| queue.thread.get().is_some()) else { return };
     let (done, wait) = mpsc::sync_channel(1);
     if queue.sender.try_send(Item::Flush(done)).is_ok() {
-        // It fails when that takes too long.
-        let _ = wait.recv_timeout(LAST_LINES);
+        // Fails on timeout.
+        let _ = wait.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 
 fn queue(target: Target) -> Queue {
-    let (sender, items) = mpsc::sync_channel(WAITING);
+    let (sender, items) = mpsc::sync_channel(MAX_QUEUED_LINES);
     let path = match &target {
         Target::File(Rotating { path, .. }) | Target::Unanswered(path, _) => Some(path.clone()),
         Target::Stderr => None,
@@ -214,7 +216,7 @@ fn queue(target: Target) -> Queue {
     QUEUE.get_or_init(|| queue).clone()
 }
 
-/// Writes what comes, until nothing can come any more.
+/// Writes all lines until the last sender is gone.
 fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
     let mut repeats = Repeats::default();
     loop {
@@ -231,7 +233,7 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
                 }
                 repeats.look(&line, Instant::now()).iter().for_each(|line| target.write(line));
             }
-            // Whoever asked may have stopped waiting.
+            // The requester may have stopped waiting.
             Ok(Item::Flush(done)) => _ = done.send(()),
             Err(RecvTimeoutError::Timeout) => repeats.rest(Instant::now()).iter().for_each(|line| target.write(line)),
             Err(RecvTimeoutError::Disconnected) => return,
@@ -240,7 +242,7 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
 }
 
 impl Write for Queue {
-    /// One line: the subscriber formats an event before it writes it.
+    /// Queues one line: the subscriber formats an event before it writes it.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.start();
         if let Err(TrySendError::Full(_)) = self.sender.try_send(Item::Line(line.to_vec())) {
@@ -254,7 +256,8 @@ impl Write for Queue {
     }
 }
 
-/// Keeps a flood of one message from pushing everything else out of the log. Messages that differ in their numbers count as one.
+/// Keeps a flood of one message from pushing everything else out of the log. Messages that differ
+/// only in their numbers count as one.
 #[derive(Debug, Default)]
 struct Repeats {
     since: Option<Instant>,
@@ -268,22 +271,23 @@ struct Seen {
     most: u64,
 }
 
-/// So often is one message written in its first window: a line for each node of a large cluster is no flood …
+/// How often one message may be written in its first window. A line for each node of a large
+/// cluster is not a flood.
 const MOST_AT_FIRST: u64 = 1000;
-/// … and so often in the windows after one in which it came more often …
+/// How often one message may be written in the window after one in which it exceeded its limit.
 const MOST_REPEATS: u64 = 100;
-/// … each of so long.
+/// Length of a window.
 const WINDOW: Duration = Duration::from_secs(60);
-/// Messages that are told apart.
+/// Number of messages that are counted separately.
 const MOST_MESSAGES: usize = 1024;
-/// By so much of its text.
+/// Length of the text that identifies a message.
 const KEY_BYTES: usize = 120;
 
 impl Repeats {
-    /// What is to be written when a line comes.
+    /// The lines to write when a line arrives.
     fn look<'a>(&mut self, line: &'a [u8], now: Instant) -> Vec<Cow<'a, [u8]>> {
         let mut write: Vec<Cow<'a, [u8]>> = self.rest(now).into_iter().map(Cow::Owned).collect();
-        // Behind the time.
+        // The text after the time.
         let text = line.iter().position(|byte| *byte == b' ').map_or(line, |space| &line[space..]);
         let key: Vec<u8> = text.iter().take(KEY_BYTES).filter(|byte| !byte.is_ascii_digit()).copied().collect();
         if self.seen.len() < MOST_MESSAGES || self.seen.contains_key(&key) {
@@ -297,35 +301,35 @@ impl Repeats {
         write
     }
 
-    /// When it is time to say how many lines were left out, also when no other one comes.
+    /// When to report the number of omitted lines, even if no other line arrives.
     fn due(&self) -> Option<Instant> {
         self.since.filter(|_| self.seen.values().any(|seen| seen.times > seen.most)).map(|since| since + WINDOW)
     }
 
-    /// How many lines were left out in a window that is over. The next one begins.
+    /// Reports the omitted lines of a window that is over, and starts the next one.
     fn rest(&mut self, now: Instant) -> Vec<Vec<u8>> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) < WINDOW) {
             return Vec::new();
         }
         self.since = Some(now);
         self.seen.retain(|_, seen| seen.times > seen.most);
-        let told = self.seen.iter_mut().map(|(text, seen)| {
+        let written = self.seen.iter_mut().map(|(text, seen)| {
             let text = String::from_utf8_lossy(text).trim().to_string();
             let left_out = seen.times - seen.most;
             *seen = Seen { times: 0, most: MOST_REPEATS };
             format!("{left_out} more lines like this were left out: {text}\n").into_bytes()
         });
-        told.collect()
+        written.collect()
     }
 }
 
-/// A file that is renamed when it is full. Several processes may write to one: whoever finds it renamed opens the new one, and one at
-/// a time renames.
+/// A file that is renamed when it is full. Several processes may write to one file: a process that
+/// finds it renamed opens the new one, and one process at a time renames.
 struct Rotating {
     path: PathBuf,
     cap: Cap,
     file: File,
-    // Whether what this process prints goes there too.
+    // Whether the output of this process goes there too.
     takes_output: bool,
 }
 
@@ -338,7 +342,7 @@ impl Rotating {
 
     fn write(&mut self, line: &[u8]) {
         if !self.is_current() {
-            // Otherwise it goes where it went before.
+            // On failure the line goes to the old file.
             let _ = self.open_again();
         }
         let length = self.file.metadata().map_or(0, |status| status.len());
@@ -349,24 +353,26 @@ impl Rotating {
             && let Err(error) = self.rotate(is_overdue)
             && is_overdue
         {
-            // It keeps its size nevertheless.
+            // This keeps the size limit without a rename.
             let _ = self.file.set_len(0);
             let _ = writeln!(self.file, "this log was cut, because it cannot be renamed: {error}");
         }
-        // A full disk, and nobody can be told.
+        // On a full disk nothing can report the failure.
         let _ = self.file.write_all(line);
     }
 
-    /// Whether the file still has its name.
+    /// Whether the open file still has its name.
     fn is_current(&self) -> bool {
         let (Ok(named), Ok(open)) = (fs::symlink_metadata(&self.path), self.file.metadata()) else { return false };
         (named.dev(), named.ino()) == (open.dev(), open.ino())
     }
 
-    /// Begins a new file, unless another process does just now. That may take a while, but not for ever.
+    /// Starts a new file, unless another process is doing that. Another process may delay this, but
+    /// not forever.
     fn rotate(&mut self, is_overdue: bool) -> io::Result<()> {
         let whole = libc::flock { l_type: libc::F_WRLCK as _, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
-        // Not the lock that says that it is written to. On NFS they are one, and this one is never to be had.
+        // This is not the lock that marks the file as in use. On NFS both are one lock, and this
+        // call always fails.
         let locked = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&whole));
         if !is_overdue {
             locked?;
@@ -376,7 +382,7 @@ impl Rotating {
         }
         let begun = if self.cap.files > 1 { self.rename_all() } else { self.file.set_len(0) };
         let free = libc::flock { l_type: libc::F_UNLCK as _, ..whole };
-        // Of a file that has been renamed, nobody wants it any more.
+        // Nobody wants the lock of a renamed file any more.
         let _ = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&free));
         begun
     }
@@ -403,20 +409,21 @@ impl Rotating {
         Ok(())
     }
 
-    /// What panics and libraries print goes to the log too.
+    /// Redirects the output of panics and libraries to the log.
     fn opened(&self) {
-        // A launcher that starts another collector asks by this lock whether it may empty the file.
+        // A launcher that starts another collector tests this lock before it empties the file.
         let _ = flock(&self.file, FlockOperation::NonBlockingLockShared);
         if self.takes_output {
-            // They fail when there are no descriptors; then the output stays where it is.
+            // They fail when there are no descriptors left; then the output stays where it is.
             let _ = rustix::stdio::dup2_stdout(&self.file);
             let _ = rustix::stdio::dup2_stderr(&self.file);
         }
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: no link, no other user's file, and none of this user to which
-/// somebody has given a second name there. It gets its mode also when it was there with another one.
+/// Opens a file in a folder that may be writable for everybody. It refuses links, files of other
+/// users, and files of this user with a second name that somebody has given them there. It also
+/// sets the mode of a file that existed with another one.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = fs::OpenOptions::new().create(true).append(true).mode(mode).custom_flags(flags).open(path)?;
@@ -430,10 +437,10 @@ fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     Ok(file)
 }
 
-/// Logs of hooks whose processes have ended that are kept.
+/// Number of logs to keep of hooks whose processes have ended.
 const HOOK_LOGS: usize = 100;
 
-/// Removes old logs of hooks from a folder: each process that had something to say has left one.
+/// Removes old hook logs from a folder: each process that had something to log has left one.
 pub fn remove_hook_logs(folder: &Path) {
     let mut ended: Vec<(std::time::SystemTime, PathBuf)> = fs::read_dir(folder)
         .into_iter()
@@ -450,7 +457,7 @@ pub fn remove_hook_logs(folder: &Path) {
         .collect();
     ended.sort();
     for (_, path) in ended.iter().take(ended.len().saturating_sub(HOOK_LOGS)) {
-        // Another collector may have been quicker.
+        // Another collector may have removed it first.
         let _ = fs::remove_file(path);
     }
 }
@@ -467,7 +474,7 @@ mod tests {
         sizes
     }
 
-    /// As [`Rotating::open`], and the output of the test stays where it is.
+    /// As [`Rotating::open`], but the output of the test stays where it is.
     fn rotating(path: &Path, files: u32) -> Rotating {
         let cap = Cap { bytes: 100, files, mode: 0o600 };
         Rotating { path: path.into(), cap, file: open_own(path, cap.mode).unwrap(), takes_output: false }
@@ -484,12 +491,12 @@ mod tests {
         assert_eq!(flood(&mut repeats, begun), MOST_AT_FIRST);
         assert_eq!(repeats.look(b"2026 INFO b: another\n", begun).len(), 1);
         assert_eq!(repeats.due(), Some(begun + WINDOW));
-        // A flood that lasts is limited to less, and is told once a window.
+        // A flood that lasts gets a lower limit, and is reported once a window.
         assert_eq!(flood(&mut repeats, begun + WINDOW), MOST_REPEATS + 1);
-        let told = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
+        let written = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
         let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
-        assert_eq!(text(&told[0]), "1900 more lines like this were left out: WARN a: pid\n");
-        assert_eq!(told.len(), 2);
+        assert_eq!(text(&written[0]), "1900 more lines like this were left out: WARN a: pid\n");
+        assert_eq!(written.len(), 2);
         assert_eq!(repeats.due(), None);
         // After a quiet window it is not a flood any more.
         assert!(repeats.rest(begun + WINDOW * 3).is_empty());
@@ -498,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_is_full_is_renamed_also_when_several_write_to_it() {
+    fn a_full_log_is_renamed_with_several_writers() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writers = [rotating(&path, 3), rotating(&path, 3)];
@@ -520,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_cannot_be_renamed_does_not_grow_either() {
+    fn a_log_that_cannot_be_renamed_does_not_grow() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         fs::create_dir(folder.path().join("log.1")).unwrap();
@@ -534,7 +541,7 @@ mod tests {
             text.starts_with("this log was cut, because it cannot be renamed: ") && text.contains("line 099"),
             "{text}"
         );
-        // Its name is taken by something else, and no new file can be made.
+        // Something else has its name, and no new file can be created.
         fs::remove_dir(folder.path().join("log.1")).unwrap();
         fs::rename(&path, folder.path().join("log.1")).unwrap();
         fs::create_dir(&path).unwrap();
@@ -545,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_whose_lock_is_never_to_be_had_is_renamed_later() {
+    fn a_log_that_cannot_be_locked_is_renamed_later() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writer = rotating(&path, 2);
@@ -561,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn of_one_log_only_the_newest_lines_stay() {
+    fn one_log_file_keeps_the_newest_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let mut writer = rotating(&path, 1);
@@ -574,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_was_there_gets_its_mode_and_one_of_others_is_not_used() {
+    fn an_existing_log_gets_its_mode_and_foreign_files_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         fs::write(&path, "").unwrap();

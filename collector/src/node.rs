@@ -1,63 +1,94 @@
-//! The node role: one loop around poll that owns the state, and a small runtime beside it for HTTP and signals.
+//! The node role: one poll loop owns the state; a small runtime beside it serves HTTP and waits for
+//! signals.
+
+mod captures;
+mod cluster_messages;
+mod commands;
+mod comparing;
+mod connections;
+mod delivery;
+mod dump;
+mod ending;
+mod event_loop;
+mod evidence;
+mod filters;
+mod inbox;
+mod judged;
+mod launched;
+mod link;
+mod member;
+mod metrics_page;
+mod monitor;
+mod plan;
+mod registration;
+mod registry;
+mod socket;
+mod state;
+mod status;
+mod subjects;
+pub(crate) mod supervisor;
+mod tick;
+mod unwritten;
+mod unwritten_verdicts;
+mod uplink;
+mod work;
+mod writing;
 
 use std::{
-    os::fd::AsFd,
     path::PathBuf,
-    sync::{Arc, mpsc},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Resource, Rlimit, getrlimit, setrlimit},
-};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
     signal::unix::{SignalKind, signal},
     time::{MissedTickBehavior, interval},
 };
-use tracing::{error, info, warn};
-use xpu_timer_proto::socket;
+use tracing::{error, info};
+use xpu_timer_proto::socket::settings_file;
 
 use crate::{
-    captures::Captures,
-    clock::Now,
     config::Settings,
-    connections::{Connections, Event},
-    core::Core,
     error::{Error, chain},
-    http::{self, server::Server, watch::Limits},
-    inbox::{Command, Inbox},
-    logging, memory,
-    process::Handle,
-    registry::{ConnectionId, RankId},
-    socket::Endpoint,
-    supervisor::{News, Supervised},
-    token::{Token, read_token},
-    uplink::{self, Address},
+    http::{
+        self,
+        server::Server,
+        token::{Token, read_token},
+        watch::Limits,
+    },
+    logging,
+    node::{
+        captures::Captures,
+        connections::Connections,
+        event_loop::EventLoop,
+        inbox::{Command, Inbox},
+        socket::Endpoint,
+        state::NodeState,
+        supervisor::Supervised,
+        uplink::Address,
+    },
+    os::{limits::raise_descriptor_limit, memory},
 };
 
-/// The loop turns at least once in so long.
-pub const TICK: Duration = Duration::from_secs(1);
-/// At the end, dumps in work are hurried and then given this long.
-const LAST_WORK: Duration = Duration::from_secs(10);
-/// Between two looks at the logs of hooks.
-const LOGS: Duration = Duration::from_secs(60);
+/// Time between two cleanups of the hooks' logs.
+const LOG_CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A collector that was killed has given its ports back within this time.
-const TAKEN_APART: Duration = Duration::from_millis(500);
+/// The kernel frees the ports of a killed collector within this time.
+const PORT_RELEASE: Duration = Duration::from_millis(500);
 
-/// Other pairs of ports that are tried, and how far they lie apart. The next one would be the cluster collector's.
+/// Number of other port pairs to try, and the distance between them. The pair after the last one
+/// would hold the cluster collector's port.
 const OTHER_PAIRS: u16 = 8;
 const PAIRS_APART: u16 = 10;
 
-/// Runs the node collector until it is told to end, or nobody needs it any longer.
+/// Runs the node collector until it receives a stop request or nobody needs it any longer.
 ///
-/// With `tied` its standard input is the socket to the supervisor that has started it.
+/// With `tied`, standard input is the socket to the supervisor that started this process.
 ///
 /// # Errors
-/// When there is another one for this socket, or the socket cannot be had.
+/// When another collector holds this socket, or the socket cannot be opened.
 pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     let (supervised, endpoint) = match tied {
         true => Supervised::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
@@ -72,37 +103,40 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         .enable_all()
         .build()
         .map_err(Error::system("start the HTTP runtime"))?;
-    let mut core = Core::new(settings, Captures::default(), inbox.clone());
-    core.problems = runtime.block_on(start(&mut core.settings, &inbox, descriptors));
-    if let Some(problem) = tell_settings(&core.settings) {
+    let mut state = NodeState::new(settings, Captures::default(), inbox.clone());
+    state.problems = runtime.block_on(start(&mut state.settings, &inbox, descriptors));
+    if let Some(problem) = write_settings_file(&state.settings) {
         error!("{problem}");
-        core.problems.push(problem);
+        state.problems.push(problem);
     }
-    if let Some(problem) = join_cluster(&core.settings, &runtime, &inbox) {
+    if let Some(problem) = join_cluster(&state.settings, &runtime, &inbox) {
         error!("{problem}");
-        core.problems.push(problem);
+        state.problems.push(problem);
     }
-    // A collector before this one may have been killed: its commands still run, and their ranks may have yet to register.
-    core.launched.find(&core.settings.socket);
-    core.supervisor = supervised.as_ref().and_then(Supervised::pid);
-    info!("listening on {} as pid {}", core.settings.socket.display(), std::process::id());
-    // The launcher looks for errors in the log once it is welcomed.
+    // An earlier collector may have been killed. Its commands still run, and their ranks may not
+    // have registered yet.
+    state.launched.find(&state.settings.socket);
+    state.supervisor = supervised.as_ref().and_then(Supervised::pid);
+    info!("listening on {} as pid {}", state.settings.socket.display(), std::process::id());
+    // The launcher looks for errors in the log after it has received the welcome.
     logging::flush();
     if let Some(supervised) = &supervised {
         supervised.up();
     }
-    let mut node = Node { core, endpoint, supervised, connections: Connections::default(), inbox, commands };
-    node.work();
-    if let Some(supervised) = &node.supervised
+    let mut event_loop =
+        EventLoop { state, endpoint, supervised, connections: Connections::default(), inbox, commands };
+    event_loop.run();
+    if let Some(supervised) = &event_loop.supervised
         && !supervised.ends()
     {
-        node.endpoint.is_removed(true);
+        event_loop.endpoint.set_removes_file(true);
     }
-    end(runtime);
+    shut_down(runtime);
     Ok(())
 }
 
-/// Dials the cluster collector, if there is to be one. Without a usable address the node works alone, and says why.
+/// Dials the cluster collector if one is configured. Without a usable address the node works alone,
+/// and the returned text gives the reason.
 fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option<String> {
     let url = settings.cluster.as_ref()?;
     match Address::new(url, settings.token_file.as_deref(), settings.ca_file.as_deref()) {
@@ -114,30 +148,33 @@ fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option
     }
 }
 
-/// Connections that are still open are not waited for.
-fn end(runtime: Runtime) {
+/// Does not wait for connections that are still open.
+fn shut_down(runtime: Runtime) {
     runtime.shutdown_background();
 }
 
-/// Keeps the number of logs down that hooks have left. A disk that does not answer holds up this alone.
-async fn look_after_logs(folder: PathBuf) {
-    let mut turns = interval(LOGS);
+/// Limits the number of logs that hooks leave behind. A disk that does not answer blocks only this
+/// task.
+async fn clean_hook_logs(folder: PathBuf) {
+    let mut turns = interval(LOG_CLEANUP_INTERVAL);
     turns.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         turns.tick().await;
         let folder = folder.clone();
-        // The next look comes when this one is over.
+        // The next cleanup starts after this one has ended.
         let _ = tokio::task::spawn_blocking(move || logging::remove_hook_logs(&folder)).await;
     }
 }
 
-/// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not the end: the dumps matter more.
+/// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not
+/// the end: the dumps matter more.
 async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
-    // Beside the socket are those of hooks whose folder is on a file system of the network.
+    // Hooks write their log beside the socket when their own log folder is on a network file
+    // system.
     for folder in [Some(settings.logging_dir.as_path()), settings.socket.parent()].into_iter().flatten() {
-        tokio::spawn(look_after_logs(folder.to_path_buf()));
+        tokio::spawn(clean_hook_logs(folder.to_path_buf()));
     }
     let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
         problems.push(format!("{}; the control port answers its owner and root only", chain(&error)));
@@ -174,8 +211,9 @@ async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<
     problems
 }
 
-/// Listens on the two ports, or on another pair when one of them is taken, by the collector of a job with other settings for
-/// example. Those of a collector that was killed a moment ago are free as soon as the kernel has taken its process apart.
+/// Listens on the two ports, or on another pair when one of them is taken, for example by the
+/// collector of a job with other settings. The ports of a collector that was just killed become
+/// free as soon as the kernel has cleaned up its process.
 async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<TcpListener>, Option<TcpListener>) {
     let (control, metrics) = (settings.control_port, settings.metrics_port);
     let begun = Instant::now();
@@ -184,22 +222,23 @@ async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<
         match pair {
             (Ok(one), Some(Ok(other))) => return (Some(one), Some(other)),
             (Ok(one), None) => return (Some(one), None),
-            _ if begun.elapsed() < TAKEN_APART => {
+            _ if begun.elapsed() < PORT_RELEASE => {
                 drop(pair);
-                tokio::time::sleep(TAKEN_APART / 20).await;
+                tokio::time::sleep(PORT_RELEASE / 20).await;
             }
             pair => break pair,
         }
     };
     for port in (1..=OTHER_PAIRS).filter_map(|pair| control.checked_add(pair * PAIRS_APART)) {
-        let (Ok(one_more), Some(Ok(other_more))) = listen_pair(settings, port, port.checked_add(1)).await else {
+        let (Ok(control_listener), Some(Ok(metrics_listener))) = listen_pair(settings, port, port.checked_add(1)).await
+        else {
             continue;
         };
         let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
         let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
         problems.push(format!("{why}; until then control is on port {port} and metrics on port {}", port + 1));
         (settings.control_port, settings.metrics_port) = (port, Some(port + 1));
-        return (Some(one_more), Some(other_more));
+        return (Some(control_listener), Some(metrics_listener));
     }
     let mut keep = |listener: Result<TcpListener, String>| listener.map_err(|problem| problems.push(problem)).ok();
     (keep(one), other.and_then(keep))
@@ -216,175 +255,11 @@ async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) ->
     (one, other)
 }
 
-/// Leaves beside the socket what this collector is like, for launchers of jobs that want it otherwise. What is wrong, if that fails.
-fn tell_settings(settings: &Settings) -> Option<String> {
+/// Writes the hashes of this collector's settings beside the socket, for launchers of jobs with
+/// other settings. Returns the problem if that fails.
+fn write_settings_file(settings: &Settings) -> Option<String> {
     let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
-    let file = socket::settings_file(&settings.socket);
+    let file = settings_file(&settings.socket);
     let error = std::fs::write(&file, lines).err()?;
     Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
-}
-
-/// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select. Returns how many there may be.
-pub fn raise_descriptor_limit() -> u64 {
-    let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
-        warn!("the limit of open files stays at {:?}: {error}", limit.current);
-        return limit.current.unwrap_or(u64::MAX);
-    }
-    limit.maximum.unwrap_or(u64::MAX)
-}
-
-/// Whether a process must have named this one, or an ancestor of it, before this one may look into it (Yama).
-fn is_tracing_restricted() -> bool {
-    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
-}
-
-struct Node {
-    core: Core,
-    endpoint: Endpoint,
-    supervised: Option<Supervised>,
-    connections: Connections,
-    inbox: Inbox,
-    commands: mpsc::Receiver<Command>,
-}
-
-/// What poll found.
-#[derive(Default)]
-struct Ready {
-    listener: bool,
-    connections: Vec<ConnectionId>,
-    processes: Vec<RankId>,
-    // Some rank that has not registered.
-    silent: bool,
-}
-
-impl Node {
-    fn work(&mut self) {
-        let mut next_tick = Instant::now();
-        let mut used = Instant::now();
-        let mut stopping: Option<Instant> = None;
-        loop {
-            let ready = self.wait(next_tick.saturating_duration_since(Instant::now()), stopping.is_none());
-            let now = Now::get();
-            // Goodbyes and last words come before the news of the death.
-            for id in ready.connections {
-                self.read(id, now);
-            }
-            for id in ready.processes {
-                self.core.ended(id, now);
-            }
-            if ready.silent {
-                self.core.note_silent(now);
-            }
-            if ready.listener {
-                self.connections.accept(&self.endpoint);
-            }
-            self.inbox.clear();
-            while let Ok(command) = self.commands.try_recv() {
-                if matches!(command, Command::Stop) && stopping.replace(Instant::now()).is_none() {
-                    info!("told to end");
-                }
-                self.core.command(command, now);
-            }
-            if Instant::now() >= next_tick {
-                next_tick = Instant::now() + TICK;
-                self.core.tick(now);
-                self.connections.close_silent();
-            }
-            if let Some(supervised) = &mut self.supervised {
-                let news = supervised.turn(&self.core.settings, &self.endpoint).filter(|_| stopping.is_none());
-                self.core.supervisor = supervised.pid();
-                match news {
-                    Some(News::Stop) => self.inbox.post(Command::Stop),
-                    Some(News::Alone) if is_tracing_restricted() => {
-                        info!("the hooks connect again, so that they let this process look into theirs");
-                        for id in self.connections.close_all() {
-                            self.core.disconnected(id, now);
-                        }
-                    }
-                    Some(News::Alone) | None => {}
-                }
-            }
-            self.core.turned(now);
-            if self.connections.are_used() || self.core.launched.is_needed() || self.core.is_busy() {
-                used = Instant::now();
-            }
-            if let Some(since) = stopping
-                && (!self.core.is_writing() || since.elapsed() > LAST_WORK)
-            {
-                info!("ended");
-                return;
-            }
-            if self.core.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
-                info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
-                return;
-            }
-        }
-    }
-
-    fn read(&mut self, id: ConnectionId, now: Now) {
-        let (pid, process) = (self.connections.pid(id), self.connections.process(id));
-        for event in self.connections.read(id) {
-            match event {
-                Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.core.message(id, pid, process.as_ref(), *message, descriptor, now) {
-                        self.connections.refuse(id, &problem);
-                        self.core.disconnected(id, now);
-                        return;
-                    }
-                }
-                Event::End => {
-                    if let Some(command) = self.connections.close(id) {
-                        self.core.launched.add(command);
-                    }
-                    self.core.disconnected(id, now);
-                }
-            }
-        }
-    }
-
-    /// Waits until something happens.
-    fn wait(&self, patience: Duration, accepting: bool) -> Ready {
-        let processes: Vec<(RankId, Arc<Handle>)> = self
-            .core
-            .registry
-            .ranks()
-            .filter(|rank| !rank.gone)
-            .filter_map(|rank| Some((rank.id, Arc::clone(rank.process.as_ref()?))))
-            .collect();
-        let connections: Vec<(ConnectionId, _)> =
-            self.connections.iter().map(|(id, connection)| (id, connection.fd.as_fd())).collect();
-        let listening = accepting && self.connections.accepts();
-        let supervisor = self.supervised.as_ref().and_then(Supervised::fd);
-
-        let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
-        let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
-        fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
-        fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
-        fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
-        fds.extend(self.core.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
-        let launched = fds.len() - 1;
-        // Only to wake up.
-        fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
-        if let Err(errno) = poll(&mut fds, Some(&timeout))
-            && errno != rustix::io::Errno::INTR
-        {
-            // Out of memory at worst. The loop must neither end nor spin.
-            warn!("poll: {errno}");
-            std::thread::sleep(TICK);
-        }
-        let mut events = fds[1..=launched].iter().map(|fd| !fd.revents().is_empty());
-        Ready {
-            listener: events.next().unwrap_or(false),
-            connections: connections
-                .iter()
-                .zip(&mut events)
-                .filter(|(_, ready)| *ready)
-                .map(|((id, _), _)| *id)
-                .collect(),
-            processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
-            silent: events.any(|ready| ready),
-        }
-    }
 }

@@ -1,5 +1,5 @@
-//! The ranks of each job compared with each other, on a thread of its own: of a large job that takes a second, and the hub waits for
-//! nothing.
+//! Compares the ranks of each job on a thread of its own. A comparison of a large job takes a
+//! second, and the hub never blocks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,44 +12,44 @@ use tracing::warn;
 use xpu_timer_analysis::stragglers::{self, Pace};
 use xpu_timer_proto::v1::RankPace;
 
-use super::hub::Command;
-use crate::registry::JobKey;
+use crate::{cluster::command::Command, job::key::JobKey};
 
-/// What the thread is told.
+/// Messages to the thread.
 #[derive(Debug)]
-pub enum Told {
-    /// Ranks of a job have gone on.
+pub enum News {
+    /// New blocks of the ranks of a job.
     Paces(JobKey, Vec<RankPace>),
-    /// These jobs run; others are forgotten.
+    /// The running jobs; all others are forgotten.
     Running(BTreeSet<JobKey>),
 }
 
-/// The way to the thread, which ends when this is dropped.
+/// The channel to the thread, which ends when this is dropped.
 #[derive(Debug)]
 pub struct Comparing {
-    thread: Option<mpsc::SyncSender<Told>>,
-    // It was too slow, which is said once.
+    thread: Option<mpsc::SyncSender<News>>,
+    // Whether the thread was too slow; logged once.
     fell_behind: bool,
 }
 
-/// Between two comparisons.
+/// Time between two comparisons.
 const EVERY: Duration = Duration::from_secs(5);
-/// News that may wait while ranks are compared. What comes then is lost, and fewer blocks are compared.
+/// Messages that may queue during a comparison. Later ones are dropped, and fewer blocks are
+/// compared.
 const NEWS: usize = 20_000;
-/// Communicators of one rank; of more, those that were used last.
+/// Communicators kept per rank; if there are more, the most recently used ones.
 const MAX_COMMUNICATORS: usize = 64;
 
-/// What is known of a job.
+/// The data of one job.
 #[derive(Debug, Default)]
 struct Job {
     attempt: u32,
     ranks: BTreeMap<u32, Pace>,
-    // Something came since the last comparison.
+    // Whether data has arrived since the last comparison.
     news: bool,
 }
 
 impl Comparing {
-    /// Starts the thread; without one nothing is compared.
+    /// Starts the thread. If that fails, nothing is compared.
     #[must_use]
     pub fn start(commands: tokio::sync::mpsc::UnboundedSender<Command>) -> Self {
         let (sender, told) = mpsc::sync_channel(NEWS);
@@ -64,9 +64,9 @@ impl Comparing {
         Comparing { thread, fell_behind: false }
     }
 
-    /// Tells the thread something.
-    pub fn tell(&mut self, told: Told) {
-        // It lives as long as this, so it can only be too slow.
+    /// Sends a message to the thread.
+    pub fn tell(&mut self, told: News) {
+        // The thread lives as long as this, so sending fails only if it is too slow.
         let lost = self.thread.as_ref().is_some_and(|thread| thread.try_send(told).is_err());
         if lost && !std::mem::replace(&mut self.fell_behind, true) {
             warn!("the comparison of ranks falls behind; slow ranks may be found late");
@@ -74,25 +74,25 @@ impl Comparing {
     }
 }
 
-fn run(told: &mpsc::Receiver<Told>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
+fn run(told: &mpsc::Receiver<News>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
     let begun = Instant::now();
     let mut jobs: BTreeMap<JobKey, Job> = BTreeMap::new();
     let mut next = begun + EVERY;
     loop {
         let now_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         match told.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Ok(Told::Paces(key, ranks)) => {
+            Ok(News::Paces(key, ranks)) => {
                 let job = jobs.entry(key).or_default();
                 ranks.into_iter().for_each(|rank| job.add(rank, now_ns));
             }
-            Ok(Told::Running(running)) => jobs.retain(|job, _| running.contains(job)),
+            Ok(News::Running(running)) => jobs.retain(|job, _| running.contains(job)),
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
                 for (key, job) in jobs.iter_mut().filter(|(_, job)| job.news) {
                     job.news = false;
                     job.ranks.values_mut().for_each(|pace| pace.forget(now_ns));
                     let comparison = stragglers::compare(job.ranks.iter().map(|(rank, pace)| (*rank, pace)));
-                    // The hub ends before this thread.
+                    // Fails only if the hub has ended before this thread.
                     let _ = commands.send(Command::Compared(key.clone(), job.attempt, comparison));
                 }
                 next = Instant::now() + EVERY;
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_takes_the_place_of_the_one_before_and_memory_is_bounded() {
+    fn a_new_attempt_replaces_the_previous_one_and_memory_is_bounded() {
         let mut job = Job::default();
         job.add(pace(0, 1, 7), 1);
         job.add(pace(1, 2, 7), 2);

@@ -17,34 +17,35 @@ use crate::config::Keep;
 /// Settings of the cluster collector.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Where it listens.
+    /// The address that it listens on.
     pub listen: SocketAddr,
     /// Certificate and key, PEM.
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// File of the token.
+    /// File that contains the token.
     pub token_file: Option<PathBuf>,
-    /// Where incident folders go.
+    /// Root of the incident folders.
     pub timeline_path: PathBuf,
-    /// Where they go when that cannot be written.
+    /// Fallback root if `timeline_path` is not writable.
     pub fallback_path: PathBuf,
-    /// Where verdicts are posted.
+    /// URL that verdicts are posted to.
     pub webhook: Option<String>,
-    /// Which incident folders are kept.
+    /// Retention of incident folders.
     pub keep: Keep,
 }
 
 impl Settings {
-    /// From this process's environment; `listen` of the command line comes first.
+    /// Reads the environment of this process. `listen` of the command line takes precedence.
     ///
     /// # Errors
-    /// What is wrong, in a sentence: an address that is none, or one that must not be listened on as things are.
+    /// One sentence that describes the problem: an invalid address, or an address that is not
+    /// allowed with these settings.
     pub fn from_process(listen: Option<String>) -> Result<(Self, Vec<Problem>), String> {
         let source = Source::process();
         let settings = Self::new(&source, listen, env::temp_dir(), getuid().as_raw())?;
         Ok((settings, source.problems()))
     }
 
-    /// From any source.
+    /// Reads any source.
     ///
     /// # Errors
     /// As [`Settings::from_process`].
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn beyond_loopback_takes_tls_and_a_token() {
+    fn listening_beyond_loopback_requires_tls_and_a_token() {
         assert_eq!(settings(&[], None).unwrap().listen.to_string(), "127.0.0.1:18890");
         const CERT: (&str, &str) = ("XPU_TIMER_CLUSTER_CERT_FILE", "/c");
         const KEY: (&str, &str) = ("XPU_TIMER_CLUSTER_KEY_FILE", "/k");

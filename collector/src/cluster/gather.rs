@@ -1,5 +1,5 @@
-//! The evidence of one incident as it comes from the nodes: merged on a thread of its own, judged, and written into the folder.
-//! Never more than the merged whole and the parts in flight are in memory.
+//! The evidence of one incident as the nodes deliver it: merged on a thread of its own, judged, and
+//! written to the folder. Memory holds only the merged evidence and the parts in flight.
 
 use std::{
     collections::BTreeMap,
@@ -19,17 +19,22 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{hub::Left, nodes::NodeId, ranks::Ranks, service::Credit};
 use crate::{
-    clock::{self, Now},
-    delivery::rank_of,
-    dump::write_verdict,
+    cluster::{ids::NodeId, ranks::Ranks, service::Credit},
     error::{Error, chain},
-    folder::Folder,
-    judging, memory, viewer,
+    incident::{
+        folder::{Folder, rank_of},
+        judging,
+        verdict_files::write_verdict,
+        viewer,
+    },
+    os::{
+        clock::{self, Now},
+        memory,
+    },
 };
 
-/// What is gathered.
+/// The incident that is gathered.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Name of the incident.
@@ -42,57 +47,61 @@ pub struct Plan {
     pub world_size: u32,
     /// What opened it.
     pub trigger: Trigger,
-    /// When.
+    /// When it was opened.
     pub opened: Now,
-    /// How long before that the timeout had run out.
+    /// How long before that the timeout had expired.
     pub late_ns: u64,
     /// Hang timeout of the job.
     pub hang_timeout_ns: u64,
-    /// Between the two samples.
+    /// Time between the two samples.
     pub sample_interval_ns: u64,
-    /// The incident's folder; `None` when none could be made.
+    /// The folder of the incident; `None` if none could be made.
     pub folder: Option<PathBuf>,
-    /// It begins: what is in the folder is that of an earlier look.
+    /// Whether a new round begins: the folder contains the files of an earlier round.
     pub fresh: bool,
 }
 
-/// What the thread is given to do.
+/// An incident that an earlier cluster collector left open: folder, record, and its verdict if
+/// there is one.
+pub type OpenIncident = (PathBuf, Record, Option<Verdict>);
+/// Work for the thread.
 #[derive(Debug)]
 pub enum Work {
     /// A part of a node's dump.
     Part(NodeId, Box<NodeDump>, Credit),
-    /// All that will come in time has come. Ranks of which nothing came, with the reason, and what else went wrong.
+    /// Everything that arrives in time has arrived. Contains the ranks without evidence and the
+    /// reasons, and other problems.
     Judge(Vec<RankEvidence>, Vec<String>),
     /// A piece of a `.stacktrace` file.
     File(Box<DumpFile>, Credit),
-    /// The files of these ranks broke off.
+    /// The files of these ranks were cut off.
     BrokeOff(RankSet),
-    /// No more files: draw.
+    /// No more files will arrive: draw.
     Draw,
 }
 
-/// What the thread tells.
+/// Reports of the thread.
 #[derive(Debug)]
 pub enum Done {
-    /// All that a node delivered is merged: another one may deliver.
+    /// The delivery of a node is merged: another one may start.
     Merged(NodeId),
     /// The verdict is made and written.
     Judged(Box<Verdict>),
-    /// The pictures and the report are drawn, or could not be.
+    /// The pictures and the report are drawn, or could not be drawn.
     Drawn,
 }
 
-/// All stacks of the job, merged.
+/// The merged stacks of the whole job.
 pub const TREES: &str = "stacks.bin";
-/// What is known of the ranks.
+/// The evidence of all ranks.
 const EVIDENCE: &str = "evidence.bin";
-/// The viewer's time; the verdict is there already.
+/// Time limit of the viewer; the verdict is already written.
 const VIEW: Duration = Duration::from_secs(60);
 
-/// Starts the thread. It ends when `work` is dropped.
+/// Starts the thread. It ends when the `Work` sender is dropped.
 ///
 /// # Errors
-/// When there are no threads.
+/// If no thread can be started.
 pub fn start(plan: Plan, tell: impl Fn(Done) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
     let (sender, work) = mpsc::channel();
     let run = move || Gather::new(plan).run(&work, &tell);
@@ -105,26 +114,26 @@ struct Gather {
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
-    // After a verdict the ranks are in the folder and not in `ranks`.
+    // Set after a verdict: the ranks are in the folder and no longer in `ranks`.
     written: bool,
     errors: Vec<String>,
-    // Files that come, by their rank: a node has one for each of its ranks.
-    files: BTreeMap<u32, Coming>,
+    // Files in transfer by rank; a node has one for each of its ranks.
+    files: BTreeMap<u32, IncomingFile>,
 }
 
-/// A file of which pieces have come.
-struct Coming {
+/// A file that has been received in part.
+struct IncomingFile {
     name: String,
     bytes: u64,
-    // `None` when it is whole.
+    // `None` if it is complete.
     file: Option<fs::File>,
 }
 
-/// A dump is some megabytes. A node that sends more than this as one fills the disk.
+/// A dump has some megabytes. Without this limit a node could fill the disk.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
-    /// Goes on with what an earlier gathering of the same incident has written.
+    /// Continues with the files that an earlier gathering of this incident has written.
     fn new(plan: Plan) -> Self {
         let mut gather = Gather {
             native: PrefixTree::new(),
@@ -148,7 +157,7 @@ impl Gather {
         fs::read(self.plan.folder.as_ref()?.join(name)).ok()
     }
 
-    /// Has the ranks in memory again, to add to them.
+    /// Loads the ranks into memory again to add to them.
     fn recall(&mut self) {
         if !std::mem::take(&mut self.written) {
             return;
@@ -216,13 +225,14 @@ impl Gather {
             hang_timeout_ns: self.plan.hang_timeout_ns,
             sample_interval_ns: self.plan.sample_interval_ns,
         };
-        // The bytes are written first, so that they are not in memory beside what is made of them.
+        // The bytes are written first, so that they are not in memory together with what is decoded
+        // from them.
         let written = self.write_evidence(&evidence);
         let count = self.ranks.len();
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judging::judge(&evidence);
         info!("incident {}: {count} ranks judged in {:.0?}", self.plan.incident, begun.elapsed());
-        // They are given back before the stacks are written, unless memory is the only place where they are.
+        // The ranks are freed before the stacks are written, unless they exist only in memory.
         let ranks = std::mem::take(&mut evidence.ranks);
         if !self.written {
             self.ranks.extend(ranks);
@@ -234,7 +244,7 @@ impl Gather {
         verdict.timing.errors.append(&mut self.errors);
         verdict.timing.errors.extend(written.err());
         verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
-        // By the wall clock, because the collector may have been started anew since.
+        // Uses the wall clock, because the collector may have restarted in between.
         let since = Now::get().unix_ns.saturating_sub(self.plan.opened.unix_ns) + self.plan.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         if let Some(folder) = self.folder() {
@@ -253,7 +263,7 @@ impl Gather {
 
     fn write_stacks(&self, world_size: u32) -> Vec<String> {
         let Some(folder) = self.folder() else { return Vec::new() };
-        // One after the other: of a large job each may be some hundred megabytes.
+        // One tree at a time: in a large job each may have some hundred megabytes.
         let trees = || {
             let message = |tree: &PrefixTree| Some(tree.to_message());
             StackTrees { world_size, native: message(&self.native), python: message(&self.python) }.encode_to_vec()
@@ -268,7 +278,7 @@ impl Gather {
         self.plan.folder.clone().map(|path| Folder { path })
     }
 
-    /// Logs an error, which is then the verdict's.
+    /// Logs an error and returns its text for the verdict.
     fn said(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
@@ -277,7 +287,8 @@ impl Gather {
         })
     }
 
-    /// Appends a piece; the hub has looked whether the rank is the node's. Of each rank there is one file, whatever names a node thinks of.
+    /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
+    /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
         let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
         if self.files.get(&rank).is_some_and(|coming| coming.name != piece.name) {
@@ -287,17 +298,17 @@ impl Gather {
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
             warn!("incident {}: {}: {error}", self.plan.incident, part.display());
             self.files.remove(&rank);
-            // Half a file is none.
+            // Remove an incomplete file.
             let _ = fs::remove_file(&part);
         }
     }
 
     fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
-        let new = || Coming { name: piece.name.clone(), bytes: 0, file: None };
+        let new = || IncomingFile { name: piece.name.clone(), bytes: 0, file: None };
         let coming = self.files.entry(rank).or_insert_with(new);
         let file = match &mut coming.file {
             Some(file) => file,
-            // A node that is asked again begins anew.
+            // A node that is asked again starts over.
             none => {
                 coming.bytes = 0;
                 let _ = fs::remove_file(part);
@@ -316,15 +327,15 @@ impl Gather {
         Ok(())
     }
 
-    /// Files of these ranks come no further; when they are asked for again, they begin anew.
+    /// The transfer of these files was cut off. If they are requested again, they start over.
     fn broke_off(&mut self, ranks: &RankSet) {
         let (gone, kept) = std::mem::take(&mut self.files).into_iter().partition(|(rank, _)| ranks.contains(*rank));
         self.files = kept;
         self.remove(gone);
     }
 
-    /// Half a file is none.
-    fn remove(&self, files: BTreeMap<u32, Coming>) {
+    /// Removes incomplete files.
+    fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
         let Some(folder) = &self.plan.folder else { return };
         for coming in files.into_values().filter(|coming| coming.file.is_some()) {
             let _ = fs::remove_file(folder.join(part_of(&coming.name)));
@@ -337,7 +348,9 @@ impl Gather {
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.plan.incident);
-            let changed = crate::dump::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
+            let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
+                verdict.timing.errors.push(problem)
+            });
             if let Err(error) = changed {
                 warn!("incident {}: {}", self.plan.incident, chain(&error));
             }
@@ -348,36 +361,37 @@ impl Gather {
     }
 }
 
-/// Under which name a file is written while it comes.
+/// The temporary name of a file during its transfer.
 fn part_of(name: &str) -> String {
     format!(".{name}.new")
 }
 
-/// What a restarted cluster collector must know of an incident; written when it is opened.
+/// The state of an incident that a restarted cluster collector needs; written when the incident is
+/// opened.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// [`crate::registry::JobKey::name`].
+    /// [`crate::job::key::JobKey::name`].
     pub job: String,
-    /// [`crate::registry::JobKey::instance`].
+    /// [`crate::job::key::JobKey::instance`].
     pub instance: String,
     /// Attempt.
     pub attempt: u32,
     /// When it was opened.
     pub opened_unix_ns: u64,
-    /// How long before that the timeout had run out.
+    /// How long before that the timeout had expired.
     pub late_ns: u64,
-    /// The trigger's message.
+    /// The trigger as an encoded message.
     pub trigger: Vec<u8>,
 }
 
 const RECORD: &str = ".cluster.json";
-/// Only the newest folders are looked at for open incidents.
+/// Only the newest folders are searched for open incidents.
 const NEWEST: usize = 200;
 
 impl Record {
-    /// Writes it.
+    /// Writes the record.
     pub fn write(&self, folder: &Path) {
         let json = serde_json::to_vec(self).unwrap_or_default();
         if let Err(error) = (Folder { path: folder.into() }).write(RECORD, &json) {
@@ -387,12 +401,12 @@ impl Record {
 
     /// Incidents that an earlier cluster collector left open.
     #[must_use]
-    pub fn open_in(root: &Path) -> Vec<Left> {
-        let mut folders = crate::records::own_folders(root);
+    pub fn open_in(root: &Path) -> Vec<OpenIncident> {
+        let mut folders = crate::incident::folder::own_folders(root);
         folders.reverse();
         let of = |folder: PathBuf| {
             let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
-            let verdict = crate::records::verdict(&folder);
+            let verdict = crate::incident::records::verdict(&folder);
             let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);
             open.then_some((folder, record, verdict))
         };
@@ -434,7 +448,7 @@ mod tests {
             names.sort();
             names
         };
-        // Each of them would keep a descriptor until its last piece comes.
+        // Each would keep a descriptor open until its last piece arrives.
         for world in 8..2000 {
             gather.file(piece(&format!("00003-{world:05}.stacktrace"), b"a", false));
         }
@@ -446,7 +460,7 @@ mod tests {
         let whole = ["00003-00008.stacktrace", "00004-00008.stacktrace"];
         assert_eq!(names(), whole);
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"ab");
-        // What broke off is not the beginning of what comes when the node is asked again.
+        // The data before the cut must not precede the data of the next request.
         gather.file(piece(whole[0], b"half of it", false));
         gather.broke_off(&[3].into_iter().collect());
         assert_eq!(names(), whole);

@@ -1,4 +1,5 @@
-//! One job-wide incident: which nodes were asked, what came, who still hangs.
+//! One incident of a job: which nodes were asked, what they delivered, and which of them still
+//! hang.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -9,52 +10,56 @@ use std::{
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
-use super::{gather::Work, nodes::NodeId};
-use crate::{clock::Now, inbox::DumpReply, registry::JobKey};
+use crate::{
+    cluster::{gather::Work, ids::NodeId},
+    http::questions::DumpReply,
+    job::key::JobKey,
+    os::clock::Now,
+};
 
-/// How far a node is with its part.
+/// The progress of a node with its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
-    /// Asked for a dump.
+    /// It was asked for a dump.
     Asked,
-    /// It has taken its dump and waits to be asked for it.
+    /// It has taken its dump and waits for the request to deliver it.
     Captured,
-    /// It sends, until a time at which it is given up.
+    /// It is sending. Contains the deadline.
     Delivering(u64),
-    /// All of it is here.
+    /// All of its part has arrived.
     Delivered,
-    /// It did not come in time.
+    /// It did not arrive in time, or failed. Contains the reason.
     Failed(String),
 }
 
 /// A node's part in an incident.
 #[derive(Debug, Clone)]
 pub struct Part {
-    /// How far it is.
+    /// The progress of the part.
     pub progress: Progress,
-    /// Ranks that it may speak for, those included that it found without their having registered.
+    /// Ranks that the node may report, including unregistered ranks that it found.
     pub ranks: RankSet,
-    /// Deliveries of it that broke off while the node was there.
+    /// Number of deliveries that were cut off while the node was connected.
     pub broken: u32,
-    /// When it was asked for last.
+    /// When it was last asked for.
     pub asked_ns: u64,
 }
 
-/// Where an incident is in its life.
+/// The state of an incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Parts are awaited.
+    /// Waits for parts.
     Gathering,
-    /// The verdict is there; the hang lasts.
+    /// The verdict is there and the hang lasts.
     Judged,
-    /// What was wrong is over.
+    /// The problem is over.
     Resolved,
-    /// The job ended, or it was asked for by hand.
+    /// The job ended, or the dump was requested by hand.
     Ended,
 }
 
 impl State {
-    /// As `/status` shows it.
+    /// Its name in `/status`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -69,7 +74,7 @@ impl State {
 /// One incident.
 #[derive(Debug)]
 pub struct Incident {
-    /// Name.
+    /// Name of the incident.
     pub id: String,
     /// The job.
     pub job: JobKey,
@@ -77,68 +82,69 @@ pub struct Incident {
     pub attempt: u32,
     /// What opened it.
     pub trigger: Trigger,
-    /// When.
+    /// When it was opened.
     pub opened: Now,
-    /// How long before that the timeout had run out.
+    /// How long before that the timeout had expired.
     pub late_ns: u64,
-    /// Somebody asked for it, and nothing is wrong as far as is known.
+    /// Whether it was requested by hand and no problem is known.
     pub by_hand: bool,
-    /// Where it is in its life.
+    /// The current state.
     pub state: State,
-    /// Counts the looks at it from 0: one that may be no hang is looked at again.
+    /// Number of the round, from 0. An incident that may not be a hang gets another round.
     pub round: u32,
-    /// When it is looked at again.
+    /// When the next round begins.
     pub again_ns: Option<u64>,
-    /// How it was closed, and when, in Unix nanoseconds.
+    /// Final state and closing time in Unix nanoseconds.
     pub closed: Option<(State, u64)>,
-    /// The nodes.
+    /// The parts by node.
     pub parts: BTreeMap<NodeId, Part>,
-    /// Parts that were taken and wait to be asked for.
+    /// Nodes whose dumps are taken and wait for the request to deliver.
     pub captured: VecDeque<NodeId>,
-    /// Parts that are on their way.
+    /// Nodes that are delivering.
     pub delivering: BTreeSet<NodeId>,
-    /// Parts that wait to be merged.
+    /// Nodes whose parts wait to be merged.
     pub merging: BTreeSet<NodeId>,
     /// Nodes whose own ranks hang.
     pub hanging: BTreeSet<NodeId>,
-    /// Some of them stopped hanging without having ended.
+    /// Whether some of them stopped hanging without having ended.
     pub recovered: bool,
-    /// When no node hung any more; a node may just be noticing.
+    /// Since when no node hangs; another node may be about to report a hang.
     pub quiet_since_ns: Option<u64>,
     /// After this, nodes that have not taken their dump are not waited for.
     pub deadline_ns: u64,
-    /// Its folder; `None` when none could be made.
+    /// Its folder; `None` if none could be made.
     pub folder: Option<PathBuf>,
-    /// The thread that merges, while there is something to come.
+    /// The thread that merges, as long as data may arrive.
     pub work: Option<mpsc::Sender<Work>>,
-    /// The last that it was given is to draw: it is let go after that.
+    /// Whether the last work of the thread is to draw. The thread is released after that.
     pub drawing: bool,
-    /// The verdict in one sentence, its cause and culprits; empty until there is one.
+    /// The sentence of the verdict; empty until there is one.
     pub sentence: String,
-    /// Cause.
+    /// Cause of the verdict.
     pub cause: String,
-    /// Culprits.
+    /// Culprits of the verdict.
     pub culprits: Vec<u32>,
-    /// The newest verdict has evidence of a hang.
+    /// Whether the newest verdict has evidence of a hang.
     pub is_proven: bool,
-    /// The whole verdict, when no folder has it.
+    /// The complete verdict, if it is in no folder.
     pub verdict: Option<Box<Verdict>>,
-    /// A verdict is being made.
+    /// Whether a verdict is being made.
     pub judging: bool,
-    /// When the first of the parts came that no verdict knows yet.
+    /// When the first part arrived that is in no verdict yet.
     pub late_since_ns: Option<u64>,
-    /// Nodes that are still to be asked for their files, and whose.
+    /// Nodes that are still to be asked for files, with the ranks of these files.
     pub files_wanted: BTreeMap<NodeId, RankSet>,
-    /// Nodes that send files, and whose.
+    /// Nodes that are sending files, with the ranks of these files.
     pub files_coming: BTreeMap<NodeId, RankSet>,
-    /// When files were asked for, and after what time without a piece they are not waited for; `None` when none are awaited.
+    /// When files were requested, and the deadline without a new piece. `None` if no files are
+    /// expected.
     pub files: Option<(u64, u64)>,
-    /// Who waits for a dump by hand.
+    /// Reply channels of dumps requested by hand.
     pub replies: Vec<DumpReply>,
 }
 
 impl Incident {
-    /// One of which nobody was asked yet.
+    /// A new incident before any node was asked.
     #[must_use]
     pub fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, opened: Now, late_ns: u64) -> Self {
         Incident {
@@ -178,25 +184,25 @@ impl Incident {
         }
     }
 
-    /// Whether it is not over.
+    /// Whether it is open.
     #[must_use]
     pub fn is_open(&self) -> bool {
         matches!(self.state, State::Gathering | State::Judged)
     }
 
-    /// Whether something is still to come for its folder: it may be over by then.
+    /// Whether data for its folder is still expected. It may already be closed then.
     #[must_use]
     pub fn is_in_work(&self) -> bool {
         self.is_open() || self.is_at_work()
     }
 
-    /// Whether a verdict is being made, files are coming or something is drawn.
+    /// Whether a verdict is being made, files are arriving or the viewer is drawing.
     #[must_use]
     pub fn is_at_work(&self) -> bool {
         self.judging || self.files.is_some() || self.drawing
     }
 
-    /// How far the part of a node is.
+    /// Sets the progress of the part of a node.
     pub fn progress(&mut self, node: NodeId, progress: Progress) {
         if let Some(part) = self.parts.get_mut(&node) {
             self.delivering.remove(&node);
@@ -209,7 +215,8 @@ impl Incident {
         }
     }
 
-    /// Its node has no stream any more, or has a new one: what was under way begins anew. True when something was.
+    /// The node has lost its stream or has a new one: transfers in progress start over. Returns
+    /// whether there were any.
     pub fn interrupted(&mut self, node: NodeId) -> bool {
         self.captured.retain(|other| *other != node);
         if let Some(ranks) = self.files_coming.remove(&node) {
@@ -223,7 +230,7 @@ impl Incident {
         begun
     }
 
-    /// All that is known is old: everybody is asked once more.
+    /// Starts a new round: all evidence is outdated, and every node is asked again.
     pub fn begin_round(&mut self) {
         self.round += 1;
         self.again_ns = None;
@@ -239,25 +246,25 @@ impl Incident {
         }
     }
 
-    /// Whether a node has not taken its dump yet, or was not asked for one.
+    /// Whether a node has not taken its dump yet or was not asked for one.
     #[must_use]
     pub fn awaits(&self, node: NodeId) -> bool {
         self.parts.get(&node).is_none_or(|part| part.progress == Progress::Asked)
     }
 
-    /// Parts that are under way, and wait to be merged.
+    /// Number of parts that are in transfer or wait to be merged.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.delivering.union(&self.merging).count()
     }
 
-    /// A node's ranks hang, or no longer do.
+    /// Notes whether the ranks of a node hang.
     pub fn hangs(&mut self, node: NodeId, hangs: bool, ended: bool, now_ns: u64) {
         if hangs {
             self.hanging.insert(node);
             self.quiet_since_ns = None;
             if std::mem::take(&mut self.by_hand) && self.state == State::Judged {
-                // Its verdict knows nothing of that.
+                // The verdict does not include this node.
                 self.again_ns = Some(now_ns);
             }
         } else if self.hanging.remove(&node) {
@@ -268,7 +275,7 @@ impl Incident {
         }
     }
 
-    /// Whether every part has come or failed.
+    /// Whether every part has arrived or failed.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.parts.values().all(|part| matches!(part.progress, Progress::Delivered | Progress::Failed(_)))
@@ -289,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_node_had_begun_begins_anew() {
+    fn transfers_of_a_lost_node_start_over() {
         let mut incident = incident();
         assert!(!incident.interrupted(7), "nothing was under way");
         incident.progress(7, Progress::Captured);

@@ -1,26 +1,26 @@
-//! Which jobs of the nodes are one job of the cluster. Each node tells the jobs on it apart, and two nodes may call two jobs by one name,
-//! or one job by two. Pure.
+//! Decides which jobs of the nodes are one job of the cluster. Each node separates its own jobs.
+//! Two nodes may use one name for two jobs, or two names for one job. Pure.
 //!
-//! Jobs of two nodes are one when their ranks share a communicator. Without that they are one when they have the same key, unless both
-//! have communicators and the same ranks: then they are two jobs, of which none gave the nodes a way to tell them apart.
+//! Jobs of two nodes are one if their ranks share a communicator. Otherwise they are one if they
+//! have equal keys, unless both have communicators and the same ranks: these are two jobs that gave
+//! the nodes nothing to distinguish them by.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::nodes::NodeId;
-use crate::registry::JobKey;
+use crate::{cluster::ids::NodeId, job::key::JobKey};
 
-/// A job as one node has it.
+/// A job on one node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unit {
     /// The node.
     pub node: NodeId,
-    /// The node's key of it.
+    /// The node's key of the job.
     pub job: JobKey,
-    /// The cluster's key of it so far.
+    /// The cluster's current key of the job.
     pub current: JobKey,
-    /// Communicators of its ranks whose identity no other job has.
+    /// Communicators of its ranks with a globally unique identity.
     pub communicators: BTreeSet<u64>,
-    /// Its ranks that live.
+    /// Its living ranks.
     pub ranks: BTreeSet<u32>,
 }
 
@@ -39,12 +39,13 @@ impl Group {
     }
 
     fn contradicts(&self, other: &Group) -> bool {
-        let told = !self.communicators.is_empty() && !other.communicators.is_empty();
-        told && !self.ranks.is_disjoint(&other.ranks)
+        let both_have_communicators = !self.communicators.is_empty() && !other.communicators.is_empty();
+        both_have_communicators && !self.ranks.is_disjoint(&other.ranks)
     }
 }
 
-/// The cluster's keys of jobs of one name, for each unit. `is_of_node` says whether a key means something on its own machine alone.
+/// Assigns the cluster's keys to the jobs of one name, one key per unit. `is_of_node` returns
+/// whether a key is meaningful only on its own machine.
 #[must_use]
 pub fn keys(units: &[Unit], is_of_node: impl Fn(&JobKey) -> bool) -> Vec<JobKey> {
     let mut groups: Vec<Group> = Vec::new();
@@ -116,17 +117,17 @@ mod tests {
     }
 
     #[test]
-    fn one_job_is_one_whatever_is_known_of_it() {
+    fn one_job_is_joined_with_or_without_communicators() {
         assert_eq!(found(&[unit(1, "", &[], &[0]), unit(2, "", &[], &[1])]), ["", ""]);
         assert_eq!(found(&[unit(1, "", &[7], &[0]), unit(2, "", &[8], &[1])]), ["", ""]);
-        // Who claims what another one has and tells nothing else is refused as before.
+        // A node that claims ranks of another node and reports no communicators is still refused.
         assert_eq!(found(&[unit(1, "", &[7], &[0, 1]), unit(2, "", &[], &[1])]), ["", ""]);
         assert_eq!(found(&[unit(1, "h:1", &[], &[0]), unit(2, "h:2", &[], &[1])]), ["h:1", "h:2"]);
         assert_eq!(found(&[unit(1, "h:1", &[7], &[0]), unit(2, "", &[7], &[1])]), ["h:1", "h:1"]);
     }
 
     #[test]
-    fn two_jobs_of_one_name_are_joined_crosswise() {
+    fn ranks_of_two_jobs_of_one_name_join_by_communicator() {
         let units = [
             unit(1, "", &[7], &[0, 1]),
             unit(1, "pid 9 on a", &[8], &[0, 1]),
@@ -134,18 +135,18 @@ mod tests {
             unit(2, "pid 4 on b", &[7], &[2, 3]),
         ];
         assert_eq!(found(&units), ["", "pid 9 on a", "pid 9 on a", ""]);
-        // And stay so when one of them ends.
+        // They stay separate when one of them ends.
         let mut left = units[1..3].to_vec();
         left.iter_mut().for_each(|unit| unit.current = key("pid 9 on a"));
         assert_eq!(found(&left), ["pid 9 on a", "pid 9 on a"]);
     }
 
     #[test]
-    fn jobs_of_one_name_on_nodes_of_their_own_are_two_by_their_communicators() {
+    fn communicators_separate_jobs_of_one_name_on_different_nodes() {
         let units =
             [unit(1, "", &[7], &[0]), unit(2, "", &[7], &[1]), unit(3, "", &[8], &[0]), unit(4, "", &[8], &[1])];
         assert_eq!(found(&units), ["", "", "communicator 8", "communicator 8"]);
-        // One that has smaller communicators first, which join nothing.
+        // One job that first has smaller communicators, which join nothing.
         let mut chain = units.to_vec();
         chain.push(unit(5, "", &[7, 9], &[2]));
         chain.push(unit(6, "", &[9], &[3]));

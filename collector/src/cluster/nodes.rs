@@ -1,4 +1,5 @@
-//! The nodes of a cluster and the ranks that each of them may speak for. Pure: streams are only held here, and time is passed in.
+//! The nodes of a cluster and the ranks that each of them may report. Pure: it only stores streams,
+//! and the caller passes in the time.
 
 use std::{
     cell::RefCell,
@@ -13,14 +14,17 @@ use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
-use super::joins::{self, Unit};
-use crate::{member, process::TICK_NS, registry::JobKey};
+use crate::{
+    cluster::{
+        ids::{NodeId, StreamId},
+        joins::{self, Unit},
+    },
+    job::key::{self, JobKey},
+    os::process::TICK_NS,
+};
 
-/// A node collector process. It keeps its number when its stream ends and another one begins.
-pub type NodeId = u64;
-/// One stream.
-pub type StreamId = u64;
-/// A message to a node. In a box, because a channel has room for 32 of them from the start, and there is one for each node.
+/// A message to a node. Boxed, because a channel allocates room for 32 messages at once and each
+/// node has a channel.
 pub type Outbound = Box<Result<ClusterMessage, Status>>;
 /// The sending side of a stream.
 pub type Outgoing = mpsc::Sender<Outbound>;
@@ -31,25 +35,25 @@ pub struct Node {
     /// Host or pod name.
     pub name: String,
     stream: Option<(StreamId, Outgoing)>,
-    /// When its last stream ended; meaningless while it has one.
+    /// When its last stream ended; meaningless while it has a stream.
     pub lost_ns: u64,
-    told: Vec<RankEntry>,
+    reported: Vec<RankEntry>,
     launches: BTreeMap<JobKey, u64>,
     clock: Clock,
-    // The cluster's keys of its jobs, of those that it calls differently itself.
+    // The cluster's keys of its jobs, for jobs whose own key differs.
     keys: BTreeMap<JobKey, JobKey>,
 }
 
-/// The time since boot by which a node has the start of its processes, on this collector's clock. Of the messages that a node has sent, the
-/// one that took least time tells it best.
+/// Converts the boot time of a node, the clock of its process start times, to the clock of this
+/// collector. The message with the shortest delay gives the best estimate.
 #[derive(Debug, Clone, Copy, Default)]
 struct Clock {
-    // Nanoseconds of this collector's clock minus those of the node's.
+    // Nanoseconds that this collector's clock is ahead of the node's.
     ahead_ns: Option<i64>,
 }
 
 impl Clock {
-    /// A message that was sent at this time of the node has come now.
+    /// Notes a message that was sent at `sent_ns` of the node's clock and arrived now.
     fn hear(&mut self, sent_ns: u64, now_ns: u64) {
         let ahead_ns = now_ns.cast_signed().saturating_sub(sent_ns.cast_signed());
         self.ahead_ns = Some(self.ahead_ns.map_or(ahead_ns, |least| least.min(ahead_ns)));
@@ -68,19 +72,19 @@ impl Node {
     }
 }
 
-/// What one node says of one rank of a job.
+/// The report of one node about one rank of a job.
 #[derive(Debug, Clone)]
 struct Claim {
     attempt: u32,
-    // Ranks of the job, as it says; 0 when it does not know.
+    // World size according to the report; 0 if unknown.
     world_size: u32,
     presence: Presence,
-    // Pid and start time; `None` when the node cannot see it.
+    // Pid and start time; `None` if the process is not visible to the node.
     process: Option<(i32, u64)>,
-    // By this collector's clock; the end is `u64::MAX` while the process lives.
+    // On this collector's clock. The end is `u64::MAX` while the process lives.
     started_ns: u64,
     ended_ns: u64,
-    // In the order in which they came.
+    // Order of arrival.
     number: u64,
     hang_timeout_ms: u64,
     sample_interval_ms: u64,
@@ -89,7 +93,7 @@ struct Claim {
 
 impl Claim {
     fn new(entry: &RankEntry, number: u64, clock: Clock, now_ns: u64) -> Self {
-        // By the node's clock if that is known, because a message may be late.
+        // Uses the node's clock if it is known, because a message may be late.
         let ago = |age_ms: u64| {
             let ago_ns = age_ms.saturating_mul(NS_PER_MS);
             let then = sent_ns(entry).and_then(|sent_ns| clock.here(sent_ns.saturating_sub(ago_ns)));
@@ -118,12 +122,12 @@ impl Claim {
         matches!(self.presence, Presence::Present | Presence::Unregistered)
     }
 
-    /// Whether the same process says the same again.
+    /// Whether this repeats the other report of the same process.
     fn is_again(&self, other: &Claim) -> bool {
         self.presence == other.presence && self.is_as_before(other)
     }
 
-    /// Whether the same process, alive or not as before, is in the same place of the world.
+    /// Whether the same process is in the same place of the world, and alive or dead as before.
     fn is_as_before(&self, other: &Claim) -> bool {
         let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.is_alive());
         what(self) == what(other) && self.is_process_of(other) && self.started_ns.abs_diff(other.started_ns) < SAME_NS
@@ -137,15 +141,17 @@ impl Claim {
     }
 }
 
-/// When the message with this entry was sent, by the clock of its node; `None` when it does not tell.
+/// When the message with this entry was sent, on the clock of its node; `None` if the entry does
+/// not contain it.
 fn sent_ns(entry: &RankEntry) -> Option<u64> {
     let sent_ns = || entry.start.saturating_mul(TICK_NS).saturating_add(entry.age_ms.saturating_mul(NS_PER_MS));
     (entry.start > 0 && entry.age_ms > 0).then(sent_ns)
 }
 
-/// The world that runs, by the rank of it that was started last. A launcher starts a world when the one before has ended, so that they
-/// are told apart by time; the attempts by which its agents count may differ after one of them has failed, and stay the same when the
-/// job grows or shrinks.
+/// The current world, defined by the most recently started rank. A launcher starts a world after
+/// the previous one has ended, so start times separate worlds. Attempt numbers do not: those of
+/// different agents may differ after one of them failed, and they stay the same when the job grows
+/// or shrinks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct World {
     size: u32,
@@ -156,7 +162,8 @@ struct World {
 impl World {
     fn holds(self, rank: u32, claim: &Claim) -> bool {
         let of_size = self.size == 0 || (rank < self.size && (claim.world_size == self.size || claim.world_size == 0));
-        // Who ended before its last rank was started belongs to the world before, unless it counts as that rank does.
+        // A rank that ended before the last rank was started belongs to the previous world, unless
+        // its attempt is that of the last rank.
         of_size && (claim.ended_ns > self.started_ns.saturating_add(SAME_NS) || claim.attempt == self.attempt)
     }
 }
@@ -164,37 +171,37 @@ impl World {
 /// The ranks of one job.
 #[derive(Debug, Default)]
 struct Claims {
-    // By rank; of nodes that say that they have the same, one holds it.
+    // By rank. If several nodes claim one rank, one of them holds it.
     ranks: BTreeMap<(u32, NodeId), Claim>,
-    // Made when it is asked for. Only what adds a rank keeps it true; whatever else changes drops it.
-    view: RefCell<Option<Arc<JobView>>>,
+    // Computed on demand. Adding a rank updates it; every other change drops it.
+    summary: RefCell<Option<Arc<JobSummary>>>,
 }
 
 impl Claims {
-    fn view(&self, away: &BTreeSet<NodeId>) -> Arc<JobView> {
-        Arc::clone(self.view.borrow_mut().get_or_insert_with(|| {
+    fn summary(&self, away: &BTreeSet<NodeId>) -> Arc<JobSummary> {
+        Arc::clone(self.summary.borrow_mut().get_or_insert_with(|| {
             let newest = self.ranks.values().max_by_key(|claim| (claim.is_alive(), claim.started_ns, claim.number));
             let world = newest.map_or(World::default(), |claim| World {
                 size: claim.world_size,
                 attempt: claim.attempt,
                 started_ns: claim.started_ns,
             });
-            let mut view = JobView { world, born_ns: u64::MAX, ..JobView::default() };
+            let mut summary = JobSummary { world, born_ns: u64::MAX, ..JobSummary::default() };
             let mut last = None;
             for (rank, _) in self.ranks.keys() {
                 if last.replace(*rank) == Some(*rank) {
                     continue;
                 }
                 if let Some((node, claim)) = holder(&mut self.of_rank(world, *rank), away) {
-                    view.add(*rank, node, claim);
+                    summary.add(*rank, node, claim);
                 }
-                view.contested |= self.of_rank(world, *rank).nth(1).is_some();
+                summary.contested |= self.of_rank(world, *rank).nth(1).is_some();
             }
-            Arc::new(view)
+            Arc::new(summary)
         }))
     }
 
-    /// What nodes say of a rank of a world.
+    /// The reports about one rank of a world.
     fn of_rank(&self, world: World, rank: u32) -> impl Iterator<Item = (NodeId, &Claim)> {
         let claims = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX));
         claims.map(|((_, node), claim)| (*node, claim)).filter(move |(_, claim)| world.holds(rank, claim))
@@ -215,13 +222,13 @@ impl Claims {
             }
             if old.is_process_of(&claim) {
                 claim.number = old.number;
-                // A message may be late, and never early.
+                // A message may be late but never early.
                 claim.started_ns = claim.started_ns.min(old.started_ns);
             }
             if old.is_alive() && old.is_as_before(&claim) {
-                // It has registered.
+                // The rank has registered.
                 claim.started_ns = old.started_ns;
-                if let Some(known) = self.view.get_mut() {
+                if let Some(known) = self.summary.get_mut() {
                     Arc::make_mut(known).hear(&claim);
                 }
                 self.ranks.insert((rank, node), claim);
@@ -229,21 +236,22 @@ impl Claims {
             }
         }
         let alone = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX)).next().is_none();
-        let view = self.view.get_mut();
-        match view {
+        let summary = self.summary.get_mut();
+        match summary {
             Some(known) if alone && known.takes(rank, &claim) => Arc::make_mut(known).add(rank, node, &claim),
-            _ => *view = None,
+            _ => *summary = None,
         }
         self.ranks.insert((rank, node), claim);
     }
 
     fn remove(&mut self, rank: u32, node: NodeId) {
         self.ranks.remove(&(rank, node));
-        *self.view.get_mut() = None;
+        *self.summary.get_mut() = None;
     }
 }
 
-/// The node that speaks for a rank: of those that live and are there, the first that said so. Another one waits until it goes.
+/// The node that holds a rank: among connected nodes with a living process, the first that claimed
+/// it. Other nodes wait until it leaves.
 fn holder<'c>(
     claims: &mut dyn Iterator<Item = (NodeId, &'c Claim)>,
     away: &BTreeSet<NodeId>,
@@ -254,29 +262,29 @@ fn holder<'c>(
     })
 }
 
-/// All nodes, and who may speak for which rank.
+/// All nodes, and which node holds which rank.
 #[derive(Debug, Default)]
 pub struct Nodes {
     nodes: BTreeMap<NodeId, Node>,
     by_identity: HashMap<String, NodeId>,
-    // Those without a stream.
+    // Nodes without a stream.
     away: BTreeSet<NodeId>,
     claims: BTreeMap<JobKey, Claims>,
     next: NodeId,
-    // Claims that have come.
+    // Number of claims received.
     claimed: u64,
-    // Names of jobs that may be those of several, or one that nodes call differently.
+    // Names that may stand for several jobs, or jobs that nodes call differently.
     doubtful: BTreeSet<String>,
 }
 
-/// What the ranks of the world of a job that runs, or ran last, say of it.
+/// A summary of the ranks in the world of a job that is running or ran last.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct JobView {
-    /// The greatest attempt that one of them counts.
+pub struct JobSummary {
+    /// The highest attempt among the ranks.
     pub attempt: u32,
-    /// Ranks of the job.
+    /// World size of the job.
     pub world_size: u32,
-    /// Ranks that some node speaks for.
+    /// Number of ranks that some node holds.
     pub ranks: u32,
     /// Its nodes.
     pub nodes: BTreeSet<NodeId>,
@@ -284,21 +292,21 @@ pub struct JobView {
     pub alive: bool,
     /// Hang timeout.
     pub hang_timeout_ms: u64,
-    /// Between the two samples.
+    /// Time between the two samples.
     pub sample_interval_ms: u64,
     /// Idle timeout; 0 is off.
     pub idle_timeout_ms: u64,
-    /// When the first of its processes that live was started; `u64::MAX` without one.
+    /// Start of the first of its living processes; `u64::MAX` if there is none.
     pub born_ns: u64,
     world: World,
-    // Some rank is more than one node's, as they say.
+    // Whether several nodes claim one rank.
     contested: bool,
-    // Some rank has ended.
+    // Whether some rank has ended.
     ended: bool,
 }
 
-impl JobView {
-    /// Whether a rank of which no node has spoken yet changes nothing but that it is there.
+impl JobSummary {
+    /// Whether a rank that no node has claimed yet can be added without recomputing the summary.
     fn takes(&self, rank: u32, claim: &Claim) -> bool {
         let in_order =
             claim.started_ns <= self.world.started_ns || (!self.ended && claim.attempt == self.world.attempt);
@@ -319,41 +327,41 @@ impl JobView {
         self.hear(claim);
     }
 
-    /// What a rank says of its job's settings.
+    /// Merges the job settings that a rank reports.
     fn hear(&mut self, claim: &Claim) {
         self.hang_timeout_ms = self.hang_timeout_ms.max(claim.hang_timeout_ms);
         self.sample_interval_ms = self.sample_interval_ms.max(claim.sample_interval_ms);
         self.idle_timeout_ms = self.idle_timeout_ms.max(claim.idle_timeout_ms);
     }
 
-    /// Whether every rank of its world is some node's.
+    /// Whether every rank of its world is held by a node.
     #[must_use]
-    pub fn is_whole(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.ranks >= self.world_size
     }
 }
 
-/// Ranks that another node has.
+/// Ranks that a node claims and another node holds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
-    /// Who says that it has them.
+    /// The node that claims them.
     pub node: NodeId,
     /// The job.
     pub job: JobKey,
-    /// The node that speaks for them.
+    /// The node that holds them.
     pub by: NodeId,
     /// The ranks.
     pub ranks: RankSet,
 }
 
 const NS_PER_MS: u64 = 1_000_000;
-/// Times that were told by different messages are the same when they differ by less: messages take their time.
+/// Times from different messages count as equal if they differ by less: messages have a delay.
 const SAME_NS: u64 = 1_000_000_000;
-/// A node without a stream and without a running rank is forgotten after this long.
+/// A node without a stream and without a running rank is forgotten after this time.
 const FORGET_NS: u64 = 600 * 1_000_000_000;
 
 impl Nodes {
-    /// A stream said hello. The same process may come again; its old stream is closed.
+    /// Handles the hello of a stream. If the same process reconnects, its old stream is closed.
     pub fn join(&mut self, name: &str, identity: &str, stream: StreamId, outgoing: Outgoing) -> NodeId {
         let id = *self.by_identity.entry(identity.into()).or_insert_with(|| {
             self.next += 1;
@@ -363,7 +371,7 @@ impl Nodes {
             name: name.into(),
             stream: None,
             lost_ns: 0,
-            told: Vec::new(),
+            reported: Vec::new(),
             launches: BTreeMap::new(),
             clock: Clock::default(),
             keys: BTreeMap::new(),
@@ -374,7 +382,7 @@ impl Nodes {
         id
     }
 
-    /// A stream ended. The node, when it has no newer one.
+    /// Handles the end of a stream. Returns false if the node already has a newer one.
     pub fn lose(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
         if node.stream.as_ref().is_none_or(|(current, _)| *current != stream) {
@@ -387,18 +395,18 @@ impl Nodes {
         true
     }
 
-    /// A node came or went: who holds the ranks that others have, too, may have changed.
+    /// A node joined or left, which may change the holder of ranks that other nodes also claim.
     fn unsettle(&mut self, id: NodeId) {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        let jobs: BTreeSet<JobKey> = told.iter().filter_map(key_of).map(|(job, _)| job).collect();
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
         for job in jobs {
             if let Some(claims) = self.claims.get_mut(&job) {
-                claims.view.get_mut().take_if(|view| view.contested);
+                claims.summary.get_mut().take_if(|summary| summary.contested);
             }
         }
     }
 
-    /// Sends to a node. One whose stream takes nothing more loses it.
+    /// Sends a message to a node. A node whose stream is full loses its stream.
     pub fn send(&mut self, id: NodeId, message: Message, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
         let Some((_, outgoing)) = &node.stream else { return false };
@@ -428,13 +436,14 @@ impl Nodes {
         self.away.iter().copied()
     }
 
-    /// Name of a node, for people.
+    /// Display name of a node.
     #[must_use]
     pub fn name(&self, id: NodeId) -> &str {
         self.nodes.get(&id).map_or("a node that is forgotten", |node| node.name.as_str())
     }
 
-    /// A node lists its ranks. Returns other nodes that have said that they have one of these, and may speak for it from now on.
+    /// Handles the list of the ranks of a node. Returns other nodes that also claim one of these
+    /// ranks and may hold it from now on.
     pub fn claim(&mut self, id: NodeId, mut ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         for job in ranks.iter_mut().filter_map(|entry| entry.job.as_mut()) {
             let known = self.key(id, job);
@@ -456,32 +465,33 @@ impl Nodes {
         others
     }
 
-    /// The cluster's key of a job that a node speaks of.
+    /// The cluster's key of a job, given the node's key.
     #[must_use]
     pub fn key(&self, id: NodeId, job: &JobId) -> JobKey {
-        let own = member::key(job);
+        let own = key::key(job);
         self.nodes.get(&id).and_then(|node| node.keys.get(&own)).cloned().unwrap_or(own)
     }
 
-    /// What a node calls a job of the cluster.
+    /// The node's key of a job, given the cluster's key.
     #[must_use]
     pub fn key_at(&self, id: NodeId, job: &JobKey) -> JobKey {
         let own = self.nodes.get(&id).and_then(|node| node.keys.iter().find(|(_, key)| *key == job));
         own.map_or(job, |(own, _)| own).clone()
     }
 
-    /// The jobs of which a node has ranks.
+    /// The jobs that have ranks on a node.
     #[must_use]
     pub fn jobs_of(&self, id: NodeId) -> BTreeSet<JobKey> {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        told.iter().filter_map(key_of).map(|(job, _)| job).collect()
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        reported.iter().filter_map(key_of).map(|(job, _)| job).collect()
     }
 
-    /// Finds out anew which jobs of this name on the nodes are one. Returns the nodes whose jobs have another key than before.
+    /// Recomputes which jobs of this name on the nodes are one. Returns the nodes whose jobs
+    /// changed their keys.
     fn join_jobs(&mut self, name: &str, now_ns: u64) -> BTreeSet<NodeId> {
         let mut units: BTreeMap<(NodeId, JobKey), Unit> = BTreeMap::new();
         for (id, node) in &self.nodes {
-            for entry in &node.told {
+            for entry in &node.reported {
                 let Some((current, rank)) = key_of(entry).filter(|(job, _)| job.name == name) else { continue };
                 let job = self.key_at(*id, &current);
                 let new = || Unit {
@@ -517,21 +527,21 @@ impl Nodes {
                 .filter(|unit| unit.node == *id)
                 .map(|unit| (unit.current.clone(), unit.job.clone()))
                 .collect();
-            let mut told = node.told.clone();
-            for job in told.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-                let current = member::key(job);
+            let mut reported = node.reported.clone();
+            for job in reported.iter_mut().filter_map(|entry| entry.job.as_mut()) {
+                let current = key::key(job);
                 let own = before.get(&current).unwrap_or(&current);
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
             }
-            self.take(*id, told, now_ns);
+            self.take(*id, reported, now_ns);
         }
         moved
     }
 
     fn take(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
-        let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.told)).unwrap_or_default();
+        let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.reported)).unwrap_or_default();
         let mut others = BTreeSet::new();
         for (job, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
             if let Some(claims) = self.claims.get_mut(&job) {
@@ -552,33 +562,33 @@ impl Nodes {
             claims.insert(rank, id, Claim::new(entry, self.claimed, clock, now_ns), entry.age_ms > 0);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
-            (node.told, node.clock) = (ranks, clock);
+            (node.reported, node.clock) = (ranks, clock);
         }
         others
     }
 
-    /// Other nodes that say that they have a rank which this one says it has.
+    /// Other nodes that claim a rank which this one also claims.
     #[must_use]
     pub fn rivals(&self, id: NodeId) -> BTreeSet<NodeId> {
-        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
-        let keys = told.iter().filter_map(key_of);
+        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let keys = reported.iter().filter_map(key_of);
         keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
             .flat_map(|(claims, rank)| claims.others(rank, id))
             .collect()
     }
 
-    /// Living ranks that nodes say they have while another node speaks for them.
+    /// Living ranks that a node claims while another node holds them.
     #[must_use]
     pub fn refused(&self) -> Vec<Refused> {
         let mut refused: BTreeMap<(NodeId, NodeId, &JobKey), RankSet> = BTreeMap::new();
         for (job, claims) in &self.claims {
-            let view = claims.view(&self.away);
-            if !view.contested {
+            let summary = claims.summary(&self.away);
+            if !summary.contested {
                 continue;
             }
             for ((rank, node), claim) in &claims.ranks {
-                let holder = holder(&mut claims.of_rank(view.world, *rank), &self.away);
-                let stands = claim.is_alive() && !self.away.contains(node) && view.world.holds(*rank, claim);
+                let holder = holder(&mut claims.of_rank(summary.world, *rank), &self.away);
+                let stands = claim.is_alive() && !self.away.contains(node) && summary.world.holds(*rank, claim);
                 if let Some((by, _)) = holder.filter(|(by, held)| stands && by != node && held.is_alive()) {
                     refused.entry((*node, by, job)).or_default().insert(*rank);
                 }
@@ -592,69 +602,69 @@ impl Nodes {
         self.claims.keys()
     }
 
-    /// What is known of a job.
+    /// The summary of a job.
     #[must_use]
-    pub fn job(&self, job: &JobKey) -> Arc<JobView> {
-        self.claims.get(job).map(|claims| claims.view(&self.away)).unwrap_or_default()
+    pub fn job(&self, job: &JobKey) -> Arc<JobSummary> {
+        self.claims.get(job).map(|claims| claims.summary(&self.away)).unwrap_or_default()
     }
 
-    /// The ranks that one node speaks for.
+    /// The ranks that one node holds.
     #[must_use]
     pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
-        let told = self.nodes.get(&node).map(|node| node.told.as_slice()).unwrap_or_default();
-        let listed = told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let reported = self.nodes.get(&node).map(|node| node.reported.as_slice()).unwrap_or_default();
+        let listed = reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
         listed.map(|(_, rank)| rank).filter(|rank| self.of_rank(job, *rank) == Some(node)).collect()
     }
 
-    /// The node that speaks for a rank.
+    /// The node that holds a rank.
     #[must_use]
     pub fn of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
         let claims = self.claims.get(job)?;
-        let world = claims.view(&self.away).world;
+        let world = claims.summary(&self.away).world;
         holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)
     }
 
-    /// Whether all ranks of a job that run on a node were started after a time.
+    /// Whether all running ranks of a job on a node were started after a given time.
     #[must_use]
     pub fn began_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
         let (Some(node), Some(claims)) = (self.nodes.get(&id), self.claims.get(job)) else { return false };
-        let ranks = node.told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let ranks = node.reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
         let claims = ranks.filter_map(|(_, rank)| claims.ranks.get(&(rank, id)));
         let mut living = claims.filter(|claim| claim.is_alive()).peekable();
-        // Of a process that cannot be seen only its registration is known.
+        // For a process that is not visible, only the registration time is known.
         living.peek().is_some() && living.all(|claim| claim.process.is_some() && claim.started_ns > ns)
     }
 
-    /// A node says when each of its jobs launched last.
+    /// A node reports when each of its jobs last launched.
     pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            let own = member::key(job);
+            let own = key::key(job);
             let job = node.keys.get(&own).cloned().unwrap_or(own);
             node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
         }
     }
 
-    /// A node other than this one on which the job launched within its idle timeout.
+    /// Another node on which the job launched within its idle timeout.
     #[must_use]
     pub fn busy_elsewhere(&self, job: &JobKey, not: NodeId, now_ns: u64) -> Option<&str> {
-        let view = self.job(job);
-        let recent = |last: &u64| now_ns.saturating_sub(*last) < view.idle_timeout_ms.saturating_mul(1_000_000);
-        let others = view.nodes.iter().filter(|id| **id != not).filter_map(|id| self.nodes.get(id));
+        let summary = self.job(job);
+        let recent = |last: &u64| now_ns.saturating_sub(*last) < summary.idle_timeout_ms.saturating_mul(1_000_000);
+        let others = summary.nodes.iter().filter(|id| **id != not).filter_map(|id| self.nodes.get(id));
         let mut busy = others.filter(|node| node.is_joined() && node.launches.get(job).is_some_and(recent));
         busy.next().map(|node| node.name.as_str())
     }
 
-    /// Forgets worlds that a newer one has taken the place of, and nodes that are gone for long.
+    /// Forgets worlds that were replaced by newer ones, and nodes that left long ago.
     pub fn forget(&mut self, now_ns: u64) {
         let gone = |node: &Node| !node.is_joined() && now_ns > node.lost_ns + FORGET_NS;
         let nodes = &self.nodes;
         for claims in self.claims.values_mut() {
-            let (before, world) = (claims.ranks.len(), claims.view(&self.away).world);
+            let (before, world) = (claims.ranks.len(), claims.summary(&self.away).world);
             claims.ranks.retain(|(rank, node), claim| {
                 (claim.is_alive() || world.holds(*rank, claim)) && nodes.get(node).is_some_and(|node| !gone(node))
             });
             if claims.ranks.len() < before {
-                *claims.view.get_mut() = None;
+                *claims.summary.get_mut() = None;
             }
         }
         self.claims.retain(|_, claims| !claims.ranks.is_empty());
@@ -665,7 +675,7 @@ impl Nodes {
     }
 }
 
-/// Whether a key means something on the machine of its node alone.
+/// Whether a key is meaningful only on the machine of its node.
 fn is_of_node(job: &JobKey) -> bool {
     job.instance
         .rsplit_once(" on ")
@@ -673,7 +683,7 @@ fn is_of_node(job: &JobKey) -> bool {
 }
 
 fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
-    Some((member::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
+    Some((key::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]

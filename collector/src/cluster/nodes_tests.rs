@@ -1,4 +1,4 @@
-//! Nodes that come and go, and what they say of their ranks.
+//! Nodes that join and leave, and their reports about ranks.
 
 use xpu_timer_proto::v1::RankInfo;
 
@@ -29,7 +29,7 @@ fn ranks(nodes: &Nodes, id: NodeId) -> String {
 
 const SECOND: u64 = 1_000_000_000;
 
-/// A rank of a process that is `age_s` old, and ended so long ago.
+/// A rank whose process is `age_s` old and, if given, ended `ended_s` ago.
 fn aged(rank: i32, attempt: u32, world_size: u32, age_s: u64, ended_s: Option<u64>) -> RankEntry {
     let presence = if ended_s.is_some() { Presence::Dead } else { Presence::Present };
     RankEntry {
@@ -56,11 +56,11 @@ fn a_rank_belongs_to_one_living_node() {
     );
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2".into()));
     assert!(nodes.of_rank(&job("j"), 1) == Some(a) && nodes.of_rank(&job("j"), 3).is_none());
-    // The first node goes: its rank may have moved.
+    // The first node leaves: its rank may have moved.
     assert!(nodes.lose(a, 1, 5));
     assert_eq!(nodes.rivals(a), BTreeSet::from([b]));
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0".into(), "1-2".into()));
-    // It comes again, and the rank is its own: it was the first to have it.
+    // It reconnects and holds the rank again, because it claimed the rank first.
     let (again, _again) = node(&mut nodes, "a", 3);
     assert_eq!(again, a);
     assert_eq!((ranks(&nodes, a), nodes.refused().len()), ("0-1".into(), 1));
@@ -76,9 +76,9 @@ fn the_newest_attempt_counts_with_its_world() {
     nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)], 2);
     assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
     nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)], 2 * SECOND);
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert!(view.is_whole());
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.attempt, summary.world_size, summary.nodes.clone()), (1, 2, BTreeSet::from([a])));
+    assert!(summary.is_complete());
     nodes.claim(b, vec![aged(2, 0, 4, 3, Some(2)), aged(3, 0, 4, 3, Some(2))], 3 * SECOND);
     nodes.forget(4 * SECOND);
     assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older world is forgotten");
@@ -87,73 +87,75 @@ fn the_newest_attempt_counts_with_its_world() {
 }
 
 #[test]
-fn agents_that_count_restarts_apart_have_one_world() {
+fn agents_with_different_attempts_have_one_world() {
     let mut nodes = Nodes::default();
     let (a, _a) = node(&mut nodes, "a", 1);
     let (b, _b) = node(&mut nodes, "b", 2);
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 4, 5, None), aged(1, 0, 4, 5, None)], at(10));
     nodes.claim(b, vec![aged(2, 0, 4, 5, None), aged(3, 0, 4, 5, None)], at(10));
-    assert!(nodes.job(&job("j")).is_whole());
-    // A rank of the first node crashes: its agent counts that, the other one only sees that a member was away.
+    assert!(nodes.job(&job("j")).is_complete());
+    // A rank of the first node crashes: its agent counts that. The other agent only sees a
+    // membership change.
     nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(30));
     nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.attempt, view.ranks, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert_eq!(view.born_ns, at(29), "the world before is not that one");
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.attempt, summary.ranks, summary.nodes.clone()), (1, 2, BTreeSet::from([a])));
+    assert_eq!(summary.born_ns, at(29), "the world before is not that one");
     nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
-    let view = nodes.job(&job("j"));
-    assert!(view.is_whole() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
+    let summary = nodes.job(&job("j"));
+    assert!(summary.is_complete() && summary.nodes.len() == 2 && summary.attempt == 1, "{summary:?}");
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2-3".into()));
-    // Who dies in this world is one of it, whatever it counts.
+    // A rank that dies in this world belongs to it, whatever its attempt is.
     nodes.claim(b, vec![aged(2, 0, 4, 10, Some(1)), aged(3, 0, 4, 10, None)], at(40));
     assert_eq!((nodes.job(&job("j")).ranks, ranks(&nodes, b).as_str()), (4, "2-3"));
-    // And again, when the other agent's counter is ahead.
+    // Again, now with the counter of the other agent ahead.
     nodes.claim(b, vec![aged(2, 1, 4, 1, None), aged(3, 1, 4, 1, None)], at(50));
     nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(50));
-    assert!(nodes.job(&job("j")).is_whole());
+    assert!(nodes.job(&job("j")).is_complete());
     assert_eq!(nodes.refused(), []);
 }
 
-/// As [`aged`], of the process with this pid that was started so many seconds after its node.
+/// As [`aged`], for the process with this pid that was started this many seconds after its node.
 fn started(pid: i32, start_s: u64, entry: RankEntry) -> RankEntry {
     let info = entry.info.map(|info| RankInfo { pid, ..info });
     RankEntry { info, start: start_s * SECOND / TICK_NS, ..entry }
 }
 
 #[test]
-fn a_late_message_moves_neither_a_process_nor_the_beginning_of_a_world() {
+fn a_late_message_changes_no_start_time() {
     let mut nodes = Nodes::default();
     let (a, _a) = node(&mut nodes, "a", 1);
     let (b, _b) = node(&mut nodes, "b", 2);
     let at = |seconds: u64| seconds * SECOND;
-    // Of a node that was started 5 s before this collector.
+    // The node was started 5 s before this collector.
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 2, 5, None))], at(10));
     nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
     assert_eq!(nodes.job(&job("j")).born_ns, at(5));
     let number = nodes.claims[&job("j")].ranks[&(0, a)].number;
-    // Four seconds late, and with another place in the world: it is the same process.
+    // Four seconds late and with another place in the world: it is the same process.
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 3, 10, None))], at(19));
     let claim = &nodes.claims[&job("j")].ranks[&(0, a)];
     assert_eq!((claim.started_ns, claim.number), (at(5), number));
     assert!(!nodes.began_after(&job("j"), a, at(5)) && nodes.began_after(&job("j"), a, at(4)));
-    // The first message of a node is late, the next one is not: its processes were not started when the first one told.
+    // The first message of a node is late and the next one is not: the start times of the first
+    // message were wrong.
     let (c, _c) = node(&mut nodes, "c", 3);
     nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 1, None))], at(30));
     assert_eq!(nodes.job(&job("j")).world.started_ns, at(29));
     nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 5, None))], at(31));
     assert_eq!(nodes.job(&job("j")).world.started_ns, at(26));
-    // Another process within the second.
+    // Another process within the same second.
     let before = nodes.claims[&job("j")].ranks[&(0, c)].number;
     nodes.claim(c, vec![started(8, 100, aged(0, 0, 1, 5, None))], at(31));
     let claim = &nodes.claims[&job("j")].ranks[&(0, c)];
     assert!(claim.process.is_some_and(|(pid, _)| pid == 8) && claim.number > before);
-    // Of one that is not seen nobody knows when it was started.
+    // For a process that is not visible, the start time is unknown.
     assert!(!nodes.began_after(&job("j"), b, at(1)));
 }
 
 #[test]
-fn a_rank_that_has_not_registered_is_one_of_its_world() {
+fn an_unregistered_rank_belongs_to_its_world() {
     let mut nodes = Nodes::default();
     let (a, _a) = node(&mut nodes, "a", 1);
     let (b, _b) = node(&mut nodes, "b", 2);
@@ -161,12 +163,12 @@ fn a_rank_that_has_not_registered_is_one_of_its_world() {
     nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
     let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
     nodes.claim(b, vec![silent], at(10));
-    let view = nodes.job(&job("j"));
-    assert!(view.is_whole() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
-    drop(view);
+    let summary = nodes.job(&job("j"));
+    assert!(summary.is_complete() && summary.alive && summary.nodes.contains(&b) && summary.hang_timeout_ms == 0);
+    drop(summary);
     let registered = RankEntry { hang_timeout_ms: 300, ..started(7, 10, aged(1, 0, 2, 6, None)) };
     nodes.claim(b, vec![registered], at(11));
-    assert!(nodes.claims[&job("j")].view.borrow().is_some(), "in a large job that is not worked out for each rank");
+    assert!(nodes.claims[&job("j")].summary.borrow().is_some(), "in a large job that is not worked out for each rank");
     assert_eq!(nodes.job(&job("j")).hang_timeout_ms, 300);
     assert_eq!(nodes.claims[&job("j")].ranks[&(1, b)].presence, Presence::Present);
     nodes.claim(b, vec![started(7, 10, aged(1, 0, 2, 7, Some(1)))], at(12));
@@ -182,30 +184,36 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
     nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
-    // A node more: its rank comes before the old ones are told to be gone, and has one of their numbers.
+    // A node joins: its rank arrives before the old ranks are reported as ended, and has one of
+    // their numbers.
     nodes.claim(c, vec![aged(0, 0, 3, 1, None)], at(20));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.world_size, view.ranks, nodes.refused()), (3, 1, vec![]), "nobody complains of the old ranks");
+    let summary = nodes.job(&job("j"));
+    assert_eq!(
+        (summary.world_size, summary.ranks, nodes.refused()),
+        (3, 1, vec![]),
+        "nobody complains of the old ranks"
+    );
     nodes.claim(a, vec![aged(1, 0, 3, 1, None)], at(20));
     nodes.claim(b, vec![aged(1, 0, 2, 15, Some(2)), aged(2, 0, 3, 1, None)], at(20));
-    assert!(nodes.job(&job("j")).is_whole());
+    assert!(nodes.job(&job("j")).is_complete());
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "2".into(), "0".into()));
-    // The first node is preempted, and the others have its place.
+    // The first node is preempted, and the other nodes take its place.
     nodes.claim(a, vec![aged(1, 0, 3, 11, Some(2))], at(30));
     nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(30));
     nodes.claim(c, vec![aged(1, 0, 2, 1, None)], at(30));
-    let view = nodes.job(&job("j"));
-    assert_eq!((view.world_size, view.ranks, view.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
-    // Another takes its place in a world of the same size: the old number is free as soon as its process has ended.
+    let summary = nodes.job(&job("j"));
+    assert_eq!((summary.world_size, summary.ranks, summary.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
+    // Another node replaces it in a world of the same size: the old number is free as soon as its
+    // process has ended.
     nodes.claim(c, vec![aged(1, 0, 2, 11, Some(1))], at(40));
     nodes.claim(a, vec![aged(1, 0, 2, 0, None)], at(41));
     nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(41));
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "0".into(), String::new()));
-    assert!(nodes.job(&job("j")).is_whole() && nodes.refused().is_empty());
+    assert!(nodes.job(&job("j")).is_complete() && nodes.refused().is_empty());
 }
 
 #[test]
-fn idle_is_idle_everywhere() {
+fn a_job_is_idle_only_if_all_nodes_are() {
     let mut nodes = Nodes::default();
     let (a, _a) = node(&mut nodes, "a", 1);
     let (b, _b) = node(&mut nodes, "b", 2);
@@ -220,7 +228,7 @@ fn idle_is_idle_everywhere() {
 }
 
 #[test]
-fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
+fn communicators_separate_two_jobs_of_one_name() {
     let mut nodes = Nodes::default();
     let (a, _a) = node(&mut nodes, "a", 1);
     let (b, _b) = node(&mut nodes, "b", 2);
@@ -238,11 +246,11 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
             [of("", [2, 3], three), of("pid 4 on b 02", [2, 3], four)].concat(),
         )
     };
-    // No communicator yet: nothing tells them apart.
+    // Without communicators, nothing separates them.
     let (of_a, of_b) = on([&[], &[], &[], &[]]);
     nodes.claim(a, of_a, 1);
     nodes.claim(b, of_b, 2);
-    assert!(nodes.job(&job("j")).is_whole() && nodes.jobs().count() == 3);
+    assert!(nodes.job(&job("j")).is_complete() && nodes.jobs().count() == 3);
     let (of_a, of_b) = on([&[7], &[8], &[8], &[7]]);
     nodes.claim(a, of_a, 3);
     nodes.claim(b, of_b, 4);
@@ -250,8 +258,8 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
     assert_eq!(keys.len(), 2, "{keys:?}");
     let other = JobKey { name: "j".into(), instance: "pid 9 on a 01".into() };
     for key in [&job("j"), &other] {
-        let view = nodes.job(key);
-        assert!(view.is_whole() && view.nodes == BTreeSet::from([a, b]), "{key}: {view:?}");
+        let summary = nodes.job(key);
+        assert!(summary.is_complete() && summary.nodes == BTreeSet::from([a, b]), "{key}: {summary:?}");
     }
     assert_eq!(nodes.refused(), []);
     assert_eq!(nodes.key_at(b, &other), job("j"), "what the node is asked for");
@@ -262,11 +270,11 @@ fn two_jobs_of_one_name_on_two_nodes_are_told_apart_by_their_communicators() {
     nodes.claim(a, of_a[2..].to_vec(), 5);
     nodes.claim(b, of_b[..2].to_vec(), 6);
     assert_eq!(nodes.jobs().collect::<Vec<_>>(), [&other]);
-    assert!(nodes.job(&other).is_whole());
+    assert!(nodes.job(&other).is_complete());
 }
 
 #[test]
-fn a_stream_that_is_stuck_is_given_up() {
+fn a_full_stream_is_given_up() {
     let mut nodes = Nodes::default();
     let (a, _receiver) = node(&mut nodes, "a", 1);
     let message = || Message::Closed(Default::default());

@@ -1,4 +1,5 @@
-//! What is known of each rank of an incident, as bytes: of a large job this is most of the memory, and decoded it takes four times as much.
+//! The evidence of each rank of an incident, kept encoded: in a large job this is most of the
+//! memory, and decoded it takes four times as much.
 
 use std::{
     collections::HashMap,
@@ -10,13 +11,13 @@ use xpu_timer_proto::{
     v1::{Evidence, RankEvidence},
 };
 
-/// The evidence of ranks, at most one entry a rank.
+/// The evidence of ranks, at most one entry per rank.
 #[derive(Debug, Default)]
 pub struct Ranks {
-    // Entries one after the other, each behind its length. In chunks, so that they are given back one by one.
+    // Length-delimited entries in chunks, so that the chunks can be freed one by one.
     chunks: Vec<Vec<u8>>,
     places: HashMap<u32, Place>,
-    // Bytes of entries that were replaced.
+    // Bytes of replaced entries.
     replaced: usize,
 }
 
@@ -30,25 +31,19 @@ struct Place {
 const CHUNK_BYTES: usize = 1 << 20;
 
 impl Ranks {
-    /// Whether there is an entry of this rank.
+    /// Whether a rank has an entry.
     #[must_use]
     pub fn holds(&self, rank: u32) -> bool {
         self.places.contains_key(&rank)
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Whether there is none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
-    }
-
-    /// Adds ranks; one that is there already is replaced.
+    /// Adds ranks and replaces existing entries.
     pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
         for rank in ranks {
             // A length takes ten bytes at most.
@@ -74,7 +69,8 @@ impl Ranks {
         self.replaced += self.places.insert(rank, place).map_or(0, |old| old.bytes);
     }
 
-    /// Gives back what replaced entries take: a node whose delivery breaks off sends all of it again.
+    /// Frees the memory of replaced entries: a node whose delivery was cut off sends everything
+    /// again.
     fn compact(&mut self) {
         self.replaced = 0;
         let mut places: Vec<(u32, Place)> = self.places.drain().collect();
@@ -88,23 +84,23 @@ impl Ranks {
         }
     }
 
-    /// Writes the evidence of all of them as one message.
+    /// Writes the evidence of all ranks as one message.
     ///
     /// # Errors
-    /// Those of `to`.
+    /// Errors of `to`.
     pub fn write(&self, head: &Evidence, to: &mut dyn Write) -> io::Result<()> {
         to.write_all(&head.encode_to_vec())?;
         let mut places: Vec<(&u32, &Place)> = self.places.iter().collect();
         places.sort_unstable_by_key(|(rank, _)| **rank);
         for (_, place) in places {
-            // The key of a field that is a message, which then begins with its length.
+            // The key of a message field; the length follows.
             to.write_all(&[RANKS_KEY])?;
             to.write_all(&self.chunks[place.chunk][place.offset..place.offset + place.bytes])?;
         }
         Ok(())
     }
 
-    /// All of them, ascending by rank. The bytes are given back on the way.
+    /// Decodes all entries, ascending by rank, and frees the bytes on the way.
     #[must_use]
     pub fn decode(self) -> Vec<RankEvidence> {
         let mut list = Vec::with_capacity(self.places.len());
@@ -113,11 +109,11 @@ impl Ranks {
             while !rest.is_empty() {
                 let offset = bytes.len() - rest.len();
                 let mut rank = RankEvidence::decode_length_delimited(&mut rest).expect("it was encoded here");
-                // A list that was decoded has room for up to twice as much.
+                // A decoded list may have up to twice the capacity that it needs.
                 if let Some(flight) = &mut rank.flight {
                     flight.operations.shrink_to_fit();
                 }
-                // An entry that was replaced is left out.
+                // Skip replaced entries.
                 if self.places.get(&rank.rank).is_some_and(|place| (place.chunk, place.offset) == (chunk, offset)) {
                     list.push(rank);
                 }
@@ -128,7 +124,7 @@ impl Ranks {
     }
 }
 
-/// Field 6 of `Evidence`, of wire type 2. The test below fails when that is not true any more.
+/// Field 6 of `Evidence`, wire type 2. A test below fails if this changes.
 const RANKS_KEY: u8 = 6 << 3 | 2;
 
 #[cfg(test)]
@@ -140,9 +136,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_the_evidence_in_the_order_of_the_ranks() {
+    fn evidence_is_written_in_rank_order() {
         let mut ranks = Ranks::default();
-        assert!(ranks.is_empty());
+        assert!(ranks.places.is_empty());
         ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(CHUNK_BYTES))]);
         ranks.extend([rank(7, "b"), rank(2, "c")]);
         assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));
@@ -155,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_replaced_again_and_again_does_not_pile_up() {
+    fn replaced_entries_do_not_accumulate() {
         let mut ranks = Ranks::default();
         let text = "x".repeat(CHUNK_BYTES / 4);
         let times = 40;

@@ -1,4 +1,4 @@
-//! The gRPC side: who may join, and the two directions of a stream.
+//! The gRPC service: admission of nodes, and both directions of a stream.
 
 use std::{
     pin::Pin,
@@ -22,46 +22,50 @@ use xpu_timer_proto::{
     },
 };
 
-use super::nodes::{Outbound, Outgoing, StreamId};
+use crate::cluster::{
+    ids::StreamId,
+    nodes::{Outbound, Outgoing},
+};
 
-/// What happens on the streams.
+/// Events on the streams.
 #[derive(Debug)]
 pub enum StreamEvent {
-    /// A node said hello.
+    /// A node sent its hello.
     Joined(StreamId, Box<NodeHello>, Outgoing),
-    /// It said something.
+    /// The node sent a message.
     Said(StreamId, Box<Message>),
-    /// Its stream ended.
+    /// The stream ended, with the reason.
     Ended(StreamId, String),
-    /// Somebody begins a delivery, and is told whether its key is one that a node was asked by.
+    /// A client starts a delivery. The reply says whether its key is expected.
     Brings(Arc<str>, oneshot::Sender<bool>),
-    /// A piece of it.
+    /// A piece of the delivery.
     Brought(Arc<str>, Box<delivery::Message>, Credit),
-    /// It ended, by its last piece or before.
+    /// The delivery ended, complete or not.
     Ceased(Arc<str>),
-    /// A node of this name may not join, and why.
+    /// A node of this name was refused, with the reason.
     Refused(String, String),
 }
 
-/// What a piece of a delivery takes while it is not merged or written. The next ones are read when enough of them are given back by a
-/// drop: a disk that stalls slows the nodes down, and nothing piles up here.
+/// The share of the receive budget that a piece of a delivery takes until it is merged or written.
+/// Dropping it returns the share, and the next piece is read. A slow disk thus slows the nodes down
+/// instead of filling the memory.
 #[derive(Debug, Default)]
 pub struct Credit(#[allow(dead_code, reason = "it is held for its drop")] Option<OwnedSemaphorePermit>);
 
 /// The service.
 #[derive(Debug)]
 pub struct Service {
-    /// Where everything goes; bounded, so that a slow hub slows the nodes down.
+    /// Receives all events. Bounded, so that a slow hub slows the nodes down.
     pub events: mpsc::Sender<StreamEvent>,
-    /// Numbers of the streams.
+    /// The next stream number.
     pub next: AtomicU64,
 }
 
-/// A node says at once who it is, and what it brings.
+/// A node must send its first message within this time.
 const FIRST_WORD: Duration = Duration::from_secs(10);
-/// Messages to one node that may wait. A node that does not read them is cut off.
+/// Messages to one node that may queue. A node that does not read them is disconnected.
 const OUTGOING: usize = 64;
-/// Pieces of one delivery that may be here at a time: each may be half a megabyte, and a tree is one.
+/// Pieces of one delivery in memory at a time. Each may have half a megabyte; a tree is one piece.
 const PIECES: usize = 4;
 
 #[tonic::async_trait]
@@ -79,7 +83,7 @@ impl cluster_server::Cluster for Service {
                     match check(&hello) {
                         Ok(()) => {
                             let joined = StreamEvent::Joined(id, Box::new(hello), outgoing);
-                            // Whoever hears it ends with the process.
+                            // Fails only when the process ends.
                             let _ = events.send(joined).await;
                             listen(id, &mut messages, &events).await
                         }
@@ -112,7 +116,7 @@ impl cluster_server::Cluster for Service {
         };
         let key: Arc<str> = key.into();
         let (reply, known) = oneshot::channel();
-        // Whoever hears it ends with the process.
+        // Fails only when the process ends.
         let _ = self.events.send(StreamEvent::Brings(Arc::clone(&key), reply)).await;
         if !known.await.unwrap_or(false) {
             return Err(Status::not_found("nothing is expected by this key, or no longer"));
@@ -120,7 +124,7 @@ impl cluster_server::Cluster for Service {
         let _ceased = Ceased { events: self.events.clone(), key: Arc::clone(&key) };
         let pieces_here = Arc::new(Semaphore::new(PIECES));
         loop {
-            // It is closed by nobody.
+            // The semaphore is never closed.
             let credit = Credit(Arc::clone(&pieces_here).acquire_owned().await.ok());
             let Some(Delivery { message }) = pieces.message().await? else { break };
             let Some(message) = message else { continue };
@@ -130,7 +134,7 @@ impl cluster_server::Cluster for Service {
     }
 }
 
-/// Says that a delivery ended, also when its call is dropped in the middle of it.
+/// Reports the end of a delivery, even if its call is dropped in the middle.
 struct Ceased {
     events: mpsc::Sender<StreamEvent>,
     key: Arc<str>,
@@ -138,7 +142,7 @@ struct Ceased {
 
 impl Drop for Ceased {
     fn drop(&mut self) {
-        // Without a runtime the process ends.
+        // Without a runtime the process is ending.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (events, key) = (self.events.clone(), Arc::clone(&self.key));
         runtime.spawn(async move { events.send(StreamEvent::Ceased(key)).await });
@@ -152,14 +156,14 @@ fn check(hello: &NodeHello) -> Result<(), Status> {
             hello.protocol
         )));
     }
-    // A short one could be guessed, and with it another node's stream be taken over.
+    // A short identity could be guessed and used to take over the stream of another node.
     if hello.identity.len() < 16 {
         return Err(Status::invalid_argument("the hello has no identity"));
     }
     Ok(())
 }
 
-/// Reads until the end; why it ended.
+/// Reads messages until the stream ends, and returns why it ended.
 async fn listen(id: StreamId, messages: &mut Streaming<NodeMessage>, events: &mpsc::Sender<StreamEvent>) -> String {
     loop {
         match messages.next().await {
@@ -182,20 +186,20 @@ mod tests {
 
     use super::*;
 
-    /// A client of the service, and what the service tells of it.
+    /// A client of the service, and the events of the service.
     async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let (events, told) = mpsc::channel(64);
+        let (events, received) = mpsc::channel(64);
         let service = cluster_server::ClusterServer::new(Service { events, next: AtomicU64::new(1) });
-        // It ends with the runtime of the test.
+        // The server ends with the runtime of the test.
         tokio::spawn(Server::builder().add_service(service).serve_with_incoming(TcpIncoming::from(listener)));
-        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), told)
+        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), received)
     }
 
     #[tokio::test]
-    async fn another_protocol_is_refused_in_words_that_both_sides_have() {
-        let (mut client, mut told) = served().await;
+    async fn a_protocol_mismatch_is_reported_on_both_sides() {
+        let (mut client, mut received) = served().await;
         let hello = NodeHello { protocol: PROTOCOL_VERSION + 1, node: "old".into(), ..Default::default() };
         let mut answers = client
             .join(tokio_stream::once(NodeMessage { message: Some(Message::Hello(hello)) }))
@@ -207,36 +211,36 @@ mod tests {
             format!("speaks protocol {}", PROTOCOL_VERSION + 1),
             format!("this cluster collector {PROTOCOL_VERSION};"),
         ];
-        let Some(StreamEvent::Refused(node, why)) = told.recv().await else { panic!("the hub is told") };
+        let Some(StreamEvent::Refused(node, why)) = received.recv().await else { panic!("the hub is told") };
         assert_eq!((node.as_str(), why.as_str()), ("old", status.message()));
         assert!(versions.iter().all(|version| why.contains(version)), "{why}");
     }
 
     #[tokio::test]
-    async fn no_more_pieces_are_read_than_are_written() {
-        let (mut client, mut told) = served().await;
+    async fn pieces_in_memory_are_bounded_by_credits() {
+        let (mut client, mut received) = served().await;
         let count = 3 * PIECES;
         let file = |_| delivery::Message::File(DumpFile { data: vec![7; 1000], ..Default::default() });
         let messages = std::iter::once(delivery::Message::Key("k".into())).chain((0..count).map(file));
         let pieces: Vec<Delivery> = messages.map(|message| Delivery { message: Some(message) }).collect();
         let sent = tokio::spawn(async move { client.bring(tokio_stream::iter(pieces)).await });
-        let mut held = Vec::new();
-        while let Some(event) = told.recv().await {
+        let mut credits = Vec::new();
+        while let Some(event) = received.recv().await {
             match event {
                 StreamEvent::Brings(_, known) => known.send(true).unwrap(),
-                StreamEvent::Brought(_, _, credit) => held.push(credit),
+                StreamEvent::Brought(_, _, credit) => credits.push(credit),
                 _ => {}
             }
-            if held.len() == PIECES {
+            if credits.len() == PIECES {
                 break;
             }
         }
-        // Nothing is written, as on a disk that stalls.
-        let more = timeout(Duration::from_millis(300), told.recv()).await;
+        // Nothing is written, as on a stalled disk.
+        let more = timeout(Duration::from_millis(300), received.recv()).await;
         assert!(more.is_err(), "{more:?}");
-        let mut written = held.len();
-        held.clear();
-        while let Some(event) = told.recv().await {
+        let mut written = credits.len();
+        credits.clear();
+        while let Some(event) = received.recv().await {
             match event {
                 StreamEvent::Brought(..) => written += 1,
                 StreamEvent::Ceased(_) => break,

@@ -3,15 +3,15 @@
 use serde_json::{Value, json};
 use xpu_timer_analysis::Status;
 
-use super::{
-    hub::Hub,
-    incident::{Incident, Progress, State},
-};
 use crate::{
-    clock::{self, Now},
-    metrics::Page,
-    records::WithoutFolder,
-    registry::JobKey,
+    cluster::{
+        hub::Hub,
+        incident::{Incident, Progress, State},
+    },
+    incident::records::WithoutFolder,
+    job::key::JobKey,
+    metrics::exposition::Page,
+    os::clock::{self, Now},
 };
 
 /// Nodes, jobs and incidents as JSON.
@@ -39,28 +39,29 @@ pub fn status(hub: &Hub, now: Now) -> Value {
 }
 
 fn job(hub: &Hub, key: &JobKey) -> Value {
-    let view = hub.nodes.job(key);
+    let summary = hub.nodes.job(key);
     json!({
         "job": key.to_string(),
-        "attempt": view.attempt,
-        "world_size": view.world_size,
-        "ranks": view.ranks,
-        "nodes": view.nodes.len(),
-        "alive": view.alive,
+        "attempt": summary.attempt,
+        "world_size": summary.world_size,
+        "ranks": summary.ranks,
+        "nodes": summary.nodes.len(),
+        "alive": summary.alive,
         "hang": hangs(hub, key),
     })
 }
 
-/// Whether a job hangs by the newest verdict on an open incident of it, as `XPU_TIMER_COMMON_HANG` of its nodes.
+/// Whether a job hangs according to the newest verdict of an open incident, as in
+/// `XPU_TIMER_COMMON_HANG` of its nodes.
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
     hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.job == *job)
 }
 
-/// Incidents of which no folder could be made.
+/// Incidents without a folder, because none could be made.
 #[must_use]
 pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
-    let homeless = hub.incidents.values().filter(|incident| incident.folder.is_none());
-    homeless
+    let without_folder = hub.incidents.values().filter(|incident| incident.folder.is_none());
+    without_folder
         .map(|one| {
             let status = match one.state {
                 State::Gathering | State::Judged => Status::Open,

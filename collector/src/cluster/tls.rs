@@ -11,10 +11,10 @@ use xpu_timer_proto::file;
 
 use crate::error::Error;
 
-/// From PEM files.
+/// Loads them from PEM files.
 ///
 /// # Errors
-/// When one cannot be read, holds nothing of its kind, or they do not fit together.
+/// If a file cannot be read or contains no certificate or key, or if the two do not match.
 pub fn acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error> {
     let read = |path: &Path| file::read_within(path).map_err(Error::path("read", path));
     let (certificates, private) = (read(certificate)?, read(key)?);

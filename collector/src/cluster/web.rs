@@ -1,4 +1,4 @@
-//! HTTP of the cluster collector, on the port of its gRPC: status, metrics, incidents with their files.
+//! HTTP of the cluster collector on its gRPC port: status, metrics, and incidents with their files.
 
 use axum::{
     Router,
@@ -10,33 +10,37 @@ use axum::{
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::hub::Command;
 use crate::{
-    http::{is_local, is_same_origin, refusal, server::Caller},
-    inbox::Question,
-    routes::{self, Answers},
-    token::Token,
+    cluster::command::Command,
+    http::{
+        is_local, is_same_origin,
+        questions::{Answers, Question},
+        refusal, routes,
+        server::Caller,
+        token::Token,
+    },
 };
 
-/// What the pages need.
+/// The state of the pages.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// To the hub.
+    /// Channel to the hub.
     pub commands: mpsc::UnboundedSender<Command>,
-    /// What a request must carry.
+    /// The token that a request must carry.
     pub token: Token,
-    /// Without TLS only requests that name this machine are answered: a page from elsewhere must not reach it.
+    /// Without TLS, only requests that name this machine as their host are answered: a web page
+    /// from elsewhere must not reach it.
     pub local_only: bool,
 }
 
 impl Answers for Pages {
     fn ask(&self, question: Question) {
-        // Nobody answers when the hub has ended.
+        // Fails only if the hub has ended; the request then gets no answer.
         let _ = self.commands.send(Command::Question(question));
     }
 }
 
-/// All pages, in front of the gRPC service, which is behind the same door.
+/// All pages, and the gRPC service behind the same access check.
 pub fn router(pages: Pages, grpc: Router) -> Router {
     routes::control()
         .merge(routes::health())
@@ -65,14 +69,16 @@ async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Respo
             caller.is_trusted();
         }
     } else if !caller.as_ref().is_some_and(Caller::is_owner) {
-        // Without a token it listens on loopback only, where the kernel says who asks.
+        // Without a token it listens on loopback only, where the kernel reports the user of a
+        // connection.
         let why = refusal(caller.and_then(|caller| caller.uid));
         if grpc {
             return Status::permission_denied(why.trim_end()).into_http();
         }
         return (StatusCode::FORBIDDEN, why).into_response();
     }
-    // Also of what calls itself gRPC: a page may send any header to the host that it was loaded from, or believes it was.
+    // This includes requests that look like gRPC: a web page may send any header to the host that
+    // it was loaded from, or believes it was.
     let named = named_host(&request);
     let why = if pages.local_only && !is_local(&named) {
         "only requests to localhost are answered\n"
@@ -87,7 +93,7 @@ async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Respo
     (StatusCode::FORBIDDEN, why).into_response()
 }
 
-/// The headers with the host of the request: HTTP/2 names it in its target, HTTP/1 in a header.
+/// The headers including the host of the request: HTTP/2 has it in the target, HTTP/1 in a header.
 fn named_host(request: &Request) -> HeaderMap {
     let mut headers: HeaderMap = request.headers().clone();
     if let Some(value) = request.uri().authority().and_then(|authority| authority.as_str().parse().ok()) {

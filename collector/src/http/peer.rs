@@ -1,8 +1,10 @@
-//! Finds the user behind a TCP connection of this machine: the owner of the socket at its other end.
+//! Finds the user behind a TCP connection of this machine: the owner of the socket at the other
+//! end.
 //!
-//! The kernel answers over netlink ([`sock_diag`]) without a walk through all sockets. Where it cannot, `/proc/net/tcp` has the same.
-//! The peer may close its socket at any moment. The kernel reports the uid 0 for a socket without an owner, so an entry counts only
-//! as long as it has an inode: whoever connects and closes at once is nobody, not root.
+//! The kernel answers over netlink ([`sock_diag`]) without a scan of all sockets. Where this fails,
+//! `/proc/net/tcp` has equal data. The peer may close its socket at any moment. The kernel reports
+//! uid 0 for a socket without an owner, so an entry counts only while it has an inode: a peer that
+//! connects and closes at once is unknown, not root.
 
 use std::{
     fs::File,
@@ -21,7 +23,8 @@ use xpu_timer_capture::sock_diag::{
 pub struct Owners {
     // Whether the kernel answers over netlink.
     netlink: bool,
-    // The uid of users who have none in this user namespace; `None` where every user has one.
+    // The uid that stands for users without a mapping in this user namespace; `None` if every user
+    // has one.
     unmapped: Option<u32>,
 }
 
@@ -35,18 +38,18 @@ struct Entry {
 
 const ESTABLISHED: u8 = 1;
 const LISTEN: u8 = 10;
-/// States in which a socket can still belong to a process that has sent a request: established, or half closed.
+/// States of a socket whose process may have sent a request: established or half closed.
 const CONNECTED: [u8; 4] = [ESTABLISHED, 4, 5, 8];
 
 impl Owners {
-    /// `listener` is an address that this process listens on, by which it is tried whether the kernel answers.
+    /// `listener` is an address on which this process listens; it is used to test netlink.
     #[must_use]
     pub fn new(listener: SocketAddr) -> Self {
         let any = SocketAddr::new(if listener.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
         Owners { netlink: by_netlink(listener, any).is_some(), unmapped: unmapped() }
     }
 
-    /// The uid behind `peer`, which is connected to `local`; `None` when it cannot be told.
+    /// The uid behind `peer`, which is connected to `local`; `None` if unknown.
     #[must_use]
     pub fn of_peer(&self, peer: SocketAddr, local: SocketAddr) -> Option<u32> {
         let [peer, local] = [peer, local].map(|address| SocketAddr::new(address.ip().to_canonical(), address.port()));
@@ -54,7 +57,7 @@ impl Owners {
         self.owner(entry, &CONNECTED)
     }
 
-    /// The uid that listens on `address`; `None` when nobody does or it cannot be told.
+    /// The uid that listens on `address`; `None` if nobody listens or the uid is unknown.
     #[must_use]
     pub fn of_listener(address: SocketAddr) -> Option<u32> {
         let any = SocketAddr::new(if address.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
@@ -68,18 +71,18 @@ impl Owners {
     }
 }
 
-/// All users without a uid here look like one: that one is no proof.
+/// All unmapped users have this uid here, so it proves nothing.
 fn unmapped() -> Option<u32> {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    let whole = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    let is_identity_map = map.split_whitespace().eq(["0", "0", "4294967295"]);
     let overflow = || std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?.trim().parse().ok();
-    if whole { None } else { Some(overflow().unwrap_or(65534)) }
+    if is_identity_map { None } else { Some(overflow().unwrap_or(65534)) }
 }
 
-/// Longest time to ask the kernel about a socket. It has answered when the question is sent; the limit is for one that has not.
+/// Timeout of a netlink query. Normally the kernel has answered by the time the query is sent.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The socket with this local and this remote address.
+/// Finds the socket with these local and remote addresses.
 fn by_netlink(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
     let request = InetRequest {
         family: if local.is_ipv4() { AF_INET } else { AF_INET6 },
@@ -104,8 +107,9 @@ fn by_netlink(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
 /// `INET_DIAG_NOCOOKIE` of linux/inet_diag.h.
 const ANY_COOKIE: [u8; 8] = [0xff; 8];
 
-/// The kernel falls back to a listener of the port, so the addresses are compared. A listener on all addresses answers for each of
-/// them. A socket of IPv6 that speaks IPv4 is reported with mapped addresses.
+/// The kernel falls back to a listener of the port, so the addresses are compared. A listener on
+/// all addresses answers for each of them. An IPv6 socket that carries IPv4 is reported with mapped
+/// addresses.
 fn entry(found: &InetResponseHeader, local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
     let id = &found.socket_id;
     let ends = [(id.source_address, id.source_port, local), (id.destination_address, id.destination_port, remote)];
@@ -115,7 +119,7 @@ fn entry(found: &InetResponseHeader, local: SocketAddr, remote: SocketAddr) -> O
     same.then_some(Entry { state: found.state, uid: found.uid, inode: found.inode.into() })
 }
 
-/// As [`by_netlink`], from the tables of the kernel.
+/// As [`by_netlink`], from `/proc/net/tcp`.
 fn by_proc(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
     ["/proc/self/net/tcp", "/proc/self/net/tcp6"].iter().find_map(|table| {
         let lines = BufReader::new(File::open(table).ok()?).lines();
@@ -137,7 +141,7 @@ fn parse_line(line: &str, local: SocketAddr, remote: SocketAddr) -> Option<Entry
     Some(Entry { state, uid: uid.parse().ok()?, inode: inode.parse().ok()? })
 }
 
-/// `0100007F:49C8`: words of the processor's byte order, and the port.
+/// `0100007F:49C8`: address words in native byte order, and the port.
 fn parse_address(text: &str) -> Option<SocketAddr> {
     let (address, port) = text.split_once(':')?;
     let words = address.as_bytes().chunks(8).map(|word| u32::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok());
@@ -168,7 +172,7 @@ mod tests {
         let own = rustix::process::getuid().as_raw();
         for address in ["127.0.0.1:0", "[::1]:0"] {
             if TcpListener::bind(address).is_err() {
-                // A machine without IPv6.
+                // The machine has no IPv6.
                 continue;
             }
             let (listener, client, server) = connected(address);
@@ -178,10 +182,11 @@ mod tests {
                 let (listener, client, server) = connected(address);
                 let (peer, local) = (server.peer_addr().unwrap(), server.local_addr().unwrap());
                 assert_eq!(owners.of_peer(peer, local), Some(own), "{address} {netlink}");
-                // It still belongs to somebody when it has said all that it will say.
+                // A half-closed socket still has an owner.
                 client.shutdown(std::net::Shutdown::Write).unwrap();
                 assert_eq!(owners.of_peer(peer, local), Some(own), "{address} {netlink}");
-                // The kernel shows a closed socket with the uid 0, and a listener in place of one that is gone.
+                // The kernel reports a closed socket with uid 0, and returns a listener in place of
+                // a socket that is gone.
                 drop(client);
                 assert_eq!(owners.of_peer(peer, local), None, "{address} {netlink}");
                 assert_eq!(owners.of_peer(listener.local_addr().unwrap(), local), None);
@@ -192,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_without_an_owner_is_nobodys_and_so_is_a_listener() {
+    fn a_closed_socket_and_its_listener_have_no_owner() {
         let [local, remote] = ["127.0.0.1:50000", "127.0.0.1:18888"].map(|text| text.parse().unwrap());
         let owners = Owners { netlink: false, unmapped: Some(65534) };
         let of = |line: &str| owners.owner(parse_line(line, local, remote), &CONNECTED);

@@ -1,4 +1,5 @@
-//! Serves a router on a listener, with or without TLS, within the limits and deadlines of [`watch`](super::watch).
+//! Serves a router on a listener, with or without TLS, within the limits and deadlines of
+//! [`watch`](super::watch).
 
 use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -21,48 +22,48 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
-use super::{
+use crate::http::{
+    address::KEEPALIVE,
     peer::Owners,
     watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched},
 };
-use crate::uplink::KEEPALIVE;
 
 /// How connections are served.
 #[derive(Clone)]
 pub struct Server {
-    /// Deadlines, and how many connections there may be.
+    /// Deadlines and maximum numbers of connections.
     pub limits: Limits,
-    /// Where all connections of this process have their places.
+    /// The slots of all connections of this process.
     pub slots: Arc<Slots>,
-    /// Certificate and key.
+    /// TLS settings with certificate and key; `None` for plain text.
     pub tls: Option<TlsAcceptor>,
-    /// Whether HTTP/2 is spoken, which gRPC needs.
+    /// Whether to support HTTP/2, which gRPC needs.
     pub http2: bool,
 }
 
-/// Who sends a request.
+/// The sender of a request.
 #[derive(Debug, Clone)]
 pub struct Caller {
-    /// The user, when it is one of this machine and can be told.
+    /// The user, if it is on this machine and known.
     pub uid: Option<u32>,
     limits: Limits,
     watch: Arc<Watch>,
 }
 
 impl Caller {
-    /// Whether it is this process's own user, or root.
+    /// Whether it is the user of this process, or root.
     #[must_use]
     pub fn is_owner(&self) -> bool {
         is_owner(self.uid)
     }
 
-    /// It has shown the token.
+    /// Notes that the request had the token.
     pub fn is_trusted(&self) {
         self.watch.promote(&self.limits);
     }
 
-    /// It has shown a wrong token. The answer waits, so that a token takes long to guess: a connection has one try a second, and
-    /// an address or a user has a few connections.
+    /// Notes a wrong token and delays the answer, which slows down guessing: a connection has one
+    /// attempt per second, and an address or a user has few connections.
     pub async fn failed(&self) {
         let mut failures = self.watch.failures.lock().await;
         *failures += 1;
@@ -73,18 +74,19 @@ impl Caller {
     }
 }
 
-/// After a wrong token.
+/// Delay after a wrong token.
 const FAILURE: Duration = Duration::from_secs(1);
-/// Wrong tokens on one connection.
+/// Maximum number of wrong tokens on one connection.
 const MOST_FAILURES: u32 = 10;
-/// After the descriptors ran out.
+/// Pause when the process is out of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
-/// All headers of a request.
+/// Maximum size of all headers of a request.
 const MAX_HEADER_BYTES: usize = 32 * 1024;
-/// Requests that one connection of HTTP/2 may have in flight. A node has one for its stream and a few for deliveries.
+/// Maximum number of requests in flight on one HTTP/2 connection. A node needs one for its stream
+/// and a few for deliveries.
 const MAX_STREAMS: u32 = 64;
-/// What a peer may send of each request without being read. On a link of 256 kbit/s that takes two seconds, in which nothing else
-/// comes through: more, and the connection would be taken for dead.
+/// Unread bytes that a peer may send per request. On a link of 256 kbit/s this takes two seconds in
+/// which nothing else arrives. With more, the connection would be considered dead.
 const WINDOW_BYTES: u32 = 64 * 1024;
 
 fn is_owner(uid: Option<u32>) -> bool {
@@ -92,14 +94,14 @@ fn is_owner(uid: Option<u32>) -> bool {
 }
 
 impl Server {
-    /// Serves until the listener fails for good, which it does not.
+    /// Serves until the listener fails permanently, which does not happen.
     pub async fn run(self, listener: TcpListener, router: Router) {
         let Ok(local) = listener.local_addr() else { return };
         let owners = Owners::new(local);
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => self.accept(stream, peer, &owners, &router),
-                // The peer was quicker; the next one may wait already.
+                // The peer has closed it; another connection may be waiting.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     warn!("a connection to {local} cannot be accepted: {error}");
@@ -117,7 +119,7 @@ impl Server {
         let class = match ip {
             ip if ip.is_loopback() && is_owner(uid) => Class::Own,
             ip if ip.is_loopback() => Class::User(uid),
-            // One host of IPv6 has as many addresses as it likes.
+            // One IPv6 host can have any number of addresses.
             std::net::IpAddr::V6(ip) => Class::Address(std::net::Ipv6Addr::from(u128::from(ip) >> 64 << 64).into()),
             ip => Class::Address(ip),
         };
@@ -130,7 +132,7 @@ impl Server {
             }
             return;
         };
-        // It only saves some milliseconds.
+        // Only an optimization of some milliseconds.
         let _ = stream.set_nodelay(true);
         let caller = Caller { uid, limits: self.limits, watch: Arc::clone(&place.watch) };
         tokio::spawn(self.clone().connection(stream, peer, place, caller, router.clone()));
@@ -191,7 +193,8 @@ impl Server {
 
     fn builder(&self) -> Builder<TokioExecutor> {
         let mut builder = Builder::new(TokioExecutor::new());
-        // The deadline of the headers is that of the watch, which also sees the time before their first byte.
+        // The watch enforces the deadline of the headers, including the time before their first
+        // byte.
         builder.http1().header_read_timeout(None).max_buf_size(MAX_HEADER_BYTES);
         if !self.http2 {
             return builder.http1_only();
@@ -212,7 +215,7 @@ impl Server {
     }
 }
 
-/// What the router answers, which it always does.
+/// Wraps the response of the router, which never fails.
 fn answered(answer: Result<Response, Infallible>, in_flight: InFlight) -> Response<Answer> {
     let (head, body) = match answer {
         Ok(answer) => answer.into_parts(),

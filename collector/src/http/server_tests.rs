@@ -1,4 +1,4 @@
-//! Peers that are slow, silent or greedy, against a server with short deadlines.
+//! Slow, silent and greedy peers against a server with short deadlines.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,7 +11,7 @@ use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 
 use super::*;
 
-/// Longer than any deadline of a test on a busy machine.
+/// Longer than every deadline of a test, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 const REQUEST: &[u8] = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n";
 
@@ -29,7 +29,7 @@ fn short() -> Limits {
     }
 }
 
-/// A server of pages, with how many bytes of `/endless` it has made.
+/// A server with test pages, and a counter of the bytes that `/endless` has produced.
 async fn served(limits: Limits, tls: Option<TlsAcceptor>, http2: bool) -> (SocketAddr, Arc<AtomicUsize>) {
     let made = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&made);
@@ -50,10 +50,10 @@ async fn served(limits: Limits, tls: Option<TlsAcceptor>, http2: bool) -> (Socke
     (address, made)
 }
 
-/// Everything until the connection ends.
+/// Reads until the connection ends.
 async fn rest(mut stream: impl AsyncRead + Unpin) -> String {
     let mut all = Vec::new();
-    // How it is ended is the server's affair.
+    // Any kind of end is fine.
     let _ = timeout(PATIENCE, stream.read_to_end(&mut all)).await.expect("the server ends the connection");
     String::from_utf8_lossy(&all).into_owned()
 }
@@ -65,7 +65,7 @@ async fn asks(address: SocketAddr) -> bool {
 }
 
 #[tokio::test]
-async fn who_says_nothing_or_one_byte_at_a_time_is_disconnected() {
+async fn silent_and_slow_senders_are_disconnected() {
     for http2 in [false, true] {
         let (address, _) = served(short(), None, http2).await;
         let silent = TcpStream::connect(address).await.unwrap();
@@ -86,7 +86,7 @@ async fn who_says_nothing_or_one_byte_at_a_time_is_disconnected() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_ends_and_a_body_that_does_not_come_holds_nothing() {
+async fn idle_connections_and_missing_bodies_time_out() {
     let (address, _) = served(short(), None, false).await;
     let mut idle = TcpStream::connect(address).await.unwrap();
     for _ in 0..2 {
@@ -102,13 +102,13 @@ async fn an_idle_connection_ends_and_a_body_that_does_not_come_holds_nothing() {
 }
 
 #[tokio::test]
-async fn a_reader_that_takes_nothing_is_disconnected_and_fills_no_memory() {
+async fn a_stalled_reader_is_disconnected_in_bounded_memory() {
     let (address, made) = served(short(), None, false).await;
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
     let mut before = usize::MAX;
     let deadline = Instant::now() + PATIENCE;
-    // When the connection has ended there is nobody to make more for.
+    // After the end of the connection there is no receiver.
     loop {
         sleep(short().stall * 2).await;
         let now = made.load(Ordering::Relaxed);
@@ -135,7 +135,7 @@ async fn a_flood_of_idle_connections_leaves_room_for_the_next_request() {
         idle.push(TcpStream::connect(address).await.unwrap());
     }
     assert!(asks(address).await);
-    // All but those for which there is room have been closed long before their deadline.
+    // All connections beyond the limit are closed long before their deadline.
     let mut closed = 0;
     for mut stream in idle.into_iter().take(90) {
         closed += usize::from(timeout(PATIENCE, stream.read(&mut [0])).await.is_ok());
@@ -155,7 +155,7 @@ async fn half_a_tls_handshake_has_a_deadline() {
     let limits = Limits { head: PATIENCE * 2, ..short() };
     let (address, _) = served(limits, Some(acceptor), true).await;
     let mut half = TcpStream::connect(address).await.unwrap();
-    // A record of a handshake of which the rest does not come.
+    // A handshake record whose rest never arrives.
     half.write_all(&[22, 3, 1, 2, 0, 1]).await.unwrap();
     let begun = Instant::now();
     rest(half).await;
@@ -170,7 +170,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// The preface, with these settings, and headers that ask for a path.
+/// The preface with these settings, and the headers of a request for a path.
 fn http2(settings: &[u8], path: &str) -> (Vec<u8>, Vec<u8>) {
     let start = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), frame(4, 0, 0, settings)].concat();
     // GET, http, then path and authority as literals behind their names in the static table.

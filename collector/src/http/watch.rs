@@ -1,5 +1,5 @@
-//! The deadlines of one HTTP connection, and the limits of all of them. No connection, whatever it does or leaves undone, holds its
-//! descriptor and its memory for longer than these, unless it makes progress.
+//! The deadlines of one HTTP connection, and the limits of all of them. No connection keeps its
+//! descriptor and memory beyond these deadlines unless it makes progress.
 
 use std::{
     collections::BTreeMap,
@@ -17,32 +17,33 @@ use tokio::{
     sync::Notify,
 };
 
-/// How long a connection may take for each of its steps, and how many there may be.
+/// Time limits for the steps of a connection, and maximum numbers of connections.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// The TLS handshake.
     pub handshake: Duration,
-    /// From there to the end of the headers of its first request.
+    /// From the handshake to the end of the headers of the first request.
     pub head: Duration,
-    /// Between two requests, with the headers of the second.
+    /// Between two requests, including the headers of the second one.
     pub idle: Duration,
-    /// In so long a peer takes at least [`STALL_BYTES`] of what waits for it.
+    /// In this time a peer must receive at least [`STALL_BYTES`] of the pending data.
     pub stall: Duration,
-    /// Connections of the owner and of root.
+    /// Maximum number of connections of the owner and root.
     pub own: usize,
-    /// Connections of one other user, or from one address, that have proven nothing.
+    /// Maximum number of unauthenticated connections of one other user or from one address.
     pub each: usize,
-    /// All of those together.
+    /// Maximum number of all unauthenticated connections together.
     pub strangers: usize,
-    /// Connections that have shown the token.
+    /// Maximum number of connections with the token.
     pub trusted: usize,
 }
 
-/// About a kilobyte a second in [`Limits::stall`].
+/// About one kilobyte per second over [`Limits::stall`].
 pub const STALL_BYTES: usize = 64 * 1024;
 
 impl Limits {
-    /// For a process that may open so many descriptors: most of them are for ranks, captures and incidents.
+    /// Limits for a process with this descriptor limit: most descriptors are for ranks, captures
+    /// and incidents.
     #[must_use]
     pub fn new(descriptors: u64) -> Self {
         let descriptors = usize::try_from(descriptors).unwrap_or(usize::MAX);
@@ -59,23 +60,23 @@ impl Limits {
         }
     }
 
-    /// How often the deadlines are looked at.
+    /// How often the deadlines are checked.
     #[must_use]
     pub fn tick(&self) -> Duration {
         (self.head.min(self.idle).min(self.stall) / 4).min(Duration::from_secs(1))
     }
 }
 
-/// Whose connections are counted together.
+/// The group in which a connection is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
-    /// The owner's, and root's.
+    /// Connections of the owner and root.
     Own,
-    /// Another user's; `None` when it cannot be told whose.
+    /// Connections of another user; `None` if the user is unknown.
     User(Option<u32>),
-    /// From one address of another machine.
+    /// Connections from one address of another machine.
     Address(IpAddr),
-    /// Those with the token.
+    /// Connections with the token.
     Trusted,
 }
 
@@ -92,7 +93,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Takes a place for a connection, if need be that of one of its class that waits for its next request. `None` when all are busy.
+    /// Takes a slot for a connection. If its class is full, the connection that has waited longest
+    /// for its next request is closed. `None` if all are busy.
     pub fn take(self: &Arc<Self>, class: Class, limits: &Limits) -> Option<Place> {
         let mut open = lock(&self.open);
         if !Self::make_room(&open, class, limits) {
@@ -104,7 +106,7 @@ impl Slots {
         Some(Place { watch })
     }
 
-    /// Moves a connection to those that have shown the token.
+    /// Moves a connection to the class of those with the token.
     pub fn promote(&self, watch: &Watch, limits: &Limits) {
         let mut open = lock(&self.open);
         let is_new = open.get(&watch.id).is_some_and(|(class, _)| class.is_stranger());
@@ -116,14 +118,15 @@ impl Slots {
         }
     }
 
-    /// Closes the connection that has waited longest for its next request: there are no descriptors left.
+    /// Closes the connection that has waited longest for its next request, because the process is
+    /// out of descriptors.
     pub fn evict(&self) {
         Self::evict_of(&lock(&self.open), |_| true);
     }
 
     fn make_room(open: &BTreeMap<u64, (Class, Arc<Watch>)>, class: Class, limits: &Limits) -> bool {
         let count = |is_counted: &dyn Fn(Class) -> bool| {
-            // One that was told to end does not count, though it may not have yet.
+            // A connection that was told to end does not count, even if it has not ended yet.
             open.values().filter(|(class, watch)| is_counted(*class) && !watch.is_killed()).count()
         };
         let most = match class {
@@ -147,14 +150,14 @@ impl Slots {
     }
 }
 
-/// What one connection does.
+/// The activity of one connection.
 #[derive(Debug)]
 pub struct Watch {
     id: u64,
     slots: Arc<Slots>,
     state: Mutex<State>,
     killed: Notify,
-    /// Failed logins, which are answered one after the other.
+    /// Failed logins; the lock answers them one by one.
     pub failures: tokio::sync::Mutex<u32>,
 }
 
@@ -165,9 +168,9 @@ struct State {
     in_flight: usize,
     /// Since when no request is in flight.
     quiet_since: Instant,
-    /// Since when the socket takes no more, and how much it took since then.
+    /// Since when the socket accepts no data, and how much it has accepted since.
     blocked: Option<(Instant, usize)>,
-    /// Bodies of answers that are being sent, and when each moved last.
+    /// Response bodies that are being sent, and when each last made progress.
     bodies: BTreeMap<u64, Instant>,
 }
 
@@ -184,13 +187,13 @@ impl Watch {
         Watch { id, slots, state: Mutex::new(state), killed: Notify::new(), failures: tokio::sync::Mutex::default() }
     }
 
-    /// Ends the connection.
+    /// Tells the connection to end.
     pub fn kill(&self) {
         lock(&self.state).killed = true;
         self.killed.notify_one();
     }
 
-    /// Waits until it is told to end.
+    /// Waits until the connection is told to end.
     pub async fn killed(&self) {
         self.killed.notified().await;
     }
@@ -204,12 +207,12 @@ impl Watch {
         (state.in_flight == 0 && state.blocked.is_none()).then_some(state.quiet_since)
     }
 
-    /// It has shown the token.
+    /// Notes that it has the token.
     pub fn promote(&self, limits: &Limits) {
         self.slots.promote(self, limits);
     }
 
-    /// A request begins; it ends when the guard is dropped.
+    /// Begins a request, which ends when the guard is dropped.
     #[must_use]
     pub fn begin(self: &Arc<Self>) -> InFlight {
         let mut state = lock(&self.state);
@@ -218,7 +221,7 @@ impl Watch {
         InFlight { watch: Arc::clone(self), number: state.requests }
     }
 
-    /// Which deadline it has missed.
+    /// The deadline that it has missed, if any.
     #[must_use]
     pub fn overdue(&self, limits: &Limits, now: Instant) -> Option<&'static str> {
         let state = lock(&self.state);
@@ -256,10 +259,10 @@ impl Watch {
     }
 }
 
-/// The place of a connection; free again when this is dropped.
+/// The slot of a connection; dropping it frees the slot.
 #[derive(Debug)]
 pub struct Place {
-    /// What the connection does.
+    /// The activity of the connection.
     pub watch: Arc<Watch>,
 }
 
@@ -292,7 +295,7 @@ impl Drop for InFlight {
     }
 }
 
-/// The body of an answer. While it is sent its request is in flight.
+/// A response body. Its request is in flight while it is sent.
 pub struct Answer {
     body: Body,
     request: InFlight,
@@ -300,7 +303,8 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// A stream of messages has no deadline: it may be silent for long, and the peer is pinged.
+    /// Removes the deadline of a message stream: it may be silent for long, and pings check the
+    /// peer.
     #[must_use]
     pub fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
         let answer = Answer { body, request, has_deadline: !is_stream };
@@ -339,7 +343,7 @@ impl HttpBody for Answer {
     }
 }
 
-/// A connection that notes when its peer takes nothing.
+/// A connection that notes when its peer receives nothing.
 pub struct Watched<Io> {
     io: Io,
     watch: Arc<Watch>,
@@ -409,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_longest_makes_room_and_whoever_is_busy_does_not() {
+    fn only_the_longest_idle_connection_is_closed_for_room() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
         let places: Vec<Place> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
@@ -423,17 +427,17 @@ mod tests {
     }
 
     #[test]
-    fn strangers_share_what_is_theirs_and_never_take_the_owners() {
+    fn unauthenticated_connections_never_take_slots_of_the_owner() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
         let busy = |uid| slots.take(Class::User(Some(uid)), &limits).map(|place| (place.watch.begin(), place));
-        let held: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
+        let places: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
         assert!(busy(1).is_none(), "two of one user");
         assert!(busy(3).is_none(), "three of all");
         assert!(slots.take(Class::Own, &limits).is_some());
-        held[0].1.watch.promote(&limits);
+        places[0].1.watch.promote(&limits);
         assert!(busy(3).is_some(), "one of them has shown the token");
-        drop(held);
+        drop(places);
         assert_eq!(lock(&slots.open).len(), 0);
     }
 

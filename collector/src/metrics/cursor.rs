@@ -1,4 +1,4 @@
-//! Follows the operations of one ring: each is handed on once, when it has completed.
+//! Follows the operations of one ring and returns each of them once, after it has completed.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,25 +10,26 @@ use xpu_timer_proto::{
     v1::OpStatus,
 };
 
-/// Where the reader of a ring is.
+/// The read position in a ring.
 #[derive(Debug, Default)]
 pub struct Cursor {
-    /// The first ticket that has not been looked for; `None` before the first look.
+    /// The first ticket that was not read yet; `None` before the first read.
     next: Option<u64>,
-    /// Tickets that have not completed, and in how many looks they were not to be seen.
+    /// Incomplete tickets, and the number of reads in which each was not found.
     waiting: BTreeMap<u64, u32>,
-    /// Operations that came and went between two looks.
+    /// Operations that completed and were overwritten between two reads.
     pub missed: u64,
 }
 
-/// A ticket that was not seen so often has no slot: the hook dropped its operation, and counted that.
+/// A ticket that was not found this many times has no slot: the hook has dropped and counted its
+/// operation.
 const LOOKS: u32 = 5;
 
 impl Cursor {
-    /// What has completed since the look before. `tickets` is the next ticket of the ring.
+    /// Returns what has completed since the last read. `tickets` is the next ticket of the ring.
     ///
     /// # Errors
-    /// What `read_at` returned.
+    /// The errors of `read_at`.
     pub fn look(
         &mut self,
         read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
@@ -40,7 +41,7 @@ impl Cursor {
         self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, 0)));
         self.next = Some(tickets);
         let Some(first) = self.waiting.keys().next().copied() else { return Ok(Vec::new()) };
-        // More than the table has means the whole table, wherever it begins.
+        // If there are more than the table holds, the whole table is read from any start.
         let count = usize::try_from(tickets - first).unwrap_or(op::SLOTS);
         let slots = ring::read_slots(read_at, first, count)?;
         let by_place: HashMap<u64, &[u64; op::WORDS]> =
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_table_is_its_beginning() {
+    fn reads_wrap_around_the_table() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         let slots = op::SLOTS as u64;
         assert_eq!(ring.look(&mut cursor, slots - 1), [0; 0]);
@@ -139,7 +140,7 @@ mod tests {
         ring.put(0, OpStatus::Pending);
         ring.look(&mut cursor, 1);
         let slots = op::SLOTS as u64;
-        // Ticket `slots` finds the slot in use and is dropped; all others have been used again.
+        // Ticket `slots` finds its slot in use and is dropped; all other slots have been reused.
         for ticket in 1..slots * 2 {
             if ticket != slots {
                 ring.put(ticket, OpStatus::Completed);

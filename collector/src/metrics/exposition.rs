@@ -7,18 +7,18 @@ use xpu_timer_proto::printable;
 /// The labels of a sample, in the order in which they are written.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// A page that is being written. A family is written once, with all its samples.
+/// A page under construction. Each family is written once, with all its samples.
 #[derive(Default)]
 pub struct Page(String);
 
 impl Page {
-    /// Begins a family, which may stay without samples.
+    /// Begins a family, which may remain without samples.
     pub fn family(&mut self, name: &str, kind: &str, help: &str) {
         // Writing into a String cannot fail.
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// A sample of the family that was begun last.
+    /// Adds a sample to the current family.
     pub fn sample(&mut self, name: &str, labels: &[(&str, String)], value: impl Display) {
         let _ = write!(self.0, "{name}");
         for (index, (label, text)) in labels.iter().enumerate() {
@@ -29,14 +29,14 @@ impl Page {
         let _ = writeln!(self.0, "{close} {value}");
     }
 
-    /// The text.
+    /// The finished text.
     #[must_use]
     pub fn text(self) -> String {
         self.0
     }
 }
 
-/// Backslash, quote and newline are what the format escapes in a label value.
+/// The format escapes backslash, quote and newline in a label value.
 fn escape(text: &str) -> String {
     printable::text(text).replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -1,14 +1,15 @@
-//! What an operation means in the units of the metrics: bits on the bus, floating-point operations, and the labels of its series.
-//! Pure.
+//! Converts operations to the units of the metrics: bits on the bus, floating-point operations, and
+//! the labels of their series. Pure.
 //!
-//! Bus bandwidth has the factors of nccl-tests, so that the figure of a collective does not depend on the number of ranks. Levels
-//! and label values are those of the original tool, whose dashboards must go on working.
+//! Bus bandwidth uses the factors of nccl-tests, so that the value for a collective does not depend
+//! on the number of ranks. Levels and label values are those of the original tool, because its
+//! dashboards must continue to work.
 
 use xpu_timer_proto::v1::{Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation};
 
-use super::settings::MetricsSettings;
+use crate::metrics::settings::MetricsSettings;
 
-/// What is measured of an operation.
+/// The kind of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Family {
     /// Bits and Gbps on the bus.
@@ -17,28 +18,28 @@ pub enum Family {
     Matmul,
 }
 
-/// The series that an operation belongs to, within its rank.
+/// The series of an operation within its rank.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// What is measured.
     pub family: Family,
-    /// Labels besides those of the rank, in the order in which they are written.
+    /// Labels in addition to those of the rank, in output order.
     pub labels: Vec<(&'static str, String)>,
 }
 
-/// How long an operation took, and how much it did.
+/// Duration and amount of work of one operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Done {
     /// When it completed, CLOCK_MONOTONIC.
     pub at_ns: u64,
-    /// Device time.
+    /// Device time in microseconds.
     pub us: f64,
     /// Bits on the bus, or floating-point operations.
     pub amount: f64,
 }
 
 impl Family {
-    /// Gbps or TFLOPS.
+    /// Performance in Gbps or TFLOPS.
     #[must_use]
     pub fn performance(self, amount: f64, us: f64) -> f64 {
         let per_us = match self {
@@ -49,14 +50,15 @@ impl Family {
     }
 }
 
-/// What the network can do for the levels of collectives.
+/// Network bandwidth that the levels of collectives refer to.
 const NETWORK_GBPS: f64 = 400.0;
-/// Up to so many bits a collective counts as small.
+/// A collective up to this size counts as small.
 const SMALL_BITS: f64 = 8192.0;
 
-/// Series and amount of a collective that has completed, or of all operations that one launch of NCCL does together: those of a
-/// group on one stream, which share their time. `spans_nodes` says whether the communicator has ranks elsewhere. `None` for
-/// what moves nothing or was not timed.
+/// Series and amount of a completed collective, or of all operations that one launch of NCCL
+/// executes together: the operations of a group on one stream, which share their time.
+/// `spans_nodes` is whether the communicator has ranks on other nodes. `None` if nothing is
+/// transferred or there is no timing.
 #[must_use]
 pub fn collective(
     together: &[(&Operation, &Communicator)],
@@ -75,7 +77,7 @@ pub fn collective(
             })
             .sum()
     };
-    // Both directions of a link work at once, and nccl-tests counts one of them.
+    // Both directions of a link are used at once, and nccl-tests counts one of them.
     let exchanged = bytes_of(&|op| op == Op::Send).max(bytes_of(&|op| op == Op::Recv));
     let bits = (exchanged + bytes_of(&|op| !matches!(op, Op::Send | Op::Recv))) * 8.0;
     let done = Done { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
@@ -95,7 +97,7 @@ fn collective_key(operation: &Operation, spans_nodes: bool, done: &Done, setting
     Key { family: Family::Collective, labels }
 }
 
-/// Series and amount of a matrix product that has completed.
+/// Series and amount of a completed matrix product.
 #[must_use]
 pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Done)> {
     let shape = operation.matmul.as_ref()?;
@@ -116,32 +118,34 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     Some((Key { family: Family::Matmul, labels }, done))
 }
 
-/// Floating-point operations of a product: a multiplication and an addition for each of its terms, of complex numbers four and four.
+/// Floating-point operations of a product: one multiplication and one addition per term; for
+/// complex numbers, four of each.
 #[must_use]
 pub fn flops(shape: &Matmul, dtype: DataType) -> f64 {
     let of_term = if matches!(dtype, DataType::Complex64 | DataType::Complex128) { 8.0 } else { 2.0 };
-    // A product that says nothing of batches is one.
+    // A product without a batch count is a batch of one.
     of_term * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
 }
 
-/// Bytes that count for the bus bandwidth of a collective, from the count that each rank passed.
+/// Bytes that count for the bus bandwidth of a collective, computed from the count that each rank
+/// passed.
 #[must_use]
 pub fn bus_bytes(op: Op, count: u64, dtype: DataType, ranks: u32) -> Option<f64> {
     let bytes = count as f64 * f64::from(width(dtype)?);
     Some(bytes * sizes(op, ranks)? * bus_factor(op, ranks)?)
 }
 
-/// The size of a collective, as nccl-tests counts it, in counts of one rank's call.
+/// The size of a collective as defined by nccl-tests, in multiples of the count of one rank's call.
 fn sizes(op: Op, ranks: u32) -> Option<f64> {
     match op {
         Op::AllReduce | Op::Reduce | Op::Broadcast | Op::Send | Op::Recv => Some(1.0),
-        // The caller passes what one rank gives, or what one rank gets.
+        // The caller passes the count that one rank sends, or the count that one rank receives.
         Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => Some(f64::from(ranks)),
         _ => None,
     }
 }
 
-/// Bus bandwidth divided by size over time, as nccl-tests defines it.
+/// Bus bandwidth divided by size over time, as defined by nccl-tests.
 #[must_use]
 pub fn bus_factor(op: Op, ranks: u32) -> Option<f64> {
     let ranks = f64::from(ranks.max(1));
@@ -153,7 +157,8 @@ pub fn bus_factor(op: Op, ranks: u32) -> Option<f64> {
     }
 }
 
-/// The original tool counts its levels from 1, and gives the second highest number to what is above the highest.
+/// The original tool numbers its levels from 1, and gives everything above the highest level the
+/// second highest number.
 fn collective_level(gbps: f64, levels: u32) -> u32 {
     let level = (gbps.floor() * f64::from(levels) / NETWORK_GBPS) as u32;
     if level > levels { levels } else { level + 1 }
@@ -163,8 +168,9 @@ fn matmul_level(tflops: f64, peak: f64, levels: u32) -> u32 {
     ((tflops.floor() * f64::from(levels) / peak) as u32).min(levels) + 1
 }
 
-/// Peak of a device in TFLOPS, from the vendor's data sheets: dense, with tensor cores where the type has them. An unknown device
-/// is taken for an A100, and an unknown type for its half precision, as the original tool does.
+/// Peak performance of a device in TFLOPS from the data sheets of the vendor: dense, with tensor
+/// cores where the type supports them. As in the original tool, an unknown device counts as an
+/// A100, and an unknown type as half precision.
 fn peak_tflops(device: &str, dtype: &str) -> f64 {
     // Half precision, fp32, fp64, fp8.
     let (half, single, double, quarter) = match device {
@@ -182,7 +188,7 @@ fn peak_tflops(device: &str, dtype: &str) -> f64 {
     }
 }
 
-/// Bytes of an element.
+/// Size of an element in bytes.
 fn width(dtype: DataType) -> Option<u32> {
     match dtype {
         DataType::Int8 | DataType::Uint8 | DataType::Float8E4m3 | DataType::Float8E5m2 => Some(1),
@@ -214,7 +220,7 @@ fn dtype_name(dtype: DataType) -> &'static str {
     }
 }
 
-/// What NCCL calls the kernel of an operation, without its prefix.
+/// NCCL's name for the kernel of an operation, without its prefix.
 fn operation_name(op: Op) -> &'static str {
     match op {
         Op::AllReduce => "AllReduce",
@@ -230,8 +236,9 @@ fn operation_name(op: Op) -> &'static str {
     }
 }
 
-/// `RING_LL` of `ncclDevKernel_AllReduce_Sum_f16_RING_LL(…)`, of its mangled name, and of the older
-/// `ncclKernel_AllReduce_RING_LL_Sum_half`. `None` when the kernel is another operation's, or its name does not tell.
+/// Extracts `RING_LL` from `ncclDevKernel_AllReduce_Sum_f16_RING_LL(…)`, from its mangled name, and
+/// from the older `ncclKernel_AllReduce_RING_LL_Sum_half`. `None` if the kernel belongs to another
+/// operation, or its name does not contain this part.
 #[must_use]
 pub fn algorithm(kernel: &str, op: Op) -> Option<String> {
     const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
@@ -242,7 +249,7 @@ pub fn algorithm(kernel: &str, op: Op) -> Option<String> {
     Some(std::iter::once(first).chain(rest).collect::<Vec<_>>().join("_"))
 }
 
-/// A kernel's name without its arguments. A mangled one gives the length of its name in front of it.
+/// The name of a kernel without its arguments. In a mangled name, the length precedes the name.
 fn plain_name(symbol: &str) -> &str {
     let mangled = symbol.strip_prefix("_Z").and_then(|rest| {
         let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
@@ -284,7 +291,7 @@ mod tests {
         key.labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
     }
 
-    /// The factors that nccl-tests documents, and its own examples of sizes.
+    /// The factors documented by nccl-tests, and its examples of sizes.
     #[test]
     fn bus_bandwidth_has_the_factors_of_nccl_tests() {
         let factors = |ranks| {
@@ -305,13 +312,15 @@ mod tests {
         assert_eq!(factors(8), [1.75, 0.875, 0.875, 0.875, 0.875, 0.875, 1.0, 1.0, 1.0]);
         assert_eq!(factors(1), [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
         assert_eq!(bus_factor(Op::CommInit, 8), None);
-        // An all-gather of 1 GiB on 8 ranks: each passes an eighth of it, and 7/8 of it pass each bus.
+        // An all-gather of 1 GiB on 8 ranks: each rank passes an eighth of it, and 7/8 of it pass
+        // each bus.
         let eighth = (1u64 << 30) / 8 / 4;
         assert_eq!(bus_bytes(Op::AllGather, eighth, DataType::Float32, 8), Some(f64::from(1u32 << 30) * 7.0 / 8.0));
         assert_eq!(bus_bytes(Op::AllReduce, 1000, DataType::Bfloat16, 4), Some(3000.0));
         assert_eq!(bus_bytes(Op::AllToAll, 1000, DataType::Int64, 4), Some(24_000.0));
         assert_eq!(bus_bytes(Op::Send, 10, DataType::Uint8, 64), Some(10.0));
-        // 1000 floats of one rank, or for one rank, among four: three of four parts of 16,000 bytes pass the bus of the busiest rank.
+        // 1000 floats of one rank, or for one rank, among four: three of the four parts of 16,000
+        // bytes pass the bus of the busiest rank.
         for op in [Op::AllGather, Op::ReduceScatter, Op::Gather, Op::Scatter, Op::AllToAll] {
             assert_eq!(bus_bytes(op, 1000, DataType::Float32, 4), Some(12_000.0), "{op:?}");
         }
@@ -345,15 +354,15 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_timed_or_moves_nothing_is_in_no_series() {
-        let told =
+    fn untimed_and_empty_operations_have_no_series() {
+        let has_series =
             |operation: Operation, size| collective(&[(&operation, &communicator(size))], false, &settings()).is_some();
-        assert!(told(all_reduce(1, 1), 2));
-        assert!(!told(all_reduce(1, 0), 2));
-        assert!(!told(all_reduce(1, 1), 1));
-        assert!(!told(Operation { status: OpStatus::Failed.into(), ..all_reduce(1, 1) }, 2));
-        assert!(!told(Operation { kind: OpKind::HostCall.into(), ..all_reduce(1, 1) }, 2));
-        assert!(!told(Operation { op: Op::CommSplit.into(), ..all_reduce(1, 1) }, 2));
+        assert!(has_series(all_reduce(1, 1), 2));
+        assert!(!has_series(all_reduce(1, 0), 2));
+        assert!(!has_series(all_reduce(1, 1), 1));
+        assert!(!has_series(Operation { status: OpStatus::Failed.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!has_series(Operation { kind: OpKind::HostCall.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!has_series(Operation { op: Op::CommSplit.into(), ..all_reduce(1, 1) }, 2));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Reads the rings of the living ranks and keeps the series that `/metrics` shows of them.
+//! Reads the rings of living ranks and maintains their series for `/metrics`.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -8,39 +8,53 @@ use std::{
 use tracing::debug;
 use xpu_timer_proto::{
     ring::{self, header, lane},
-    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation},
+    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
 };
 
-use super::{cursor::Cursor, interpreters::Interpreters, meaning, series::AllSeries, settings::MetricsSettings};
 use crate::{
-    clock::Now,
-    pace::Recorder,
-    registry::{Rank, RankId},
-    ring_file::RingFile,
+    job::key::RankId,
+    metrics::{
+        cursor::Cursor, interpreters::Interpreters, meaning, pace::Recorder, series::AllSeries,
+        settings::MetricsSettings,
+    },
+    os::{clock::Now, ring_file::RingFile},
 };
 
-/// All that is known of the living ranks' operations.
+/// The operations of all living ranks.
 pub struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
-    /// Their interpreters.
+    /// The counters of their interpreters.
     pub interpreters: Interpreters,
 }
 
-/// What is known of one rank's.
+/// A living rank as input of the sampler.
+#[derive(Debug, Clone, Copy)]
+pub struct LivingRank<'a> {
+    /// Identity of its registry entry.
+    pub id: RankId,
+    /// Its process; 0 if it is outside the collector's PID namespace.
+    pub pid: i32,
+    /// Its place in the job.
+    pub info: &'a RankInfo,
+    /// Its flight record; `None` if it registered without one.
+    pub ring: Option<&'a RingFile>,
+}
+
+/// The state of one rank.
 #[derive(Debug, Default)]
 pub struct Sampled {
     /// Its kernel metrics.
     pub series: AllSeries,
-    /// Its collectives, for the comparison with other ranks.
+    /// Its collectives for the comparison with other ranks.
     pub recorder: Recorder,
-    /// Where the reader of its ring is.
+    /// The read position in its ring.
     pub cursor: Cursor,
-    /// Header of its ring, the lanes added.
+    /// The header of its ring, including the lanes.
     pub head: Option<[u64; header::WORDS]>,
-    /// Its lanes, added up.
+    /// The sum of its lanes.
     pub totals: lane::Totals,
     /// Calls of its hooked functions, as of `functions_ns`.
     pub functions: Vec<HookedFunction>,
@@ -50,45 +64,45 @@ pub struct Sampled {
 }
 
 impl Sampler {
-    /// Nothing read yet.
+    /// Starts without data.
     #[must_use]
     pub fn new(settings: MetricsSettings) -> Self {
         let interpreters = Interpreters::default();
         Sampler { settings, looked_ns: 0, searched_ns: 0, ranks: BTreeMap::new(), interpreters }
     }
 
-    /// What is known of a rank.
+    /// The state of a rank.
     #[must_use]
     pub fn of(&self, rank: RankId) -> Option<&Sampled> {
         self.ranks.get(&rank)
     }
 
-    /// What the cluster has not been told of a rank's collectives.
+    /// Takes the blocks of a rank that were not reported to the cluster yet.
     pub fn news_of(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
         self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_news()).unwrap_or_default()
     }
 
-    /// Looks at all rings, when it is time. What is known of a rank goes with it.
-    pub fn turn<'a>(&mut self, living: impl Iterator<Item = &'a Rank>, now: Now) {
+    /// Reads all rings if it is time, and forgets ranks that are gone.
+    pub fn turn<'a>(&mut self, living: impl Iterator<Item = LivingRank<'a>>, now: Now) {
         if now.mono_ns < self.looked_ns.saturating_add(self.settings.look.as_nanos() as u64) {
             return;
         }
         self.looked_ns = now.mono_ns;
-        let living: Vec<&Rank> = living.collect();
+        let living: Vec<LivingRank<'_>> = living.collect();
         let ids: BTreeSet<RankId> = living.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
         let search = now.mono_ns >= self.searched_ns.saturating_add(self.settings.publish.as_nanos() as u64);
         if search {
             self.searched_ns = now.mono_ns;
         }
-        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid())).collect(), search);
+        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         let mut completed = Vec::new();
         for rank in &living {
-            let Some(ring) = &rank.ring else { continue };
+            let Some(ring) = rank.ring else { continue };
             match self.ranks.entry(rank.id).or_default().read(ring, &self.settings, now) {
-                Ok(operations) => completed.push((*rank, operations)),
-                // The memory of a rank that is just ending, or one that spoils its own ring.
-                Err(error) => debug!("{}: its ring cannot be read: {error}", rank.title()),
+                Ok(operations) => completed.push((rank, operations)),
+                // The rank is just ending, or it spoils its own ring.
+                Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
             }
         }
         let here = members_here(&living, &self.ranks);
@@ -104,8 +118,8 @@ impl Sampler {
     }
 }
 
-/// How many ranks of each communicator live on this node.
-fn members_here(living: &[&Rank], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
+/// Number of ranks of each communicator that live on this node.
+fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
     let mut here = HashMap::new();
     for sampled in living.iter().filter_map(|rank| ranks.get(&rank.id)) {
         for id in sampled.communicators.keys() {
@@ -116,7 +130,7 @@ fn members_here(living: &[&Rank], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<
 }
 
 impl Sampled {
-    /// Reads what has changed; returns what has completed.
+    /// Reads what has changed and returns what has completed.
     fn read(&mut self, ring: &RingFile, settings: &MetricsSettings, now: Now) -> io::Result<Vec<Operation>> {
         let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
         let head = ring::read_header(read_at)?;
@@ -135,7 +149,8 @@ impl Sampled {
         let unnamed: HashSet<u64> = slots.iter().filter(unnamed).map(|words| words[ring::op::FUNCTION]).collect();
         if !unnamed.is_empty() {
             self.names.extend(ring::read_names(read_at)?);
-            // A name is published before its key is used: what has none by now never gets one.
+            // A name is published before its key is used, so a key without a name now never gets
+            // one.
             for function in unnamed {
                 self.names.entry(function).or_default();
             }
@@ -156,13 +171,13 @@ impl Sampled {
 
     fn add(
         &mut self,
-        rank: &Rank,
+        rank: &LivingRank<'_>,
         operations: &[Operation],
         here: &HashMap<u64, u32>,
         settings: &MetricsSettings,
         now: Now,
     ) {
-        // Members of a group on one stream are one launch; others are alone.
+        // The members of a group on one stream, which are one launch, or a single operation.
         type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
         let mut launches: BTreeMap<(u64, u64, u64), Members<'_>> = BTreeMap::new();
         for operation in operations {
@@ -187,7 +202,7 @@ impl Sampled {
 }
 
 /// Whether a communicator has ranks on other nodes.
-fn spans_nodes(rank: &Rank, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
+fn spans_nodes(rank: &LivingRank<'_>, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
     let (world, local) = (rank.info.world_size, rank.info.local_world_size);
     if local > 0 && (world <= local || communicator.size > local) {
         return world > local;

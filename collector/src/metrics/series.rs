@@ -1,35 +1,37 @@
-//! Series of one rank: what completed within the window, the values that are published of it, and when a series goes away.
-//! No clock of its own.
+//! The series of one rank: the operations completed within the window, the published values, and
+//! the expiry of a series. The caller passes in the time.
 
 use std::{
     collections::{BTreeMap, VecDeque},
     time::Duration,
 };
 
-use super::{
+use crate::metrics::{
     meaning::{Done, Family, Key},
     settings::MetricsSettings,
 };
 
-/// What is published of a series.
+/// The published values of a series.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Values {
-    /// Latencies in microseconds.
+    /// Mean latency in microseconds.
     pub average: f64,
-    /// As above.
+    /// Maximum latency in microseconds.
     pub max: f64,
-    /// As above; 99 of 100 operations were at most as slow.
+    /// 99th percentile of the latency in microseconds.
     pub p99: f64,
-    /// As above.
+    /// Minimum latency in microseconds.
     pub min: f64,
     /// Gbps or TFLOPS over all operations together.
     pub performance: f64,
 }
 
-/// Series of one rank. A program whose shapes never repeat would have one for each.
+/// Maximum number of series of one rank. A program whose shapes never repeat would have one per
+/// shape.
 const MAX_SERIES: usize = 512;
-/// Operations kept of a series within its window; of more, the newest. Enough for a window of ten seconds at 800 a second.
-const KEPT: usize = 8192;
+/// Maximum number of operations kept per series within its window; the newest ones are kept. Enough
+/// for a window of ten seconds at 800 operations per second.
+const MAX_OPERATIONS: usize = 8192;
 
 #[derive(Debug, Default)]
 struct Series {
@@ -46,20 +48,20 @@ pub struct AllSeries {
 }
 
 impl AllSeries {
-    /// An operation of a series has completed.
+    /// Adds a completed operation to its series.
     pub fn add(&mut self, key: Key, done: Done, now_ns: u64) {
         if self.series.len() >= MAX_SERIES && !self.series.contains_key(&key) {
             return;
         }
         let series = self.series.entry(key).or_default();
         series.heard_ns = now_ns;
-        if series.done.len() == KEPT {
+        if series.done.len() == MAX_OPERATIONS {
             series.done.pop_front();
         }
         series.done.push_back(done);
     }
 
-    /// Publishes what is due and forgets what is silent.
+    /// Publishes series that are due and removes expired ones.
     pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
         let silence = nanoseconds(settings.silence);
         self.series.retain(|_, series| now_ns.saturating_sub(series.heard_ns) <= silence);
@@ -74,12 +76,12 @@ impl AllSeries {
             });
             series.done.retain(|done| now_ns.saturating_sub(done.at_ns) <= window);
             series.published_ns = now_ns;
-            // While nothing completes, the last values stay until the series goes away.
+            // While nothing completes, the last values remain until the series expires.
             series.values = values(key.family, &series.done).or(series.values);
         }
     }
 
-    /// What is published now, by key.
+    /// The currently published values by key.
     pub fn published(&self) -> impl Iterator<Item = (&Key, Values)> {
         self.series.iter().filter_map(|(key, series)| Some((key, series.values?)))
     }
@@ -90,7 +92,7 @@ fn values(family: Family, done: &VecDeque<Done>) -> Option<Values> {
     latencies.sort_by(f64::total_cmp);
     let (min, max) = (*latencies.first()?, *latencies.last()?);
     let us: f64 = latencies.iter().sum();
-    // The smallest latency that at least 99 of 100 do not exceed.
+    // The smallest latency that at least 99 of 100 operations do not exceed.
     let rank = (latencies.len() * 99).div_ceil(100);
     Some(Values {
         average: us / latencies.len() as f64,
@@ -178,10 +180,10 @@ mod tests {
     #[test]
     fn a_busy_series_keeps_the_newest_and_its_memory() {
         let mut series = AllSeries::default();
-        for number in 0..KEPT + 100 {
+        for number in 0..MAX_OPERATIONS + 100 {
             series.add(key("AllReduce"), done(1, number as f64, 1.0), SECOND);
         }
         series.turn(&settings(), SECOND);
-        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, KEPT));
+        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, MAX_OPERATIONS));
     }
 }

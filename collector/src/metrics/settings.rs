@@ -7,27 +7,27 @@ use xpu_timer_proto::env::Source;
 /// Settings of the kernel metrics.
 #[derive(Debug, Clone)]
 pub struct MetricsSettings {
-    /// Between two looks at the rings.
+    /// Time between two reads of the rings.
     pub look: Duration,
-    /// After which a published value is made anew.
+    /// Time after which a published value is recomputed.
     pub publish: Duration,
-    /// How far the metrics of collectives look back.
+    /// Window of the metrics of collectives.
     pub collective_window: Duration,
-    /// How far those of matrix products do.
+    /// Window of the metrics of matrix products.
     pub matmul_window: Duration,
-    /// After which a silent series goes away.
+    /// Time after which an inactive series is removed.
     pub silence: Duration,
-    /// Levels of collectives and of matrix products; `None` for no label.
+    /// Number of levels of collectives and of matrix products; `None` for no level label.
     pub levels: Option<(u32, u32)>,
-    /// The device by whose peak matrix products are levelled.
+    /// The device whose peak performance defines the levels of matrix products.
     pub device: String,
 }
 
-/// Where NVIDIA's kernel module tells the devices of the machine, one folder each.
+/// Where NVIDIA's kernel module lists the devices of the machine, one folder each.
 const DEVICES: &str = "/proc/driver/nvidia/gpus";
 
 impl MetricsSettings {
-    /// From any source.
+    /// Reads any source.
     #[must_use]
     pub fn new(source: &Source) -> Self {
         let seconds = |name| source.seconds(name).unwrap_or(Duration::from_secs(10));
@@ -48,7 +48,7 @@ impl MetricsSettings {
     }
 }
 
-/// The model of the machine's first device, without asking a driver.
+/// The model of the machine's first device, found without calling a driver.
 fn first_device(folder: &Path) -> Option<String> {
     let mut devices: Vec<_> = fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
     devices.sort();
@@ -57,7 +57,7 @@ fn first_device(folder: &Path) -> Option<String> {
     Some(short_name(model))
 }
 
-/// `A100` of `NVIDIA A100-SXM4-80GB` and of `Tesla P100-PCIE-16GB`.
+/// `A100` for `NVIDIA A100-SXM4-80GB`, `P100` for `Tesla P100-PCIE-16GB`.
 fn short_name(model: &str) -> String {
     let mut words = model.split_whitespace();
     let first = words.next().unwrap_or_default();

@@ -1,47 +1,49 @@
-//! What time does: parts that do not come, hangs that are over, and what is forgotten.
+//! Deadlines: missing parts, hangs that are over, and forgetting old state.
 
 use std::{path::Path, time::Duration};
 
 use tracing::{info, warn};
 use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
-use super::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS};
 use crate::{
-    clock::{self, Now},
     cluster::{
-        comparing::Told,
+        comparing::News,
+        hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
+        ids::NodeId,
         incident::{Part, Progress, State},
-        nodes::{Node, NodeId},
+        nodes::Node,
     },
-    dump::change_verdict,
     error::chain,
+    incident::verdict_files::change_verdict,
+    os::clock::{self, Now},
 };
 
-/// How often the hub looks at its deadlines.
+/// How often the hub checks its deadlines.
 pub const TICK: Duration = Duration::from_millis(500);
-/// A hang is over when no node has hung for so long.
+/// A hang is over when no node has hung for this long.
 const QUIET_NS: u64 = 2 * SECOND;
-/// A node that says for so long that it has another one's ranks is told of.
+/// A node that claims ranks of another node for this long is reported in the log.
 const REFUSED_NS: u64 = 3 * SECOND;
-/// What comes late is collected for so long before it is judged.
+/// Late parts are collected for this long before they are judged.
 const LATE_NS: u64 = 15 * SECOND;
-/// How often nodes and attempts that are gone are looked for.
+/// How often old nodes and attempts are forgotten.
 const FORGET_EVERY_NS: u64 = 30 * SECOND;
-/// Closed hangs, and closed dumps by hand, that are kept for `/status`; the folders stay.
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 
 impl Hub {
-    /// Once a second.
+    /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
         let ids = self.incidents.values().filter(|one| one.is_in_work()).map(|one| one.id.clone());
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
-        let (free, held): (Vec<_>, Vec<_>) = std::mem::take(&mut self.held).into_iter().partition(|(node, alarm)| {
-            let job = self.nodes.key(*node, &alarm.job.clone().unwrap_or_default());
-            self.throttle.would_allow(&job, now.mono_ns)
-        });
-        self.held = held;
+        let (free, held): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.deferred).into_iter().partition(|(node, alarm)| {
+                let job = self.nodes.key(*node, &alarm.job.clone().unwrap_or_default());
+                self.throttle.would_allow(&job, now.mono_ns)
+            });
+        self.deferred = held;
         for (node, alarm) in free {
             self.alarm(node, alarm, now);
         }
@@ -49,12 +51,12 @@ impl Hub {
             self.forget_ns = now.mono_ns + FORGET_EVERY_NS;
             self.nodes.forget(now.mono_ns);
             let nodes = &self.nodes;
-            self.whole.retain(|job, _| nodes.job(job).ranks > 0);
+            self.complete.retain(|job, _| nodes.job(job).ranks > 0);
             self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
-            self.comparing.tell(Told::Running(running));
+            self.comparing.tell(News::Running(running));
         }
-        // Apart, so that dumps by hand never push out a hang.
+        // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
             let closed = self.incidents.values().filter(|one| !one.is_open() && one.by_hand == by_hand);
             let closed: Vec<String> = closed.map(|one| one.id.clone()).collect();
@@ -67,11 +69,19 @@ impl Hub {
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
+        self.fail_late_parts(id, now);
+        self.tick_files(id, now);
+        self.judge_late_parts(id, now);
+        self.advance(id, now);
+    }
+
+    /// Gives up parts that missed their deadline.
+    fn fail_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let mut given_up = Vec::new();
         for (node, part) in &incident.parts {
             let late = match part.progress {
-                // A part that was taken waits for its turn, as long as its node is there.
+                // A part that was taken waits for its turn as long as its node is connected.
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
                 Progress::Asked | Progress::Captured if now.mono_ns > incident.deadline_ns => {
                     Some(match self.nodes.get(*node) {
@@ -95,6 +105,11 @@ impl Hub {
         for (node, why) in given_up {
             incident.progress(node, Progress::Failed(why));
         }
+    }
+
+    /// Gives up files that missed their deadline, and requests further ones.
+    fn tick_files(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some((_, until)) = incident.files {
             if now.mono_ns > until {
                 let nodes = incident.files_coming.len() + incident.files_wanted.len();
@@ -104,8 +119,11 @@ impl Hub {
             }
             self.fetch(id, now);
         }
+    }
+
+    /// Judges late parts together: in a large job a verdict takes seconds.
+    fn judge_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        // Late parts are judged together: of a large job that takes seconds.
         if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
@@ -114,20 +132,24 @@ impl Hub {
                 self.judge(id);
             }
         }
+    }
+
+    /// Closes the incident or starts its next step, if it is time.
+    fn advance(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_back = view.alive && view.is_whole();
+        let is_back = summary.alive && summary.is_complete();
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
-            // Nobody of its world came again after a restart.
-            State::Gathering if incident.parts.is_empty() && (view.nodes.is_empty() || is_over) && !settling => {
+            // No node of its world reconnected after a restart.
+            State::Gathering if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
             State::Gathering => self.finish_if_complete(id, now),
             State::Judged if settling => {}
-            // What was to be drawn when an earlier collector ended is not drawn any more.
+            // Drawings that were pending when an earlier collector ended are dropped.
             State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
                 self.close(id, State::Ended, now);
             }
@@ -138,7 +160,7 @@ impl Hub {
                 if quiet {
                     let state = if incident.recovered { State::Resolved } else { State::Ended };
                     self.close(id, state, now);
-                } else if !view.alive || is_over {
+                } else if !summary.alive || is_over {
                     self.close(id, State::Ended, now);
                     self.open_successor(id, now);
                 } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
@@ -151,7 +173,8 @@ impl Hub {
         }
     }
 
-    /// A hang that begins again before its node knows that it was over is the same one: the node will not ask for another incident.
+    /// Reopens a hang that begins again before its node learns that it was over: the node will not
+    /// open another incident.
     pub(super) fn reopen(&mut self, id: &str, now: Now) {
         let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.job.clone(), self.is_over(one))) else {
             return;
@@ -171,7 +194,7 @@ impl Hub {
         }
     }
 
-    /// Writes into a verdict how its incident stands.
+    /// Writes the status of an incident into its verdict.
     fn note_status(&mut self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
         let (id, folder) = (id.to_string(), folder.to_path_buf());
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
@@ -194,15 +217,15 @@ impl Hub {
         self.note_status(id, folder, status, Some(clock::rfc3339(unix_ns)));
     }
 
-    /// Tells of nodes that say for a while that they have ranks of another one. While a world takes the place of the one before, some
-    /// seem to do so for a moment.
+    /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
+    /// happens for a moment.
     fn complain(&mut self, now: Now) {
         let mut known = std::mem::take(&mut self.refused);
         for refused in self.nodes.refused() {
             let key = (refused.node, refused.by, refused.job.clone());
-            let (since, mut told) = known.remove(&key).unwrap_or((now.mono_ns, false));
-            if !told && now.mono_ns > since + REFUSED_NS {
-                told = true;
+            let (since, mut logged) = known.remove(&key).unwrap_or((now.mono_ns, false));
+            if !logged && now.mono_ns > since + REFUSED_NS {
+                logged = true;
                 warn!(
                     "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
                     self.nodes.name(refused.node),
@@ -211,7 +234,7 @@ impl Hub {
                     self.nodes.name(refused.by)
                 );
             }
-            self.refused.insert(key, (since, told));
+            self.refused.insert(key, (since, logged));
         }
     }
 
@@ -222,7 +245,7 @@ impl Hub {
         incident.closed = Some((state, now.unix_ns));
         incident.captured.clear();
         incident.merging.clear();
-        // Files that are on their way still belong to its folder.
+        // Files in transfer still belong to its folder.
         if !incident.is_in_work() {
             incident.work = None;
         }

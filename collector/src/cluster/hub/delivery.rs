@@ -1,4 +1,4 @@
-//! What the nodes deliver for an incident, some at a time, and the verdict that is made of it.
+//! The deliveries of the nodes for an incident, some at a time, and the start of its verdict.
 
 use std::time::Duration;
 
@@ -9,24 +9,26 @@ use xpu_timer_proto::v1::{
     cluster_message::Message, delivery::Message as Brought,
 };
 
-use super::{Command, Expected, Hub, SECOND, opening::runs};
 use crate::{
-    clock::Now,
     cluster::{
+        command::Command,
         gather::{self, Plan, Work},
+        hub::{Expected, Hub, SECOND, opening::runs},
+        ids::NodeId,
         incident::{Progress, State},
-        nodes::NodeId,
         service::Credit,
     },
     error::chain,
-    judging, process,
+    incident::judging,
+    os::{clock::Now, process},
 };
 
-/// For a node to send what it was asked for.
+/// Time in which a node must send what it was asked for.
 pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
-/// Parts of an incident that are under way at a time: each is some hundred kilobytes, and the merging takes one after the other.
+/// Parts of an incident in transfer at a time. Each has some hundred kilobytes, and they are merged
+/// one by one.
 const DELIVERIES: usize = 32;
-/// How often a part is asked for again whose delivery broke off while its node was there.
+/// How often a part is requested again if its delivery was cut off while its node was connected.
 pub(super) const RETRIES: u32 = 2;
 
 impl Hub {
@@ -47,12 +49,12 @@ impl Hub {
         self.deliver(now);
     }
 
-    /// Asks for as many parts as may be under way.
+    /// Requests as many parts as may be in transfer.
     pub(super) fn deliver(&mut self, now: Now) {
         let waiting = self.incidents.values().filter(|one| !one.captured.is_empty());
         let waiting: Vec<String> = waiting.map(|one| one.id.clone()).collect();
         for id in waiting {
-            // Each incident has its own: one whose thread is stuck does not hold up the others.
+            // Each incident has its own limit: a stuck thread of one does not block the others.
             while let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.under_way() < DELIVERIES)
                 && let Some(node) = incident.captured.pop_front()
             {
@@ -67,9 +69,9 @@ impl Hub {
         }
     }
 
-    /// A delivery ended. When that was before its last piece, it is asked for again, a few times.
+    /// A delivery ended. If it is incomplete, it is requested again, a few times.
     pub(super) fn ceased(&mut self, key: &str, now: Now) {
-        // What came whole is not expected any more, nor is what was asked for anew.
+        // A complete delivery is no longer expected, nor one that was replaced by a new request.
         let Some(Expected { incident: id, node, files }) = self.expected.remove(key) else { return };
         if files {
             return self.files_ceased(&id, node, now);
@@ -91,7 +93,7 @@ impl Hub {
         self.deliver(now);
     }
 
-    /// Draws the key for something that a node is asked to bring. An older one for the same is void.
+    /// Draws the key of a delivery and voids an older key for the same delivery.
     pub(super) fn expect(&mut self, expected: Expected) -> String {
         self.expected.retain(|_, other| *other != expected);
         let key = process::random_id();
@@ -99,7 +101,7 @@ impl Hub {
         key
     }
 
-    /// A node brings something.
+    /// A node delivers a message.
     pub(super) fn brought(&mut self, expected: &Expected, message: Brought, credit: Credit, now: Now) {
         let (id, node) = (&expected.incident, expected.node);
         match message {
@@ -112,7 +114,8 @@ impl Hub {
         }
     }
 
-    /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered, also when these are gone.
+    /// A piece of the part of a node. A node reports its own ranks, and ranks that no node has
+    /// registered even if they are gone.
     fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, credit: Credit, now: Now) {
         let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
@@ -170,27 +173,28 @@ impl Hub {
         }
     }
 
-    /// Gives work to the incident's thread, which is started when there is none. False when it cannot be.
+    /// Sends work to the thread of the incident and starts the thread if there is none. Returns
+    /// false if that fails.
     pub(super) fn work(&mut self, id: &str, work: Work) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
-            let view = self.nodes.job(&incident.job);
+            let summary = self.nodes.job(&incident.job);
             let milliseconds = |ms: u64| ms.saturating_mul(1_000_000);
             let plan = Plan {
                 incident: id.into(),
                 job: incident.job.name.clone(),
                 attempt: incident.attempt,
-                world_size: view.world_size,
+                world_size: summary.world_size,
                 trigger: incident.trigger.clone(),
                 opened: incident.opened,
                 late_ns: incident.late_ns,
-                hang_timeout_ns: milliseconds(view.hang_timeout_ms),
-                sample_interval_ns: milliseconds(view.sample_interval_ms),
+                hang_timeout_ns: milliseconds(summary.hang_timeout_ms),
+                sample_interval_ns: milliseconds(summary.sample_interval_ms),
                 folder: incident.folder.clone(),
                 fresh: incident.state == State::Gathering,
             };
             let (commands, name) = (self.commands.clone(), id.to_string());
-            // Nobody hears it when the process ends.
+            // Fails only when the process ends.
             let tell = move |done| drop(commands.send(Command::Done(name.clone(), done)));
             match gather::start(plan, tell) {
                 Ok(sender) => incident.work = Some(sender),
@@ -203,7 +207,7 @@ impl Hub {
         incident.drawing = matches!(work, Work::Draw);
         let given = incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok());
         if !given {
-            // The thread ends only when it is let go, or by an error in this program.
+            // The thread ends only when it is released, or because of a bug.
             warn!("incident {id}: its gathering thread is gone");
             incident.work = None;
             incident.merging.clear();
@@ -218,13 +222,13 @@ impl Hub {
         if !incident.is_complete() || incident.parts.is_empty() {
             return;
         }
-        // After a restart of this collector the nodes come one after the other.
-        let view = self.nodes.job(&incident.job);
+        // After a restart of this collector the nodes reconnect one by one.
+        let summary = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
-        let all_known = is_over || view.nodes.iter().all(|node| incident.parts.contains_key(node));
+        let all_known = is_over || summary.nodes.iter().all(|node| incident.parts.contains_key(node));
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let is_whole = view.is_whole() && !is_over && !view.nodes.is_empty();
-        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_whole;
+        let is_complete = summary.is_complete() && !is_over && !summary.nodes.is_empty();
+        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_complete;
         if all_known && returned {
             self.judge(id);
         }
@@ -277,7 +281,8 @@ impl Hub {
                 webhook.post(verdict, incident.folder.as_deref());
             }
         }
-        // Its thread has written that it is open, which it is not if it was closed meanwhile.
+        // The thread has written the status open, which is wrong if the incident was closed in the
+        // meantime.
         if let Some((state, at)) = incident.closed
             && let Some(folder) = incident.folder.clone()
         {
@@ -301,7 +306,7 @@ impl Hub {
     }
 }
 
-/// Whether a tree is about these ranks alone.
+/// Whether a tree contains only these ranks.
 fn speaks_for(tree: &StackTree, ranks: &RankSet) -> bool {
     let allowed = |run: &RankRun| ranks.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
     tree.nodes.iter().flat_map(|node| &node.ranks).all(|run| run.first <= run.last && allowed(run))

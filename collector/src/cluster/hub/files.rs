@@ -1,36 +1,38 @@
-//! The `.stacktrace` files of an incident, which are fetched after its verdict, and the end of its work.
+//! The `.stacktrace` files of an incident, which are fetched after its verdict, and the end of its
+//! work.
 
 use serde_json::json;
 use tracing::warn;
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{DumpFile, FetchFiles, cluster_message::Message};
 
-use super::{Expected, Hub, SECOND, delivery::RETRIES, opening::runs};
 use crate::{
-    clock::Now,
     cluster::{
         gather::Work,
+        hub::{Expected, Hub, SECOND, delivery::RETRIES, opening::runs},
+        ids::NodeId,
         incident::{Progress, State},
-        nodes::{Node, NodeId},
+        nodes::Node,
         service::Credit,
     },
-    delivery::rank_of,
-    retention,
+    incident::{folder::rank_of, retention},
+    os::clock::Now,
 };
 
-/// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
-pub const ALL_FILES: usize = 1024;
 const SOME_FILES: usize = 16;
-/// Nodes that send files at a time, how long a piece is waited for, and how long all of them are.
+/// Number of nodes that send files at a time.
 const FILE_NODES: usize = 8;
+/// Time limit for one piece.
 const PIECE_NS: u64 = 20 * SECOND;
+/// Time limit for all files.
 const FILES_NS: u64 = 120 * SECOND;
 
 impl Hub {
-    /// Chooses whose `.stacktrace` files are fetched.
+    /// Chooses the ranks whose `.stacktrace` files are fetched.
     pub(super) fn want_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= ALL_FILES as u64;
+        let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>()
+            <= crate::incident::part::ALL_FILES as u64;
         let some: Vec<u32> = verdict
             .culprits
             .iter()
@@ -51,7 +53,8 @@ impl Hub {
         self.fetch(id, now);
     }
 
-    /// Asks nodes for their files, some at a time, and draws when all have come. A node that is away is waited for.
+    /// Requests files from some nodes at a time, and starts the viewer when all have arrived. A
+    /// disconnected node is waited for.
     pub(super) fn fetch(&mut self, id: &str, now: Now) {
         loop {
             let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files.is_some()) else { return };
@@ -76,7 +79,7 @@ impl Hub {
         }
     }
 
-    /// A fetch ended before its last message: it is begun anew, a few times.
+    /// A transfer ended before its last message. It is started over, a few times.
     pub(super) fn files_ceased(&mut self, id: &str, node: NodeId, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let Some(ranks) = incident.files_coming.remove(&node) else { return };
@@ -90,7 +93,8 @@ impl Hub {
         self.fetch(id, now);
     }
 
-    /// A piece of a file. Its credit goes with it: the node sends the next ones when this is written.
+    /// A piece of a file. It carries its credit: the node sends the next piece when this one is
+    /// written.
     pub(super) fn file(&mut self, id: &str, node: NodeId, file: DumpFile, credit: Credit, now: Now) {
         let coming = self.incidents.get_mut(id).filter(|one| one.files_coming.contains_key(&node));
         let Some(incident) = coming else { return };
@@ -114,10 +118,11 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let path = incident.folder.clone();
         for reply in std::mem::take(&mut incident.replies) {
-            // Whoever asked may be gone.
+            // The receiver may be gone.
             drop(reply.send(Ok(json!({ "incident": id, "path": path }))));
         }
-        // The merged whole is on disk; a part that comes late reads it again. One that came meanwhile is still in the thread alone.
+        // The merged evidence is on disk, and a late part loads it again. A part that arrived in
+        // the meantime exists only in the thread.
         if std::mem::take(&mut incident.drawing) {
             incident.work = None;
         }

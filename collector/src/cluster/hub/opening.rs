@@ -1,4 +1,5 @@
-//! How an incident of a job begins: an alarm of a node or a request by hand, and what every node of the job is asked for.
+//! The start of an incident: an alarm of a node or a request by hand, and the requests to all nodes
+//! of the job.
 
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
@@ -6,29 +7,30 @@ use xpu_timer_proto::v1::{
     Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
 };
 
-use super::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND};
 use crate::{
-    clock::{self, Now},
     cluster::{
+        command::{Command, MadeFolder},
         gather::Record,
+        hub::{CAPTURE_NS, Hub, SECOND},
+        ids::NodeId,
         incident::{Incident, Part, Progress, State},
-        nodes::NodeId,
     },
     error::chain,
-    folder::Folder,
-    inbox::{DumpReply, Refusal, wanted_job},
-    registry::JobKey,
+    http::questions::{DumpReply, Refusal, wanted_job},
+    incident::folder::Folder,
+    job::key::JobKey,
+    os::clock::{self, Now},
 };
 
-/// A node that was away for so long when the incident was opened is not waited for.
+/// A node that had been away for this long when the incident was opened is not waited for.
 const AWAY_NS: u64 = 30 * SECOND;
-/// A node whose clock differs by more does not name incidents.
+/// A node whose clock differs by more does not choose incident names.
 const CLOCK_NS: u64 = 600 * SECOND;
-/// Operations of all ranks together that are worth their memory.
+/// Maximum number of operations of all ranks together, to bound the memory.
 const OPERATIONS: u32 = 1_000_000;
 
 impl Hub {
-    /// A node that got new ranks takes part in the open incidents of their jobs.
+    /// A node with new ranks joins the open incidents of their jobs.
     pub(super) fn ask_all_of(&mut self, node: NodeId, now: Now) {
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
         for id in open {
@@ -41,17 +43,17 @@ impl Hub {
 
     pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
         let job = self.nodes.key(node, &alarm.job.clone().unwrap_or_default());
-        let view = self.nodes.job(&job);
+        let summary = self.nodes.job(&job);
         let decline = |reason: String, alone: bool| {
             Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason, alone })
         };
-        if !view.nodes.contains(&node) {
+        if !summary.nodes.contains(&node) {
             let reason = format!("no rank of job {job} is this node's; it works alone");
             self.nodes.send(node, decline(reason, true), now.mono_ns);
             return;
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
-        // A node speaks for its own ranks. What it says of itself is heard all the same.
+        // A node may report only its own ranks. The rest of its alarm still counts.
         if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, rank) != Some(node)) {
             warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
             (trigger.rank, trigger.operation) = (-1, None);
@@ -63,7 +65,7 @@ impl Hub {
             self.nodes.send(node, decline(reason, false), now.mono_ns);
             return;
         }
-        // A dump by hand that was taken on its node knows nothing of what went wrong there after it.
+        // A dump by hand that the node has already taken does not contain a later hang.
         let taken = |one: &Incident| one.by_hand && !one.awaits(node);
         let is_other = |one: &Incident| one.id != alarm.incident && (taken(one) || self.is_before(one, node));
         let open =
@@ -74,7 +76,8 @@ impl Hub {
             if alarm.hangs {
                 incident.hangs(node, true, false, now.mono_ns);
             }
-            // A node that alarms while the others have delivered long ago missed the request, or came new.
+            // An alarm long after the other nodes have delivered: the node missed the request or is
+            // new.
             if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node, now)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
@@ -83,22 +86,22 @@ impl Hub {
             return;
         }
         if !alarm.hangs && trigger.kind() != TriggerKind::Manual {
-            // It was away when that was closed.
+            // The node was away when the incident was closed.
             let closed = IncidentClosed { incident: alarm.incident };
             self.nodes.send(node, Message::Closed(closed), now.mono_ns);
             return;
         }
         if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {
             let known = |(other, held): &(NodeId, Alarm)| *other == node && held.incident == alarm.incident;
-            if !self.held.iter().any(known) {
+            if !self.deferred.iter().any(known) {
                 info!("job {job} has had too many incidents of late: {} waits", alarm.incident);
-                self.held.push((node, alarm));
+                self.deferred.push((node, alarm));
             }
             return;
         }
         let hanging = alarm.hangs.then_some(node);
         let name = if alarm.captured { alarm.incident } else { in_time(&alarm.incident, now) };
-        self.open(&name, &job, view.attempt, trigger, alarm.late_ns, hanging, now);
+        self.open(&name, &job, summary.attempt, trigger, alarm.late_ns, hanging, now);
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of it is the incident")]
@@ -118,10 +121,10 @@ impl Hub {
         }
         info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
         self.opened += 1;
-        let view = self.nodes.job(job);
+        let summary = self.nodes.job(job);
         let mut incident = Incident::new(&id, job, attempt, trigger, now, late_ns);
         incident.hanging.extend(hanging);
-        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         let record = Record {
             id: id.clone(),
             job: job.name.clone(),
@@ -137,7 +140,7 @@ impl Hub {
         id
     }
 
-    /// Makes the folder of an incident, with its record in it.
+    /// Makes the folder of an incident and writes its record.
     fn make_folder(&mut self, id: &str, record: Record) {
         let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
         let name = id.to_string();
@@ -155,7 +158,7 @@ impl Hub {
         }
     }
 
-    /// The folder of an incident was made, or could not be.
+    /// The folder of an incident was made, or could not be made.
     pub(super) fn made(&mut self, id: &str, made: MadeFolder) {
         let folder = match made {
             Ok((folder, problem)) => {
@@ -170,7 +173,7 @@ impl Hub {
             Some(incident) if incident.state == State::Gathering && incident.work.is_none() => {
                 incident.folder = Some(folder.path);
             }
-            // Its thread has begun without a folder, and one with nothing in it is no incident.
+            // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {
                 warn!("incident {id}: {} was made too late and is removed", folder.path.display());
                 let root = self.settings.timeline_path.clone();
@@ -179,7 +182,7 @@ impl Hub {
         }
     }
 
-    /// Asks every node of an incident's job for a dump.
+    /// Asks every node of the job for a dump.
     fn ask_all(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let nodes = self.nodes.job(&incident.job).nodes.clone();
@@ -198,23 +201,24 @@ impl Hub {
         self.finish_if_complete(id, now);
     }
 
-    /// Looks at a hang once more that may have been none, and lasts.
+    /// Starts another round for a hang that lasts but may not have been one.
     pub(super) fn look_again(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         info!("incident {id}: it lasts; the ranks are looked at again");
         incident.begin_round();
-        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         self.expected.retain(|_, expected| expected.incident != id);
         self.ask_all(id, now);
     }
 
-    /// Notes that a node takes part in an incident, and what it is asked for; `None` when it has no rank of the job, or has delivered.
+    /// Adds a node to an incident and returns the request for it. Returns `None` if the node has no
+    /// rank of the job or has delivered.
     pub(super) fn ask(&mut self, id: &str, node: NodeId, now: Now) -> Option<DumpRequest> {
         let is_over = self.is_over(self.incidents.get(id)?);
         let incident = self.incidents.get_mut(id)?;
         let ranks = match is_over {
-            // Of its world only those that were asked before still know something.
+            // For a world that is over, only nodes that were asked before still have data.
             true => incident.parts.get(&node).map(|part| part.ranks.clone()).unwrap_or_default(),
             false => self.nodes.ranks_of(&incident.job, node),
         };
@@ -222,16 +226,16 @@ impl Hub {
         if ranks.is_empty() || done {
             return None;
         }
-        let view = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.job);
         let JobKey { name, instance } = self.nodes.key_at(node, &incident.job);
         let request = DumpRequest {
             incident: id.into(),
             job: Some(JobId { name, instance }),
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
-            sample_interval_ms: view.sample_interval_ms,
+            sample_interval_ms: summary.sample_interval_ms,
             ranks: runs(&ranks),
-            operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
+            operations: (OPERATIONS / summary.world_size.max(1)).clamp(10, 1024),
             round: incident.round,
         };
         let new = || Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0, asked_ns: 0 };
@@ -243,7 +247,7 @@ impl Hub {
         if is_over {
             return Some(request);
         }
-        // The ranks of a node that was started anew are no longer those of the old one, which is away.
+        // The ranks of a restarted node no longer belong to its old entry, which is away.
         let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
         let job = &incident.job;
         let successors: Vec<NodeId> = away.filter(|other| self.nodes.ranks_of(job, *other).is_empty()).collect();
@@ -258,8 +262,9 @@ impl Hub {
         Some(request)
     }
 
-    /// What hung in an incident whose world is over, and belongs to the world that runs, is an incident of its own: its nodes told of it
-    /// before the others had told that the older world is over.
+    /// A hang in an incident whose world is over may belong to the current world. It becomes an
+    /// incident of its own: its nodes reported it before the other nodes reported the end of the
+    /// older world.
     pub(super) fn open_successor(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let of_the_next = |node: &&NodeId| self.nodes.began_after(&incident.job, **node, incident.opened.mono_ns);
@@ -301,13 +306,13 @@ impl Hub {
     }
 }
 
-/// A name for an incident that no node has named.
+/// A name for an incident that was not named by a node.
 fn new_name(now: Now) -> String {
     format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND)
 }
 
-/// A name whose time is this collector's: incidents are listed and removed by their names, and a node's clock may be off by hours. A
-/// node that has written a folder already keeps its name.
+/// Gives a name the time of this collector: incidents are listed and removed by name, and the clock
+/// of a node may be wrong by hours. A node that has already written a folder keeps its name.
 fn in_time(name: &str, now: Now) -> String {
     let [earliest, latest] = [now.unix_ns.saturating_sub(CLOCK_NS), now.unix_ns + CLOCK_NS].map(clock::compact);
     match name.split_once('-') {

@@ -1,16 +1,21 @@
-//! What happens to the parts of an incident when streams and deliveries break off, told with a clock of its own.
+//! The parts of an incident when streams and deliveries are cut off, with a simulated clock.
 
 use tokio::sync::oneshot;
 use xpu_timer_proto::{
     env::Source,
     v1::{
-        Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger,
-        TriggerKind, delivery,
+        Alarm, Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks, Presence,
+        RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery, node_message::Message as Said,
     },
 };
 
 use super::*;
-use crate::cluster::{incident::Progress, nodes::Outbound, service::Credit};
+use crate::cluster::{
+    gather::Done,
+    incident::Progress,
+    nodes::Outbound,
+    service::{Credit, StreamEvent},
+};
 
 /// An alarm of the first node for a rank.
 fn alarm(rank: i32) -> Alarm {
@@ -23,7 +28,7 @@ fn alarm(rank: i32) -> Alarm {
     }
 }
 
-/// A rank of a world of two whose process was started when the hub was.
+/// A rank of a world of two. Its process was started together with the hub.
 fn entry(rank: i32, now: Now) -> RankEntry {
     RankEntry {
         job: Some(JobId { name: "j".into(), instance: String::new() }),
@@ -34,7 +39,7 @@ fn entry(rank: i32, now: Now) -> RankEntry {
     }
 }
 
-struct Told {
+struct News {
     hub: Hub,
     folder: tempfile::TempDir,
     commands: mpsc::UnboundedReceiver<Command>,
@@ -44,19 +49,19 @@ fn at(seconds: u64) -> Now {
     Now { mono_ns: seconds * SECOND, unix_ns: (1_795_258_500 + seconds) * SECOND }
 }
 
-fn hub() -> Told {
+fn hub() -> News {
     hub_in(tempfile::tempdir().unwrap(), at(1))
 }
 
-fn hub_in(folder: tempfile::TempDir, now: Now) -> Told {
+fn hub_in(folder: tempfile::TempDir, now: Now) -> News {
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
     let (sender, commands) = mpsc::unbounded_channel();
-    Told { hub: Hub::new(settings, sender, now), folder, commands }
+    News { hub: Hub::new(settings, sender, now), folder, commands }
 }
 
-impl Told {
-    /// A node of one rank joins on a stream of its number.
+impl News {
+    /// A node with one rank joins on the stream of its number.
     fn join(&mut self, rank: i32) -> mpsc::Receiver<Outbound> {
         self.join_at(rank, at(2))
     }
@@ -65,7 +70,7 @@ impl Told {
         self.join_with(rank, Vec::new(), now)
     }
 
-    /// With incidents that are open on the node.
+    /// As `join`, with incidents that are open on the node.
     fn join_with(&mut self, rank: i32, incidents: Vec<Alarm>, now: Now) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
         let ranks = Some(NodeRanks { ranks: vec![entry(rank, now)] });
@@ -79,10 +84,11 @@ impl Told {
         self.hub.stream(StreamEvent::Said(stream, Box::new(message)), now);
     }
 
-    /// The node of a rank, which was started with this collector, has a process of its own for it from a time on.
+    /// The node of a rank, started together with this collector, reports a new process for the
+    /// rank.
     fn restarts(&mut self, rank: i32, started: Now, now: Now) {
         let entry = RankEntry {
-            start: started.mono_ns / crate::process::TICK_NS,
+            start: started.mono_ns / crate::os::process::TICK_NS,
             age_ms: (now.mono_ns - started.mono_ns) / 1_000_000,
             ..entry(rank, now)
         };
@@ -95,7 +101,7 @@ impl Told {
         self.hub.incidents.keys().next().unwrap().clone()
     }
 
-    /// A dump that is asked for by hand.
+    /// Requests a dump by hand.
     fn by_hand(&mut self, now: Now) -> String {
         let (reply, _) = oneshot::channel();
         self.hub.by_hand(None, reply, now);
@@ -115,13 +121,13 @@ impl Told {
         self.say(stream, Said::Captured(Captured { incident: id.into(), round: 0 }), now);
     }
 
-    /// A piece of a part comes.
+    /// Delivers a piece of a part.
     fn dump(&mut self, key: &std::sync::Arc<str>, last: bool, now: Now) {
         let dump = delivery::Message::Dump(NodeDump { last, ..Default::default() });
         self.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), now);
     }
 
-    /// The next verdict of the thread.
+    /// Waits for the next verdict of the thread.
     fn verdict(&mut self) -> Verdict {
         loop {
             match self.commands.blocking_recv() {
@@ -139,7 +145,7 @@ impl Told {
         line.and_then(|line| line.rsplit(' ').next()).expect("a job").into()
     }
 
-    /// The key by which a node was asked for its files.
+    /// The key with which a node was asked for its files.
     fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
         let all = std::iter::from_fn(|| messages.try_recv().ok());
         let keys = all.filter_map(|message| match message.unwrap().message {
@@ -149,7 +155,7 @@ impl Told {
         keys.last().expect("the node is asked for its files").into()
     }
 
-    /// As if all files had come and all was drawn.
+    /// Pretends that all files have arrived and the viewer has finished.
     fn finish_files(&mut self, id: &str) {
         let incident = self.hub.incidents.get_mut(id).unwrap();
         (incident.files, incident.drawing) = (None, false);
@@ -157,14 +163,15 @@ impl Told {
         incident.files_wanted.clear();
     }
 
-    /// An incident of two nodes of which the first alone delivers, up to its verdict, of which the hub has not heard yet.
+    /// An incident of two nodes where only the first one delivers, up to a verdict that the hub has
+    /// not received yet.
     fn judged_without_the_second(&mut self, first: &mut mpsc::Receiver<Outbound>) -> (String, Verdict) {
         let id = self.alarm(0);
         self.captured(&id, 0, at(11));
         let key = self.bring(first);
         self.dump(&key, true, at(12));
         self.hub.tick(at(40));
-        // The evidence of these tests is empty, and so shows no hang.
+        // The evidence of these tests is empty and therefore shows no hang.
         let hang = HangEvidence::PendingOperation;
         let verdict = self.verdict();
         (id, Verdict { hang, ..verdict })
@@ -186,306 +193,306 @@ impl Told {
 }
 
 #[test]
-fn a_node_that_dies_before_it_is_asked_for_its_part_does_not_hold_up_the_verdict() {
-    let mut told = hub();
-    let (_first, second) = (told.join(0), told.join(1));
-    let id = told.alarm(0);
+fn a_node_that_dies_before_its_delivery_does_not_block_the_verdict() {
+    let mut cluster = hub();
+    let (_first, second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(0);
     drop(second);
-    told.captured(&id, 1, at(11));
-    assert_eq!(told.progress_of(&id, "n1"), Progress::Asked, "the request did not reach it");
-    told.hub.stream(StreamEvent::Ended(1, "reset".into()), at(12));
-    told.hub.tick(at(100));
-    assert!(matches!(told.progress_of(&id, "n1"), Progress::Failed(_)));
-    assert!(told.folder.path().join("timeline").join(format!("incident-{id}")).is_dir());
+    cluster.captured(&id, 1, at(11));
+    assert_eq!(cluster.progress_of(&id, "n1"), Progress::Asked, "the request did not reach it");
+    cluster.hub.stream(StreamEvent::Ended(1, "reset".into()), at(12));
+    cluster.hub.tick(at(100));
+    assert!(matches!(cluster.progress_of(&id, "n1"), Progress::Failed(_)));
+    assert!(cluster.folder.path().join("timeline").join(format!("incident-{id}")).is_dir());
 }
 
 #[test]
-fn a_delivery_that_breaks_off_is_asked_for_again_a_few_times() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let id = told.alarm(0);
-    told.captured(&id, 0, at(11));
+fn an_interrupted_delivery_is_retried_a_few_times() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(0);
+    cluster.captured(&id, 0, at(11));
     for _ in 0..2 {
-        let key = told.bring(&mut first);
-        told.hub.stream(StreamEvent::Ceased(key), at(12));
-        assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
+        let key = cluster.bring(&mut first);
+        cluster.hub.stream(StreamEvent::Ceased(key), at(12));
+        assert!(matches!(cluster.progress_of(&id, "n0"), Progress::Delivering(_)));
     }
-    let key = told.bring(&mut first);
-    told.hub.stream(StreamEvent::Ceased(key.clone()), at(12));
-    let Progress::Failed(why) = told.progress_of(&id, "n0") else { panic!("it is given up") };
+    let key = cluster.bring(&mut first);
+    cluster.hub.stream(StreamEvent::Ceased(key.clone()), at(12));
+    let Progress::Failed(why) = cluster.progress_of(&id, "n0") else { panic!("it is given up") };
     assert!(why.contains("broke off 3 times"), "{why}");
-    told.hub.stream(StreamEvent::Ceased(key), at(13));
+    cluster.hub.stream(StreamEvent::Ceased(key), at(13));
 }
 
 #[test]
-fn the_end_of_a_delivery_that_is_whole_changes_nothing() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let id = told.alarm(0);
-    told.captured(&id, 0, at(11));
-    let key = told.bring(&mut first);
+fn the_end_of_a_complete_delivery_changes_nothing() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(0);
+    cluster.captured(&id, 0, at(11));
+    let key = cluster.bring(&mut first);
     let dump = delivery::Message::Dump(NodeDump { last: true, ..Default::default() });
-    told.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), at(12));
-    told.hub.stream(StreamEvent::Ceased(key), at(12));
-    assert_eq!(told.progress_of(&id, "n0"), Progress::Delivered);
+    cluster.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), at(12));
+    cluster.hub.stream(StreamEvent::Ceased(key), at(12));
+    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Delivered);
 }
 
 #[test]
-fn a_node_does_not_alarm_in_the_name_of_a_rank_of_another_one() {
-    let mut told = hub();
-    let (_first, _second) = (told.join(0), told.join(1));
-    let id = told.alarm(1);
-    assert_eq!(told.hub.incidents[&id].trigger.rank, -1);
+fn an_alarm_for_a_rank_of_another_node_names_no_rank() {
+    let mut cluster = hub();
+    let (_first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(1);
+    assert_eq!(cluster.hub.incidents[&id].trigger.rank, -1);
 }
 
 #[test]
-fn a_node_that_stalls_in_the_middle_of_its_delivery_is_given_up_and_named() {
-    let mut told = hub();
-    let (mut first, mut second) = (told.join(0), told.join(1));
-    let id = told.alarm(0);
-    told.captured(&id, 0, at(11));
-    told.captured(&id, 1, at(11));
-    let (key, stalled) = (told.bring(&mut first), told.bring(&mut second));
-    told.dump(&key, true, at(12));
-    told.dump(&stalled, false, at(12));
-    told.hub.tick(at(26));
-    assert!(matches!(told.progress_of(&id, "n1"), Progress::Delivering(_)), "a piece came 14 s ago");
-    told.hub.tick(at(28));
-    let Progress::Failed(why) = told.progress_of(&id, "n1") else { panic!("it is given up") };
+fn a_stalled_delivery_times_out_and_its_node_is_named() {
+    let mut cluster = hub();
+    let (mut first, mut second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(0);
+    cluster.captured(&id, 0, at(11));
+    cluster.captured(&id, 1, at(11));
+    let (key, stalled) = (cluster.bring(&mut first), cluster.bring(&mut second));
+    cluster.dump(&key, true, at(12));
+    cluster.dump(&stalled, false, at(12));
+    cluster.hub.tick(at(26));
+    assert!(matches!(cluster.progress_of(&id, "n1"), Progress::Delivering(_)), "a piece came 14 s ago");
+    cluster.hub.tick(at(28));
+    let Progress::Failed(why) = cluster.progress_of(&id, "n1") else { panic!("it is given up") };
     assert!(why.contains("nothing more came of it"), "{why}");
-    assert!(told.hub.incidents[&id].judging, "the others are judged without it");
+    assert!(cluster.hub.incidents[&id].judging, "the others are judged without it");
 }
 
 #[test]
-fn a_verdict_that_comes_when_the_incident_is_over_does_not_open_it_again() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    let folder = told.folder.path().join("timeline").join(format!("incident-{id}"));
-    told.hub.judged(&id, &verdict, at(41));
-    // A part comes late, and while it is judged the hang is over.
-    told.hub.judge(&id);
-    let _ = told.verdict();
-    told.hub.close(&id, State::Resolved, at(42));
-    told.hub.judge(&id);
-    let verdict = told.verdict();
-    let status = || crate::records::verdict(&folder).unwrap().timing.status;
+fn a_late_verdict_does_not_reopen_a_closed_incident() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
+    cluster.hub.judged(&id, &verdict, at(41));
+    // A part arrives late, and the hang ends while it is judged.
+    cluster.hub.judge(&id);
+    let _ = cluster.verdict();
+    cluster.hub.close(&id, State::Resolved, at(42));
+    cluster.hub.judge(&id);
+    let verdict = cluster.verdict();
+    let status = || crate::incident::records::verdict(&folder).unwrap().timing.status;
     assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
-    told.hub.judged(&id, &verdict, at(43));
+    cluster.hub.judged(&id, &verdict, at(43));
     assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
-    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
 }
 
 #[test]
-fn the_files_of_a_job_that_has_ended_still_come() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    told.hub.close(&id, State::Ended, at(42));
-    let key = told.fetched(&mut first);
+fn files_are_fetched_after_the_job_has_ended() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.close(&id, State::Ended, at(42));
+    let key = cluster.fetched(&mut first);
     let file = |name: &str| {
         let file = DumpFile { incident: id.clone(), name: name.into(), data: b"x".to_vec(), last: true };
         (key.clone(), Box::new(delivery::Message::File(file)))
     };
     for name in ["00000-00002.stacktrace", ""] {
         let (key, file) = file(name);
-        told.hub.stream(StreamEvent::Brought(key, file, Credit::default()), at(43));
+        cluster.hub.stream(StreamEvent::Brought(key, file, Credit::default()), at(43));
     }
-    assert!(told.hub.incidents[&id].drawing, "all have come");
+    assert!(cluster.hub.incidents[&id].drawing, "all have come");
     // The thread writes them before it draws.
-    while !matches!(told.commands.blocking_recv(), Some(Command::Done(_, Done::Drawn))) {}
-    let folder = told.folder.path().join("timeline").join(format!("incident-{id}"));
+    while !matches!(cluster.commands.blocking_recv(), Some(Command::Done(_, Done::Drawn))) {}
+    let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
     assert_eq!(std::fs::read(folder.join("00000-00002.stacktrace")).unwrap(), b"x");
-    told.hub.drawn(&id, at(44));
-    assert!(told.hub.incidents[&id].work.is_none(), "its thread is let go");
+    cluster.hub.drawn(&id, at(44));
+    assert!(cluster.hub.incidents[&id].work.is_none(), "its thread is let go");
 }
 
 #[test]
-fn files_of_a_node_that_is_away_for_a_moment_are_asked_for_again() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    let _ = told.fetched(&mut first);
-    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
-    told.hub.tick(at(43));
-    assert!(!told.hub.incidents[&id].drawing, "they are waited for");
-    let mut again = told.join_at(0, at(44));
-    told.hub.tick(at(45));
-    let _ = told.fetched(&mut again);
-    told.hub.tick(at(300));
-    assert!(told.hub.incidents[&id].drawing, "and not for ever");
+fn files_are_requested_again_when_a_node_reconnects() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    let _ = cluster.fetched(&mut first);
+    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.tick(at(43));
+    assert!(!cluster.hub.incidents[&id].drawing, "they are waited for");
+    let mut again = cluster.join_at(0, at(44));
+    cluster.hub.tick(at(45));
+    let _ = cluster.fetched(&mut again);
+    cluster.hub.tick(at(300));
+    assert!(cluster.hub.incidents[&id].drawing, "and not for ever");
 }
 
 #[test]
-fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, mut verdict) = told.judged_without_the_second(&mut first);
+fn an_unproven_hang_gets_another_round_if_it_lasts() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, mut verdict) = cluster.judged_without_the_second(&mut first);
     verdict.hang = HangEvidence::None;
-    told.hub.judged(&id, &verdict, at(41));
-    assert!(told.hub.incidents[&id].again_ns.is_some());
-    assert_eq!(told.job_hang(), "0", "nothing proves it");
-    // What is under way is finished first.
-    told.hub.tick(at(50));
-    assert_eq!(told.hub.incidents[&id].round, 0);
-    told.hub.stream(StreamEvent::Ended(1, "reset".into()), at(51));
-    told.finish_files(&id);
+    cluster.hub.judged(&id, &verdict, at(41));
+    assert!(cluster.hub.incidents[&id].again_ns.is_some());
+    assert_eq!(cluster.job_hang(), "0", "nothing proves it");
+    // Work in progress is finished first.
+    cluster.hub.tick(at(50));
+    assert_eq!(cluster.hub.incidents[&id].round, 0);
+    cluster.hub.stream(StreamEvent::Ended(1, "reset".into()), at(51));
+    cluster.finish_files(&id);
     let _ = std::iter::from_fn(|| first.try_recv().ok()).count();
-    told.hub.tick(at(52));
-    let incident = &told.hub.incidents[&id];
+    cluster.hub.tick(at(52));
+    let incident = &cluster.hub.incidents[&id];
     assert_eq!((incident.round, incident.state, incident.again_ns), (1, State::Gathering, None));
-    assert_eq!(told.progress_of(&id, "n0"), Progress::Asked);
+    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Asked);
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
         Some(Message::Dump(request)) => Some(request.round),
         _ => None,
     });
     assert_eq!(asked, Some(1));
-    // The part of the first look is not that of the second.
-    told.say(0, Said::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
-    assert_eq!(told.progress_of(&id, "n0"), Progress::Asked);
-    told.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
-    assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
-    // Another verdict, which is not mild, is the last.
+    // The part of the first round does not count for the second.
+    cluster.say(0, Said::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
+    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Asked);
+    cluster.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
+    assert!(matches!(cluster.progress_of(&id, "n0"), Progress::Delivering(_)));
+    // A later verdict with a proven hang is final.
     verdict.hang = HangEvidence::PendingOperation;
-    told.hub.judged(&id, &verdict, at(60));
-    assert!(told.hub.incidents[&id].again_ns.is_none());
-    assert_eq!(told.job_hang(), "1");
+    cluster.hub.judged(&id, &verdict, at(60));
+    assert!(cluster.hub.incidents[&id].again_ns.is_none());
+    assert_eq!(cluster.job_hang(), "1");
 }
 
 #[test]
-fn a_hang_that_begins_after_the_dump_by_hand_of_its_node_is_another_incident() {
-    let mut told = hub();
-    let (_first, _second) = (told.join(0), told.join(1));
-    let id = told.by_hand(at(9));
-    told.captured(&id, 0, at(10));
-    told.alarm(0);
-    assert_eq!(told.hub.incidents.len(), 2);
-    assert!(told.hub.incidents[&id].by_hand && told.hub.incidents[&id].hanging.is_empty());
+fn a_hang_after_a_dump_by_hand_is_another_incident() {
+    let mut cluster = hub();
+    let (_first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.by_hand(at(9));
+    cluster.captured(&id, 0, at(10));
+    cluster.alarm(0);
+    assert_eq!(cluster.hub.incidents.len(), 2);
+    assert!(cluster.hub.incidents[&id].by_hand && cluster.hub.incidents[&id].hanging.is_empty());
 }
 
 #[test]
-fn a_hang_that_begins_during_a_dump_by_hand_takes_it_over() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let id = told.by_hand(at(10));
-    told.hangs(&id, at(10));
-    told.captured(&id, 0, at(11));
-    let key = told.bring(&mut first);
-    told.dump(&key, true, at(12));
-    told.hub.tick(at(40));
-    let verdict = told.verdict();
-    told.hub.judged(&id, &verdict, at(41));
-    told.hub.drawn(&id, at(42));
-    assert_eq!(told.hub.incidents[&id].state, State::Judged, "it lasts");
+fn a_hang_during_a_dump_by_hand_takes_it_over() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.by_hand(at(10));
+    cluster.hangs(&id, at(10));
+    cluster.captured(&id, 0, at(11));
+    let key = cluster.bring(&mut first);
+    cluster.dump(&key, true, at(12));
+    cluster.hub.tick(at(40));
+    let verdict = cluster.verdict();
+    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.drawn(&id, at(42));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Judged, "it lasts");
 }
 
 #[test]
-fn a_hang_that_a_node_counts_to_an_incident_that_has_ended_opens_it_again() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    told.hub.close(&id, State::Ended, at(42));
-    told.hangs(&id, at(43));
-    assert_eq!(told.hub.incidents[&id].state, State::Judged);
+fn a_hang_reported_for_an_ended_incident_reopens_it() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.close(&id, State::Ended, at(42));
+    cluster.hangs(&id, at(43));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Judged);
 }
 
 #[test]
-fn a_node_that_was_away_when_its_incident_was_closed_is_told_when_it_comes_again() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
-    told.hub.close(&id, State::Resolved, at(43));
-    let mut again = told.join_with(0, vec![Alarm { incident: id.clone(), hangs: false, ..alarm(0) }], at(44));
+fn a_reconnecting_node_learns_that_its_incident_was_closed() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.close(&id, State::Resolved, at(43));
+    let mut again = cluster.join_with(0, vec![Alarm { incident: id.clone(), hangs: false, ..alarm(0) }], at(44));
     let closed = std::iter::from_fn(|| again.try_recv().ok())
         .any(|message| message.unwrap().message == Some(Message::Closed(IncidentClosed { incident: id.clone() })));
-    assert!(closed && told.hub.incidents.len() == 1);
+    assert!(closed && cluster.hub.incidents.len() == 1);
 }
 
 #[test]
-fn a_hang_that_was_over_while_its_node_was_away_is_over() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    told.finish_files(&id);
-    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
-    told.hub.tick(at(60));
-    assert_eq!(told.hub.incidents[&id].state, State::Judged, "nobody knows");
-    let _again = told.join_at(0, at(62));
-    told.hub.tick(at(65));
-    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+fn a_hang_that_ended_while_its_node_was_away_is_resolved() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.finish_files(&id);
+    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.tick(at(60));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Judged, "nobody knows");
+    let _again = cluster.join_at(0, at(62));
+    cluster.hub.tick(at(65));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
 }
 
 #[test]
-fn after_a_restart_a_hang_is_over_when_all_are_back_and_say_so() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (id, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&id, &verdict, at(41));
-    let mut told = hub_in(told.folder, at(50));
+fn after_a_restart_a_hang_resolves_when_all_nodes_report_it() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&id, &verdict, at(41));
+    let mut cluster = hub_in(cluster.folder, at(50));
     let open = Alarm { incident: id.clone(), captured: true, ..alarm(0) };
-    let (_first, _second) = (told.join_with(0, vec![open], at(51)), told.join_at(1, at(51)));
-    told.hub.tick(at(52));
-    assert_eq!(told.hub.incidents[&id].state, State::Judged);
-    told.say(0, Said::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
-    told.hub.tick(at(56));
-    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+    let (_first, _second) = (cluster.join_with(0, vec![open], at(51)), cluster.join_at(1, at(51)));
+    cluster.hub.tick(at(52));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Judged);
+    cluster.say(0, Said::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
+    cluster.hub.tick(at(56));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
 }
 
 #[test]
-fn an_alarm_of_a_new_world_that_comes_before_the_end_of_the_old_one_is_known_is_an_incident_of_its_own() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (old, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&old, &verdict, at(41));
-    // The agents start the job again, and the second node has not told of that yet.
-    told.restarts(0, at(42), at(43));
-    assert!(!told.hub.is_over(&told.hub.incidents[&old]));
+fn an_early_alarm_of_a_new_world_is_a_separate_incident() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (old, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&old, &verdict, at(41));
+    // The agents restart the job, and the second node has not reported that yet.
+    cluster.restarts(0, at(42), at(43));
+    assert!(!cluster.hub.is_over(&cluster.hub.incidents[&old]));
     let new = Alarm { incident: "20261121T105544Z-00000002".into(), ..alarm(0) };
-    told.say(0, Said::Alarm(new.clone()), at(44));
+    cluster.say(0, Said::Alarm(new.clone()), at(44));
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
         Some(Message::Dump(request)) => Some(request.incident),
         _ => None,
     });
     assert_eq!(asked, Some(new.incident.clone()));
-    told.finish_files(&old);
-    told.restarts(1, at(42), at(45));
-    told.hub.tick(at(46));
-    assert_eq!(told.hub.incidents[&old].state, State::Ended);
-    assert_eq!((told.hub.incidents[&new.incident].state, told.hub.incidents.len()), (State::Gathering, 2));
-    // A second alarm of that world is of that incident.
-    told.say(1, Said::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
-    assert_eq!((told.hub.incidents.len(), told.hub.incidents[&new.incident].hanging.len()), (2, 2));
+    cluster.finish_files(&old);
+    cluster.restarts(1, at(42), at(45));
+    cluster.hub.tick(at(46));
+    assert_eq!(cluster.hub.incidents[&old].state, State::Ended);
+    assert_eq!((cluster.hub.incidents[&new.incident].state, cluster.hub.incidents.len()), (State::Gathering, 2));
+    // A second alarm of that world joins that incident.
+    cluster.say(1, Said::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
+    assert_eq!((cluster.hub.incidents.len(), cluster.hub.incidents[&new.incident].hanging.len()), (2, 2));
 }
 
 #[test]
-fn a_hang_of_a_new_world_that_was_counted_to_the_incident_of_the_old_one_is_an_incident_when_that_is_over() {
-    let mut told = hub();
-    let (mut first, _second) = (told.join(0), told.join(1));
-    let (old, verdict) = told.judged_without_the_second(&mut first);
-    told.hub.judged(&old, &verdict, at(41));
-    told.finish_files(&old);
-    // Another node takes the place of the first one, and was asked for its part before it hung.
-    let _third = told.join_with(2, Vec::new(), at(42));
-    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (old, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.hub.judged(&old, &verdict, at(41));
+    cluster.finish_files(&old);
+    // Another node replaces the first one, and was asked for its part before it hung.
+    let _third = cluster.join_with(2, Vec::new(), at(42));
+    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
     let of_rank_0 = |now: Now| RankEntry {
         info: Some(RankInfo { rank: 0, world_size: 2, ..Default::default() }),
-        start: at(42).mono_ns / crate::process::TICK_NS,
+        start: at(42).mono_ns / crate::os::process::TICK_NS,
         age_ms: (now.mono_ns - at(42).mono_ns) / 1_000_000,
         ..entry(0, now)
     };
-    told.say(2, Said::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
-    told.say(2, Said::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
-    told.hub.tick(at(45));
-    assert_eq!(told.hub.incidents[&old].state, State::Judged);
-    told.restarts(1, at(42), at(46));
-    told.hub.tick(at(47));
-    assert_eq!((told.hub.incidents[&old].state, told.hub.incidents.len()), (State::Ended, 2));
-    let new = told.hub.incidents.values().find(|one| one.id != old).unwrap();
+    cluster.say(2, Said::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
+    cluster.say(2, Said::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
+    cluster.hub.tick(at(45));
+    assert_eq!(cluster.hub.incidents[&old].state, State::Judged);
+    cluster.restarts(1, at(42), at(46));
+    cluster.hub.tick(at(47));
+    assert_eq!((cluster.hub.incidents[&old].state, cluster.hub.incidents.len()), (State::Ended, 2));
+    let new = cluster.hub.incidents.values().find(|one| one.id != old).unwrap();
     assert!(new.is_open() && new.hanging.len() == 1 && new.parts.len() == 2, "{new:?}");
 }

@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::transport::{Channel, Endpoint};
 use xpu_timer_analysis::stragglers::KEPT_BLOCKS;
-use xpu_timer_collector::delivery::{Part, pieces};
+use xpu_timer_collector::incident::part::{Part, pieces};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},

@@ -1,0 +1,77 @@
+//! The questions that HTTP pages send to the event loop of either role.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use tokio::sync::oneshot;
+
+use crate::{incident::records::WithoutFolder, job::key::JobKey};
+
+/// A handle to an event loop that answers questions.
+pub trait Answers: Clone + Send + Sync + 'static {
+    /// Sends a question. If it is not answered, its reply channel is dropped.
+    fn ask(&self, question: Question);
+}
+
+/// Reply channel of a dump by hand: the finished dump, or the reason for its refusal.
+pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
+
+/// The questions to a collector of either role.
+#[derive(Debug)]
+pub enum Question {
+    /// `/status`.
+    Status(oneshot::Sender<Value>),
+    /// `/metrics`.
+    Metrics(oneshot::Sender<String>),
+    /// `POST /dump`.
+    Dump {
+        /// Name of the job; `None` if there is only one.
+        job: Option<String>,
+        /// Receives the answer.
+        reply: DumpReply,
+    },
+    /// Folders that may hold incidents.
+    Folders(oneshot::Sender<Vec<PathBuf>>),
+    /// Incidents without a folder, because none could be made.
+    WithoutFolder(oneshot::Sender<Vec<WithoutFolder>>),
+    /// `/slow_ranks`.
+    SlowRanks(oneshot::Sender<Value>),
+}
+
+/// Why a dump by hand was refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// There is no such job; the text lists the existing ones.
+    NoJob(String),
+    /// There are several jobs, and the request names none.
+    WhichJob(String),
+    /// There were too many recently.
+    TooMany {
+        /// Another request is accepted after this number of seconds.
+        seconds: u64,
+    },
+}
+
+impl Refusal {
+    /// The refusal with the time until another request is accepted.
+    #[must_use]
+    pub fn too_many(wait_ns: u64) -> Self {
+        Refusal::TooMany { seconds: wait_ns.div_ceil(1_000_000_000).max(1) }
+    }
+}
+
+/// The job for a dump by hand: the living one with this name, or the only living one.
+///
+/// # Errors
+/// If none or several match; the refusal lists the living jobs.
+pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusal> {
+    let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let matching: Vec<&JobKey> =
+        alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();
+    match matching.as_slice() {
+        [job] => Ok((*job).clone()),
+        [] if alive.is_empty() => Err(Refusal::NoJob("no rank is registered".into())),
+        [] => Err(Refusal::NoJob(format!("no such job; there are: {}", names()))),
+        _ => Err(Refusal::WhichJob(format!("name one with ?job=; there are: {}", names()))),
+    }
+}

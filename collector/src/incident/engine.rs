@@ -1,0 +1,573 @@
+//! A state machine of incidents: what opens one, joins it and closes it. Pure: the caller passes in
+//! the time and all observations, and executes the returned actions.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
+
+use crate::{incident::throttle::Throttle, job::key::JobKey, os::clock::Now};
+
+/// A problem that keeps an incident open while it lasts.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Cause {
+    /// An operation has been pending for too long.
+    Operation {
+        /// The process that signalled.
+        pid: i32,
+        /// Ticket of the operation.
+        ticket: u64,
+    },
+    /// No rank launches anything.
+    Idle,
+    /// A watcher has stopped.
+    Heartbeat {
+        /// The process of the watcher.
+        pid: i32,
+    },
+    /// A process ended without `Goodbye`.
+    Death {
+        /// The process.
+        pid: i32,
+    },
+    /// A user requested a dump. This alone is not a problem.
+    Manual,
+    /// The cluster collector reports that the job hangs on another node.
+    Cluster,
+}
+
+impl Cause {
+    fn kind(&self) -> TriggerKind {
+        match self {
+            Cause::Operation { .. } => TriggerKind::Operation,
+            Cause::Idle => TriggerKind::Idle,
+            Cause::Heartbeat { .. } => TriggerKind::Heartbeat,
+            Cause::Death { .. } => TriggerKind::Death,
+            Cause::Manual => TriggerKind::Manual,
+            Cause::Cluster => TriggerKind::Unspecified,
+        }
+    }
+
+    /// Whether it is a problem on this node.
+    fn is_own(&self) -> bool {
+        !matches!(self, Cause::Manual | Cause::Cluster)
+    }
+
+    /// The process that caused it.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
+        match self {
+            Cause::Operation { pid, .. } | Cause::Heartbeat { pid } | Cause::Death { pid } => Some(*pid),
+            Cause::Idle | Cause::Manual | Cause::Cluster => None,
+        }
+    }
+}
+
+/// A new cause and its origin.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Raise {
+    /// The job.
+    pub job: JobKey,
+    /// Its attempt.
+    pub attempt: u32,
+    /// The rank that it comes from; -1 for none.
+    pub rank: i32,
+    /// The cause.
+    pub cause: Cause,
+    /// The operation of [`Cause::Operation`].
+    pub operation: Option<Operation>,
+    /// Since when there is no progress, CLOCK_MONOTONIC: the begin of the operation, the last
+    /// launch, the last heartbeat, or the death.
+    pub since_ns: u64,
+    /// How long ago the timeout expired.
+    pub late_ns: u64,
+}
+
+/// The state of an incident.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Its dump is in progress.
+    Open,
+    /// Its folder is finished; the hang lasts.
+    Dumped,
+    /// The problem is over.
+    Resolved,
+    /// The job ended, or a dump by hand is finished.
+    Ended,
+    /// Found on disk after a restart. Whether the hang lasts is not known yet.
+    Adopted,
+}
+
+impl State {
+    fn is_open(self) -> bool {
+        matches!(self, State::Open | State::Dumped)
+    }
+}
+
+/// One incident.
+#[derive(Debug, Clone)]
+pub struct Incident {
+    /// UTC time and a number.
+    pub id: String,
+    /// The job.
+    pub job: JobKey,
+    /// Its attempt.
+    pub attempt: u32,
+    /// What opened it.
+    pub trigger: Trigger,
+    /// When it was opened.
+    pub opened: Now,
+    /// How long before that the timeout had expired.
+    pub late_ns: u64,
+    /// The current state.
+    pub state: State,
+    /// The current causes.
+    pub causes: BTreeSet<Cause>,
+    /// All causes that it ever had.
+    pub seen: BTreeSet<Cause>,
+    /// When its folder was finished.
+    pub dumped: Option<Now>,
+    /// When it was closed.
+    pub closed: Option<Now>,
+    /// Whether the causes on this node ended because ranks went away.
+    pub went_away: bool,
+    /// Whether its world is over on this node: another world has begun here.
+    pub past: bool,
+    // Since when it has no cause.
+    quiet_since_ns: Option<u64>,
+    // How long an adopted incident waits for a signal.
+    adopted_until_ns: u64,
+}
+
+impl Incident {
+    /// An open incident without causes.
+    fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) -> Self {
+        Incident {
+            id: id.into(),
+            job: job.clone(),
+            attempt,
+            trigger,
+            opened: now,
+            late_ns: 0,
+            state: State::Open,
+            causes: BTreeSet::new(),
+            seen: BTreeSet::new(),
+            dumped: None,
+            closed: None,
+            quiet_since_ns: None,
+            went_away: false,
+            past: false,
+            adopted_until_ns: 0,
+        }
+    }
+
+    /// Whether it is or was more than a dump by hand.
+    #[must_use]
+    pub fn is_hang(&self) -> bool {
+        self.seen.iter().any(|cause| *cause != Cause::Manual)
+    }
+
+    fn add(&mut self, cause: Cause) {
+        self.quiet_since_ns = None;
+        self.seen.insert(cause.clone());
+        self.causes.insert(cause);
+    }
+
+    fn remove(&mut self, keep: impl Fn(&Cause) -> bool, now_ns: u64) -> bool {
+        let before = self.causes.len();
+        self.causes.retain(keep);
+        let hang_left = self.causes.iter().any(|cause| *cause != Cause::Manual);
+        if self.causes.len() < before && !hang_left {
+            self.quiet_since_ns = Some(now_ns);
+        }
+        self.causes.len() < before
+    }
+}
+
+/// An action for the caller.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Action {
+    /// Dump the job of this incident.
+    Dump(String),
+    /// Record that the incident is closed.
+    Close(String, State),
+}
+
+/// The information about jobs that the engine needs.
+pub trait Jobs {
+    /// Whether any rank of this attempt is running and no later attempt has begun.
+    fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
+
+    /// How long the other ranks may take to follow a rank that ended: [`DEATH_GRACE_NS`], or longer
+    /// if the job is ending.
+    fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64;
+}
+
+/// All incidents of a node.
+#[derive(Debug, Default)]
+pub struct Engine {
+    incidents: BTreeMap<String, Incident>,
+    // Deaths within their grace period, with its end.
+    deaths: Vec<(u64, Raise)>,
+    throttle: Throttle<JobKey>,
+    // Causes in jobs that have had too many incidents recently. If they last, they open an incident
+    // later.
+    deferred: Vec<Raise>,
+}
+
+/// After the death of one rank, the others may be about to end: the end of a whole job is not an
+/// incident.
+pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
+/// A hang is over after this time without a cause: ranks notice the end of a hang at different
+/// times.
+pub const QUIET_NS: u64 = 1_000_000_000;
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
+const MAX_CLOSED: usize = 500;
+
+impl Engine {
+    /// All incidents, oldest first.
+    pub fn incidents(&self) -> impl DoubleEndedIterator<Item = &Incident> {
+        self.incidents.values()
+    }
+
+    /// One incident.
+    #[must_use]
+    pub fn get(&self, id: &str) -> Option<&Incident> {
+        self.incidents.get(id)
+    }
+
+    /// Whether a job hangs, as far as is known.
+    #[cfg(test)]
+    fn hangs(&self, job: &JobKey) -> bool {
+        let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
+        self.incidents.values().any(of_job) || self.deferred.iter().any(|raise| raise.job == *job)
+    }
+
+    /// Whether ranks of a job on this node have a problem.
+    #[must_use]
+    pub fn hangs_here(&self, job: &JobKey) -> bool {
+        let is_affected = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
+        self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_own)
+    }
+
+    /// Whether a dump is in progress.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        !self.deaths.is_empty() || self.incidents.values().any(|incident| incident.state == State::Open)
+    }
+
+    /// A cause has come up: it joins the open incident of the job or opens one.
+    pub fn raise(&mut self, raise: Raise, now: Now) -> Option<Action> {
+        let of_job =
+            |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt && !incident.past;
+        // A dumped hang takes its later signals even while a dump by hand is in progress.
+        let mut open: Vec<&mut Incident> =
+            self.incidents.values_mut().filter(of_job).filter(|incident| incident.state.is_open()).collect();
+        open.sort_by_key(|incident| !incident.is_hang());
+        if let Some(incident) = open.into_iter().next()
+            && (raise.cause != Cause::Manual || incident.state == State::Open)
+        {
+            incident.add(raise.cause);
+            return None;
+        }
+        let adopted = self.incidents.values_mut().filter(of_job).find(|incident| {
+            let dumped_ns = incident.dumped.map_or(incident.opened.mono_ns, |dumped| dumped.mono_ns);
+            incident.state == State::Adopted && (incident.seen.contains(&raise.cause) || raise.since_ns < dumped_ns)
+        });
+        if let Some(incident) = adopted
+            && raise.cause != Cause::Manual
+        {
+            incident.state = State::Dumped;
+            incident.add(raise.cause);
+            return None;
+        }
+        if matches!(raise.cause, Cause::Death { .. }) && raise.since_ns + DEATH_GRACE_NS > now.mono_ns {
+            self.deaths.push((raise.since_ns + DEATH_GRACE_NS, raise));
+            return None;
+        }
+        if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
+            let known = |deferred: &Raise| deferred.job == raise.job && deferred.cause == raise.cause;
+            if !self.deferred.iter().any(known) {
+                self.deferred.push(raise);
+            }
+            return None;
+        }
+        Some(self.open(raise, now))
+    }
+
+    /// The cluster collector requests a dump. The causes of the job on this node also become causes
+    /// of this incident.
+    pub fn request(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
+        let by_hand = trigger.kind() == TriggerKind::Manual;
+        let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
+        // The request may repeat an incident whose world is over here.
+        let past = self.incidents.get(id).is_some_and(|before| before.past);
+        if !past {
+            let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
+            causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
+            self.deferred.retain(|deferred| deferred.job != *job);
+        }
+        let incident =
+            Incident { causes: causes.clone(), seen: causes, past, ..Incident::new(id, job, attempt, trigger, now) };
+        self.incidents.insert(id.into(), incident);
+    }
+
+    /// Renames an incident without a dump to the one that the cluster collector has opened for its
+    /// job.
+    pub fn rename(&mut self, old: &str, new: &str) {
+        if let Some(mut incident) = self.incidents.remove(old) {
+            incident.id = new.into();
+            incident.add(Cause::Cluster);
+            self.incidents.insert(new.into(), incident);
+        }
+    }
+
+    /// The cluster collector adopts an incident that is already dumped.
+    pub fn take_part(&mut self, id: &str) {
+        if let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state.is_open() && one.is_hang()) {
+            incident.add(Cause::Cluster);
+        }
+    }
+
+    /// Removes an incident without a dump.
+    pub fn withdraw(&mut self, id: &str) {
+        self.incidents.remove(id);
+    }
+
+    fn open(&mut self, raise: Raise, now: Now) -> Action {
+        // The part after the seconds makes names sort by time.
+        let nanos = now.unix_ns % 1_000_000_000;
+        let mut id = format!("{}-{nanos:08x}", crate::os::clock::compact(now.unix_ns));
+        while self.incidents.contains_key(&id) {
+            id.push('0');
+        }
+        let trigger = Trigger {
+            kind: raise.cause.kind().into(),
+            rank: raise.rank,
+            operation: raise.operation,
+            unix_ns: now.unix_ns,
+        };
+        let incident = Incident {
+            late_ns: raise.late_ns,
+            causes: BTreeSet::from([raise.cause.clone()]),
+            seen: BTreeSet::from([raise.cause]),
+            ..Incident::new(&id, &raise.job, raise.attempt, trigger, now)
+        };
+        self.incidents.insert(id.clone(), incident);
+        Action::Dump(id)
+    }
+
+    /// The incident whose dump a request by hand has joined or opened.
+    #[must_use]
+    pub fn in_work(&self, job: &JobKey) -> Option<&Incident> {
+        self.incidents.values().rev().find(|incident| incident.job == *job && incident.state == State::Open)
+    }
+
+    /// A cause is over.
+    pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
+        // A signal belongs to its process, whichever job the process is assigned to.
+        let is_affected = |of: &JobKey| of == job || cause.pid().is_some();
+        self.deferred.retain(|deferred| !is_affected(&deferred.job) || deferred.cause != *cause);
+        self.deaths.retain(|(_, death)| !is_affected(&death.job) || death.cause != *cause);
+        for incident in self.incidents.values_mut().filter(|incident| is_affected(&incident.job)) {
+            incident.remove(|other| other != cause, now.mono_ns);
+        }
+    }
+
+    /// The assignment of processes to jobs changed: causes follow their processes. Returns the
+    /// causes that were in an incident of another job and must be raised again.
+    pub fn follow(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
+        let deaths = self.deaths.iter_mut().map(|(_, death)| death);
+        for raise in self.deferred.iter_mut().chain(deaths) {
+            if let Some(job) = raise.cause.pid().and_then(&job_of) {
+                raise.job = job;
+            }
+        }
+        let mut strays = Vec::new();
+        for incident in self.incidents.values_mut().filter(|incident| incident.closed.is_none() && !incident.past) {
+            let adopted = incident.state == State::Adopted;
+            let causes = if adopted { &incident.seen } else { &incident.causes };
+            let of_processes = causes.iter().filter_map(|cause| Some((cause.clone(), job_of(cause.pid()?)?)));
+            let of_processes: Vec<(Cause, JobKey)> = of_processes.collect();
+            let stays = of_processes.iter().any(|(_, job)| *job == incident.job);
+            if let Some((_, job)) = of_processes.first().filter(|_| !stays) {
+                incident.job = job.clone();
+            }
+            for (cause, job) in of_processes {
+                if adopted || job == incident.job {
+                    continue;
+                }
+                incident.remove(|other| *other != cause, now.mono_ns);
+                strays.push(cause);
+            }
+        }
+        strays
+    }
+
+    /// A process left or died: its causes can no longer resolve.
+    pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
+        self.deferred.retain(|deferred| deferred.job != *job || deferred.cause.pid() != Some(pid));
+        for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
+            let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
+            if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
+                incident.went_away = true;
+            }
+        }
+    }
+
+    /// A world begins on this node. The causes of the previous world are over, and causes of this
+    /// world belong to another incident.
+    pub fn begins(&mut self, job: &JobKey) {
+        for incident in self.incidents.values_mut().filter(|one| one.job == *job && one.state.is_open()) {
+            incident.past = true;
+            incident.causes.retain(|cause| *cause == Cause::Manual);
+            // A job that recovered and was then restarted still counts as recovered.
+            incident.went_away |= incident.quiet_since_ns.replace(0).is_none();
+        }
+    }
+
+    /// A new process replaced one that ended: a launcher restarts the job. Its other ranks get a
+    /// new grace period, because they are replaced one by one.
+    pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
+        let is_affected = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
+        self.deferred.retain(|deferred| !is_affected(deferred));
+        let before = self.deaths.len();
+        self.deaths.retain(|(_, death)| !is_affected(death));
+        if self.deaths.len() < before {
+            for (due, _) in self.deaths.iter_mut().filter(|(_, death)| death.job == *job) {
+                *due = now.mono_ns + DEATH_GRACE_NS;
+            }
+        }
+    }
+
+    /// Starts another dump of an incident whose folder is finished. Returns false if it is in
+    /// another state.
+    pub fn again(&mut self, id: &str) -> bool {
+        let dumped = self.incidents.get_mut(id).filter(|incident| incident.state == State::Dumped);
+        dumped.is_some_and(|incident| {
+            incident.state = State::Open;
+            true
+        })
+    }
+
+    /// The folder of an incident is finished, or could not be made.
+    pub fn dumped(&mut self, id: &str, now: Now) -> Option<Action> {
+        let incident = self.incidents.get_mut(id)?;
+        incident.dumped = Some(now);
+        incident.state = State::Dumped;
+        incident.causes.remove(&Cause::Manual);
+        if incident.is_hang() {
+            return None;
+        }
+        Some(close(incident, State::Ended, now))
+    }
+
+    /// Closes incidents that are over, and opens those whose grace period has ended.
+    pub fn tick(&mut self, jobs: &impl Jobs, now: Now) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
+        self.deaths = waiting;
+        let due: Vec<(u64, Raise)> = due;
+        for (due_ns, death) in due {
+            if !jobs.is_alive(&death.job, death.attempt) {
+                continue;
+            }
+            let ends_ns = death.since_ns + jobs.grace_ns(&death.job, death.attempt);
+            if ends_ns > now.mono_ns {
+                self.deaths.push((due_ns, death));
+            } else {
+                actions.extend(self.raise(death, now));
+            }
+        }
+        let (free, deferred) = std::mem::take(&mut self.deferred).into_iter().partition(|deferred| {
+            jobs.is_alive(&deferred.job, deferred.attempt) && self.throttle.would_allow(&deferred.job, now.mono_ns)
+        });
+        self.deferred = deferred;
+        self.deferred.retain(|deferred| jobs.is_alive(&deferred.job, deferred.attempt));
+        let free: Vec<Raise> = free;
+        for raise in free {
+            actions.extend(self.raise(raise, now));
+        }
+        for incident in self.incidents.values_mut() {
+            let over = match incident.state {
+                State::Dumped => {
+                    // A job that recovered and then ended still counts as recovered.
+                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    let quiet = incident.quiet_since_ns.filter(|since| !alive || since + QUIET_NS <= now.mono_ns);
+                    match quiet {
+                        Some(_) if !incident.went_away => Some(State::Resolved),
+                        Some(_) => Some(State::Ended),
+                        None => (!alive).then_some(State::Ended),
+                    }
+                }
+                State::Adopted if incident.adopted_until_ns <= now.mono_ns => {
+                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    Some(if alive { State::Resolved } else { State::Ended })
+                }
+                _ => None,
+            };
+            if let Some(state) = over {
+                actions.push(close(incident, state, now));
+            }
+        }
+        // Counted separately, so that dumps by hand never push out a hang.
+        for hangs in [true, false] {
+            let closed = self.incidents.values().filter(|one| one.closed.is_some() && one.is_hang() == hangs);
+            let closed: Vec<String> = closed.map(|incident| incident.id.clone()).collect();
+            for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
+                self.incidents.remove(id);
+            }
+        }
+        actions
+    }
+
+    /// Adopts an incident that an earlier collector left open on disk. If the hang lasts, its
+    /// signals come again.
+    pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
+        let job = JobKey { name: record.job, instance: record.instance };
+        let opened = Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns };
+        let incident = Incident {
+            state: State::Adopted,
+            seen: record.seen,
+            dumped: Some(Now { mono_ns: record.dumped_mono_ns, unix_ns: record.opened_unix_ns }),
+            adopted_until_ns: now.mono_ns + wait_ns,
+            ..Incident::new(&record.id, &job, record.attempt, Trigger::default(), opened)
+        };
+        self.incidents.entry(record.id).or_insert(incident);
+    }
+}
+
+fn close(incident: &mut Incident, state: State, now: Now) -> Action {
+    incident.state = state;
+    incident.closed = Some(now);
+    Action::Close(incident.id.clone(), state)
+}
+
+/// The state of an incident that the next collector process needs; written beside the verdict.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Name of the incident.
+    pub id: String,
+    /// The boot in which the monotonic times and pids are valid.
+    pub boot: String,
+    /// [`JobKey::name`].
+    pub job: String,
+    /// [`JobKey::instance`].
+    pub instance: String,
+    /// Attempt.
+    pub attempt: u32,
+    /// When it was opened.
+    pub opened_unix_ns: u64,
+    /// As `opened_unix_ns`, on CLOCK_MONOTONIC.
+    pub opened_mono_ns: u64,
+    /// When the first sample of its newest dump began.
+    pub dumped_mono_ns: u64,
+    /// All causes so far.
+    pub seen: BTreeSet<Cause>,
+}
+
+#[cfg(test)]
+#[path = "engine_tests.rs"]
+mod tests;

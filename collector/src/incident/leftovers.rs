@@ -1,0 +1,85 @@
+//! Finishes what an earlier collector or an earlier attempt left unfinished on disk.
+
+use std::{
+    fs,
+    io::{self, BufRead, Read},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Status, Verdict};
+use xpu_timer_proto::{Message, v1::Evidence};
+
+use crate::{
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, RESERVE, incident_of, own_folders, own_stamp},
+        judging,
+        verdict_files::try_write_verdict,
+    },
+    os::process::Stat,
+};
+
+/// Upper limit for the first line of that file.
+const MAX_STAMP_BYTES: u64 = 512;
+
+/// Finishes the folders that a killed collector of this machine was writing. Written stacks are
+/// useful; a folder without stacks contains no information.
+pub fn finish(root: &Path) {
+    for path in own_folders(root).into_iter().filter(|path| is_left(path)) {
+        let folder = Folder { path };
+        folder.release_reserve();
+        let has = |end: &str| {
+            let names = fs::read_dir(&folder.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+            names.into_iter().any(|name| name.to_string_lossy().ends_with(end))
+        };
+        if has("verdict.json") {
+            continue;
+        }
+        let done = if has(".stacktrace") {
+            let incident = incident_of(&folder.path);
+            let evidence = Evidence { incident, ..Default::default() };
+            let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
+            let mut verdict = judging::unknown(&evidence, sentence.into());
+            verdict.timing.status = Status::Ended;
+            folder.write("evidence.bin", &evidence.encode_to_vec()).and(try_write_verdict(&folder, &verdict))
+        } else {
+            fs::remove_dir_all(&folder.path).map_err(Error::path("remove", &folder.path))
+        };
+        match done {
+            Ok(()) => info!("{} was left by a collector that was killed", folder.path.display()),
+            Err(error) => warn!("{}", chain(&error)),
+        }
+    }
+}
+
+/// Whether a folder was being written by a process of this machine that is gone.
+fn is_left(folder: &Path) -> bool {
+    let mut stamp = String::new();
+    let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
+    let line = reserve.and_then(|file| io::BufReader::new(file).take(MAX_STAMP_BYTES).read_line(&mut stamp));
+    let Some((place, process)) = stamp.trim_end().rsplit_once(' ').filter(|_| line.is_ok()) else { return false };
+    let lives = || {
+        let (pid, start) = process.split_once(':')?;
+        Some(Stat::of(pid.parse().ok()?)?.start == start.parse::<u64>().ok()?)
+    };
+    own_stamp().rsplit_once(' ').is_some_and(|(here, _)| here == place) && lives() != Some(true)
+}
+
+/// Makes the folder of an incident again if it could not be made, or was removed before its verdict
+/// was written, and writes the verdict.
+///
+/// # Errors
+/// If that is still not possible.
+pub fn write_late(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
+    let (folder, _) = Folder::create(root, fallback, name)?;
+    folder.release_reserve();
+    let written = try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest());
+    if let Err(error) = written {
+        // Removes it only if it is empty.
+        let _ = fs::remove_dir(&folder.path);
+        return Err(error);
+    }
+    Ok(folder)
+}

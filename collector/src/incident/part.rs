@@ -1,0 +1,141 @@
+//! A node's part of an incident of a job: merged trees and condensed evidence, and the messages
+//! that carry it to the cluster collector.
+
+use std::path::PathBuf;
+
+use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
+use xpu_timer_proto::{
+    Message as _, lenient,
+    server::Stacktrace,
+    v1::{NodeDump, RankEvidence, StackTree},
+};
+
+/// The node's part in its incident folder, where it survives a restart of either collector.
+pub const PART: &str = "node_dump.bin";
+/// Up to this number of ranks, all `.stacktrace` files of a job are fetched. In larger jobs, only
+/// those of the culprits and of some others.
+pub const ALL_FILES: usize = 1024;
+/// Target size of a message. The cluster collector refuses messages larger than
+/// [`MAX_MESSAGE_BYTES`].
+pub(crate) const CHUNK_BYTES: usize = 512 * 1024;
+/// Maximum message size that the cluster collector accepts: a tree is not split.
+pub const MAX_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+
+/// Merges the dumps of a node, one by one.
+#[derive(Debug, Default)]
+pub struct Part {
+    native: PrefixTree,
+    python: PrefixTree,
+    ranks: Vec<RankEvidence>,
+}
+
+impl Part {
+    /// Adds one rank: its file, and its evidence with the newest `operations`.
+    pub fn add(&mut self, file: &Stacktrace, evidence: &RankEvidence, operations: usize) {
+        folded::insert_native(&mut self.native, file, evidence.rank);
+        folded::insert_python(&mut self.python, file, evidence.rank);
+        self.ranks.push(condense(evidence, operations));
+    }
+
+    /// Returns the merged part as one message.
+    #[must_use]
+    pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
+        NodeDump {
+            incident: incident.into(),
+            native: Some(self.native.to_message()),
+            python: Some(self.python.to_message()),
+            ranks: self.ranks,
+            last: true,
+            errors,
+        }
+    }
+}
+
+/// Location of a node's part.
+#[derive(Debug, Clone)]
+pub enum Kept {
+    /// In its folder.
+    In(PathBuf),
+    /// In memory, because no folder could be made.
+    Here(Box<NodeDump>),
+}
+
+impl Kept {
+    pub(crate) fn read(&self) -> Result<NodeDump, String> {
+        match self {
+            Kept::Here(part) => Ok((**part).clone()),
+            Kept::In(folder) => {
+                let path = folder.join(PART);
+                let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                lenient::decode(&bytes).map_err(|error| format!("{}: {error}", path.display()))
+            }
+        }
+    }
+}
+
+/// Splits a part into messages that the cluster collector accepts.
+#[must_use]
+pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
+    let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
+    let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
+    let mut pieces = Vec::new();
+    let mut fits = |tree: Option<StackTree>, name: &str| {
+        let tree = tree?;
+        if tree.encoded_len() < MAX_MESSAGE_BYTES {
+            return Some(tree);
+        }
+        errors.push(format!("its {name} stacks are too many to be sent: {} MB", tree.encoded_len() / 1_000_000));
+        None
+    };
+    // The ranks come first: the cluster collector accepts only trees of ranks that it knows to be
+    // on this node.
+    let trees = [
+        NodeDump { native: fits(native, "native"), ..empty() },
+        NodeDump { python: fits(python, "Python"), ..empty() },
+    ];
+    let mut bytes = 0;
+    let mut chunk = empty();
+    for rank in ranks {
+        bytes += rank.encoded_len();
+        chunk.ranks.push(rank);
+        if bytes >= CHUNK_BYTES {
+            pieces.push(std::mem::replace(&mut chunk, empty()));
+            bytes = 0;
+        }
+    }
+    pieces.push(chunk);
+    pieces.extend(trees);
+    pieces.push(NodeDump { last: true, errors, ..empty() });
+    pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::server::{PstackFrame, PstackStacktrace};
+
+    use super::*;
+
+    #[test]
+    fn a_split_part_can_be_reassembled() {
+        let frames = vec![PstackFrame { func_name: "f".into(), ..Default::default() }];
+        let file = Stacktrace {
+            stacktrace: vec![PstackStacktrace { frames, ..Default::default() }],
+            process_state: "S (sleeping)".into(),
+            ..Default::default()
+        };
+        let mut part = Part::default();
+        for rank in 0..40 {
+            let errors = vec!["x".repeat(100_000)];
+            part.add(&file, &RankEvidence { rank, errors, ..Default::default() }, 16);
+        }
+        let complete = part.finish("1", vec!["e".into()]);
+        let pieces = pieces(complete.clone());
+        assert!(pieces.len() > 8 && pieces.iter().all(|piece| piece.encoded_len() < CHUNK_BYTES + 200_000));
+        assert!(pieces.iter().rev().skip(1).all(|piece| !piece.last) && pieces[pieces.len() - 1].last);
+        let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| rank.rank).collect();
+        assert_eq!(ranks, (0..40).collect::<Vec<_>>());
+        let last = pieces.len() - 1;
+        assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&complete.native, &complete.python));
+        assert_eq!(pieces[pieces.len() - 1].errors, ["e"]);
+    }
+}

@@ -1,0 +1,272 @@
+//! Incidents on disk: those that an earlier collector left open, and the list of all.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use serde_json::{Value, json};
+use xpu_timer_analysis::{Status, Verdict};
+
+use crate::{
+    incident::{
+        engine::{Cause, Record},
+        folder::{folders, id, own_folders},
+        leftovers,
+        verdict_files::RECORD,
+    },
+    job::key::JobKey,
+    json::pretty,
+    os::clock::{self, Now},
+};
+
+/// Only the newest folders are searched: an open incident is not older than its job.
+const NEWEST: usize = 500;
+/// Upper limit for a verdict; a larger file was not written by a collector.
+const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
+
+/// An incident that an earlier collector left open.
+#[derive(Debug)]
+pub struct Left {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// The state that the earlier collector recorded.
+    pub record: Record,
+    /// Its verdict.
+    pub verdict: Verdict,
+}
+
+/// Finishes the folders that a killed collector was writing, and returns the incidents of this boot
+/// whose verdict still has the status `open`.
+#[must_use]
+pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
+    leftovers::finish(root);
+    let mut folders = own_folders(root);
+    folders.reverse();
+    let of = |folder: PathBuf| {
+        let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
+        let verdict = verdict(&folder)?;
+        let is_open = verdict.timing.status == Status::Open && record.boot == boot;
+        is_open.then_some(Left { folder, record, verdict })
+    };
+    folders.into_iter().take(NEWEST).filter_map(of).collect()
+}
+
+/// All incidents below some roots, oldest first, as `/incidents` shows them. On a file system that
+/// the nodes of a job share, the folder of the job represents the folders of the nodes.
+#[must_use]
+pub fn list(roots: &[PathBuf]) -> Vec<Value> {
+    let mut all: Vec<Value> = Vec::new();
+    let mut seen: BTreeSet<String> = BTreeSet::new();
+    // A name sorts before longer names that begin with it.
+    let mut folders: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
+    folders.sort_by_key(|folder| id(folder));
+    for folder in folders {
+        let Some(verdict) = verdict(&folder) else { continue };
+        if !seen.insert(verdict.incident.clone()) {
+            continue;
+        }
+        all.push(line(&verdict, Some(&folder)));
+    }
+    all
+}
+
+fn line(verdict: &Verdict, folder: Option<&Path>) -> Value {
+    json!({
+        "incident": verdict.incident,
+        "path": folder,
+        "job": verdict.job,
+        "status": verdict.timing.status,
+        "opened_at": verdict.timing.opened_at,
+        "cause": verdict.cause,
+        "confidence": verdict.confidence,
+        "culprits": verdict.culprits,
+        "sentence": verdict.sentence,
+    })
+}
+
+/// An incident without a folder, because none could be made. It is shown as if it had one.
+#[derive(Debug)]
+pub struct WithoutFolder {
+    /// Its entry in [`list`]; `path` is null.
+    pub line: Value,
+    verdict: Option<Verdict>,
+}
+
+impl WithoutFolder {
+    /// `closed_unix_ns` is when it was closed. Without a verdict, none has been made yet.
+    #[must_use]
+    pub fn new(
+        id: &str,
+        job: &JobKey,
+        status: Status,
+        opened: Now,
+        closed_unix_ns: Option<u64>,
+        verdict: Option<&Verdict>,
+    ) -> Self {
+        let mut verdict = verdict.cloned();
+        if let Some(verdict) = &mut verdict {
+            verdict.timing.status = status;
+            verdict.timing.resolved_at = closed_unix_ns.map(clock::rfc3339);
+        }
+        let unjudged = || {
+            json!({
+                "incident": id,
+                "path": null,
+                "job": job.name,
+                "status": status,
+                "opened_at": clock::rfc3339(opened.unix_ns),
+                "cause": null,
+                "confidence": null,
+                "culprits": [],
+                "sentence": null,
+            })
+        };
+        WithoutFolder { line: verdict.as_ref().map_or_else(unjudged, |verdict| line(verdict, None)), verdict }
+    }
+
+    /// Whether it has this id.
+    #[must_use]
+    pub fn is(&self, id: &str) -> bool {
+        self.line["incident"] == id
+    }
+
+    /// The verdict files that its folder would contain, by name.
+    #[must_use]
+    pub fn files(&self) -> [(&'static str, Vec<u8>); 2] {
+        let (text, json) = match &self.verdict {
+            Some(verdict) => (verdict.to_text(), pretty(verdict)),
+            None => ("no verdict yet\n".into(), pretty(&self.line)),
+        };
+        [("verdict.json", json), ("verdict.txt", text.into_bytes())]
+    }
+}
+
+/// The `verdict.json` of one incident. An id from outside is compared with existing names and never
+/// used as a path.
+#[must_use]
+pub fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
+    read(&find(roots, wanted)?.join("verdict.json"))
+}
+
+/// Names and sizes of the user-facing files of an incident; `None` if there is no such incident.
+#[must_use]
+pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
+    let folder = find(roots, wanted)?;
+    let mut files: Vec<(String, u64)> = fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            Some((entry.file_name().into_string().ok()?, entry.metadata().ok().filter(|m| m.is_file())?.len()))
+        })
+        .filter(|(name, _)| !name.starts_with('.'))
+        .collect();
+    files.sort();
+    Some(files.into_iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes })).collect())
+}
+
+/// One file of an incident and its size. Both names come from outside; they are compared with
+/// existing names and never used as a path.
+#[must_use]
+pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> {
+    let folder = find(roots, wanted)?;
+    let entry = fs::read_dir(folder).ok()?.flatten().find(|entry| entry.file_name().to_str() == Some(name))?;
+    if name.starts_with('.') {
+        return None;
+    }
+    // Do not follow a link or wait for a pipe that was put there in the meantime.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(entry.path()).ok()?;
+    let status = file.metadata().ok().filter(fs::Metadata::is_file)?;
+    Some((file, status.len()))
+}
+
+/// The folder of an incident. The folder of a node's part has the name of the node after that of
+/// the incident.
+fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
+    let all: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
+    let part = |folder: &&PathBuf| id(folder).strip_prefix(wanted).is_some_and(|rest| rest.starts_with('-'));
+    all.iter().find(|folder| id(folder) == wanted).or_else(|| all.iter().find(part)).cloned()
+}
+
+/// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
+#[must_use]
+pub fn is_by_hand(folder: &Path) -> bool {
+    let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
+    verdict(folder).is_some_and(|verdict| {
+        let was_asked_for = verdict.trigger.kind == "manual";
+        // The cluster collector does not record causes: there, the verdict shows whether the job
+        // hung.
+        let hung =
+            record.map_or(!verdict.culprits.is_empty(), |record| record.seen.iter().any(|one| *one != Cause::Manual));
+        was_asked_for && !hung
+    })
+}
+
+/// The verdict in a folder.
+#[must_use]
+pub fn verdict(folder: &Path) -> Option<Verdict> {
+    serde_json::from_slice(&read(&folder.join("verdict.json"))?).ok()
+}
+
+fn read(path: &Path) -> Option<Vec<u8>> {
+    let status = fs::symlink_metadata(path).ok()?;
+    if !status.is_file() || status.len() > MAX_JSON_BYTES {
+        return None;
+    }
+    fs::read(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::incident::folder::incident_of;
+
+    #[test]
+    fn the_parts_of_a_job_are_one_incident() {
+        let root = tempfile::tempdir().unwrap();
+        let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let mut write = |name: &str, incident: &str, sentence: &str| {
+            (verdict.incident, verdict.sentence) = (incident.into(), sentence.into());
+            let folder = root.path().join(format!("incident-{name}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+        };
+        write("20261121T000000Z-00000001-node-b", "20261121T000000Z-00000001", "b");
+        write("20261121T000000Z-00000001", "20261121T000000Z-00000001", "all");
+        write("20261122T000000Z-00000002-node-b", "20261122T000000Z-00000002", "b alone");
+        let list = list(&[root.path().to_path_buf()]);
+        let sentences: Vec<&str> = list.iter().filter_map(|one| one["sentence"].as_str()).collect();
+        assert_eq!(sentences, ["all", "b alone"]);
+        let of: Vec<String> = folders(root.path()).iter().map(|folder| incident_of(folder)).collect();
+        assert_eq!(of, ["20261121T000000Z-00000001", "20261121T000000Z-00000001", "20261122T000000Z-00000002"]);
+    }
+
+    #[test]
+    fn folders_of_other_users_are_not_incidents() {
+        let root = tempfile::tempdir().unwrap();
+        let verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let make = |name: &str| {
+            let folder = root.path().join(format!("incident-20261121T000000Z-{name}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+            folder
+        };
+        let (own, theirs) = (make("00000001"), make("00000002"));
+        if !rustix::process::getuid().is_root() {
+            eprintln!("SKIPPED only root can play another user");
+            return;
+        }
+        std::os::unix::fs::chown(&theirs, Some(12345), None).unwrap();
+        assert_eq!(folders(root.path()), [own.clone(), theirs.clone()], "nobody else could have put it there");
+        assert_eq!(own_folders(root.path()), std::slice::from_ref(&own));
+        fs::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
+        let roots = [root.path().to_path_buf()];
+        assert_eq!((folders(root.path()), list(&roots).len()), (vec![own], 1));
+        assert!(verdict_json(&roots, "20261121T000000Z-00000001").is_some());
+        assert!(verdict_json(&roots, "20261121T000000Z-00000002").is_none());
+    }
+}

@@ -1,0 +1,197 @@
+//! Removes old incident folders, by number and by age. Open incidents stay. Hangs and dumps by hand
+//! are counted separately, so that dumps never push out the record of a hang.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::SystemTime,
+};
+
+use tracing::{info, warn};
+
+use crate::{
+    config::Keep,
+    incident::{
+        folder::{id, incident_of, own_folders},
+        records,
+        verdict_files::RECORD,
+    },
+};
+
+/// Cleans up some roots on a thread of its own: a network file system may be slow.
+pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
+    let work = move || {
+        for root in roots {
+            retire(&root, keep, &open, SystemTime::now());
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("retention".into()).spawn(work) {
+        warn!("old incidents are not looked for: {error}");
+    }
+}
+
+/// Removes expired incidents in one root.
+fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
+    finish_removals(root);
+    // Sorted by name, oldest first. Only folders that a collector has made count: a user's own
+    // folders are never removed. Folders of other users are ignored, because they would push out
+    // ours.
+    let ours: Vec<PathBuf> = own_folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
+    // The parts of one incident are removed together: a file system that many nodes share has many
+    // of them.
+    let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
+    // The verdicts are read only if there may be too many folders.
+    let may_be_surplus = keep.count != 0 && ours.len() > keep.count;
+    for folder in ours.iter().filter(|_| may_be_surplus) {
+        *incidents.entry(incident_of(folder)).or_insert(true) &= records::is_by_hand(folder);
+    }
+    let surplus: BTreeSet<&String> = [true, false]
+        .into_iter()
+        .flat_map(|by_hand| {
+            let of_kind: Vec<&String> =
+                incidents.iter().filter(|(_, kind)| **kind == by_hand).map(|(incident, _)| incident).collect();
+            let count = of_kind.len().saturating_sub(keep.count);
+            of_kind.into_iter().take(count)
+        })
+        .collect();
+    for folder in &ours {
+        let age = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
+        let age = age.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
+        let old = !keep.age.is_zero() && age > keep.age;
+        let name = id(folder);
+        let is_surplus = surplus.contains(&incident_of(folder));
+        if (!is_surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
+            continue;
+        }
+        // Renamed first, so that nobody sees a half-removed folder.
+        let renamed = root.join(format!("{REMOVED_PREFIX}{name}"));
+        match fs::rename(folder, &renamed).and_then(|()| fs::remove_dir_all(&renamed)) {
+            Ok(()) => {
+                info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
+            }
+            // Another collector removed it first.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
+        }
+    }
+}
+
+/// Prefix of a folder that is being removed.
+const REMOVED_PREFIX: &str = ".removed-incident-";
+
+/// Continues removals that were interrupted by a killed collector or a failing disk.
+fn finish_removals(root: &Path) {
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    let is_grave = |entry: &fs::DirEntry| {
+        entry.file_name().to_string_lossy().starts_with(REMOVED_PREFIX)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+    };
+    for entry in entries.filter(is_grave) {
+        // Another collector may be removing it; the next cleanup handles the rest.
+        let _ = fs::remove_dir_all(entry.path());
+    }
+}
+
+fn is_ours(folder: &Path) -> bool {
+    // A full disk may have had no space for the evidence.
+    folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn names(root: &Path) -> Vec<String> {
+        let entries = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = entries.collect();
+        names.sort();
+        names
+    }
+
+    fn folder(root: &Path, name: &str, files: &[&str]) {
+        fs::create_dir(root.join(name)).unwrap();
+        for file in files {
+            fs::write(root.join(name).join(file), "x").unwrap();
+        }
+    }
+
+    #[test]
+    fn newest_open_and_foreign_folders_stay() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=5 {
+            folder(root.path(), &format!("incident-{number}"), &["verdict.json", "evidence.bin", "x"]);
+        }
+        folder(root.path(), "incident-0-of-a-person", &["verdict.json"]);
+        let keep = Keep { count: 2, age: Duration::ZERO };
+        retire(root.path(), keep, &BTreeSet::from(["1".to_string()]), SystemTime::now());
+        assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
+        retire(root.path(), Keep { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
+        assert_eq!(names(root.path()).len(), 4, "zero is no limit");
+    }
+
+    #[test]
+    fn an_interrupted_removal_is_finished() {
+        let root = tempfile::tempdir().unwrap();
+        folder(root.path(), ".removed-incident-20261121T000000Z-00000001", &["00000-00001.stacktrace"]);
+        folder(root.path(), ".removed-by-a-person", &["verdict.json"]);
+        let linked = tempfile::tempdir().unwrap();
+        folder(linked.path(), "folder", &["precious"]);
+        std::os::unix::fs::symlink(linked.path().join("folder"), root.path().join(".removed-incident-2")).unwrap();
+        retire(root.path(), Keep { count: 0, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        assert_eq!(names(root.path()), [".removed-by-a-person", ".removed-incident-2"]);
+        assert!(linked.path().join("folder/precious").exists());
+    }
+
+    #[test]
+    fn the_parts_of_an_incident_count_once() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=3 {
+            for node in ["", "-node-a", "-node-b", "-node-c"] {
+                let name = format!("incident-2026112{number}T000000Z-00000001{node}");
+                folder(root.path(), &name, &["verdict.json", "evidence.bin"]);
+            }
+        }
+        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        let left = names(root.path());
+        assert!(left.len() == 8 && left.iter().all(|name| !name.contains("20261121")), "{left:?}");
+    }
+
+    #[test]
+    fn dumps_by_hand_never_push_out_a_hang() {
+        let root = tempfile::tempdir().unwrap();
+        let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        for number in 1..=9 {
+            let name = format!("incident-2026112{number}T000000Z-00000001");
+            folder(root.path(), &name, &["evidence.bin"]);
+            verdict.trigger.kind = if number == 1 { "operation" } else { "manual" }.into();
+            fs::write(root.path().join(&name).join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+            // A dump by hand that then turned out to be a hang.
+            let seen = if number == 2 { r#"{"kind":"manual"},{"kind":"idle"}"# } else { r#"{"kind":"manual"}"# };
+            let record = format!(
+                r#"{{"id":"{name}","boot":"","job":"","instance":"","attempt":0,"opened_unix_ns":0,"opened_mono_ns":0,
+                "dumped_mono_ns":0,"seen":[{seen}]}}"#
+            );
+            if number != 1 {
+                fs::write(root.path().join(&name).join(".collector.json"), record).unwrap();
+            }
+        }
+        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        let left: Vec<String> = names(root.path()).iter().map(|name| name[16..17].to_string()).collect();
+        assert_eq!(left, ["1", "2", "8", "9"]);
+    }
+
+    #[test]
+    fn expired_folders_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        folder(root.path(), "incident-1", &["verdict.json", "evidence.bin"]);
+        let keep = Keep { count: 10, age: Duration::from_secs(3600) };
+        retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3500));
+        assert_eq!(names(root.path()).len(), 1);
+        retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3700));
+        assert_eq!(names(root.path()).len(), 0);
+    }
+}

@@ -1,0 +1,117 @@
+//! Runs the viewer on a finished folder. The viewer is a separate program, so that the collector
+//! does not depend on it.
+
+use std::{
+    env,
+    ffi::OsString,
+    io::Read,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tracing::{info, warn};
+
+const NAME: &str = "xpu_timer_stacktrace_viewer";
+/// A viewer that misses the deadline of the incident may continue in the background for this long.
+const HARD_DEADLINE: Duration = Duration::from_secs(60);
+const MAX_STDERR_BYTES: u64 = 64 * 1024;
+
+/// Runs the viewer on `folder` and waits at most `patience` for it.
+///
+/// # Errors
+/// One sentence: the viewer was not found, failed, or is not finished (then it continues, and its
+/// pictures appear later).
+pub fn run(folder: &Path, patience: Duration) -> Result<(), String> {
+    let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.join(NAME)));
+    run_program(&beside.filter(|path| path.exists()).unwrap_or_else(|| NAME.into()), folder, patience)
+}
+
+fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(), String> {
+    let start = Instant::now();
+    let mut command = Command::new(program);
+    command.arg("--path").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    // The viewer must not be hooked itself if the collector was started under the hook.
+    command.env_remove(OsString::from("LD_PRELOAD"));
+    let mut child = command.spawn().map_err(|error| format!("the viewer {} cannot run: {error}", program.display()))?;
+    // Read on another thread, so that a viewer with much output does not block.
+    let stderr = child.stderr.take().map(|stderr| {
+        thread::spawn(move || {
+            let mut text = Vec::new();
+            // An unreadable part is only missing in a message.
+            let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut text);
+            String::from_utf8_lossy(&text).trim().to_string()
+        })
+    });
+    let Some(status) = wait(&mut child, start + patience) else {
+        let folder = folder.display().to_string();
+        thread::spawn(move || match wait(&mut child, start + HARD_DEADLINE) {
+            Some(status) => info!("{folder}: the viewer was done after {:.1?}: {status}", start.elapsed()),
+            None => {
+                // Both fail only if it has just ended.
+                let _ = child.kill();
+                let _ = child.wait();
+                warn!("{folder}: the viewer was killed after {HARD_DEADLINE:?}");
+            }
+        });
+        return Err(format!("the viewer needs more than {:.1} s; it goes on", patience.as_secs_f32()));
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let said = stderr.and_then(|stderr| stderr.join().ok()).unwrap_or_default();
+    Err(format!("the viewer failed ({status}): {said}"))
+}
+
+fn wait(child: &mut Child, deadline: Instant) -> Option<std::process::ExitStatus> {
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Some(status),
+            Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
+            _ => return None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use super::*;
+
+    fn script(folder: &Path, text: &str) -> PathBuf {
+        let path = folder.join("viewer");
+        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    #[test]
+    fn success_failure_and_absence() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = Duration::from_secs(60);
+        let good = script(folder.path(), "test \"$1\" = --path && touch \"$2/drawn\"");
+        run_program(&good, folder.path(), long).unwrap();
+        assert!(folder.path().join("drawn").exists());
+        let bad = script(folder.path(), "echo no colours >&2; exit 3");
+        let error = run_program(&bad, folder.path(), long).unwrap_err();
+        assert!(error.contains("exit status: 3") && error.contains("no colours"), "{error}");
+        let error = run_program(&folder.path().join("none"), folder.path(), long).unwrap_err();
+        assert!(error.contains("cannot run"), "{error}");
+    }
+
+    #[test]
+    fn a_slow_viewer_continues_in_the_background() {
+        let folder = tempfile::tempdir().unwrap();
+        let slow = script(folder.path(), "while [ ! -e \"$2/go\" ]; do sleep 0.01; done; touch \"$2/drawn\"");
+        let error = run_program(&slow, folder.path(), Duration::from_millis(50)).unwrap_err();
+        assert!(error.contains("it goes on"), "{error}");
+        fs::write(folder.path().join("go"), "").unwrap();
+        let start = Instant::now();
+        while !folder.path().join("drawn").exists() {
+            assert!(start.elapsed() < Duration::from_secs(60));
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

@@ -1,0 +1,415 @@
+//! This node as a member of a cluster: it reports its ranks and incidents to the cluster collector
+//! and serves its requests. Without an answer the node works alone.
+
+use std::{path::Path, sync::Arc};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    v1::{
+        Alarm, Captured, DumpRequest, FetchFiles, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity, NodeHello,
+        NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
+    },
+};
+
+use crate::{
+    incident::{
+        engine::{self, Cause, Incident},
+        folder::{folder_name, is_of, is_own_folder, own_names},
+        part::{Kept, PART},
+    },
+    job::key::{JobKey, job_id, own_key},
+    node::{
+        delivery,
+        judged::Judged,
+        launched::{State, Unregistered},
+        link::Event,
+        plan::ForCluster,
+        registry::{Presence, Rank},
+        state::NodeState,
+    },
+    os::{clock::Now, process},
+};
+
+const SECOND: u64 = 1_000_000_000;
+/// A cluster that has not requested a dump within this time counts as absent, whatever the state of
+/// the connection.
+const ANSWER_NS: u64 = 2 * SECOND;
+/// After a restart of the node collector its hooks connect again within this time.
+const RETURN_NS: u64 = 6 * SECOND;
+const HEARTBEAT_NS: u64 = 10 * SECOND;
+const DECLINED_NS: u64 = 60 * SECOND;
+/// A verdict of the cluster takes as long as its slowest node. After this time the node's own
+/// verdict counts.
+const VERDICT_NS: u64 = 90 * SECOND;
+/// When the stream has been lost for this long, earlier messages of the cluster no longer count.
+const FORGET_NS: u64 = 20 * SECOND;
+/// Number of parts of closed incidents that are kept for a cluster that comes back.
+const MAX_PARTS: usize = 32;
+/// Number of communicators of a rank that the node reports, so that the cluster can identify its
+/// job.
+const MAX_COMMUNICATORS: usize = 4;
+
+impl NodeState {
+    /// Handles an event of the stream.
+    pub fn uplink(&mut self, event: Event, now: Now) {
+        match event {
+            Event::Opened(link) => {
+                self.member.link = Some(*link);
+                self.hello_cluster(now);
+            }
+            Event::Lost(why) => {
+                self.member.link = None;
+                self.member.welcomed = false;
+                self.member.problem = why;
+                self.member.lost_ns.get_or_insert(now.mono_ns);
+            }
+            Event::Message(message) => self.cluster_says(*message, now),
+        }
+    }
+
+    fn hello_cluster(&mut self, now: Now) {
+        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
+        let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
+        let ranks = self.rank_entries(now);
+        self.member.told_ranks = without_ages(&ranks);
+        let hello = NodeHello {
+            protocol: PROTOCOL_VERSION,
+            node: self.node.clone(),
+            identity: self.member.identity.clone(),
+            ranks: Some(NodeRanks { ranks }),
+            incidents,
+        };
+        self.member.told_hangs.clear();
+        self.member.send(Message::Hello(hello));
+    }
+
+    fn cluster_says(&mut self, message: cluster_message::Message, now: Now) {
+        match message {
+            cluster_message::Message::Welcome(welcome) => {
+                self.member.welcomed = true;
+                self.member.problem.clear();
+                self.member.lost_ns = None;
+                for request in welcome.open {
+                    self.requested(request, now);
+                }
+            }
+            cluster_message::Message::Dump(request) => self.requested(request, now),
+            cluster_message::Message::Deliver(wanted) => {
+                if let Some(kept) = self.member.parts.get(&wanted.incident).cloned() {
+                    self.member.bring(wanted.key, move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
+                }
+            }
+            cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
+            cluster_message::Message::Verdict(verdict) => self.verdict(verdict, now),
+            cluster_message::Message::Closed(closed) => {
+                if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.job.clone()) {
+                    self.engine.lift(&job, &Cause::Cluster, now);
+                }
+            }
+            cluster_message::Message::Declined(declined) => {
+                if self.member.announced.remove(&declined.incident).is_none() {
+                    return;
+                }
+                info!("incident {}: {}", declined.incident, declined.reason);
+                if declined.alone {
+                    return self.dump_alone(&declined.incident);
+                }
+                if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.job.clone()) {
+                    self.member.declined.insert(job, now.mono_ns + DECLINED_NS);
+                }
+                self.engine.withdraw(&declined.incident);
+            }
+        }
+    }
+
+    /// Reports an incident that has not been dumped yet to the cluster. Returns false when the node
+    /// must work without the cluster.
+    pub fn announce(&mut self, id: &str, now: Now) -> bool {
+        let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
+        let Some(alarm) = self.alarm(incident) else { return false };
+        self.tell_ranks(now);
+        if !self.member.send(Message::Alarm(alarm)) {
+            return false;
+        }
+        self.member.announced.insert(id.into(), now.mono_ns + ANSWER_NS);
+        true
+    }
+
+    /// `None` for a job that concerns this node alone: its processes do not know their rank.
+    fn alarm(&self, incident: &Incident) -> Option<Alarm> {
+        let shared = self.registry.ranks().any(|rank| rank.job == incident.job && rank.info.rank >= 0);
+        shared.then(|| Alarm {
+            incident: incident.id.clone(),
+            job: Some(job_id(&incident.job)),
+            attempt: incident.attempt,
+            trigger: Some(incident.trigger.clone()),
+            late_ns: incident.late_ns,
+            hangs: !incident.past && self.engine.hangs_here(&incident.job) && incident.state != engine::State::Adopted,
+            captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
+        })
+    }
+
+    /// Handles a dump request of the cluster.
+    fn requested(&mut self, request: DumpRequest, now: Now) {
+        let Some(job) = request.job.as_ref().map(own_key) else { return };
+        let id = request.incident.clone();
+        self.find_part(&id);
+        if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
+            // The part of an earlier look is out of date.
+            self.member.parts.remove(&id);
+        }
+        if self.member.parts.contains_key(&id) {
+            self.engine.take_part(&id);
+            self.member.send(Message::Captured(Captured { incident: id, round: request.round }));
+            return;
+        }
+        if self.member.deferred.iter().any(|deferred| deferred.incident == id) {
+            return;
+        }
+        let young = now.mono_ns < self.started.mono_ns + RETURN_NS;
+        let came = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
+        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(came);
+        if young && !all {
+            self.member.deferred.push(request);
+            return;
+        }
+        let operations = request.operations as usize;
+        self.member.rounds.insert(id.clone(), request.round);
+        let is_past = self.engine.get(&id).is_some_and(|incident| incident.past);
+        let is_of_job = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
+        let announced = self.member.announced.keys().find(is_of_job);
+        if let Some(own) = announced.cloned() {
+            self.member.announced.remove(&own);
+            self.engine.rename(&own, &id);
+            // Requests for a manual dump that wait for this incident get this dump.
+            if let Some(waiting) = self.waiting.remove(&own) {
+                self.waiting.entry(id.clone()).or_default().extend(waiting);
+            }
+        } else if self.engine.get(&id).is_some_and(|incident| incident.state == engine::State::Open) {
+            return;
+        } else if request.round == 0 || !self.engine.again(&id) {
+            let of_job = self.registry.of_job(&job);
+            let unregistered =
+                || self.unregistered_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
+            let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(unregistered).unwrap_or(request.attempt);
+            self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
+        }
+        self.member.asked.insert(id.clone(), now.mono_ns + VERDICT_NS);
+        self.dump(&id, Some(ForCluster { operations, alone: false }));
+    }
+
+    /// Looks for a part that an earlier node collector left on disk.
+    fn find_part(&mut self, id: &str) {
+        if self.member.parts.contains_key(id) {
+            return;
+        }
+        let mut names: Vec<String> = own_names(&folder_name(id, Some(&self.node))).collect();
+        names.push(folder_name(id, None));
+        let names = Arc::new(names);
+        let home: Arc<str> = process::home(&self.settings.socket).into();
+        for root in self.folders() {
+            let (names, home, below) = (Arc::clone(&names), Arc::clone(&home), root.clone());
+            let find = move || {
+                // A node that dumped alone before the request of its cluster did not add its own
+                // name.
+                let alone = format!("incident-{}", names[names.len() - 1]);
+                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
+                let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
+                folders.find(|folder| folder.join(PART).is_file() && own(folder))
+            };
+            if let Some(folder) = self.disk.ask(&root, find, drop).flatten() {
+                self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+                return;
+            }
+        }
+    }
+
+    /// This node's part has been captured.
+    pub fn captured(&mut self, id: &str, part: Kept) {
+        self.member.parts.insert(id.into(), Arc::new(part));
+        while self.member.parts.len() > MAX_PARTS {
+            self.member.parts.pop_first();
+        }
+        while self.member.rounds.len() > MAX_PARTS {
+            self.member.rounds.pop_first();
+        }
+        let round = self.member.rounds.get(id).copied().unwrap_or(0);
+        self.member.send(Message::Captured(Captured { incident: id.into(), round }));
+    }
+
+    fn fetch(&mut self, fetch: FetchFiles) {
+        self.find_part(&fetch.incident);
+        let folder = match self.member.parts.get(&fetch.incident).map(|kept| &**kept) {
+            Some(Kept::In(folder)) => Some(folder.clone()),
+            _ => None,
+        };
+        self.member.bring(fetch.key, move |sender| {
+            delivery::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
+        });
+    }
+
+    fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
+        warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
+        let grounds = verdict.grounds();
+        if let Some(report) = self.reports.get_mut(&verdict.incident) {
+            (report.sentence, report.cause) = (verdict.sentence, verdict.cause);
+        }
+        if self.member.asked.remove(&verdict.incident).is_some() {
+            let mut hanging = RankSet::new();
+            verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
+            let judged = Judged { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
+            self.judged(&verdict.incident, &judged, now);
+        }
+    }
+
+    /// Reports to the cluster that an incident is closed here.
+    pub fn tell_closed(&mut self, id: &str, resolved: bool) {
+        self.member.told_hangs.insert(id.into(), false);
+        self.member.send(Message::Update(IncidentUpdate { incident: id.into(), hangs: false, ended: !resolved }));
+    }
+
+    /// Runs once a second.
+    pub fn tick_member(&mut self, now: Now) {
+        let late = |due: &u64| *due <= now.mono_ns;
+        let alone: Vec<String> =
+            self.member.announced.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+        for id in alone {
+            self.member.announced.remove(&id);
+            warn!("incident {id}: the cluster collector does not answer; this node works alone");
+            self.dump_alone(&id);
+        }
+        // These maps keep only jobs and incidents that still exist.
+        let (living, engine) = (self.registry.living_jobs(), &self.engine);
+        self.member.last_launch.retain(|job, _| living.contains(job));
+        self.member.declined.retain(|_, until| *until > now.mono_ns);
+        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
+        for request in std::mem::take(&mut self.member.deferred) {
+            self.requested(request, now);
+        }
+        let late = |due: &u64| *due <= now.mono_ns;
+        let over: Vec<String> =
+            self.member.asked.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+        for id in over {
+            self.member.asked.remove(&id);
+            if let Some(own) = self.reports.get(&id).and_then(|report| report.own.clone()) {
+                warn!("incident {id}: no verdict of the cluster collector came; that of this node counts");
+                self.judged(&id, &own, now);
+            }
+        }
+        if self.member.lost_ns.is_some_and(|since| now.mono_ns > since + FORGET_NS) {
+            // It is no longer known whether the job hangs on other nodes.
+            for job in self.registry.jobs() {
+                self.engine.lift(&job, &Cause::Cluster, now);
+            }
+        }
+        let jobs = self.registry.jobs();
+        self.member.last_launch.retain(|job, _| jobs.contains(job));
+        if !self.member.welcomed {
+            return;
+        }
+        self.tell_ranks(now);
+        self.tell_hangs();
+        if now.mono_ns >= self.member.heartbeat_ns + HEARTBEAT_NS {
+            self.member.heartbeat_ns = now.mono_ns;
+            let activity = |(job, last): (&JobKey, &u64)| JobActivity {
+                job: Some(job_id(job)),
+                launch_age_ms: now.mono_ns.saturating_sub(*last) / 1_000_000,
+            };
+            let jobs = self.member.last_launch.iter().map(activity).collect();
+            self.member.send(Message::Heartbeat(Heartbeat { jobs }));
+            if let Some(paces) = self.paces() {
+                self.member.send(Message::Paces(paces));
+            }
+        }
+    }
+
+    fn tell_ranks(&mut self, now: Now) {
+        let ranks = self.rank_entries(now);
+        let report = without_ages(&ranks);
+        if report != self.member.told_ranks {
+            self.member.told_ranks = report;
+            self.member.send(Message::Ranks(NodeRanks { ranks }));
+        }
+    }
+
+    fn tell_hangs(&mut self) {
+        let open =
+            self.engine.incidents().filter(|one| matches!(one.state, engine::State::Open | engine::State::Dumped));
+        let now: Vec<(String, bool, bool)> =
+            open.map(|one| (one.id.clone(), !one.past && self.engine.hangs_here(&one.job), one.went_away)).collect();
+        for (incident, hangs, ended) in now {
+            if self.member.told_hangs.insert(incident.clone(), hangs) != Some(hangs) {
+                self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended }));
+            }
+        }
+        let engine = &self.engine;
+        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
+    }
+
+    /// The entries of the ranks that know their rank.
+    fn rank_entries(&self, now: Now) -> Vec<RankEntry> {
+        let jobs = self.registry.jobs();
+        let ranks: Vec<&Rank> =
+            jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).collect();
+        let aged = |entry: RankEntry, started_ns: u64, ended_ns: Option<u64>| {
+            let age_ms = |ns: u64| (now.mono_ns.saturating_sub(ns) / 1_000_000).max(1);
+            RankEntry { age_ms: age_ms(started_ns), ended_age_ms: ended_ns.map_or(0, age_ms), ..entry }
+        };
+        let registered = ranks.iter().map(|rank| {
+            let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
+            aged(entry(rank), rank.started_ns(now.mono_ns), ended_ns)
+        });
+        let is_other = |unregistered: &&Unregistered| {
+            ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&unregistered.job, unregistered.info.rank))
+        };
+        let unregistered = self.unregistered_ranks(now).into_iter().filter(is_other).map(|unregistered| {
+            let ended_ns = match unregistered.state {
+                State::Runs(_) => None,
+                State::Ended(ended_ns, _) => Some(ended_ns),
+            };
+            aged(unregistered_entry(unregistered), process::started_ns(unregistered.start, now.mono_ns), ended_ns)
+        });
+        registered.chain(unregistered).collect()
+    }
+}
+
+/// The fields that make a rank worth reporting again when they change: all but the ages.
+fn without_ages(entries: &[RankEntry]) -> Vec<RankEntry> {
+    entries.iter().map(|entry| RankEntry { age_ms: 0, ended_age_ms: 0, ..entry.clone() }).collect()
+}
+
+fn entry(rank: &Rank) -> RankEntry {
+    let milliseconds = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    RankEntry {
+        job: Some(job_id(&rank.job)),
+        info: Some(RankInfo { command: String::new(), ..rank.info.clone() }),
+        presence: match rank.presence {
+            Presence::Present | Presence::Detached => Shown::Present,
+            Presence::Dead => Shown::Dead,
+            Presence::Left => Shown::Left,
+        }
+        .into(),
+        hang_timeout_ms: milliseconds(rank.settings.hang_timeout),
+        sample_interval_ms: milliseconds(rank.settings.sample_interval),
+        idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
+        start: rank.process.as_ref().map_or(0, |process| process.start),
+        communicators: rank.communicators.iter().take(MAX_COMMUNICATORS).map(|place| place.id).collect(),
+        ..Default::default()
+    }
+}
+
+fn unregistered_entry(unregistered: &Unregistered) -> RankEntry {
+    let presence = match unregistered.state {
+        State::Runs(_) => Shown::Unregistered,
+        State::Ended(..) => Shown::Dead,
+    };
+    RankEntry {
+        job: Some(job_id(&unregistered.job)),
+        info: Some(RankInfo { command: String::new(), ..unregistered.info.clone() }),
+        presence: presence.into(),
+        start: unregistered.start,
+        ..Default::default()
+    }
+}

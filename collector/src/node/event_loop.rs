@@ -1,0 +1,184 @@
+//! The event loop of a node: polls the sockets, the processes and the inbox, and runs the checks of
+//! each second.
+
+use std::{
+    os::fd::AsFd,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::{info, warn};
+
+use crate::{
+    job::key::{ConnectionId, RankId},
+    node::{
+        connections::{Connections, Event},
+        inbox::{Command, Inbox},
+        socket::Endpoint,
+        state::{NodeState, TICK},
+        supervisor::{News, Supervised},
+    },
+    os::{clock::Now, process::Handle},
+};
+
+/// How long the collector waits for running dumps when it ends, after it has hurried them.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
+
+/// Whether Yama allows this process to read another one only if that one has named it, or an
+/// ancestor of it.
+fn is_tracing_restricted() -> bool {
+    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
+}
+
+/// The event loop of a node, with all it owns.
+pub(super) struct EventLoop {
+    pub(super) state: NodeState,
+    pub(super) endpoint: Endpoint,
+    pub(super) supervised: Option<Supervised>,
+    pub(super) connections: Connections,
+    pub(super) inbox: Inbox,
+    pub(super) commands: mpsc::Receiver<Command>,
+}
+
+/// The result of one poll.
+#[derive(Default)]
+struct Ready {
+    listener: bool,
+    connections: Vec<ConnectionId>,
+    processes: Vec<RankId>,
+    // A rank that has not registered has ended.
+    unregistered_ended: bool,
+}
+
+impl EventLoop {
+    /// Handles events until the collector ends.
+    pub(super) fn run(&mut self) {
+        let mut next_tick = Instant::now();
+        let mut used = Instant::now();
+        let mut stopping: Option<Instant> = None;
+        loop {
+            let ready = self.wait(next_tick.saturating_duration_since(Instant::now()), stopping.is_none());
+            let now = Now::get();
+            // Goodbyes and last messages are handled before the end of their process.
+            for id in ready.connections {
+                self.read(id, now);
+            }
+            for id in ready.processes {
+                self.state.ended(id, now);
+            }
+            if ready.unregistered_ended {
+                self.state.note_ended_unregistered(now);
+            }
+            if ready.listener {
+                self.connections.accept(&self.endpoint);
+            }
+            self.inbox.clear();
+            while let Ok(command) = self.commands.try_recv() {
+                if matches!(command, Command::Stop) && stopping.replace(Instant::now()).is_none() {
+                    info!("told to end");
+                }
+                self.state.command(command, now);
+            }
+            if Instant::now() >= next_tick {
+                next_tick = Instant::now() + TICK;
+                self.state.tick(now);
+                self.connections.close_mute();
+            }
+            if let Some(supervised) = &mut self.supervised {
+                let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
+                self.state.supervisor = supervised.pid();
+                match news {
+                    Some(News::Stop) => self.inbox.post(Command::Stop),
+                    Some(News::Alone) if is_tracing_restricted() => {
+                        info!("the hooks connect again, so that they let this process look into theirs");
+                        for id in self.connections.close_all() {
+                            self.state.disconnected(id, now);
+                        }
+                    }
+                    Some(News::Alone) | None => {}
+                }
+            }
+            self.state.note_turn(now);
+            if self.connections.are_used() || self.state.launched.is_needed() || self.state.is_busy() {
+                used = Instant::now();
+            }
+            if let Some(since) = stopping
+                && (!self.state.is_writing() || since.elapsed() > SHUTDOWN_GRACE)
+            {
+                info!("ended");
+                return;
+            }
+            if self.state.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
+                info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
+                return;
+            }
+        }
+    }
+
+    fn read(&mut self, id: ConnectionId, now: Now) {
+        let (pid, process) = (self.connections.pid(id), self.connections.process(id));
+        for event in self.connections.read(id) {
+            match event {
+                Event::Message(message, descriptor) => {
+                    if let Err(problem) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
+                        self.connections.refuse(id, &problem);
+                        self.state.disconnected(id, now);
+                        return;
+                    }
+                }
+                Event::End => {
+                    if let Some(command) = self.connections.close(id) {
+                        self.state.launched.add(command);
+                    }
+                    self.state.disconnected(id, now);
+                }
+            }
+        }
+    }
+
+    /// Waits for an event, at most for `patience`.
+    fn wait(&self, patience: Duration, accepting: bool) -> Ready {
+        let processes: Vec<(RankId, Arc<Handle>)> = self
+            .state
+            .registry
+            .ranks()
+            .filter(|rank| !rank.gone)
+            .filter_map(|rank| Some((rank.id, Arc::clone(rank.process.as_ref()?))))
+            .collect();
+        let connections: Vec<(ConnectionId, _)> =
+            self.connections.iter().map(|(id, connection)| (id, connection.fd.as_fd())).collect();
+        let listening = accepting && self.connections.accepts();
+        let supervisor = self.supervised.as_ref().and_then(Supervised::fd);
+
+        let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
+        let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
+        fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
+        fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
+        fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
+        fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let launched = fds.len() - 1;
+        // This descriptor only wakes the loop.
+        fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
+        if let Err(errno) = poll(&mut fds, Some(&timeout))
+            && errno != rustix::io::Errno::INTR
+        {
+            // At worst the system is out of memory. The loop must neither end nor spin.
+            warn!("poll: {errno}");
+            std::thread::sleep(TICK);
+        }
+        let mut events = fds[1..=launched].iter().map(|fd| !fd.revents().is_empty());
+        Ready {
+            listener: events.next().unwrap_or(false),
+            connections: connections
+                .iter()
+                .zip(&mut events)
+                .filter(|(_, ready)| *ready)
+                .map(|((id, _), _)| *id)
+                .collect(),
+            processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
+            unregistered_ended: events.any(|ready| ready),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Turns captures, rings and the registry into the input of the judge and of the files: one
+//! `Stacktrace` and one `RankEvidence` for each rank.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use xpu_timer_capture::ProcessCapture;
+use xpu_timer_proto::{
+    server::{ChildProcess, ProcessSample, Stacktrace},
+    v1::{FlightRecord, Presence, RankEvidence, RankInfo},
+};
+
+use crate::os::{process::Handle, ring_file::RingFile};
+
+/// A rank of the job at the time of the trigger.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// Rank in the job.
+    pub rank: u32,
+    /// State of its process.
+    pub presence: Presence,
+    /// Identity that the rank reports.
+    pub info: RankInfo,
+    /// The process; `None` when it does not exist or is not visible.
+    pub process: Option<Arc<Handle>>,
+    /// Its ring, which outlives it.
+    pub ring: Option<Arc<RingFile>>,
+    /// How it ended, when known.
+    pub exit: Option<String>,
+    /// Name of the node.
+    pub node: String,
+    /// Whether its process still exists a while after its goodbye.
+    pub lingers: bool,
+    /// Whether it has sent a hello.
+    pub registered: bool,
+}
+
+/// What was captured of one rank.
+#[derive(Debug, Default)]
+pub struct Taken {
+    /// First and second sample, each with the child processes.
+    pub samples: [Option<ProcessCapture>; 2],
+    /// Flight record, read with the second sample.
+    pub flight: Option<FlightRecord>,
+    /// What could not be captured, and why.
+    pub errors: Vec<String>,
+}
+
+impl Subject {
+    /// The process to capture, if it still runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
+        self.process.as_ref().filter(|process| !process.is_dead()).map(|process| process.pid)
+    }
+
+    /// Checks again whether the process runs: it may have ended since the trigger.
+    pub fn refresh(&mut self) {
+        let Some(process) = self.process.as_ref().filter(|process| process.is_dead()) else { return };
+        let how = process.exit();
+        if self.registered {
+            self.exit = how.or(self.exit.take());
+        } else if how.is_some() || self.exit.is_none() {
+            self.exit = Some(before_its_first_device_call(how));
+        }
+        if matches!(self.presence, Presence::Present | Presence::Unregistered) {
+            self.presence = Presence::Dead;
+        }
+    }
+
+    /// Reads the flight record into `taken`.
+    pub fn read_ring(&self, taken: &mut Taken) {
+        let Some(ring) = &self.ring else {
+            if self.registered {
+                taken.errors.push("no flight record: its hook handed over no ring".into());
+            }
+            return;
+        };
+        match ring.read(self.info.clone()) {
+            Ok(flight) => taken.flight = Some(flight),
+            Err(error) => taken.errors.push(format!("no flight record: {error}")),
+        }
+    }
+
+    /// The `.stacktrace` message, and the evidence with a separate dump and flight record.
+    #[must_use]
+    pub fn evidence(&self, taken: Taken) -> RankEvidence {
+        let Taken { samples, mut errors, flight, .. } = taken;
+        let [first, last] = samples;
+        if self.presence == Presence::Dead {
+            let how = self.exit.as_deref().map(|exit| format!(": {exit}")).unwrap_or_default();
+            errors.push(format!("the process is gone{how}"));
+        } else if self.process.is_none() && self.presence != Presence::Left {
+            errors.push("its process cannot be seen from the collector's PID namespace".into());
+        }
+        if self.lingers {
+            errors.push("it said goodbye, and its process does not end".into());
+        }
+        let dump = (first.is_some() || last.is_some()).then(|| stacktrace(self, first, last, &mut errors));
+        RankEvidence {
+            rank: self.rank,
+            presence: self.presence.into(),
+            dump,
+            flight,
+            node: self.node.clone(),
+            errors,
+            exit: self.exit.clone().unwrap_or_default(),
+            host: None,
+        }
+    }
+}
+
+/// How a rank ended that never registered.
+#[must_use]
+pub fn before_its_first_device_call(how: Option<String>) -> String {
+    const WHEN: &str = "before its first device call";
+    how.map_or_else(|| WHEN.into(), |how| format!("{how}, {WHEN}"))
+}
+
+/// The file of a rank: the full dump if there is one, else the state, the reasons and the flight
+/// record.
+#[must_use]
+pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
+    let mut file = evidence.dump.clone().unwrap_or_else(|| {
+        let state = if evidence.presence() == Presence::Dead { "X (dead)" } else { "unknown" };
+        Stacktrace { process_state: state.into(), ..Default::default() }
+    });
+    file.pid = subject.process.as_ref().map_or(subject.info.pid, |process| process.pid);
+    file.rank = subject.rank as i32;
+    file.pstack_stderr = evidence.errors.join("\n");
+    file.flight_record = evidence.flight.clone();
+    file.node = subject.node.clone();
+    if file.command.is_empty() {
+        file.command = subject.info.command.clone();
+    }
+    file
+}
+
+/// Fields 1, 2 and 11 show the last available sample, so that the original viewer can read the
+/// file.
+fn stacktrace(
+    subject: &Subject,
+    first: Option<ProcessCapture>,
+    last: Option<ProcessCapture>,
+    errors: &mut Vec<String>,
+) -> Stacktrace {
+    let command = [&last, &first].into_iter().flatten().next().map(|capture| capture.command.clone());
+    let mut children: BTreeMap<i32, ChildProcess> = BTreeMap::new();
+    let mut samples = [first, last].map(|capture| {
+        let mut capture = capture?;
+        flatten(std::mem::take(&mut capture.children), &mut children);
+        for error in &capture.sample.errors {
+            if !errors.contains(error) {
+                errors.push(error.clone());
+            }
+        }
+        Some(capture.sample)
+    });
+    let last = samples[1].take();
+    if last.is_none() {
+        errors.push("there is no second sample".into());
+    } else if samples[0].is_none() {
+        errors.push("there is no first sample".into());
+    }
+    // Without a second sample, the first one is shown, and also stored in full as the first.
+    let mut shown = last.or_else(|| samples[0].clone()).unwrap_or_default();
+    Stacktrace {
+        stacktrace: std::mem::take(&mut shown.stacktrace),
+        py_stacktrace: std::mem::take(&mut shown.py_stacktrace),
+        pid: subject.process.as_ref().map_or(0, |process| process.pid),
+        rank: subject.rank as i32,
+        process_state: shown.process_state.clone(),
+        first_sample: samples[0].take(),
+        last_sample: Some(shown),
+        children: children.into_values().collect(),
+        node: subject.node.clone(),
+        command: command.unwrap_or_default(),
+        ..Default::default()
+    }
+}
+
+fn flatten(captures: Vec<ProcessCapture>, children: &mut BTreeMap<i32, ChildProcess>) {
+    for mut capture in captures {
+        let below = std::mem::take(&mut capture.children);
+        let entry = children.entry(capture.pid).or_insert_with(|| ChildProcess {
+            pid: capture.pid,
+            parent_pid: capture.parent_pid,
+            command: capture.command.clone(),
+            samples: Vec::new(),
+        });
+        entry.samples.push(capture.sample);
+        flatten(below, children);
+    }
+}
+
+/// Whether a sample has content. An empty one carries the reasons in its errors.
+#[must_use]
+pub fn has_stacks(sample: &ProcessSample) -> bool {
+    !(sample.stacktrace.is_empty() && sample.py_stacktrace.is_empty() && sample.process_state.is_empty())
+}
+
+/// The evidence of a rank on another node. A node may hold only a part of the job: the ranks of
+/// other nodes are not missing, only not visible from here.
+#[must_use]
+pub fn elsewhere(rank: u32) -> RankEvidence {
+    RankEvidence {
+        rank,
+        presence: Presence::Unspecified.into(),
+        errors: vec!["it runs on another node, which this collector does not see".into()],
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::server::PstackStacktrace;
+
+    use super::*;
+
+    fn capture(pid: i32, threads: usize, state: &str) -> ProcessCapture {
+        let sample = ProcessSample {
+            stacktrace: vec![PstackStacktrace::default(); threads],
+            process_state: state.into(),
+            ..Default::default()
+        };
+        ProcessCapture { pid, parent_pid: 1, command: format!("command {pid}"), sample, ..Default::default() }
+    }
+
+    fn subject(presence: Presence) -> Subject {
+        let process = Some(Arc::new(Handle::open(std::process::id() as i32).unwrap()));
+        let info = RankInfo { rank: 3, command: "train".into(), ..Default::default() };
+        let node = "n1".to_string();
+        Subject { rank: 3, presence, info, process, ring: None, exit: None, node, lingers: false, registered: true }
+    }
+
+    #[test]
+    fn the_last_sample_stands_in_the_fields_of_the_original_tool() {
+        let mut first = capture(10, 1, "R (running)");
+        first.children = vec![capture(11, 1, "S (sleeping)")];
+        let mut last = capture(10, 2, "S (sleeping)");
+        last.children = vec![capture(11, 3, "S (sleeping)"), capture(12, 1, "S (sleeping)")];
+        let subject = subject(Presence::Present);
+        let evidence = subject.evidence(Taken { samples: [Some(first), Some(last)], ..Default::default() });
+        assert_eq!(evidence.errors, Vec::<String>::new());
+        let file = file_of(&subject, &evidence);
+        assert_eq!((file.stacktrace.len(), file.process_state.as_str(), file.rank), (2, "S (sleeping)", 3));
+        let (first, last) = (file.first_sample.unwrap(), file.last_sample.unwrap());
+        assert_eq!((first.stacktrace.len(), first.process_state.as_str()), (1, "R (running)"));
+        assert_eq!(last.stacktrace.len(), 0, "they are fields 1 and 2");
+        let children: Vec<(i32, usize)> = file.children.iter().map(|child| (child.pid, child.samples.len())).collect();
+        assert_eq!(children, [(11, 2), (12, 1)]);
+        assert_eq!((file.node.as_str(), file.command.as_str()), ("n1", "command 10"));
+    }
+
+    #[test]
+    fn a_single_sample_is_shown_with_a_remark() {
+        let subject = subject(Presence::Present);
+        let taken = Taken { samples: [Some(capture(10, 1, "R (running)")), None], ..Default::default() };
+        let evidence = subject.evidence(taken);
+        assert_eq!(evidence.errors, ["there is no second sample"]);
+        let file = file_of(&subject, &evidence);
+        assert_eq!((file.stacktrace.len(), file.first_sample.unwrap().stacktrace.len()), (1, 1));
+        assert_eq!(file.pstack_stderr, "there is no second sample");
+    }
+
+    #[test]
+    fn a_dead_rank_has_its_reason_and_no_dump() {
+        let subject = Subject { exit: Some("killed by SIGKILL".into()), ..subject(Presence::Dead) };
+        let flight = FlightRecord { kernels_launched: 5, ..Default::default() };
+        let evidence = subject.evidence(Taken { flight: Some(flight), ..Default::default() });
+        assert!(evidence.dump.is_none());
+        assert_eq!((evidence.exit.as_str(), evidence.presence()), ("killed by SIGKILL", Presence::Dead));
+        let file = file_of(&subject, &evidence);
+        assert_eq!(file.process_state, "X (dead)");
+        assert_eq!(file.pstack_stderr, "the process is gone: killed by SIGKILL");
+        assert_eq!((file.command.as_str(), file.flight_record.unwrap().kernels_launched), ("train", 5));
+    }
+}

@@ -1,0 +1,85 @@
+//! Messages from other threads (HTTP, dumps, signals) to the node's event loop, which alone owns
+//! the state.
+
+use std::{
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::{
+    error::Error,
+    http::questions::{Answers, Question},
+    incident::records,
+    node::{link, plan::Outcome},
+};
+
+/// A message to the loop.
+#[derive(Debug)]
+pub enum Command {
+    /// A question of an HTTP page.
+    Question(Question),
+    /// A dump has finished.
+    Finished(Box<Outcome>),
+    /// The result of another attempt to write a verdict: its folder, or the error.
+    Written(String, Result<PathBuf, Error>),
+    /// Open incidents of an earlier collector that were found late. Each waits this many
+    /// nanoseconds for a signal of its ranks.
+    Found(Vec<records::Left>, u64),
+    /// An event of the stream to the cluster collector.
+    Uplink(link::Event),
+    /// SIGTERM or SIGINT.
+    Stop,
+}
+
+/// The sending side; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Inbox {
+    sender: mpsc::Sender<Command>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Inbox {
+    /// An inbox and its receiver.
+    ///
+    /// # Errors
+    /// When there are no descriptors.
+    pub fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
+        let (sender, receiver) = mpsc::channel();
+        let wake =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("make an eventfd"))?;
+        Ok((Inbox { sender, wake: Arc::new(wake) }, receiver))
+    }
+
+    /// Sends a message and wakes the loop. The message is lost when the loop has ended.
+    pub fn post(&self, command: Command) {
+        let _ = self.sender.send(command);
+        self.wake();
+    }
+
+    /// Wakes the loop.
+    pub fn wake(&self) {
+        // This only fails when the counter is full; then the loop is awake anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// For poll: readable when there is a message.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    /// Consumes all wake-ups so far.
+    pub fn clear(&self) {
+        // This only fails when there are none.
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+}
+
+impl Answers for Inbox {
+    fn ask(&self, question: Question) {
+        self.post(Command::Question(question));
+    }
+}

@@ -1,0 +1,111 @@
+//! The state of an incident after its verdict, and of the ranks that are being ended for it.
+
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::v1::Grounds;
+
+use crate::{incident::judging, os::process::Handle};
+
+/// The result of an incident, for `/status`.
+#[derive(Debug, Clone, Default)]
+pub struct IncidentReport {
+    /// Its folder.
+    pub path: Option<PathBuf>,
+    /// The verdict in one sentence; empty until there is one.
+    pub sentence: String,
+    /// Cause of the verdict.
+    pub cause: String,
+    /// Culprit ranks.
+    pub culprits: Vec<u32>,
+    /// Ranks that hang by the newest verdict.
+    pub hanging: RankSet,
+    /// When the first sample of the newest dump began, CLOCK_MONOTONIC.
+    pub sampled_ns: u64,
+    /// This node's own verdict, for when the cluster's does not come.
+    pub own: Option<Judged>,
+    /// What went wrong.
+    pub errors: Vec<String>,
+    /// The verdict, as long as no folder has it.
+    pub verdict: Option<Box<Verdict>>,
+}
+
+impl IncidentReport {
+    /// The report of a verdict that was made here, from a dump that began at this CLOCK_MONOTONIC
+    /// time.
+    pub(super) fn of(verdict: Verdict, sampled_ns: u64) -> Self {
+        let judged = Judged::of(&verdict);
+        IncidentReport {
+            path: None,
+            sentence: verdict.sentence,
+            cause: verdict.cause.to_string(),
+            culprits: verdict.culprits,
+            hanging: judged.hanging.clone(),
+            sampled_ns,
+            own: Some(judged),
+            errors: verdict.timing.errors,
+            verdict: None,
+        }
+    }
+}
+
+/// What a verdict says about the ranks of its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Judged {
+    /// Whether the verdict is a reason to end the ranks.
+    pub grounds: Grounds,
+    /// Culprit ranks.
+    pub culprits: Vec<u32>,
+    /// Ranks that hang: culprits and victims; empty without evidence of a hang.
+    pub hanging: RankSet,
+    /// Whether the cluster collector made it. The cluster collector alone sees the entire job and
+    /// looks again by itself.
+    pub by_cluster: bool,
+}
+
+impl Judged {
+    /// The summary of a verdict that was made on this node.
+    pub(super) fn of(verdict: &Verdict) -> Self {
+        Judged {
+            grounds: judging::grounds(verdict),
+            culprits: verdict.culprits.clone(),
+            hanging: verdict.hanging_ranks().into_iter().collect(),
+            by_cluster: false,
+        }
+    }
+}
+
+/// Processes that are being ended, and incidents with another look pending.
+#[derive(Debug, Default)]
+pub(super) struct Ending {
+    pub(super) signalled: Vec<Signalled>,
+    pub(super) watched: BTreeMap<String, Watch>,
+}
+
+/// A process that received a signal to end.
+#[derive(Debug)]
+pub(super) struct Signalled {
+    pub(super) rank: i32,
+    pub(super) process: Arc<Handle>,
+    // When to check it again.
+    pub(super) due_ns: u64,
+    // Whether SIGKILL was sent after `KILL_AFTER_NS`.
+    pub(super) was_killed: bool,
+}
+
+/// An incident whose ranks the last verdict did not end.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    pub(super) looks: u32,
+    pub(super) due_ns: Option<u64>,
+    // The last verdict had evidence of a hang: a second one in a row with evidence is enough.
+    pub(super) suspected: bool,
+    // The verdict stands, and only progress kept the ranks from being ended.
+    pub(super) postponed: bool,
+}
+
+impl Ending {
+    pub(super) fn is_busy(&self) -> bool {
+        !self.signalled.is_empty()
+    }
+}

@@ -1,0 +1,333 @@
+//! Processes under the launchers of this node: the commands, and the ranks among them and their
+//! descendants. A rank connects at its first device call. If it ends before that, only this module
+//! knows that it existed.
+
+use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
+
+use rustix::process::getuid;
+use xpu_timer_proto::v1::RankInfo;
+
+use crate::{
+    job::{
+        key::JobKey,
+        partition::{Member, ProcessId},
+    },
+    os::process::{self, Handle, Stat},
+};
+
+/// Entries of ended ranks are removed after this time when nothing else of their job remains.
+pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
+
+/// A rank that has not registered.
+#[derive(Debug, Clone)]
+pub struct Unregistered {
+    /// Its job.
+    pub job: JobKey,
+    /// Its identity, from its environment.
+    pub info: RankInfo,
+    /// Start time of its process, as in [`Stat`].
+    pub start: u64,
+    /// Tells several jobs of one name apart; from its environment.
+    pub instance: String,
+    /// Its ancestors when it was found.
+    pub ancestors: Vec<ProcessId>,
+    /// Whether it runs.
+    pub state: State,
+}
+
+/// Whether an unregistered rank runs.
+#[derive(Debug, Clone)]
+pub enum State {
+    /// It runs as this process.
+    Runs(Arc<Handle>),
+    /// It ended at this CLOCK_MONOTONIC time, with the exit status when that is known.
+    Ended(u64, Option<String>),
+}
+
+/// The commands of this node, and their ranks that have not registered.
+#[derive(Debug, Default)]
+pub struct Launched {
+    // Their ranks may take an hour to their first device call.
+    commands: Vec<Arc<Handle>>,
+    // In the order in which they were found.
+    ranks: Vec<Unregistered>,
+}
+
+/// More commands than this are a mistake or an attack.
+const MAX_COMMANDS: usize = 1024;
+/// Beyond this number, the oldest ended ranks are removed.
+const MAX_RANKS: usize = 1024;
+/// Number of descendants of one command to look at: an agent has a few processes between itself and
+/// its ranks.
+const MAX_BELOW: usize = 256;
+/// Number of threads of a process whose children are looked up.
+const MAX_THREADS: usize = 512;
+/// By this age a process has executed its final program.
+const SETTLED_NS: u64 = 30_000_000_000;
+
+impl Unregistered {
+    fn new(process: Arc<Handle>, info: RankInfo, instance: String, ancestors: Vec<ProcessId>) -> Self {
+        let command = process::command(process.pid);
+        let info = RankInfo { pid: process.pid, command, ..info };
+        let job = JobKey { name: info.job.clone(), instance: instance.clone() };
+        Unregistered { job, info, start: process.start, instance, ancestors, state: State::Runs(process) }
+    }
+
+    /// The identity from which its job is determined.
+    #[must_use]
+    pub fn member(&self, now_ns: u64) -> Member {
+        Member {
+            process: Some((self.info.pid, self.start)),
+            ancestors: self.ancestors.clone(),
+            rank: self.info.rank,
+            world_size: self.info.world_size,
+            attempt: self.info.attempt,
+            instance: self.instance.clone(),
+            started_ns: process::started_ns(self.start, now_ns),
+            registered_ns: u64::MAX,
+            ended_ns: match self.state {
+                State::Runs(_) => u64::MAX,
+                State::Ended(ended_ns, _) => ended_ns,
+            },
+            ..Member::default()
+        }
+    }
+
+    /// Whether this entry is the process with this pid and start time.
+    fn is(&self, pid: i32, start: u64) -> bool {
+        (self.info.pid, self.start) == (pid, start)
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.state, State::Ended(..))
+    }
+}
+
+impl Launched {
+    /// Adds the command that a launcher executed. It may be a rank itself, or start ranks.
+    pub fn add(&mut self, command: Arc<Handle>) {
+        // A process that connects repeatedly without a message is still one command.
+        let same = |known: &Arc<Handle>| (known.pid, known.start) == (command.pid, command.start);
+        if self.commands.len() >= MAX_COMMANDS || self.commands.iter().any(same) {
+            return;
+        }
+        if let Some(info) = command.rank.clone() {
+            let (instance, ancestors) = (command.instance.clone(), command.ancestors.clone());
+            self.ranks.push(Unregistered::new(Arc::clone(&command), info, instance, ancestors));
+        }
+        self.commands.push(command);
+    }
+
+    /// Finds the commands of launchers that an earlier collector of this socket served.
+    pub fn find(&mut self, socket: &Path) {
+        for pid in process::commands(getuid().as_raw(), socket) {
+            if let Ok(command) = Handle::of_peer(pid) {
+                self.add(Arc::new(command));
+            }
+        }
+    }
+
+    /// Whether a command runs.
+    #[must_use]
+    pub fn is_needed(&self) -> bool {
+        !self.commands.is_empty()
+    }
+
+    /// For poll: readable when a rank has ended.
+    pub fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
+        self.ranks.iter().filter_map(|rank| match &rank.state {
+            State::Runs(process) => Some(process.fd()),
+            State::Ended(..) => None,
+        })
+    }
+
+    /// All unregistered ranks, so that the caller can assign their jobs.
+    pub fn unregistered(&mut self) -> &mut [Unregistered] {
+        &mut self.ranks
+    }
+
+    /// Removes the entry of a process that has registered.
+    pub fn registered(&mut self, process: &Handle) {
+        self.ranks.retain(|rank| !rank.is(process.pid, process.start));
+    }
+
+    /// Looks for new ranks below the commands that use the collector of this socket.
+    /// `is_registered` takes a pid and a start time.
+    pub fn look(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
+        self.commands.retain(|command| !command.is_dead());
+        for command in self.commands.clone() {
+            // The descendants of a rank are its helpers, which may be many.
+            let mut above: Vec<i32> =
+                if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
+            let mut looked_at = 0;
+            while let Some(parent) = above.pop().filter(|_| looked_at < MAX_BELOW) {
+                for pid in xpu_timer_capture::children(parent, MAX_THREADS).unwrap_or_default() {
+                    looked_at += 1;
+                    let Some(stat) = Stat::of(pid).filter(|stat| !stat.is_dead()) else { continue };
+                    if is_registered(pid, stat.start) {
+                        // The command is a shell that started this rank, or an agent.
+                        self.registered(&command);
+                        continue;
+                    }
+                    let is_known = self.ranks.iter().any(|rank| rank.is(pid, stat.start));
+                    if !is_known && !self.add_rank(&command, pid, &stat, socket) {
+                        above.push(pid);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds a process below a command if it is a rank, unless it is the helper of a command that is
+    /// a rank itself.
+    fn add_rank(&mut self, command: &Handle, pid: i32, stat: &Stat, socket: &Path) -> bool {
+        if stat.age_ns() > SETTLED_NS {
+            return false;
+        }
+        let Some(found) = process::found(pid, getuid().as_raw()).filter(|found| found.socket == socket) else {
+            return false;
+        };
+        let identity = |info: &RankInfo| (info.job.clone(), info.rank, info.world_size, info.attempt);
+        if command.rank.as_ref().is_some_and(|own| identity(own) == identity(&found.info)) {
+            return false;
+        }
+        let Some(process) = Handle::open(pid).ok().filter(|process| process.start == found.start) else { return false };
+        // The command is an agent in a pod: the numbers in its environment are those of the agents.
+        self.registered(command);
+        self.ranks.push(Unregistered::new(Arc::new(process), found.info, found.instance, found.ancestors));
+        true
+    }
+
+    /// Notes which ranks have ended by now.
+    pub fn note_ended(&mut self, now_ns: u64) {
+        for rank in &mut self.ranks {
+            if let State::Runs(process) = &rank.state
+                && process.is_dead()
+            {
+                rank.state = State::Ended(now_ns, process.exit());
+            }
+        }
+        while self.ranks.len() > MAX_RANKS
+            && let Some(oldest) = self.ranks.iter().position(Unregistered::is_over)
+        {
+            self.ranks.remove(oldest);
+        }
+    }
+
+    /// The ranks that run here, or ended here without having registered, one entry for each rank.
+    /// `born_ns` returns when the first living registered process of a job was started: a rank that
+    /// ended before that belongs to another world.
+    #[must_use]
+    pub fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
+        let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
+        let (over, running): (Vec<&Unregistered>, Vec<&Unregistered>) =
+            self.ranks.iter().partition(|rank| rank.is_over());
+        let is_of_its_world = |rank: &&Unregistered| {
+            let State::Ended(ended_ns, _) = rank.state else { return true };
+            let of_its_job = running.iter().copied().filter(|other| other.job == rank.job);
+            let first = of_its_job.map(started_ns).min();
+            match world_start_ns(&rank.job).into_iter().chain(first).min() {
+                Some(world_start_ns) => ended_ns > world_start_ns,
+                None => now_ns < ended_ns + FORGET_AFTER_NS,
+            }
+        };
+        let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
+        // Prefers the running entry, else the one that ended last.
+        for rank in over.into_iter().filter(is_of_its_world).chain(running.iter().copied()) {
+            ranks.insert((&rank.job, rank.info.rank), rank);
+        }
+        ranks.into_values().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+    use crate::os::clock::Now;
+
+    /// Starts a process that ends when its input does; with `below`, under a shell that stays.
+    fn start(rank: &str, below: bool) -> Child {
+        let script = if below { "sh -c 'read _; exit 3'; :" } else { "read _; exit 3" };
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).env_clear().env("PATH", "/bin:/usr/bin");
+        command.envs([("WORLD_SIZE", "2"), ("XPU_TIMER_JOB", "j"), ("XPU_TIMER_SOCKET", "/s")]);
+        command.env("LD_PRELOAD", "/nowhere/libxpu_timer_hook.so").stderr(Stdio::null()).stdin(Stdio::piped());
+        command.env("RANK", rank).spawn().expect("sh runs")
+    }
+
+    fn command(child: &Child) -> Arc<Handle> {
+        Arc::new(Handle::of_peer(child.id() as i32).expect("it runs"))
+    }
+
+    fn ranks_and_ends(launched: &Launched, world_start_ns: Option<u64>, now: Now) -> Vec<(i32, bool)> {
+        let ranks = launched.ranks(|_| world_start_ns, now.mono_ns);
+        ranks.iter().map(|rank| (rank.info.rank, rank.is_over())).collect()
+    }
+
+    fn wait(child: &mut Child) {
+        drop(child.stdin.take());
+        child.wait().expect("it ends");
+    }
+
+    #[test]
+    fn a_command_that_is_a_rank_is_known_until_it_registers_and_after_it_ended() {
+        let (mut first, mut second) = (start("0", false), start("1", true));
+        let mut launched = Launched::default();
+        let handles = [command(&first), command(&second)];
+        handles.iter().for_each(|handle| launched.add(Arc::clone(handle)));
+        launched.look(Path::new("/s"), |_, _| false);
+        assert_eq!(
+            ranks_and_ends(&launched, None, Now::get()),
+            [(0, false), (1, false)],
+            "what is below rank 1 is its helper"
+        );
+        launched.registered(&handles[0]);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)]);
+        wait(&mut second);
+        let now = Now::get();
+        launched.note_ended(now.mono_ns);
+        assert_eq!(ranks_and_ends(&launched, Some(now.mono_ns - 1), now), [(1, true)]);
+        let Some(State::Ended(_, exit)) = launched.ranks.first().map(|rank| rank.state.clone()) else { panic!() };
+        // Kernels before 6.15 do not report the exit of a process that was already waited for.
+        assert!(exit.is_none_or(|exit| exit == "exit code 0"));
+        assert_eq!(ranks_and_ends(&launched, Some(now.mono_ns + 1), now), [], "it was of a world before");
+        let later = Now { mono_ns: now.mono_ns + FORGET_AFTER_NS, ..now };
+        assert_eq!(ranks_and_ends(&launched, None, later), []);
+        assert_eq!(ranks_and_ends(&launched, Some(1), later), [(1, true)], "as long as the job lives");
+        assert!(launched.is_needed());
+        wait(&mut first);
+        launched.look(Path::new("/s"), |_, _| false);
+        assert!(!launched.is_needed());
+    }
+
+    #[test]
+    fn the_ranks_of_an_agent_are_found_below_it() {
+        let mut agent = Command::new("sh");
+        agent.args(["-c", "RANK=4 WORLD_SIZE=8 sh -c 'echo $$; read _; exit 3'; read _; :"]);
+        let mut agent = agent.env_clear().env("PATH", "/bin:/usr/bin").env("LD_PRELOAD", "libxpu_timer_hook.so");
+        // The number of the agent, as in a pod.
+        agent = agent.envs([("XPU_TIMER_SOCKET", "/s"), ("RANK", "1"), ("WORLD_SIZE", "2")]).stderr(Stdio::null());
+        let mut agent = agent.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("sh runs");
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(agent.stdout.take().expect("piped")));
+        let pid: i32 = lines.next().expect("a line").expect("text").parse().expect("a pid");
+        let mut launched = Launched::default();
+        launched.add(command(&agent));
+        launched.look(Path::new("/other"), |_, _| false);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
+        launched.look(Path::new("/s"), |other, _| other == pid);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "who has registered speaks for itself");
+        launched.look(Path::new("/s"), |_, _| false);
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(4, false)]);
+        let fds = launched.fds().count();
+        std::io::Write::write_all(agent.stdin.as_mut().expect("piped"), b"\n").expect("it reads");
+        let begun = std::time::Instant::now();
+        while ranks_and_ends(&launched, None, Now::get()) != [(4, true)] {
+            assert!(begun.elapsed().as_secs() < 30, "{launched:?}");
+            launched.note_ended(Now::get().mono_ns);
+        }
+        assert_eq!((fds, launched.fds().count()), (1, 0));
+        wait(&mut agent);
+    }
+}

@@ -1,0 +1,282 @@
+//! What hooks report: processes register, signal hangs, and end.
+
+use std::{sync::Arc, time::Duration};
+
+use tracing::{info, warn};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    ring::{self, header},
+    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
+};
+
+use crate::{
+    incident::{
+        engine::{Cause, Incident, Raise, State},
+        records,
+    },
+    job::{
+        key::{ConnectionId, RankId},
+        partition::Place,
+    },
+    node::{
+        inbox::Command,
+        judged::IncidentReport,
+        registry::{Rank, Registered},
+        state::{NodeState, cause_pid, nanoseconds, raise, read_header},
+    },
+    os::{
+        clock::{self, Now},
+        process::Handle,
+        ring_file::RingFile,
+    },
+};
+
+/// After a restart hooks connect again within a second or two, and signal a lasting hang again at
+/// once.
+const RECONNECT: Duration = Duration::from_secs(10);
+
+impl NodeState {
+    /// Handles a message of a hook.
+    ///
+    /// # Errors
+    /// When the connection must be closed; the text gives the reason.
+    pub fn message(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        process: Option<&Arc<Handle>>,
+        message: HookMessage,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        let known = self.registry.by_connection(connection).map(|rank| rank.id);
+        match (message.message, known) {
+            (Some(Message::Hello(hello)), None) => self.hello(connection, pid, process, &hello, descriptor, now),
+            (Some(Message::Hello(_)), Some(_)) => Err("said hello twice".into()),
+            (None, _) => Err("sent a message of an unknown kind".into()),
+            (Some(_), None) => Err("spoke before its hello".into()),
+            (Some(Message::Hang(hang)), Some(id)) => self.hang(id, hang, now),
+            (Some(Message::Resolved(resolved)), Some(id)) => {
+                if let Some(rank) = self.registry.get(id) {
+                    let cause = Cause::Operation { pid: cause_pid(rank), ticket: resolved.ticket };
+                    info!("{}: the operation with ticket {} completed after all", rank.title(), resolved.ticket);
+                    self.engine.lift(&rank.job, &cause, now);
+                }
+                Ok(())
+            }
+            (Some(Message::Rank(info)), Some(_)) => {
+                let unregistered = self.launched.unregistered();
+                if let Some(registered) = self.registry.changed(connection, info, unregistered, now.mono_ns) {
+                    self.registered(&registered, "changed", now);
+                }
+                Ok(())
+            }
+            (Some(Message::Goodbye(_)), Some(_)) => {
+                let ended_ns = self.happened_ns(now);
+                if let Some(id) = self.registry.goodbye(connection, ended_ns) {
+                    self.goodbye(id, now);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn hello(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        process: Option<&Arc<Handle>>,
+        hello: &Hello,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        if hello.protocol != PROTOCOL_VERSION || hello.ring_version != ring::VERSION {
+            return Err(format!(
+                "speaks protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
+                 collector of one release",
+                hello.protocol,
+                hello.ring_version,
+                ring::VERSION
+            ));
+        }
+        let ring = match descriptor.map(|descriptor| RingFile::new(descriptor, pid)) {
+            Some(Ok(ring)) => Some(Arc::new(ring)),
+            Some(Err(error)) => {
+                warn!("{error}; its flight record will be missing");
+                None
+            }
+            None => {
+                warn!("pid {pid} registers without a ring; its flight record will be missing");
+                None
+            }
+        };
+        if let Some(process) = process {
+            self.launched.registered(process);
+        }
+        let (process, unregistered) = (process.cloned(), self.launched.unregistered());
+        let registered =
+            self.registry.hello(connection, process, (hello, ring), &self.settings, unregistered, now.mono_ns);
+        self.registered(&registered, "registered", now);
+        self.check_filters([registered.id], now);
+        self.search(registered.id, now);
+        Ok(())
+    }
+
+    pub(super) fn registered(&mut self, registered: &Registered, what: &str, now: Now) {
+        self.follow(now);
+        if let Some(rank) = self.registry.get(registered.id) {
+            let helper = if rank.auxiliary { ", a helper of it" } else { "" };
+            info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
+        }
+        if registered.new_attempt {
+            info!("it begins a new attempt; the ranks of the one before have left");
+        }
+        if let Some(remark) = &registered.remark {
+            warn!("{remark}");
+        }
+        for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
+            self.engine.replaced(&old.job, cause_pid(old), now);
+            if registered.new_world {
+                self.engine.begins(&old.job);
+            }
+        }
+    }
+
+    /// Reads the communicators of all ranks with a name, or of all living ranks, and splits the
+    /// ranks into jobs again.
+    pub(super) fn rejoin(&mut self, name: Option<&str>, now: Now) {
+        let is_meant = |rank: &&Rank| match name {
+            Some(name) => rank.info.job == name,
+            None => rank.presence.is_alive(),
+        };
+        let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.places().ok()?));
+        let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
+        places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
+        if self.registry.rejoin(self.launched.unregistered(), now.mono_ns) {
+            self.follow(now);
+        }
+    }
+
+    /// Moves each incident to the job of the processes that caused it.
+    pub(super) fn follow(&mut self, now: Now) {
+        let registry = &self.registry;
+        let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
+        let strays = self.engine.follow(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
+        let raise = |cause: Cause| Some(Raise { since_ns: now.mono_ns, ..raise(of_pid(cause.pid()?)?, cause) });
+        let raises: Vec<Raise> = strays.into_iter().filter_map(raise).collect();
+        raises.into_iter().for_each(|raise| self.raise(raise, now));
+    }
+
+    /// Looks for open incidents of an earlier collector in the folders that this rank's incidents
+    /// go to.
+    pub(super) fn search(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let wait = rank.settings.hang_timeout + RECONNECT;
+        for path in [rank.settings.timeline_path.clone(), self.settings.fallback_path.clone()] {
+            if !self.searched.insert(path.clone()) {
+                continue;
+            }
+            let wait_ns = nanoseconds(wait);
+            let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
+            let late = move |found| inbox.post(Command::Found(found, wait_ns));
+            let found = self.disk.ask(&path, move || records::open_in(&root, &boot), late);
+            self.adopt(found.unwrap_or_default(), wait_ns, now);
+        }
+    }
+
+    pub(super) fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
+        for records::Left { folder, record, verdict } in found {
+            info!("incident {} was left open by an earlier collector", record.id);
+            let report = || IncidentReport { path: Some(folder), ..IncidentReport::of(verdict, record.dumped_mono_ns) };
+            self.reports.entry(record.id.clone()).or_insert_with(report);
+            self.engine.adopt(record, wait_ns, now);
+        }
+    }
+
+    pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
+        let operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        // The job of a rank must be known before the hang is raised.
+        let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
+        self.rejoin(Some(&name), now);
+        let Some(rank) = self.registry.get(id) else { return Ok(()) };
+        let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
+        info!(
+            "{}: {:?} with ticket {} is pending for {:.1} s",
+            rank.title(),
+            operation.op(),
+            operation.ticket,
+            clock::seconds(hang.pending_ns)
+        );
+        let cause = Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket };
+        let raise = Raise {
+            since_ns: operation.entered_ns,
+            late_ns: hang.pending_ns.saturating_sub(timeout),
+            operation: Some(operation),
+            ..raise(rank, cause)
+        };
+        self.raise(raise, now);
+        Ok(())
+    }
+
+    pub(super) fn goodbye(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        info!("{} says goodbye", rank.title());
+        self.engine.gone(&rank.job, cause_pid(rank), now);
+    }
+
+    /// A rank under a system call filter can only write its goodbye into its ring.
+    pub(super) fn read_goodbye(&mut self, id: RankId, now: Now) {
+        let alive = self.registry.get(id).filter(|rank| rank.presence.is_alive());
+        if alive.and_then(read_header).is_some_and(|(_, words)| words[header::GOODBYE] != 0) {
+            self.registry.left(id, self.happened_ns(now));
+            self.goodbye(id, now);
+        }
+    }
+
+    /// Handles the end of a connection.
+    pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
+        if let Some(id) = self.registry.disconnected(connection) {
+            self.ended(id, now);
+        }
+    }
+
+    /// Checks whether a process has ended, and handles that.
+    pub fn ended(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
+        self.read_goodbye(id, now);
+        if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
+            return;
+        }
+        let Some(rank) = self.registry.get(id) else { return };
+        let how = rank.exit.as_deref().unwrap_or("it is not known how");
+        warn!("{} ended without a goodbye: {how}", rank.title());
+        let raise = Raise { since_ns: now.mono_ns, ..raise(rank, Cause::Death { pid: cause_pid(rank) }) };
+        self.engine.gone(&raise.job, process.pid, now);
+        if !rank.auxiliary {
+            self.raise(raise, now);
+        }
+    }
+
+    /// Handles the end of unregistered ranks.
+    pub fn note_ended_unregistered(&mut self, now: Now) {
+        self.launched.note_ended(self.happened_ns(now));
+    }
+
+    pub(super) fn raise(&mut self, raise: Raise, now: Now) {
+        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.job == raise.job;
+        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.id.clone()).collect();
+        if let Some(action) = self.engine.raise(raise, now) {
+            self.act(action, now);
+        }
+        for id in adopted {
+            // The hang lasts. The end of the earlier collector may have cut off what its verdict
+            // started.
+            let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
+            let judged = self.reports.get(&id).and_then(|report| report.own.clone());
+            if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
+                self.judged(&id, &judged, now);
+            }
+        }
+    }
+}

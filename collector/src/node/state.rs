@@ -1,0 +1,227 @@
+//! The state of a node. One thread owns it, so it needs no locks, and nothing here waits.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use xpu_timer_proto::ring::header;
+
+use crate::{
+    client::webhook::Webhook,
+    config::Settings,
+    http::questions::DumpReply,
+    incident::{
+        engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
+        throttle::{BY_HAND, Throttle},
+    },
+    job::key::{JobKey, RankId},
+    metrics::{sampler::Sampler, slow_ranks::SlowRanks},
+    node::{
+        captures::Captures,
+        dump::Hurry,
+        inbox::Inbox,
+        judged::{Ending, IncidentReport},
+        launched::{Launched, Unregistered},
+        member::Member,
+        monitor::Monitor,
+        registry::{Rank, Registry},
+        unwritten_verdicts::Unwritten,
+    },
+    os::{clock::Now, disk::Disk, process},
+};
+
+/// The event loop turns at least once in this time.
+pub(crate) const TICK: Duration = Duration::from_secs(1);
+
+/// The state of a node collector.
+pub struct NodeState {
+    /// Settings.
+    pub settings: Settings,
+    /// Ranks.
+    pub registry: Registry,
+    /// Incidents.
+    pub engine: Engine,
+    /// Their results.
+    pub(super) reports: BTreeMap<String, IncidentReport>,
+    /// Problems of the collector itself, for `/status`.
+    pub problems: Vec<String>,
+    /// Incidents opened so far.
+    pub opened: u64,
+    /// Pid of the supervisor, when there is one.
+    pub supervisor: Option<u32>,
+    /// When the collector was started.
+    pub started: Now,
+    /// Name of this node.
+    pub node: String,
+    /// Commands of launchers, and their ranks before these register.
+    pub launched: Launched,
+    /// This node as a member of a cluster.
+    pub member: Member,
+    pub(crate) disk: Disk,
+    pub(crate) inbox: Inbox,
+    pub(super) monitor: Monitor,
+    pub(super) dumps: Throttle<JobKey>,
+    /// The contents of the ranks' rings, for `/metrics`.
+    pub sampler: Sampler,
+    /// The capture worker.
+    pub captures: Arc<Captures>,
+    pub(super) hurry: Arc<Hurry>,
+    pub(super) boot: String,
+    pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
+    pub(super) searched: BTreeSet<PathBuf>,
+    pub(super) unwritten: Unwritten,
+    pub(super) webhook: Option<Webhook>,
+    /// Ranks that slow their job down.
+    pub slow: SlowRanks,
+    pub(super) compared_ns: u64,
+    pub(super) ending: Ending,
+    pub(super) filtered: BTreeMap<RankId, u32>,
+    // Time of the loop's last turn.
+    pub(super) turned_ns: u64,
+}
+
+/// A job whose ranks end one after the other gets this many timeouts: one rank may save a
+/// checkpoint after the others have ended.
+pub(super) const ENDING_TIMEOUTS: u32 = 4;
+
+impl Jobs for Registry {
+    fn is_alive(&self, job: &JobKey, attempt: u32) -> bool {
+        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.is_there())
+    }
+
+    fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64 {
+        let timeouts = self.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
+        match self.is_ending(job, attempt) {
+            true => nanoseconds(timeouts.max().unwrap_or_default() * ENDING_TIMEOUTS).max(DEATH_GRACE_NS),
+            false => DEATH_GRACE_NS,
+        }
+    }
+}
+
+impl NodeState {
+    /// The state of a node without ranks.
+    #[must_use]
+    pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
+        let node = match settings.node.as_str() {
+            "" | "NOT_SET" => process::host_name(),
+            name => name.to_string(),
+        };
+        let webhook = settings.webhook.as_deref().map(Webhook::new);
+        let sampler = Sampler::new(settings.metrics.clone());
+        NodeState {
+            settings,
+            registry: Registry::default(),
+            engine: Engine::default(),
+            reports: BTreeMap::new(),
+            problems: Vec::new(),
+            opened: 0,
+            supervisor: None,
+            started: Now::get(),
+            node,
+            launched: Launched::default(),
+            member: Member::default(),
+            disk: Disk::new({
+                // The event loop may be waiting for this write only.
+                let inbox = inbox.clone();
+                move || inbox.wake()
+            }),
+            inbox,
+            monitor: Monitor::default(),
+            dumps: Throttle::new(BY_HAND),
+            sampler,
+            captures: Arc::new(captures),
+            hurry: Arc::default(),
+            boot: process::boot_id(),
+            waiting: BTreeMap::new(),
+            searched: BTreeSet::new(),
+            unwritten: Unwritten::default(),
+            webhook,
+            slow: SlowRanks::default(),
+            compared_ns: 0,
+            ending: Ending::default(),
+            filtered: BTreeMap::new(),
+            turned_ns: 0,
+        }
+    }
+
+    /// Records a turn of the loop.
+    pub fn note_turn(&mut self, now: Now) {
+        self.turned_ns = now.mono_ns;
+    }
+
+    /// The latest time at which an event that is seen now can be said to have happened. The loop
+    /// turns once a second. After a longer gap this process or the entire machine stood still, and
+    /// the event may have happened at any time in the gap.
+    pub(super) fn happened_ns(&self, now: Now) -> u64 {
+        match self.turned_ns {
+            0 => now.mono_ns,
+            turned => now.mono_ns.min(turned + nanoseconds(TICK)),
+        }
+    }
+
+    /// The ranks of this node that have not registered; see [`Launched::ranks`].
+    pub(crate) fn unregistered_ranks(&self, now: Now) -> Vec<&Unregistered> {
+        let world_start_ns = |job: &JobKey| {
+            let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
+            living.map(|rank| rank.started_ns(now.mono_ns)).min()
+        };
+        self.launched.ranks(world_start_ns, now.mono_ns)
+    }
+
+    pub(super) fn living(&self) -> impl Iterator<Item = &Rank> {
+        living_ranks(&self.registry)
+    }
+
+    /// The newest attempt of a job here.
+    pub(crate) fn attempt(&self, job: &JobKey) -> u32 {
+        self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
+    }
+
+    /// Whether any work must not be cut off.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.engine.is_busy() || self.ending.is_busy()
+    }
+
+    /// Whether something is being written.
+    #[must_use]
+    pub fn is_writing(&self) -> bool {
+        self.disk.is_busy() || self.engine.incidents().any(|incident| incident.state == State::Open)
+    }
+}
+
+pub(super) fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
+    registry.ranks().filter(|rank| rank.is_there() && !rank.auxiliary)
+}
+
+/// The pid that names a rank in a cause. A process outside this PID namespace has no pid here; its
+/// negative entry id stands for it.
+pub(super) fn cause_pid(rank: &Rank) -> i32 {
+    match rank.pid() {
+        0 => -i32::try_from(rank.id).unwrap_or(i32::MAX),
+        pid => pid,
+    }
+}
+
+pub(super) fn raise(rank: &Rank, cause: Cause) -> Raise {
+    Raise {
+        job: rank.job.clone(),
+        attempt: rank.info.attempt,
+        rank: rank.info.rank,
+        cause,
+        operation: None,
+        since_ns: 0,
+        late_ns: 0,
+    }
+}
+
+pub(super) fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
+    Some((rank.id, rank.ring.as_ref()?.header().ok()?))
+}
+
+pub(super) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

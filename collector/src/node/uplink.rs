@@ -1,0 +1,184 @@
+//! The node's stream to the cluster collector: dials, and redials with growing pauses. It contains
+//! no logic about ranks and incidents: incoming messages go to the event loop, which composes all
+//! outgoing ones.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    runtime::Handle,
+    sync::mpsc,
+    time::{sleep, timeout},
+};
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tonic::{
+    metadata::{Ascii, MetadataValue},
+    transport::{Certificate, Channel, ClientTlsConfig, Endpoint},
+};
+use tracing::{info, warn};
+use xpu_timer_proto::{
+    file, secrets,
+    v1::{ClusterMessage, cluster_client::ClusterClient, cluster_message},
+};
+
+use crate::{
+    error::chain,
+    http::{
+        address::{KEEPALIVE, check_url},
+        token::read_token,
+    },
+    node::{
+        inbox::{Command, Inbox},
+        link::{Event, Link, Proof, words},
+    },
+};
+
+/// The address of the cluster collector, and the credentials of this node.
+#[derive(Debug, Clone)]
+pub struct Address {
+    endpoint: Endpoint,
+    token: Option<MetadataValue<Ascii>>,
+    /// The URL of the user's setting, without a password.
+    pub url: String,
+}
+
+/// Number of control messages that may wait: a node sends a few a second.
+const BACKLOG: usize = 256;
+const CONNECT: Duration = Duration::from_secs(5);
+/// Time limit from the first byte to the confirmation that the stream stands: TLS, HTTP/2 and the
+/// token.
+const JOIN: Duration = Duration::from_secs(15);
+const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// An unchanged problem with the cluster is logged once in this time.
+const REPEAT: Duration = Duration::from_secs(600);
+/// A cluster collector sends nothing larger.
+const MAX_MESSAGE_BYTES: usize = 1024 * 1024;
+
+impl Address {
+    /// Builds the address from the settings.
+    ///
+    /// # Errors
+    /// A sentence about what is wrong with them. A token never travels in plain text beyond this
+    /// machine.
+    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
+        let (uri, secure) = check_url(url)?;
+        let read = |path: &Path| file::read_within(path).map_err(|error| format!("{}: {error}", path.display()));
+        let token = match token_file {
+            Some(path) => Some(bearer(&read_token(path).map_err(|error| chain(&error))?)?),
+            None => None,
+        };
+        let mut endpoint = Endpoint::from(uri.clone())
+            .connect_timeout(CONNECT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .keep_alive_while_idle(true);
+        if secure {
+            let tls = match ca_file {
+                Some(path) => ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(path)?)),
+                None => ClientTlsConfig::new().with_native_roots(),
+            };
+            endpoint = endpoint
+                .tls_config(tls)
+                .map_err(|error| format!("XPU_TIMER_COLLECTOR={}: {}", secrets::text(url), chain(&error)))?;
+        }
+        Ok(Address { endpoint, token, url: secrets::text(url).into_owned() })
+    }
+}
+
+fn bearer(token: &str) -> Result<MetadataValue<Ascii>, String> {
+    format!("Bearer {token}").parse().map_err(|_| "the token holds characters that a header cannot".to_string())
+}
+
+/// Keeps a stream open for as long as the node runs.
+pub async fn run(address: Address, inbox: Inbox) {
+    let mut pause = SHORTEST_PAUSE;
+    let mut said = (String::new(), Instant::now());
+    loop {
+        let begun = Instant::now();
+        let why = match stream(&address, &inbox).await {
+            Ok(()) => "it ended the stream".to_string(),
+            Err(why) => why,
+        };
+        if said.0 != why || said.1.elapsed() > REPEAT {
+            warn!("the cluster collector {}: {why}", address.url);
+            said = (why.clone(), Instant::now());
+        }
+        inbox.post(Command::Uplink(Event::Lost(why)));
+        if begun.elapsed() > LONGEST_PAUSE {
+            pause = SHORTEST_PAUSE;
+        }
+        sleep(jitter(pause)).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// A random time between half the pause and all of it, so that all nodes do not reach a restarted
+/// cluster collector at one moment.
+fn jitter(pause: Duration) -> Duration {
+    let random = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
+    pause.mul_f64(0.5 + random / 2.0)
+}
+
+async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
+    let late = |_| format!("no answer within {JOIN:?}");
+    let channel = timeout(JOIN, address.endpoint.connect()).await.map_err(late)?;
+    let channel: Channel = channel.map_err(|error| chain(&error))?;
+    let client = ClusterClient::with_interceptor(channel, Proof(address.token.clone()));
+    let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let (sender, messages) = mpsc::channel(BACKLOG);
+    let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
+    inbox.post(Command::Uplink(Event::Opened(Box::new(link))));
+    let answer = timeout(JOIN, client.join(ReceiverStream::new(messages))).await.map_err(late)?;
+    let answer = answer.map_err(|status| words(&status))?;
+    let mut answers = answer.into_inner();
+    while let Some(answer) = answers.next().await {
+        let ClusterMessage { message } = answer.map_err(|status| words(&status))?;
+        if let Some(message) = message {
+            if matches!(message, cluster_message::Message::Welcome(_)) {
+                info!("joined the cluster collector {}", address.url);
+            }
+            inbox.post(Command::Uplink(Event::Message(Box::new(message))));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_text_stays_on_this_machine() {
+        for url in ["http://127.0.0.1:18890", "http://localhost:1", "http://[::1]:1"] {
+            assert!(Address::new(url, None, None).is_ok(), "{url}");
+        }
+        for (url, why) in [
+            ("http://10.0.0.1:18890", "plain text is for loopback only"),
+            ("http://localhost.evil.example:1", "plain text is for loopback only"),
+            ("collector:18890", "must begin with https://"),
+            ("ftp://x", "must begin with https://"),
+        ] {
+            let error = Address::new(url, None, None).unwrap_err();
+            assert!(error.contains(why) && error.contains(url), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_token_file_that_is_not_there_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err();
+        assert!(error.contains("none"), "{error}");
+    }
+
+    #[test]
+    fn pauses_differ_and_stay_within_bounds() {
+        let pauses: Vec<Duration> = (0..50).map(|_| jitter(LONGEST_PAUSE)).collect();
+        assert!(pauses.iter().all(|pause| *pause >= LONGEST_PAUSE / 2 && *pause <= LONGEST_PAUSE));
+        assert!(pauses.iter().any(|pause| *pause != pauses[0]));
+    }
+}

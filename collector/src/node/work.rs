@@ -1,0 +1,239 @@
+//! The work of incidents on a node: starts dumps, handles their outcome, and notifies.
+
+use std::{
+    collections::BTreeSet,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+    thread,
+};
+
+use serde_json::json;
+use tracing::{info, warn};
+
+use crate::{
+    error::chain,
+    http::questions::{DumpReply, Refusal, wanted_job},
+    incident::{
+        engine::{Action, Cause, Raise, Record, State},
+        retention,
+        verdict_files::{change_verdict, write_record},
+    },
+    job::key::JobKey,
+    node::{
+        dump,
+        inbox::Command,
+        judged::{IncidentReport, Judged},
+        plan::{ForCluster, Outcome, Plan},
+        state::NodeState,
+        subjects,
+    },
+    os::{
+        clock::{self, Now},
+        memory,
+    },
+};
+
+/// Number of operations of each flight record that are kept for a cluster collector that has not
+/// requested the dump.
+const LATER_OPERATIONS: usize = 128;
+
+impl NodeState {
+    /// Folders that may contain incidents.
+    pub(crate) fn folders(&self) -> Vec<PathBuf> {
+        let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
+        folders.extend(self.registry.ranks().map(|rank| rank.settings.timeline_path.clone()));
+        folders.into_iter().collect()
+    }
+
+    pub(super) fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+        let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
+        let job = match wanted_job(&alive, name) {
+            Ok(job) => job,
+            Err(refusal) => return drop(reply.send(Err(refusal))),
+        };
+        if self.engine.in_work(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
+            return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
+        }
+        let attempt = self.attempt(&job);
+        let raise = Raise {
+            attempt,
+            rank: -1,
+            cause: Cause::Manual,
+            operation: None,
+            since_ns: now.mono_ns,
+            late_ns: 0,
+            job: job.clone(),
+        };
+        self.raise(raise, now);
+        if let Some(incident) = self.engine.in_work(&job) {
+            self.waiting.entry(incident.id.clone()).or_default().push(reply);
+        }
+    }
+
+    pub(super) fn act(&mut self, action: Action, now: Now) {
+        match action {
+            Action::Dump(id) if self.announce(&id, now) => {}
+            Action::Dump(id) => self.dump_alone(&id),
+            Action::Close(id, state) => self.close(&id, state, now),
+        }
+    }
+
+    /// Dumps an incident without the cluster collector, which may request the part later.
+    pub(crate) fn dump_alone(&mut self, id: &str) {
+        self.note_opened(id);
+        self.capture_alone(id);
+    }
+
+    /// Dumps an incident.
+    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
+        self.note_opened(id);
+        self.capture(id, for_cluster);
+    }
+
+    fn note_opened(&mut self, id: &str) {
+        let Some(incident) = self.engine.get(id) else { return };
+        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
+        self.opened += 1;
+        self.reports.insert(id.to_string(), IncidentReport::default());
+    }
+
+    pub(super) fn capture_alone(&mut self, id: &str) {
+        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
+        self.capture(id, self.settings.cluster.is_some().then_some(part));
+    }
+
+    fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
+        let Some(incident) = self.engine.get(id) else { return };
+        let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
+        let now = Now::get();
+        let unregistered = self.unregistered_ranks(now);
+        let members = self.registry.members(&incident.job.name, &unregistered, now.mono_ns);
+        let unregistered = unregistered.into_iter().filter(|rank| rank.job == incident.job);
+        let unregistered = unregistered.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
+        let of_job = self.registry.of_job(&incident.job);
+        let settings = of_job.first().map(|rank| &rank.settings);
+        let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
+        let plan = Plan {
+            incident: incident.id.clone(),
+            key: incident.job.clone(),
+            attempt: incident.attempt,
+            trigger: incident.trigger.clone(),
+            opened: incident.opened,
+            late_ns: incident.late_ns,
+            subjects,
+            unregistered,
+            members,
+            node: self.node.clone(),
+            socket: self.settings.socket.clone(),
+            hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
+            sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
+            timeline_path: path.clone(),
+            fallback_path: self.settings.fallback_path.clone(),
+            for_cluster,
+        };
+        let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
+        let (give, take) = mpsc::channel();
+        let work = move || {
+            if let Ok(plan) = take.recv() {
+                inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
+                memory::trim();
+            }
+        };
+        match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
+            Ok(_) => drop(give.send(plan)),
+            // Without a thread the dump runs here, and everything else waits for it.
+            Err(error) => {
+                warn!("incident {id}: no thread for its dump: {error}");
+                let outcome = dump::run(plan, &self.captures, &self.hurry);
+                self.inbox.post(Command::Finished(Box::new(outcome)));
+            }
+        }
+    }
+
+    pub(super) fn finished(&mut self, outcome: Outcome, now: Now) {
+        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part } = outcome;
+        let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
+        warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
+        let answer = json!({ "incident": id, "path": path });
+        let shared = self.member.is_asked(&id);
+        let judged = Judged::of(&verdict);
+        let cause = verdict.cause.to_string();
+        // A second look without news causes no notification.
+        let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
+        if let (Some(webhook), true) = (&self.webhook, !shared && is_news) {
+            webhook.post(&verdict, path.as_deref());
+        }
+        let report = IncidentReport {
+            verdict: (!written).then(|| Box::new(verdict.clone())),
+            path: path.clone(),
+            hanging: self.reports.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
+            ..IncidentReport::of(verdict, sampled_ns)
+        };
+        self.reports.insert(id.clone(), report);
+        if !written {
+            self.keep_unwritten(&id, timeline_path, now);
+        }
+        let action = self.engine.dumped(&id, now);
+        if let Some(path) = path {
+            self.note_on_disk(&id, path);
+        }
+        if let Some(action) = action {
+            self.act(action, now);
+        }
+        for reply in self.waiting.remove(&id).unwrap_or_default() {
+            drop(reply.send(Ok(answer.clone())));
+        }
+        if let Some(part) = part {
+            self.captured(&id, part);
+        }
+        if !shared {
+            self.judged(&id, &judged, now);
+        }
+        self.retire();
+    }
+
+    /// Writes a record of an incident for the next collector.
+    pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf) {
+        let Some(incident) = self.engine.get(id) else { return };
+        let record = Record {
+            id: id.into(),
+            boot: self.boot.clone(),
+            job: incident.job.name.clone(),
+            instance: incident.job.instance.clone(),
+            attempt: incident.attempt,
+            opened_unix_ns: incident.opened.unix_ns,
+            opened_mono_ns: incident.opened.mono_ns,
+            dumped_mono_ns: self.reports.get(id).map_or(0, |report| report.sampled_ns),
+            seen: incident.seen.clone(),
+        };
+        let root = path.parent().unwrap_or(&path).to_path_buf();
+        self.disk.give(&root, move || write_record(&path, &record));
+    }
+
+    /// Removes incident folders beyond the number and the age that are kept.
+    fn retire(&self) {
+        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
+        let open = open.map(|incident| incident.id.clone()).collect();
+        retention::start(self.folders(), self.settings.keep, open);
+    }
+
+    fn close(&mut self, id: &str, state: State, now: Now) {
+        let resolved = state == State::Resolved;
+        info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
+        self.tell_closed(id, resolved);
+        // A verdict that is not on disk yet will be written with the status of its incident.
+        let report = self.reports.get(id).filter(|report| report.verdict.is_none());
+        let Some(path) = report.and_then(|report| report.path.clone()) else { return };
+        let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
+        let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
+        self.disk.give(&root, move || {
+            let changed = change_verdict(&path, |verdict| {
+                verdict.timing.status = status;
+                verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
+            });
+            if let Err(error) = changed {
+                warn!("incident {id}: {}", chain(&error));
+            }
+        });
+    }
+}

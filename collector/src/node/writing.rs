@@ -1,0 +1,391 @@
+//! Writes the folder of an incident on a thread of its own. A file system that does not answer
+//! blocks that thread, but not the verdict: the folder then goes to the fallback path. When that
+//! does not answer either, the verdict is served from memory.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tracing::{error, warn};
+use xpu_timer_analysis::Verdict;
+use xpu_timer_proto::{
+    Message as _, file,
+    v1::{Evidence, NodeDump},
+};
+
+use crate::{
+    error::{Error, chain},
+    incident::{
+        folder::{Folder, folder_name},
+        judging::{self, without_dumps},
+        part::{Kept, PART, Part},
+        verdict_files::write_verdict,
+        viewer,
+    },
+    node::{evidence::file_of, plan::Plan, plan::finish_times},
+    os::process,
+};
+
+/// The findings of a dump.
+#[derive(Debug)]
+pub struct Found {
+    /// The input of the dump.
+    pub plan: Plan,
+    /// The collected evidence.
+    pub evidence: Evidence,
+}
+
+/// The result of writing the folder.
+#[derive(Debug)]
+pub struct Written {
+    /// The folder; `None` when none could be created.
+    pub path: Option<PathBuf>,
+    /// Whether it has the verdict.
+    pub written: bool,
+    /// What the cluster collector gets.
+    pub part: Option<Kept>,
+    /// The verdict, with any errors added.
+    pub verdict: Verdict,
+}
+
+/// A file system that does not finish one file in this time does not answer. The viewer takes less
+/// time.
+const STEP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The viewer gets at least this time, even when the samples used up the budget.
+const SHORTEST_VIEW: Duration = Duration::from_millis(300);
+
+/// Writes the folder, and waits for it as long as the file system answers.
+pub fn write(found: Found, verdict: Verdict, deadline: Instant) -> Written {
+    write_with(&Arc::new(found), verdict, deadline, STEP_TIMEOUT)
+}
+
+fn write_with(found: &Arc<Found>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> Written {
+    let (root, fallback) = (&found.plan.timeline_path, &found.plan.fallback_path);
+    for place in [Place::Wanted, Place::Fallback] {
+        let path = if place == Place::Wanted { root } else { fallback };
+        if !ABANDONED.has(path) {
+            let (found, verdict) = (Arc::clone(found), verdict.clone());
+            let work = move |steps: &Steps| attempt(&found, place, verdict, deadline, steps);
+            if let Some(written) = within(path, silence, work) {
+                return written;
+            }
+        }
+        let problem = format!("{} cannot be used ({})", path.display(), file::unanswered());
+        warn!("incident {}: {problem}", found.plan.incident);
+        verdict.timing.errors.push(problem);
+    }
+    finish_times(&found.plan, &mut verdict);
+    let part = judging::survive(|| part_of(found, verdict.timing.errors.clone())).ok().flatten();
+    Written { path: None, written: false, part: part.map(Kept::Here), verdict }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Wanted,
+    /// The wanted folder does not answer.
+    Fallback,
+}
+
+fn attempt(found: &Found, place: Place, mut verdict: Verdict, deadline: Instant, steps: &Steps) -> Written {
+    let done = judging::survive(|| write_folder(found, place, &mut verdict, deadline, steps));
+    let (path, written, part) = done.unwrap_or_else(|why| {
+        error!("incident {}: its folder could not be finished: {why}", found.plan.incident);
+        verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
+        (None, false, None)
+    });
+    Written { path, written, part, verdict }
+}
+
+/// Writes the folder. The log and the verdict name what cannot be written. The second part of the
+/// result is whether the verdict was written.
+fn write_folder(
+    found: &Found,
+    place: Place,
+    verdict: &mut Verdict,
+    deadline: Instant,
+    steps: &Steps,
+) -> (Option<PathBuf>, bool, Option<Kept>) {
+    let Found { plan, evidence } = found;
+    let incident = &plan.incident;
+    let folder = match make(plan, place) {
+        Ok((folder, None)) => Some(folder),
+        Ok((folder, Some(error))) => {
+            let problem = format!(
+                "{} cannot be used ({}), the folder is {}",
+                plan.timeline_path.display(),
+                chain(&error),
+                folder.path.display()
+            );
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            Some(folder)
+        }
+        Err(error) => {
+            let problem = format!("no folder could be made: {}", chain(&error));
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            None
+        }
+    };
+    let Some(folder) = folder else {
+        return (None, false, part_of(found, verdict.timing.errors.clone()).map(Kept::Here));
+    };
+    let given_up = || {
+        folder.give_up();
+        (None, false, None)
+    };
+
+    let mut problems = Problems::default();
+    let world = evidence.world_size;
+    for subject in &plan.subjects {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
+        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
+        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        if !steps.done() {
+            return given_up();
+        }
+    }
+    problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
+    let part =
+        part_of(found, verdict.timing.errors.clone()).map(|part| match folder.write(PART, &part.encode_to_vec()) {
+            Ok(()) => Kept::In(folder.path.clone()),
+            Err(error) => {
+                problems.note(Err(error));
+                Kept::Here(part)
+            }
+        });
+    folder.release_reserve();
+    if !steps.done() {
+        return given_up();
+    }
+    verdict.timing.errors.extend(problems.report(incident));
+    finish_times(plan, verdict);
+    let mut written = write_verdict(&folder, verdict);
+    if plan.is_part() {
+        // The collector that makes the verdict draws the pictures of the complete job.
+        return (Some(folder.path), written, part);
+    }
+
+    if !steps.done() {
+        return given_up();
+    }
+    let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
+    if let Err(problem) = viewer::run(&folder.path, left) {
+        warn!("incident {incident}: {problem}");
+        verdict.timing.errors.push(problem);
+    }
+    if !steps.done() {
+        return given_up();
+    }
+    finish_times(plan, verdict);
+    written = write_verdict(&folder, verdict);
+    if !steps.done() {
+        return given_up();
+    }
+    if let Err(error) = folder.link_latest() {
+        warn!("incident {incident}: {}", chain(&error));
+    }
+    (Some(folder.path), written, part)
+}
+
+fn make(plan: &Plan, place: Place) -> Result<(Folder, Option<Error>), Error> {
+    let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
+    let home = plan.is_part().then(|| process::home(&plan.socket));
+    let name = folder_name(&plan.incident, plan.is_part().then_some(plan.node.as_str()));
+    match (place, &home) {
+        (Place::Fallback, home) => {
+            let folder = Folder::create_in_fallback(fallback, &name, home.as_deref())?;
+            Ok((folder, Some(Error::path("write", root)(file::unanswered()))))
+        }
+        (Place::Wanted, Some(home)) => Folder::create_own(root, fallback, &name, home),
+        (Place::Wanted, None) => Folder::create(root, fallback, &name),
+    }
+}
+
+/// What the cluster collector gets, if there is one.
+fn part_of(found: &Found, errors: Vec<String>) -> Option<Box<NodeDump>> {
+    let Found { plan, evidence } = found;
+    let operations = plan.for_cluster?.operations;
+    let mut part = Part::default();
+    for subject in &plan.subjects {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
+        part.add(&file_of(subject, rank), rank, operations);
+    }
+    Some(Box::new(part.finish(&plan.incident, errors)))
+}
+
+type Work<T> = Box<dyn FnOnce(&Steps) -> T + Send>;
+
+/// Runs work in a folder on a thread of its own. Returns `None` when the work makes no step for
+/// `silence`. The thread is then abandoned, and no other work starts in that folder until it has
+/// ended.
+fn within<T: Send + 'static>(
+    path: &Path,
+    silence: Duration,
+    work: impl FnOnce(&Steps) -> T + Send + 'static,
+) -> Option<T> {
+    let steps = Arc::new(Steps::default());
+    let result = Arc::new(Mutex::new(None));
+    // The work goes through a channel, so that it is not lost when the thread cannot be started.
+    let (give, take) = mpsc::channel();
+    let turn = {
+        let (steps, result, path) = (Arc::clone(&steps), Arc::clone(&result), path.to_path_buf());
+        move || {
+            let work = take.recv().ok().map(|work: Work<T>| work(&steps));
+            *locked(&result) = work;
+            if !steps.end() {
+                ABANDONED.remove(&path);
+            }
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("writes".into()).spawn(turn) {
+        warn!("no thread writes to {}: {error}", path.display());
+        return Some(work(&steps));
+    }
+    let _ = give.send(Box::new(work));
+    if steps.wait(silence, || ABANDONED.insert(path)) { locked(&result).take() } else { None }
+}
+
+/// The progress of some work, for the thread that waits for it.
+#[derive(Debug, Default)]
+struct Steps {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    count: u64,
+    ended: bool,
+    given_up: bool,
+}
+
+impl Steps {
+    /// Records a step. Returns whether the other thread still waits.
+    fn done(&self) -> bool {
+        let mut state = locked(&self.state);
+        state.count += 1;
+        self.changed.notify_all();
+        !state.given_up
+    }
+
+    /// Records the last step. Returns whether the other thread still waits.
+    fn end(&self) -> bool {
+        locked(&self.state).ended = true;
+        self.done()
+    }
+
+    /// Waits for the end. Returns false after `silence` without a step, after it has called
+    /// `give_up` before the worker could end.
+    fn wait(&self, silence: Duration, give_up: impl FnOnce()) -> bool {
+        let mut state = locked(&self.state);
+        while !state.ended {
+            let before = state.count;
+            let waited = self.changed.wait_timeout_while(state, silence, |state| state.count == before);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if state.count == before {
+                state.given_up = true;
+                give_up();
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Folders with abandoned threads, and how many.
+static ABANDONED: Abandoned = Abandoned { folders: Mutex::new(BTreeMap::new()) };
+
+struct Abandoned {
+    folders: Mutex<BTreeMap<PathBuf, usize>>,
+}
+
+impl Abandoned {
+    fn has(&self, path: &Path) -> bool {
+        locked(&self.folders).contains_key(path)
+    }
+
+    fn insert(&self, path: &Path) {
+        *locked(&self.folders).entry(path.into()).or_default() += 1;
+    }
+
+    fn remove(&self, path: &Path) {
+        let mut folders = locked(&self.folders);
+        if let Some(count) = folders.get_mut(path) {
+            *count -= 1;
+            if *count == 0 {
+                folders.remove(path);
+            }
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A full disk refuses every file with an identical error, which is reported once, with the number
+/// of files.
+#[derive(Default)]
+struct Problems {
+    first: Option<String>,
+    count: usize,
+}
+
+impl Problems {
+    fn note(&mut self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.count += 1;
+            self.first.get_or_insert_with(|| chain(&error));
+        }
+    }
+
+    fn report(self, incident: &str) -> Option<String> {
+        let first = self.first?;
+        let problem = match self.count {
+            1 => first,
+            count => format!("{first} (and {} more files)", count - 1),
+        };
+        warn!("incident {incident}: {problem}");
+        Some(problem)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slow_work_is_awaited_and_stuck_work_is_abandoned() {
+        let (path, silence) = (Path::new("/of/this/test"), Duration::from_millis(200));
+        let slow = move |steps: &Steps| {
+            for _ in 0..5 {
+                thread::sleep(silence / 2);
+                assert!(steps.done());
+            }
+            7
+        };
+        assert_eq!(within(path, silence, slow), Some(7));
+        assert!(!ABANDONED.has(path));
+
+        let (answer, stuck) = mpsc::channel::<()>();
+        let (report, waiter) = mpsc::channel();
+        let dead = move |steps: &Steps| {
+            stuck.recv().unwrap();
+            report.send(steps.done()).unwrap();
+        };
+        assert_eq!(within(path, silence, dead), None);
+        assert!(ABANDONED.has(path), "nothing else is begun there");
+        answer.send(()).unwrap();
+        assert_eq!(waiter.recv(), Ok(false), "it learns that nobody waits");
+        let begun = Instant::now();
+        while ABANDONED.has(path) {
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            thread::yield_now();
+        }
+    }
+}

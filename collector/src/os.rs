@@ -1,0 +1,10 @@
+//! What the operating system offers: processes, clocks, disks, memory.
+
+pub(crate) mod clock;
+pub(crate) mod disk;
+pub(crate) mod limits;
+pub(crate) mod memory;
+mod pidfd;
+pub(crate) mod process;
+pub(crate) mod ring_file;
+pub(crate) mod safe_path;
