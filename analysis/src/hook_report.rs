@@ -10,13 +10,15 @@ use xpu_timer_proto::ring::lane::LONG_NS;
 pub struct HookReport {
     /// Ranks whose hook says something.
     pub ranks: u32,
-    /// Own time in one launch, in nanoseconds, on average over the measured ones; absent when none was measured.
+    /// Own time in one launch, in nanoseconds, on average over the measured ones; absent when none
+    /// was measured.
     pub launch_ns: Option<f64>,
     /// Own time in one call of the collective library.
     pub collective_ns: Option<f64>,
     /// Launches and calls that were measured.
     pub samples: u64,
-    /// Measured calls of more than 20 us, which are in neither average: interruptions, and what is done once.
+    /// Measured calls of more than 20 us, which are in neither average: interruptions, and what is
+    /// done once.
     pub long_samples: u64,
     /// Operations that found no free slot in their ring. Should be 0.
     pub dropped: u64,

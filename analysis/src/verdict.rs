@@ -216,11 +216,12 @@ pub struct Location {
     pub python: Option<String>,
     /// The function of that frame.
     pub python_function: Option<String>,
-    /// Of a thread that waits for its device, when the frame is in a file that was called from another one of the user's: the frame
-    /// there, `path:line in function`.
+    /// Of a thread that waits for its device, when the frame is in a file that was called from
+    /// another one of the user's: the frame there, `path:line in function`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub caller: Option<String>,
-    /// The function of the main thread's native stack that tells most: the call that blocks, without the insides of libraries.
+    /// The function of the main thread's native stack that tells most: the call that blocks,
+    /// without the insides of libraries.
     pub native: Option<String>,
 }
 
@@ -260,7 +261,8 @@ pub enum Activity {
 pub struct RankGroup {
     /// Ranks in the job, ascending.
     pub ranks: Vec<u32>,
-    /// `present`, `dead`, `left`, `unregistered`, `missing`, or `not seen` for a rank of another node.
+    /// `present`, `dead`, `left`, `unregistered`, `missing`, or `not seen` for a rank of another
+    /// node.
     pub presence: String,
     /// As in `/proc/PID/status`: `S (sleeping)`; empty when no dump tells.
     pub process_state: String,
@@ -337,14 +339,16 @@ pub struct Verdict {
     pub cause: Cause,
     /// How far the verdict can be trusted.
     pub confidence: Confidence,
-    /// Ranks that stopped the job, ascending. Empty when no rank is to blame or none could be named.
+    /// Ranks that stopped the job, ascending. Empty when no rank is to blame or none could be
+    /// named.
     pub culprits: Vec<u32>,
     /// Ranks that wait, ascending; never a culprit.
     pub victims: Vec<u32>,
     /// What shows that the job hangs. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub hang: HangEvidence,
-    /// Each culprit waits for a thread or child process that is busy. No part of the written verdict.
+    /// Each culprit waits for a thread or child process that is busy. No part of the written
+    /// verdict.
     #[serde(skip)]
     pub helpers_busy: bool,
     /// The facts that speak for the verdict, the strongest first.

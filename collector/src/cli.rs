@@ -32,10 +32,11 @@ pub struct Arguments {
 enum Role {
     /// Serves the ranks of this node; usually started by xpu_timer_launch
     ///
-    /// Exit codes: 0 when told to end, when nobody has needed it for --linger seconds, and when one runs already for this socket; 1
-    /// when the socket cannot be had; 2 for a wrong command line.
+    /// Exit codes: 0 when told to end, when nobody has needed it for --linger seconds, and when one
+    /// runs already for this socket; 1 when the socket cannot be had; 2 for a wrong command line.
     Node {
-        /// End when nothing has been connected, and no command has lived under a launcher, for this many seconds
+        /// End when nothing has been connected, and no command has lived under a launcher, for this
+        /// many seconds
         #[arg(long, value_name = "SECONDS", value_parser = seconds)]
         linger: Option<Duration>,
         /// Stay as a small parent of the collector, which is started again when it dies
@@ -44,31 +45,35 @@ enum Role {
         // Standard input is the socket between the supervisor and its worker.
         #[arg(long, hide = true)]
         tied: bool,
-        /// Write the log and all other output to this file, which is rotated (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
+        /// Write the log and all other output to this file, which is rotated
+        /// (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
         #[arg(long, value_name = "FILE")]
         log: Option<PathBuf>,
     },
     /// Joins the nodes of a cluster: they dial in, and one verdict is made for all ranks of a job
     ///
-    /// Nodes find it by XPU_TIMER_COLLECTOR. Beyond loopback it listens only with TLS (XPU_TIMER_CLUSTER_CERT_FILE and
-    /// XPU_TIMER_CLUSTER_KEY_FILE) and a token (XPU_TIMER_COLLECTOR_TOKEN_FILE). The same port answers HTTP: /status, /metrics,
-    /// /incidents.
+    /// Nodes find it by XPU_TIMER_COLLECTOR. Beyond loopback it listens only with TLS
+    /// (XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE) and a token
+    /// (XPU_TIMER_COLLECTOR_TOKEN_FILE). The same port answers HTTP: /status, /metrics, /incidents.
     ///
-    /// Exit codes: 0 when told to end; 1 when it cannot listen or may not; 2 for a wrong command line.
+    /// Exit codes: 0 when told to end; 1 when it cannot listen or may not; 2 for a wrong command
+    /// line.
     Cluster {
         /// Address and port to listen on; default XPU_TIMER_CLUSTER_LISTEN
         #[arg(long, value_name = "ADDRESS:PORT")]
         listen: Option<String>,
-        /// Write the log and all other output to this file, which is rotated (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
+        /// Write the log and all other output to this file, which is rotated
+        /// (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
         #[arg(long, value_name = "FILE")]
         log: Option<PathBuf>,
     },
     /// Lists, shows and fetches the incidents of a collector
     ///
-    /// Asks the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE and XPU_TIMER_COLLECTOR_CA_FILE), else
-    /// the collector of this node.
+    /// Asks the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE and
+    /// XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node.
     ///
-    /// Exit codes: 0; 1 when there is no such incident or the collector does not answer; 2 for a wrong command line.
+    /// Exit codes: 0; 1 when there is no such incident or the collector does not answer; 2 for a
+    /// wrong command line.
     Incidents {
         /// Another collector to ask
         #[arg(long, global = true)]

@@ -13,7 +13,7 @@ use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
 use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 
-use crate::{INSTALLED, old_enough, tree};
+use crate::{artifacts::INSTALLED, glibc::old_enough, tools::tree};
 
 /// Any CPython 3 and no ABI: there is no Python code in it. glibc 2.28 is the oldest that the files need.
 const TAG: &str = "py3-none-manylinux_2_28_x86_64";

@@ -111,26 +111,7 @@ fn write_folder(
 ) -> (Option<PathBuf>, bool, Option<Kept>) {
     let Found { plan, evidence } = found;
     let incident = &plan.incident;
-    let folder = match make(plan, place) {
-        Ok((folder, None)) => Some(folder),
-        Ok((folder, Some(error))) => {
-            let problem = format!(
-                "{} cannot be used ({}), the folder is {}",
-                plan.timeline_path.display(),
-                chain(&error),
-                folder.path.display()
-            );
-            warn!("incident {incident}: {problem}");
-            verdict.timing.errors.push(problem);
-            Some(folder)
-        }
-        Err(error) => {
-            let problem = format!("no folder could be made: {}", chain(&error));
-            warn!("incident {incident}: {problem}");
-            verdict.timing.errors.push(problem);
-            None
-        }
-    };
+    let folder = make_or_report(plan, place, verdict);
     let Some(folder) = folder else {
         return (None, false, part_of(found, verdict.timing.errors.clone()).map(Kept::Here));
     };
@@ -190,6 +171,27 @@ fn write_folder(
         warn!("incident {incident}: {}", chain(&error));
     }
     (Some(folder.path), written, part)
+}
+
+/// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.
+fn make_or_report(plan: &Plan, place: Place, verdict: &mut Verdict) -> Option<Folder> {
+    let incident = &plan.incident;
+    let (folder, problem) = match make(plan, place) {
+        Ok((folder, None)) => return Some(folder),
+        Ok((folder, Some(error))) => {
+            let problem = format!(
+                "{} cannot be used ({}), the folder is {}",
+                plan.timeline_path.display(),
+                chain(&error),
+                folder.path.display()
+            );
+            (Some(folder), problem)
+        }
+        Err(error) => (None, format!("no folder could be made: {}", chain(&error))),
+    };
+    warn!("incident {incident}: {problem}");
+    verdict.timing.errors.push(problem);
+    folder
 }
 
 fn make(plan: &Plan, place: Place) -> Result<(Folder, Option<Error>), Error> {

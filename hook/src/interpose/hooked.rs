@@ -235,9 +235,9 @@ macro_rules! hooked {
                     unsafe { wrapper($($arg),*) }
                 }
 
-                // One function for all slots, because there are more than a thousand rows. A capture
-                // shows its frame under the name of the hooked function, so it keeps the name
-                // `wrapper`: see `hooked` in `capture/src/symbols/names.rs`.
+                // One function for all slots, because there are more than a thousand rows. A
+                // capture shows its frame under the name of the hooked function, so it keeps the
+                // name `wrapper`: see `hooked` in `capture/src/symbols/names.rs`.
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
                     let slot = FUNCTION.take_entry_slot();
