@@ -1,20 +1,20 @@
 //! The cluster role. Each node connects and keeps a stream. A hang on one node becomes an incident
 //! of the job, and its verdict is made from the evidence of all nodes.
 
-pub mod command;
-pub mod comparing;
+pub(crate) mod command;
+pub(crate) mod comparing;
 pub mod config;
-pub mod gather;
-pub mod hub;
-pub mod ids;
-pub mod incident;
-pub mod joins;
+pub(crate) mod gather;
+pub(crate) mod hub;
+pub(crate) mod ids;
+pub(crate) mod incident;
+pub(crate) mod joins;
 pub mod nodes;
-pub mod ranks;
-pub mod service;
-pub mod status;
-pub mod tls;
-pub mod web;
+pub(crate) mod ranks;
+pub(crate) mod service;
+pub(crate) mod status;
+pub(crate) mod tls;
+pub(crate) mod web;
 
 use std::{
     net::SocketAddr,

@@ -1,5 +1,6 @@
-//! What users install: the stripped files, and a Python wheel that holds them and no Python code, so that `pip install`
-//! puts them into a virtual environment. See the binary distribution format of packaging.python.org.
+//! What users install: the stripped files, and a Python wheel that holds them and no Python code,
+//! so that `pip install` puts them into a virtual environment. See the binary distribution format
+//! of packaging.python.org.
 
 use std::{
     fs::{self, File},
@@ -15,13 +16,15 @@ use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 
 use crate::{artifacts::INSTALLED, glibc::old_enough, tools::tree};
 
-/// Any CPython 3 and no ABI: there is no Python code in it. glibc 2.28 is the oldest that the files need.
+/// Any CPython 3 and no ABI: there is no Python code in it. glibc 2.28 is the oldest that the files
+/// need.
 const TAG: &str = "py3-none-manylinux_2_28_x86_64";
 const NAME: &str = "xpu_timer";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Copies the installed files from one folder to another, without debug information. The names of functions stay, so that a
-/// stack through the hook can be read; lines do not, which are most of the bytes.
+/// Copies the installed files from one folder to another, without debug information. The names of
+/// functions stay, so that a stack through the hook can be read; lines do not, which are most of
+/// the bytes.
 ///
 /// # Errors
 /// When a file cannot be copied, or needs a newer glibc than [`old_enough`] allows.
@@ -36,7 +39,8 @@ pub fn copy_stripped(built: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes `xpu_timer-VERSION-….whl` into a folder, from the installed files in another one. Returns its path.
+/// Writes `xpu_timer-VERSION-….whl` into a folder, from the installed files in another one. Returns
+/// its path.
 ///
 /// # Errors
 /// When one of the files cannot be read, or the wheel cannot be written.

@@ -12,7 +12,7 @@ use crate::{
     world::is_collective,
 };
 
-/// The conclusion, before it becomes a [`Verdict`].
+/// The conclusion, before it becomes a [`Verdict`](crate::verdict::Verdict).
 pub(super) struct Outcome {
     pub cause: Cause,
     pub culprits: Vec<usize>,

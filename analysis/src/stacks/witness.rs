@@ -6,17 +6,20 @@ use super::{
     patterns,
 };
 
-/// Whether a witness of [`Activity::Io`] waits for a lock on a file and not for its bytes.
+/// Whether a witness of [`Activity::Io`](crate::verdict::Activity::Io) waits for a lock on a file
+/// and not for its bytes.
 pub(crate) fn is_file_lock(witness: &str) -> bool {
     patterns::FILE_LOCKS.contains(&witness)
 }
 
-/// Whether a witness of [`Activity::Lock`] is a lock that processes share.
+/// Whether a witness of [`Activity::Lock`](crate::verdict::Activity::Lock) is a lock that processes
+/// share.
 pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == SHARED_LOCK
 }
 
-/// Whether a witness of [`Activity::CommInit`] is a failing connection to the store.
+/// Whether a witness of [`Activity::CommInit`](crate::verdict::Activity::CommInit) is a failing
+/// connection to the store.
 pub(crate) fn is_store_connect(witness: &str) -> bool {
     witness == STORE_CONNECT
 }

@@ -11,9 +11,9 @@ use crate::job::rendezvous;
 pub struct JobKey {
     /// The job's name; may be empty.
     pub name: String,
-    /// Distinguishes jobs of this name: [`Handle::instance`], or the pid of a process without a
-    /// rank. If nothing else distinguishes two jobs, the second one has the pid of its process that
-    /// was known first.
+    /// Distinguishes jobs of this name: [`Handle::instance`](crate::os::process::Handle::instance),
+    /// or the pid of a process without a rank. If nothing else distinguishes two jobs, the second
+    /// one has the pid of its process that was known first.
     pub instance: String,
 }
 

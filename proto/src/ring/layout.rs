@@ -157,7 +157,7 @@ pub mod comm {
     /// Highest sequence number seen completed on the device.
     pub const COMPLETED: usize = 9;
     /// Another identity that other ranks have for it; 0 for none. Its children are then
-    /// [`crate::ring::child_id`] of either.
+    /// [`child_id()`](crate::ring::child_id()) of either.
     pub const ALIAS: usize = 10;
     /// 1 if the identity comes from a random id, which no other job has. Otherwise other jobs may
     /// have communicators with this identity.

@@ -40,7 +40,8 @@ pub enum Truth {
         causes: &'static [&'static str],
         /// Ascending.
         culprits: Vec<u32>,
-        /// Until then the culprits stand still, so that with `XPU_TIMER_HANG_KILL` the job is ended.
+        /// Until then the culprits stand still, so that with `XPU_TIMER_HANG_KILL` the job is
+        /// ended.
         stands_still: bool,
     },
     /// It never ends by itself, and these ranks, ascending, slow it down without a hang; none in an
