@@ -310,9 +310,14 @@ impl Image {
         eh_frame: &EhFrame<Slice<'a>>,
         address: u64,
     ) -> Option<gimli::Result<gimli::FrameDescriptionEntry<Slice<'a>>>> {
-        let header = EhFrameHdr::new(self.slice(self.eh_frame_hdr.as_ref()?), LittleEndian);
-        let header = header.parse(bases, 8).ok()?;
+        let bytes = self.slice(self.eh_frame_hdr.as_ref()?);
+        let header = EhFrameHdr::new(bytes, LittleEndian).parse(bases, 8).ok()?;
         let table = header.table()?;
+        // gimli multiplies the number of rows without a check. The header of a damaged file may
+        // claim any number of them.
+        if table.iter(bases).size_hint().1? > bytes.len() {
+            return None;
+        }
         let entry = table.lookup(address, bases).ok()?;
         // gimli subtracts these two without a check. The table of a damaged file may point before
         // its section.
