@@ -566,6 +566,10 @@ pub struct Record {
     pub dumped_mono_ns: u64,
     /// All causes so far.
     pub seen: BTreeSet<Cause>,
+    /// The collector that is writing the folder, as [`own_stamp`](crate::incident::folder::own_stamp)
+    /// names it; empty when the folder is finished.
+    #[serde(default)]
+    pub writer: String,
 }
 
 #[cfg(test)]

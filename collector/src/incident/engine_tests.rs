@@ -210,6 +210,7 @@ fn record(seen: Cause) -> Record {
         opened_mono_ns: at(10).mono_ns,
         dumped_mono_ns: at(15).mono_ns,
         seen: BTreeSet::from([seen]),
+        writer: String::new(),
     }
 }
 

@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{self, BufRead, Read},
     os::unix::fs::OpenOptionsExt,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use tracing::{info, warn};
@@ -16,7 +16,7 @@ use crate::{
     incident::{
         folder::{Folder, RESERVE, incident_of, own_folders, own_stamp},
         judging,
-        verdict_files::try_write_verdict,
+        verdict_files::{RECORD, change_verdict, try_write_verdict},
     },
     os::process::Stat,
 };
@@ -27,30 +27,33 @@ const MAX_STAMP_BYTES: u64 = 512;
 /// Finishes the folders that a killed collector of this machine was writing. Written stacks are
 /// useful; a folder without stacks contains no information.
 pub fn finish(root: &Path) {
-    for path in own_folders(root).into_iter().filter(|path| is_left(path)) {
-        let folder = Folder { path };
-        folder.release_reserve();
-        let has = |end: &str| {
-            let names = fs::read_dir(&folder.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
-            names.into_iter().any(|name| name.to_string_lossy().ends_with(end))
-        };
-        if has("verdict.json") {
-            continue;
-        }
-        let done = if has(".stacktrace") {
-            let incident = incident_of(&folder.path);
-            let evidence = Evidence { incident, ..Default::default() };
-            let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
-            let mut verdict = judging::unknown(&evidence, sentence.into());
-            verdict.timing.status = Status::Ended;
-            folder.write("evidence.bin", &evidence.encode_to_vec()).and(try_write_verdict(&folder, &verdict))
-        } else {
-            fs::remove_dir_all(&folder.path).map_err(Error::path("remove", &folder.path))
-        };
-        match done {
-            Ok(()) => info!("{} was left by a collector that was killed", folder.path.display()),
-            Err(error) => warn!("{}", chain(&error)),
-        }
+    let without_record = |path: &PathBuf| is_left(path) && !path.join(RECORD).exists();
+    own_folders(root).into_iter().filter(without_record).for_each(finish_folder);
+}
+
+/// Finishes one folder that a killed collector was writing.
+pub fn finish_folder(path: PathBuf) {
+    let folder = Folder { path };
+    folder.release_reserve();
+    let has = |end: &str| {
+        let names = fs::read_dir(&folder.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        names.into_iter().any(|name| name.to_string_lossy().ends_with(end))
+    };
+    let done = if has("verdict.json") {
+        change_verdict(&folder.path, |verdict| verdict.timing.status = Status::Ended)
+    } else if has(".stacktrace") {
+        let incident = incident_of(&folder.path);
+        let evidence = Evidence { incident, ..Default::default() };
+        let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
+        let mut verdict = judging::unknown(&evidence, sentence.into());
+        verdict.timing.status = Status::Ended;
+        folder.write("evidence.bin", &evidence.encode_to_vec()).and(try_write_verdict(&folder, &verdict))
+    } else {
+        fs::remove_dir_all(&folder.path).map_err(Error::path("remove", &folder.path))
+    };
+    match done {
+        Ok(()) => info!("{} was left by a collector that was killed", folder.path.display()),
+        Err(error) => warn!("{}", chain(&error)),
     }
 }
 
@@ -59,7 +62,12 @@ fn is_left(folder: &Path) -> bool {
     let mut stamp = String::new();
     let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
     let line = reserve.and_then(|file| io::BufReader::new(file).take(MAX_STAMP_BYTES).read_line(&mut stamp));
-    let Some((place, process)) = stamp.trim_end().rsplit_once(' ').filter(|_| line.is_ok()) else { return false };
+    line.is_ok() && is_gone(stamp.trim_end())
+}
+
+/// Whether a stamp is of a process of this machine that is gone.
+pub fn is_gone(stamp: &str) -> bool {
+    let Some((place, process)) = stamp.rsplit_once(' ') else { return false };
     let lives = || {
         let (pid, start) = process.split_once(':')?;
         Some(Stat::of(pid.parse().ok()?)?.start == start.parse::<u64>().ok()?)

@@ -34,12 +34,12 @@ pub struct Left {
     pub folder: PathBuf,
     /// The state that the earlier collector recorded.
     pub record: Record,
-    /// Its verdict.
-    pub verdict: Verdict,
+    /// Its verdict; `None` if its folder is unfinished.
+    pub verdict: Option<Verdict>,
 }
 
-/// Finishes the folders that a killed collector was writing, and returns the incidents of this boot
-/// whose verdict still has the status `open`.
+/// Returns the incidents of this boot whose verdict still has the status `open`, and those whose
+/// folder a killed collector has left unfinished. Finishes such folders without a record.
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     leftovers::finish(root);
@@ -47,9 +47,14 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     folders.reverse();
     let of = |folder: PathBuf| {
         let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
+        if record.boot != boot {
+            return None;
+        }
+        if !record.writer.is_empty() {
+            return leftovers::is_gone(&record.writer).then_some(Left { folder, record, verdict: None });
+        }
         let verdict = verdict(&folder)?;
-        let is_open = verdict.timing.status == Status::Open && record.boot == boot;
-        is_open.then_some(Left { folder, record, verdict })
+        (verdict.timing.status == Status::Open).then_some(Left { folder, record, verdict: Some(verdict) })
     };
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }

@@ -28,6 +28,8 @@ pub struct IncidentReport {
     pub errors: Vec<String>,
     /// The verdict, as long as no folder has it.
     pub verdict: Option<Box<Verdict>>,
+    /// A killed collector has left its folder unfinished.
+    pub is_unfinished: bool,
 }
 
 impl IncidentReport {
@@ -45,6 +47,7 @@ impl IncidentReport {
             own: Some(judged),
             errors: verdict.timing.errors,
             verdict: None,
+            is_unfinished: false,
         }
     }
 }

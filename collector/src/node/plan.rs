@@ -6,7 +6,7 @@ use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::v1::Trigger;
 
 use crate::{
-    incident::part::Kept,
+    incident::{engine::Record, part::Kept},
     job::{key::JobKey, partition::Member},
     node::{evidence::Subject, launched::Unregistered},
     os::clock::{self, Now},
@@ -45,6 +45,8 @@ pub struct Plan {
     pub timeline_path: PathBuf,
     /// The folder to use when that cannot be written.
     pub fallback_path: PathBuf,
+    /// The state of the incident that a next collector needs if this one is killed while it writes.
+    pub record: Record,
     /// What is kept for the cluster collector; `None` without one.
     pub for_cluster: Option<ForCluster>,
 }

@@ -187,7 +187,11 @@ impl NodeState {
     pub(super) fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
         for records::Left { folder, record, verdict } in found {
             info!("incident {} was left open by an earlier collector", record.id);
-            let report = || IncidentReport { path: Some(folder), ..IncidentReport::of(verdict, record.dumped_mono_ns) };
+            let known = match verdict {
+                Some(verdict) => IncidentReport::of(verdict, record.dumped_mono_ns),
+                None => IncidentReport { is_unfinished: true, ..IncidentReport::default() },
+            };
+            let report = || IncidentReport { path: Some(folder), ..known };
             self.reports.entry(record.id.clone()).or_insert_with(report);
             self.engine.adopt(record, wait_ns, now);
         }
@@ -273,6 +277,11 @@ impl NodeState {
             // The hang lasts. The end of the earlier collector may have cut off what its verdict
             // started.
             let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
+            if lasts && self.reports.get(&id).is_some_and(|report| report.is_unfinished) && self.engine.again(&id) {
+                info!("incident {id}: its folder is unfinished; its ranks are captured again");
+                self.capture_alone(&id);
+                continue;
+            }
             let judged = self.reports.get(&id).and_then(|report| report.own.clone());
             if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
                 self.judged(&id, &judged, now);

@@ -14,8 +14,9 @@ use crate::{
     error::chain,
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::{
-        engine::{Action, Cause, Raise, Record, State},
-        retention,
+        engine::{Action, Cause, Incident, Raise, Record, State},
+        folder::own_stamp,
+        leftovers, retention,
         verdict_files::{change_verdict, write_record},
     },
     job::key::JobKey,
@@ -128,6 +129,7 @@ impl NodeState {
             hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
             sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
             timeline_path: path.clone(),
+            record: Record { dumped_mono_ns: now.mono_ns, writer: own_stamp().into(), ..self.record_of(incident) },
             fallback_path: self.settings.fallback_path.clone(),
             for_cluster,
         };
@@ -195,19 +197,24 @@ impl NodeState {
     /// Writes a record of an incident for the next collector.
     pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf) {
         let Some(incident) = self.engine.get(id) else { return };
-        let record = Record {
-            id: id.into(),
+        let record = self.record_of(incident);
+        let root = path.parent().unwrap_or(&path).to_path_buf();
+        self.disk.give(&root, move || write_record(&path, &record));
+    }
+
+    fn record_of(&self, incident: &Incident) -> Record {
+        Record {
+            id: incident.id.clone(),
             boot: self.boot.clone(),
             job: incident.job.name.clone(),
             instance: incident.job.instance.clone(),
             attempt: incident.attempt,
             opened_unix_ns: incident.opened.unix_ns,
             opened_mono_ns: incident.opened.mono_ns,
-            dumped_mono_ns: self.reports.get(id).map_or(0, |report| report.sampled_ns),
+            dumped_mono_ns: self.reports.get(&incident.id).map_or(0, |report| report.sampled_ns),
             seen: incident.seen.clone(),
-        };
-        let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.give(&root, move || write_record(&path, &record));
+            writer: String::new(),
+        }
     }
 
     /// Removes incident folders beyond the number and the age that are kept.
@@ -224,6 +231,10 @@ impl NodeState {
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
+        if report.is_some_and(|report| report.is_unfinished) {
+            let root = path.parent().unwrap_or(&path).to_path_buf();
+            return self.disk.give(&root, move || leftovers::finish_folder(path));
+        }
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
         let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
         self.disk.give(&root, move || {

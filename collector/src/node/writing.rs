@@ -23,7 +23,7 @@ use crate::{
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
         part::{Kept, PART, Part},
-        verdict_files::write_verdict,
+        verdict_files::{write_record, write_verdict},
         viewer,
     },
     node::{evidence::file_of, plan::Plan, plan::finish_times},
@@ -115,6 +115,9 @@ fn write_folder(
     let Some(folder) = folder else {
         return (None, false, part_of(found, verdict.timing.errors.clone()).map(Kept::Here));
     };
+    if !plan.is_part() {
+        write_record(&folder.path, &plan.record);
+    }
     let given_up = || {
         folder.give_up();
         (None, false, None)
