@@ -228,7 +228,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::incident::folder::incident_of;
+    use crate::incident::folder::{self, incident_of};
 
     #[test]
     fn the_parts_of_a_job_are_one_incident() {
@@ -273,5 +273,47 @@ mod tests {
         assert_eq!((folders(root.path()), list(&roots).len()), (vec![own], 1));
         assert!(verdict_json(&roots, "20261121T000000Z-00000001").is_some());
         assert!(verdict_json(&roots, "20261121T000000Z-00000002").is_none());
+    }
+
+    #[test]
+    fn a_folder_that_a_killed_collector_left_unfinished_is_open_and_finished_when_its_job_ends() {
+        let root = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let place = folder::own_stamp().rsplit_once(' ').unwrap().0;
+        let make = |id: &str, writer: &str, file: &str| {
+            let (folder, _) = folder::Folder::create(root.path(), root.path(), id).unwrap();
+            let record = Record {
+                id: id.into(),
+                boot: "b".into(),
+                job: "j".into(),
+                instance: String::new(),
+                attempt: 0,
+                opened_unix_ns: 1,
+                opened_mono_ns: 1,
+                dumped_mono_ns: 1,
+                seen: BTreeSet::new(),
+                writer: writer.into(),
+            };
+            crate::incident::verdict_files::write_record(&folder.path, &record);
+            if !file.is_empty() {
+                folder.write(file, b"").unwrap();
+            }
+            folder.path
+        };
+        let gone = format!("{place} {}:1", child.id());
+        let stacks = make("1-stacks", &gone, "00000-00001.stacktrace");
+        let empty = make("2-empty", &gone, "");
+        let other = make("3-other", folder::own_stamp(), "");
+        let mut left: Vec<Left> = open_in(root.path(), "b");
+        left.sort_by(|one, other| one.folder.cmp(&other.folder));
+        assert_eq!(left.iter().map(|one| &one.folder).collect::<Vec<_>>(), [&stacks, &empty]);
+        assert!(left.iter().all(|one| one.verdict.is_none()));
+        assert!(open_in(root.path(), "another boot").is_empty() && other.exists());
+
+        leftovers::finish_folder(stacks.clone());
+        leftovers::finish_folder(empty.clone());
+        assert_eq!(verdict(&stacks).unwrap().timing.status, Status::Ended);
+        assert!(!empty.exists(), "a folder without stacks says nothing");
     }
 }

@@ -53,6 +53,23 @@ def collector_killed_during_a_dump():
     silent(job)
 
 
+@promises("the hang is one incident, and the next collector finishes its folder", chance=True)
+def collector_killed_while_the_viewer_draws():
+    """kill -9 of the collector when the verdict is written and the viewer draws."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    registered(2)
+    pid = collector()
+    with executions_of(VIEWER) as wait_for_one:
+        end = time.monotonic() + 40
+        while time.monotonic() < end and not list(TIMELINE.glob("incident-*/verdict.json")):
+            wait_for_one(0.2)
+        kill9(pid)
+    judged([1], seconds=80)
+    folders = list(TIMELINE.glob("incident-*"))
+    must(len(folders) == 1, f"{folders}")
+    silent(job)
+
+
 @promises("an incident of which the verdict was written is there after it")
 def collector_killed_after_the_verdict():
     """kill -9 of the collector right after a verdict."""
