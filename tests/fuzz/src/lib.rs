@@ -170,6 +170,14 @@ mod tests {
         paths.iter().map(|path| std::fs::read(path).unwrap()).collect()
     }
 
+    /// The kept corpus of a target.
+    fn corpus(name: &str) -> Vec<Vec<u8>> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("corpus/{name}.zip"));
+        let files = xpu_timer_tests::read_archive(&path).unwrap();
+        assert!(!files.is_empty());
+        files.into_values().collect()
+    }
+
     fn sample() -> Stacktrace {
         let native = |name: &str| PstackStacktrace {
             pid: 77,
@@ -240,7 +248,7 @@ mod tests {
     #[test]
     fn the_kept_corpus_holds() {
         for (name, target) in TARGETS.iter().filter(|(name, _)| *name != "planted") {
-            files_of(&format!("corpus/{name}")).iter().for_each(|bytes| target(bytes));
+            corpus(name).iter().for_each(|bytes| target(bytes));
         }
     }
 
@@ -290,7 +298,7 @@ mod tests {
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..12),
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
-            let mut objects = files_of("corpus/object");
+            let mut objects = corpus("object");
             let bytes = objects.swap_remove(which.index(objects.len()));
             object(&changed(bytes, cut, &changes));
         }
