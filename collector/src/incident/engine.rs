@@ -566,8 +566,9 @@ pub struct Record {
     pub dumped_mono_ns: u64,
     /// All causes so far.
     pub seen: BTreeSet<Cause>,
-    /// The collector that is writing the folder, as [`own_stamp`](crate::incident::folder::own_stamp)
-    /// names it; empty when the folder is finished.
+    /// The collector that is writing the folder, as
+    /// [`own_stamp`](crate::incident::folder::own_stamp) names it. Empty once the folder is
+    /// finished.
     #[serde(default)]
     pub writer: String,
 }
