@@ -88,24 +88,15 @@ impl Drop for Running {
 mod tests {
     use super::*;
     use crate::runtime::lock_free::slot::state;
-    use crate::runtime::os::descriptor::Descriptor;
     use std::sync::atomic::Ordering;
-    use xpu_timer_proto::v1::Op;
-    use xpu_timer_proto::v1::OpKind;
-
-    fn recorder() -> &'static Recorder {
-        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
-        Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
-    }
-
-    fn what(seq: u64) -> NewOperation {
-        NewOperation { seq, communicator: 5, ..NewOperation::new(OpKind::Collective, Op::Barrier) }
-    }
 
     #[test]
     fn operations_of_one_call_end_together() {
-        let recorder = recorder();
-        let running = Running::new(recorder).with(&what(1)).with(&what(2)).with(&what(3));
+        let recorder = Recorder::for_test();
+        let running = Running::new(recorder)
+            .with(&NewOperation::barrier_for_test(1))
+            .with(&NewOperation::barrier_for_test(2))
+            .with(&NewOperation::barrier_for_test(3));
         assert_eq!(recorder.open_calls.slots().count(), 1, "one age for one call");
         running.end(OpStatus::Failed, 15);
         for slot in 0..3 {

@@ -142,6 +142,24 @@ struct Shared {
     heartbeat: AtomicU64,
 }
 
+#[cfg(test)]
+impl Recorder {
+    /// A recorder for one test.
+    pub(crate) fn for_test() -> &'static Recorder {
+        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
+        Box::leak(Box::new(Recorder::create(descriptor).expect("a test can make a ring")))
+    }
+}
+
+#[cfg(test)]
+impl NewOperation {
+    /// A barrier on one communicator, for a test.
+    pub(crate) fn barrier_for_test(seq: u64) -> NewOperation {
+        let barrier = NewOperation::new(OpKind::Collective, Op::Barrier);
+        NewOperation { seq, communicator: 5, ..barrier }
+    }
+}
+
 impl Recorder {
     /// A recorder with an empty ring. It is created on the heap, because the thread of the first
     /// device call may have a very small stack.

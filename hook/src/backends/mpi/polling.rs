@@ -202,21 +202,15 @@ fn end(recorder: &'static Recorder, close: impl FnOnce(usize)) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::os::descriptor::Descriptor;
     use crate::runtime::{
         os::tsc,
         recorder::{host_operations::named_host_call, polled_operations::expire},
     };
 
-    fn recorder() -> &'static Recorder {
-        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
-        Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
-    }
-
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
     /// nanoseconds, `busy` of them on the CPU.
     fn waits(gap: u64, busy: u64, polled_ns: u64) -> bool {
-        let mut state = PollState::new(recorder(), 0, 0);
+        let mut state = PollState::new(Recorder::for_test(), 0, 0);
         let unknown = state.other_work_ns(gap, polled_ns, 1, polled_ns + gap);
         assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
         (1..100).all(|turn| {
@@ -243,7 +237,7 @@ mod tests {
     fn the_counter_measures_the_time_since_the_last_poll() {
         // Three ticks per nanosecond. The clock was read at tick 3,000, and the last poll was at
         // tick 30,000.
-        let state = PollState { last: 30_000, ..PollState::new(recorder(), 1_000, 3_000) };
+        let state = PollState { last: 30_000, ..PollState::new(Recorder::for_test(), 1_000, 3_000) };
         assert!(state.continues(80_000) && !state.continues(80_001), "at once or not");
         assert_eq!(state.gap_ns(33_000, 11_000), 1_000);
         assert_eq!(state.gap_ns(300_030_000, 100_010_000), 100_000_000);
@@ -258,7 +252,7 @@ mod tests {
 
     #[test]
     fn an_operation_that_is_no_longer_polled_ends() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let what = || Running::new(recorder).with(&named_host_call(recorder, "MPI_Test"));
         poll_unsuccessful(recorder, what);
         let asked = |before_ns: u64| {

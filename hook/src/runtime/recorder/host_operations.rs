@@ -100,24 +100,13 @@ pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOp
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::os::descriptor::Descriptor;
     use crate::runtime::recorder::open_calls::CELLS;
-    use xpu_timer_proto::v1::Op;
-
-    fn recorder() -> &'static Recorder {
-        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
-        Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
-    }
-
-    fn what(seq: u64) -> NewOperation {
-        NewOperation { seq, communicator: 5, ..NewOperation::new(OpKind::Collective, Op::Barrier) }
-    }
 
     #[test]
     fn a_hundred_thousand_calls_need_no_watcher() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         for seq in 0..100_000 {
-            let slot = open(recorder, &what(seq)).expect("the slots are free again");
+            let slot = open(recorder, &NewOperation::barrier_for_test(seq)).expect("the slots are free again");
             assert_eq!(recorder.open_calls.slots().collect::<Vec<_>>(), [slot]);
             close(recorder, slot, OpStatus::Completed, 0);
         }
@@ -127,8 +116,9 @@ mod tests {
 
     #[test]
     fn more_open_calls_than_cells_are_recorded_and_counted() {
-        let recorder = recorder();
-        let slots: Vec<usize> = (0..CELLS as u64 + 3).map(|seq| open(recorder, &what(seq)).unwrap()).collect();
+        let recorder = Recorder::for_test();
+        let slots: Vec<usize> =
+            (0..CELLS as u64 + 3).map(|seq| open(recorder, &NewOperation::barrier_for_test(seq)).unwrap()).collect();
         assert_eq!(recorder.open_calls.slots().count(), CELLS);
         assert_eq!(recorder.ring.header(header::OVERFLOWS).load(Ordering::Relaxed), 3);
         for slot in slots {

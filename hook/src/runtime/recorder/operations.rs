@@ -229,13 +229,8 @@ pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::os::{clock, descriptor::Descriptor, thread_id};
+    use crate::runtime::os::{clock, thread_id};
     use xpu_timer_proto::{ring::stream, v1::Op};
-
-    fn recorder() -> Recorder {
-        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
-        Recorder::create(descriptor).unwrap()
-    }
 
     fn read(recorder: &Recorder) -> xpu_timer_proto::v1::FlightRecord {
         let fd = recorder.ring.descriptor.get().unwrap();
@@ -251,24 +246,24 @@ mod tests {
 
     #[test]
     fn an_operation_is_readable_from_outside_at_every_step() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let what =
             NewOperation { seq: 3, count: 10, stream: 0x70, ..NewOperation::new(OpKind::Collective, Op::AllReduce) };
         let slot = recorder.begin(&what).unwrap();
-        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        let [operation] = &read(recorder).operations[..] else { panic!("one operation") };
         assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
         assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, thread_id::gettid()));
         recorder.hand_over(slot);
         recorder.returned(slot, 77);
         recorder.close(slot, OpStatus::Failed, 700, 99);
-        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        let [operation] = &read(recorder).operations[..] else { panic!("one operation") };
         assert_eq!((operation.status(), operation.error, operation.returned_ns), (OpStatus::Failed, 700, 77));
         assert_eq!(recorder.operation(slot), *operation);
     }
 
     #[test]
     fn a_pending_slot_is_never_overwritten_and_the_loss_is_counted() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let begin = || recorder.begin(&NewOperation { seq: 1, ..NewOperation::new(OpKind::Collective, Op::Send) });
         for lap in 0..op::SLOTS {
             let slot = begin().unwrap();
@@ -279,14 +274,14 @@ mod tests {
         let second: Vec<Option<usize>> = (0..op::SLOTS).map(|_| begin()).collect();
         assert_eq!(second.iter().filter(|slot| slot.is_none()).count(), 1);
         assert!(second[5].is_none());
-        let record = read(&recorder);
+        let record = read(recorder);
         assert_eq!(record.health.unwrap().dropped, 1);
         assert_eq!(record.operations[0].ticket, 5);
     }
 
     #[test]
     fn a_single_launching_thread_uses_every_ticket() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let begin = || recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).unwrap();
         assert_eq!((0..500).map(|_| begin()).collect::<Vec<_>>(), (0..500).collect::<Vec<_>>());
         assert_eq!(recorder.ring.header(header::OPS).load(Ordering::Relaxed), 500);
@@ -295,7 +290,7 @@ mod tests {
     #[test]
     fn threads_that_launch_together_share_no_ticket_and_leave_few_unused() {
         const EACH: usize = 400;
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let all_up = std::sync::Barrier::new(8);
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -316,7 +311,7 @@ mod tests {
 
     #[test]
     fn streams_count_from_many_threads_and_overflow_is_counted() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
@@ -326,24 +321,24 @@ mod tests {
                 });
             }
         });
-        let streams = read(&recorder).streams;
+        let streams = read(recorder).streams;
         assert_eq!(streams.len(), 200);
         assert!(streams.iter().all(|stream| stream.launches == 4), "{streams:?}");
         for stream in 0..100 {
             recorder.on_shared_stream(100_000 + stream * 64, 0, 1);
         }
-        assert_eq!(read(&recorder).health.unwrap().overflows, 200 + 100 - stream::SLOTS as u64);
+        assert_eq!(read(recorder).health.unwrap().overflows, 200 + 100 - stream::SLOTS as u64);
     }
 
     #[test]
     fn names_are_kept_once_and_cut() {
-        let recorder = recorder();
+        let recorder = Recorder::for_test();
         let key = recorder.name_key("ncclCommInitRank");
         assert_eq!(recorder.name_key("ncclCommInitRank"), key);
         recorder.add_name(7, &[b'k'; 1000]);
         let slot =
             recorder.begin(&NewOperation { function: 7, ..NewOperation::new(OpKind::Kernel, Op::Kernel) }).unwrap();
         assert_eq!(recorder.operation(slot).function.len(), crate::runtime::recorder::ring::NAME_BYTES);
-        assert_eq!(read(&recorder).operations[0].function.len(), crate::runtime::recorder::ring::NAME_BYTES);
+        assert_eq!(read(recorder).operations[0].function.len(), crate::runtime::recorder::ring::NAME_BYTES);
     }
 }
