@@ -99,6 +99,7 @@ impl Server {
         let Ok(local) = listener.local_addr() else { return };
         let owners = Owners::new(local);
         loop {
+            self.slots.settle().await;
             match listener.accept().await {
                 Ok((stream, peer)) => self.accept(stream, peer, &owners, &router),
                 // The peer has closed it; another connection may be waiting.

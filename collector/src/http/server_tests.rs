@@ -143,6 +143,28 @@ async fn a_flood_of_idle_connections_leaves_room_for_the_next_request() {
     assert_eq!(closed, 90);
 }
 
+/// On the one thread of this test the server accepts as many connections as tokio lets it, before
+/// those that it has ended have a turn. On a busy machine the same happens with two.
+#[tokio::test]
+async fn connections_that_have_to_end_end_before_more_are_accepted() {
+    let limits = Limits { head: PATIENCE, ..short() };
+    let slots = Arc::new(Slots::default());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let idle: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(address).unwrap()).collect();
+    let router = Router::new().route("/x", get(|| async { "here\n" }));
+    tokio::spawn(Server { limits, slots: Arc::clone(&slots), tls: None, http2: false }.run(listener, router));
+    let asked = tokio::spawn(asks(address));
+    let mut most = 0;
+    while !asked.is_finished() {
+        most = most.max(slots.count());
+        tokio::task::yield_now().await;
+    }
+    assert!(asked.await.unwrap());
+    assert!(most >= limits.own && most <= limits.own + 20, "{most} connections were open at once");
+    drop(idle);
+}
+
 #[tokio::test]
 async fn half_a_tls_handshake_has_a_deadline() {
     let folder = tempfile::tempdir().unwrap();

@@ -90,7 +90,12 @@ impl Class {
 #[derive(Debug, Default)]
 pub struct Slots {
     open: Mutex<BTreeMap<u64, (Class, Arc<Watch>)>>,
+    /// Wakes [`Slots::settle`] when a slot is freed.
+    freed: Notify,
 }
+
+/// Maximum number of connections that were told to end and still have their descriptors.
+const MAX_ENDING: usize = 16;
 
 impl Slots {
     /// Takes a slot for a connection. If its class is full, the connection that has waited longest
@@ -122,6 +127,24 @@ impl Slots {
     /// out of descriptors.
     pub fn evict(&self) {
         Self::evict_of(&lock(&self.open), |_| true);
+    }
+
+    /// Waits while many connections have been told to end but have not ended yet. They have no slot
+    /// but a descriptor each, so whoever accepts connections faster than others end calls this.
+    pub async fn settle(&self) {
+        loop {
+            let freed = self.freed.notified();
+            if lock(&self.open).values().filter(|(_, watch)| watch.is_killed()).count() <= MAX_ENDING {
+                return;
+            }
+            freed.await;
+        }
+    }
+
+    /// Number of connections that have a descriptor.
+    #[cfg(test)]
+    pub fn count(&self) -> usize {
+        lock(&self.open).len()
     }
 
     fn make_room(open: &BTreeMap<u64, (Class, Arc<Watch>)>, class: Class, limits: &Limits) -> bool {
@@ -269,6 +292,7 @@ pub struct Place {
 impl Drop for Place {
     fn drop(&mut self) {
         lock(&self.watch.slots.open).remove(&self.watch.id);
+        self.watch.slots.freed.notify_waiters();
     }
 }
 

@@ -8,6 +8,10 @@
 //! something else now and then, because interrupts and a hypervisor that takes the processor away
 //! look the same.
 //!
+//! Other processes may take the processor away for any time, so the time between two polls says
+//! little: its part on the CPU is other work, and the rest is waiting only if the thread slept,
+//! which the kernel counts as a voluntary context switch.
+//!
 //! A poll that follows the previous one immediately costs a reading of the processor's counter.
 //! Otherwise, and every few milliseconds, the clocks are read.
 
@@ -34,8 +38,8 @@ const MAX_POLL_GAP_NS: u64 = 50_000;
 /// After this time, polling counts as waiting.
 const POLLING_IS_WAITING_NS: u64 = 100_000_000;
 
-/// A thread still waits if it spends at most this fraction (one over the value) of its polling time
-/// on other work.
+/// A thread still waits if other work takes at most this fraction (one over the value) of the time
+/// in which it polls, sleeps or works.
 const OTHER_WORK_FRACTION: u64 = 8;
 
 /// [`MAX_POLL_GAP_NS`] in ticks. Every processor's counter advances by at least one tick per
@@ -59,8 +63,12 @@ struct PollState {
     looked_ns: u64,
     /// The thread's CPU time then. 0 at the first poll, which reads only the clock.
     looked_cpu_ns: u64,
-    /// Time spent on other work since the first poll.
+    /// How often the thread had slept then.
+    looked_sleeps: u64,
+    /// CPU time spent on other work since the first poll.
     other_work_ns: u64,
+    /// Time spent on polling and sleeping since the first poll.
+    waited_ns: u64,
     /// Index in [`POLLED`] and slot, once it is recorded as an operation.
     open: Option<(usize, usize)>,
 }
@@ -72,7 +80,9 @@ const NOT_POLLING: PollState = PollState {
     looked: 0,
     looked_ns: 0,
     looked_cpu_ns: 0,
+    looked_sleeps: 0,
     other_work_ns: 0,
+    waited_ns: 0,
     open: None,
 };
 
@@ -110,19 +120,40 @@ impl PollState {
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
     }
 
-    /// Time spent on other work in the `gap` before this poll. `None` when the thread does not
-    /// wait. `cpu_ns` is the thread's CPU time now. Between the last clock reading and the gap, the
-    /// thread polled for `polled_ns` without a pause, using the CPU.
-    fn other_work_ns(&self, gap: u64, polled_ns: u64, cpu_ns: u64, now: u64) -> Option<u64> {
+    /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
+    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last poll
+    /// was `gap` nanoseconds ago.
+    fn after(self, gap: u64, polled_ns: u64, looked: &Looked) -> Option<PollState> {
+        let mut state = self;
+        state.waited_ns += polled_ns;
         if gap <= MAX_POLL_GAP_NS {
-            return Some(0);
+            state.waited_ns += gap;
+        } else if self.looked_cpu_ns == 0 || gap >= STOPPED_NS {
+            return None;
+        } else {
+            let busy = looked.cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(polled_ns).min(gap);
+            // Waking up and polling take some time too.
+            if busy > MAX_POLL_GAP_NS {
+                state.other_work_ns += busy;
+            }
+            if looked.sleeps != self.looked_sleeps {
+                state.waited_ns += gap - busy;
+            }
+            let all = state.other_work_ns + state.waited_ns;
+            if state.other_work_ns > all / OTHER_WORK_FRACTION {
+                return None;
+            }
         }
-        let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(polled_ns).min(gap);
-        // Waking up and polling take some time too.
-        let aside = if busy <= (gap / 4).max(MAX_POLL_GAP_NS) { 0 } else { busy };
-        let is_little = self.other_work_ns + aside <= now.saturating_sub(self.since_ns) / OTHER_WORK_FRACTION;
-        (self.looked_cpu_ns != 0 && gap < STOPPED_NS && is_little).then_some(aside)
+        Some(state)
     }
+}
+
+/// What the clocks and the kernel's counters said at a poll.
+struct Looked {
+    now: u64,
+    counter: u64,
+    cpu_ns: u64,
+    sleeps: u64,
 }
 
 /// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
@@ -150,15 +181,19 @@ fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce(
     }
     let gap = state.gap_ns(counter, now);
     let polled_ns = now.saturating_sub(state.looked_ns).saturating_sub(gap);
-    let cpu_ns = clock::thread_cpu_ns().max(1);
-    match state.other_work_ns(gap, polled_ns, cpu_ns, now) {
-        Some(other_work_ns) => state.other_work_ns += other_work_ns,
-        None => {
-            interrupt(recorder);
-            state = PollState::new(recorder, now, counter);
-        }
-    }
-    state = PollState { last: counter, looked: counter, looked_ns: now, looked_cpu_ns: cpu_ns, ..state };
+    let looked = Looked { now, counter, cpu_ns: clock::thread_cpu_ns().max(1), sleeps: clock::thread_sleeps() };
+    state = state.after(gap, polled_ns, &looked).unwrap_or_else(|| {
+        interrupt(recorder);
+        PollState::new(recorder, now, counter)
+    });
+    state = PollState {
+        last: counter,
+        looked: looked.counter,
+        looked_ns: looked.now,
+        looked_cpu_ns: looked.cpu_ns,
+        looked_sleeps: looked.sleeps,
+        ..state
+    };
     if let Some((place, slot)) = state.open {
         POLLED[place].polled_ns.store(now, Ordering::Relaxed);
         if POLLED[place].link.load(Ordering::Relaxed) != slot as u32 + 1 {
@@ -208,29 +243,48 @@ mod tests {
     };
 
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
-    /// nanoseconds, `busy` of them on the CPU.
-    fn waits(gap: u64, busy: u64, polled_ns: u64) -> bool {
-        let mut state = PollState::new(Recorder::for_test(), 0, 0);
-        let unknown = state.other_work_ns(gap, polled_ns, 1, polled_ns + gap);
+    /// nanoseconds, `busy` of them on the CPU. `sleeps` says whether it pauses by its own will.
+    fn waits(gap: u64, busy: u64, polled_ns: u64, sleeps: bool) -> bool {
+        let looked = |turn: u64| Looked {
+            now: turn * (polled_ns + gap),
+            counter: 0,
+            cpu_ns: 1 + turn * (busy + polled_ns),
+            sleeps: turn * u64::from(sleeps),
+        };
+        let state = PollState::new(Recorder::for_test(), 0, 0);
+        let unknown = state.after(gap, polled_ns, &looked(1));
         assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
-        (1..100).all(|turn| {
-            state.looked_cpu_ns = 1 + (turn - 1) * (busy + polled_ns);
-            let aside = state.other_work_ns(gap, polled_ns, 1 + turn * (busy + polled_ns), turn * (polled_ns + gap));
-            state.other_work_ns += aside.unwrap_or(0);
-            aside.is_some()
-        })
+        (1..100)
+            .try_fold(state, |state, turn| {
+                let before = looked(turn - 1);
+                let state = PollState { looked_cpu_ns: before.cpu_ns, looked_sleeps: before.sleeps, ..state };
+                state.after(gap, polled_ns, &looked(turn))
+            })
+            .is_some()
     }
 
     #[test]
     fn a_thread_that_polls_or_sleeps_waits_and_one_that_computes_does_not() {
-        assert!(waits(2_000, 2_000, 0));
-        assert!(waits(10_000_000, 20_000, 0), "sleeps, and works for a moment in each turn");
-        assert!(waits(10_000_000, 0, 3_000_000), "asks at once, and its processor is taken away again and again");
-        assert!(waits(200_000, 200_000, 10_000_000), "an interrupt now and then");
-        assert!(!waits(2_000_000, 2_000_000, 10_000_000));
-        assert!(!waits(10_000_000, 9_900_000, 0));
-        assert!(!waits(10_000_000, 9_900_000, 3_000_000), "computes, then asks many times");
-        assert!(!waits(STOPPED_NS + 1, 0, 0));
+        assert!(waits(2_000, 2_000, 0, false));
+        assert!(waits(10_000_000, 20_000, 0, true), "sleeps, and works for a moment in each turn");
+        assert!(
+            waits(10_000_000, 0, 3_000_000, false),
+            "asks at once, and its processor is taken away again and again"
+        );
+        assert!(waits(200_000, 200_000, 10_000_000, false), "an interrupt now and then");
+        assert!(!waits(2_000_000, 2_000_000, 10_000_000, false));
+        assert!(!waits(10_000_000, 9_900_000, 0, false));
+        assert!(!waits(10_000_000, 9_900_000, 3_000_000, false), "computes, then asks many times");
+        assert!(!waits(STOPPED_NS + 1, 0, 0, true));
+    }
+
+    #[test]
+    fn a_thread_that_computes_on_a_busy_machine_does_not_wait() {
+        // It gets a twentieth of a processor.
+        assert!(!waits(40_000_000, 2_000_000, 0, false));
+        assert!(!waits(40_000_000, 2_000_000, 100_000, false), "and polls several times in between");
+        assert!(!waits(10_000_000, 2_000_000, 0, true), "and sleeps in between");
+        assert!(waits(40_000_000, 40_000, 0, false), "no sleep is known, but it does nothing");
     }
 
     #[test]
