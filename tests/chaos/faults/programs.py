@@ -41,7 +41,7 @@ BODIES = {
     "blocks_signals": ("blocks every signal", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"),
     "signal_storm": ("handles a thousand signals a second", "signal.signal(signal.SIGALRM, lambda *_: None)\nsignal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\nstep(200)\nsignal.setitimer(signal.ITIMER_REAL, 0)"),
     "changes_environment": ("removes and changes our variables", "[os.environ.pop(name) for name in list(os.environ) if name.startswith('XPU_TIMER')]\nos.environ['XPU_TIMER_SOCKET'] = '/nowhere'"),
-    "changes_folder": ("changes its folder and removes it", "os.makedirs('gone', exist_ok=True); os.chdir('gone')\ntry: os.rmdir('../gone')\nexcept OSError: pass"),
+    "changes_folder": ("changes its folder and removes it", "gone = f'gone{os.getpid()}'; os.mkdir(gone); os.chdir(gone); os.rmdir('../' + gone)"),
     "no_dump": ("makes itself undumpable", "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"),
     "no_memory": ("may map no more memory", "resource.setrlimit(resource.RLIMIT_AS, (int(open('/proc/self/statm').read().split()[0]) * 4096 + (8 << 20),) * 2)"),
     "locks_memory": ("locks all its memory", "ctypes.CDLL(None).mlockall(3)"),
