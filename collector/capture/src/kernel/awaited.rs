@@ -11,11 +11,7 @@ use std::{
 
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
-use super::{
-    children::descendants_until,
-    descriptors::{MAX_FILES, SOCKET, inode_of},
-    procfs::{self, Syscall},
-};
+use super::procfs::{self, MAX_FILES, SOCKET, Syscall, descendants_until, inode_of};
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.

@@ -2,10 +2,12 @@
 //! nothing.
 
 use std::{
+    collections::{HashMap, HashSet},
     fs::{self, File},
     io::{self, Read},
     os::unix::fs::FileExt,
     path::PathBuf,
+    time::Instant,
 };
 
 use xpu_timer_proto::secrets;
@@ -355,6 +357,78 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
         inode,
         path: rest.trim_start().to_string(),
     })
+}
+
+/// Maximum number of descriptors of one process to read.
+pub(crate) const MAX_FILES: usize = 4096;
+
+/// Start of the link of a socket in `/proc/PID/fd`.
+pub(crate) const SOCKET: &str = "socket:[";
+
+/// The inode in a link of `/proc/PID/fd` such as `pipe:[4242]`.
+pub(crate) fn inode_of(link: &str, kind: &str) -> Option<u64> {
+    link.strip_prefix(kind)?.strip_suffix(']')?.parse().ok()
+}
+
+/// Maximum number of descendants of one process.
+const MAX_DESCENDANTS: usize = 1024;
+
+/// All descendants of `pid`, parents first. Processes in `skip` and their descendants are left out,
+/// because they are captured on their own.
+pub(crate) fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
+    descendants_until(pid, skip, None).0
+}
+
+/// The descendants that are found before the deadline, and whether these are all.
+pub(crate) fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<Instant>) -> (Vec<i32>, bool) {
+    let mut found = vec![pid];
+    let mut parents: Option<HashMap<i32, Vec<i32>>> = None;
+    let mut next = 0;
+    let in_time = || deadline.is_none_or(|deadline| Instant::now() < deadline);
+    while next < found.len() && found.len() <= MAX_DESCENDANTS && in_time() {
+        let parent = found[next];
+        next += 1;
+        let children = children(parent, usize::MAX).unwrap_or_else(|| {
+            // A kernel without CONFIG_PROC_CHILDREN: read the parent of every process instead.
+            parents.get_or_insert_with(children_by_parent).get(&parent).cloned().unwrap_or_default()
+        });
+        for child in children {
+            if child != std::process::id() as i32 && !skip.contains(&child) && !found.contains(&child) {
+                found.push(child);
+            }
+        }
+    }
+    let all = next == found.len();
+    (found.split_off(1), all)
+}
+
+/// Pids of the children of a process, ascending: those that its first `most_threads` threads
+/// started. `None` if the kernel does not list them.
+#[must_use]
+pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
+    let mut children = Vec::new();
+    for tid in threads(pid).unwrap_or_default().into_iter().take(most_threads) {
+        match fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
+            Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
+            // The folder of a thread that has just ended is gone. On a kernel that does not list
+            // children, the folder exists.
+            Err(_) if std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists() => return None,
+            Err(_) => {}
+        }
+    }
+    children.sort_unstable();
+    Some(children)
+}
+
+fn children_by_parent() -> HashMap<i32, Vec<i32>> {
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        if let Ok(stat) = stat(pid) {
+            children.entry(stat.parent).or_default().push(pid);
+        }
+    }
+    children
 }
 
 #[cfg(test)]

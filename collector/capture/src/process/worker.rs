@@ -18,15 +18,14 @@ use std::{
 
 use crate::{
     kernel::procfs::{self, state_text},
-    native::priority,
-    objects::image_cache::Images,
-    options::extension,
+    native::ptrace,
+    objects::Images,
 };
 
 use super::{
+    Job, RawProcess,
     capture::{capture, unix_ns},
-    job::Job,
-    raw::RawProcess,
+    extension,
 };
 
 /// Maximum number of threads that work at the same time. Each holds copies of its process's memory.
@@ -168,7 +167,7 @@ fn spawn(
     let own_tid = Arc::clone(&tid);
     let work = move || {
         let _ = own_tid.set(nix::unistd::gettid().as_raw());
-        priority::use_precise_sleep();
+        ptrace::use_precise_sleep();
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
         let answer = answer.unwrap_or_else(|_| unanswered(pid, "a defect of the capture itself, see the log"));
@@ -199,8 +198,9 @@ fn unanswered(pid: i32, reason: &str) -> RawProcess {
 
 #[cfg(test)]
 mod tests {
+    use crate::process::Options;
+
     use super::*;
-    use crate::options::Options;
 
     #[test]
     fn runnable_or_unstarted_threads_are_not_blocked() {
