@@ -182,7 +182,7 @@ impl MergedTrees {
 /// Reads `stacks.bin`, the trees of a folder. `None` if there are none or they are invalid; the
 /// viewer then draws the dumps of the folder.
 #[must_use]
-pub fn read_merged_trees(folder: &Path) -> Option<MergedTrees> {
+pub fn merged_trees(folder: &Path) -> Option<MergedTrees> {
     let message = lenient::decode::<StackTrees>(&read(&folder.join("stacks.bin")).ok()?).ok()?;
     let tree = |message: Option<StackTree>| {
         let mut tree = PrefixTree::new();
@@ -273,16 +273,16 @@ mod tests {
     #[test]
     fn trees_of_all_ranks_are_read_and_rubbish_is_not() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(read_merged_trees(folder.path()).is_none());
+        assert!(merged_trees(folder.path()).is_none());
         let mut tree = PrefixTree::new();
         for rank in [0, 1, 7] {
             tree.insert(["main@a:1", "wait@b:2"], rank);
         }
         let message = StackTrees { world_size: 9, native: Some(tree.to_message()), python: None };
         fs::write(folder.path().join("stacks.bin"), message.encode_to_vec()).unwrap();
-        let trees = read_merged_trees(folder.path()).unwrap();
+        let trees = merged_trees(folder.path()).unwrap();
         assert_eq!((trees.world, trees.ranks(), trees.python.nodes().len()), (9, 3, 0));
         fs::write(folder.path().join("stacks.bin"), [0xff; 9]).unwrap();
-        assert!(read_merged_trees(folder.path()).is_none());
+        assert!(merged_trees(folder.path()).is_none());
     }
 }

@@ -147,8 +147,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
     // The folder of a large job holds only some dumps, and the stacks of all ranks as trees.
-    let trees =
-        folder::read_merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
+    let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
     let mut result = match &trees {
         Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
         None => write_all([&merged.native, &merged.python], listed.world, output, choice, &mut written),

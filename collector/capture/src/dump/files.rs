@@ -96,9 +96,7 @@ pub(super) struct RankedProcess {
 /// All processes with a rank, ascending by rank. If children inherited the rank, only the topmost
 /// process counts.
 pub(super) fn ranked() -> Vec<RankedProcess> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let all: Vec<RankedProcess> = pids.filter_map(rank_of).collect();
+    let all: Vec<RankedProcess> = procfs::pids().filter_map(rank_of).collect();
     let inherited = |process: &RankedProcess| {
         let parent = procfs::stat(process.pid).map_or(0, |stat| stat.parent);
         all.iter().any(|other| other.pid == parent && other.rank == process.rank)
