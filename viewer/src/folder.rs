@@ -1,10 +1,15 @@
-//! Finds the dumps of a folder: the files, their ranks, and the latest of several incidents.
+//! Finds the dumps of a folder: the files, their ranks, and the latest of several incidents. Reads
+//! the merged stacks of all ranks, if the folder has them.
 
 use std::fs;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
+use xpu_timer_analysis::prefix_tree::PrefixTree;
+use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::lenient;
 use xpu_timer_proto::printable::line;
+use xpu_timer_proto::v1::{StackTree, StackTrees};
 
 /// A `.stacktrace` file with a valid name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -149,9 +154,47 @@ pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
+/// The stacks of all ranks of a large job as two trees, merged by the cluster collector. The folder
+/// contains the dumps of only some of these ranks.
+#[derive(Debug)]
+pub struct MergedTrees {
+    /// Native stacks.
+    pub native: PrefixTree,
+    /// Python stacks.
+    pub python: PrefixTree,
+    /// Number of ranks in the job.
+    pub world: u32,
+}
+
+impl MergedTrees {
+    /// Number of ranks that have a stack.
+    #[must_use]
+    pub fn ranks(&self) -> u64 {
+        let roots = self.native.nodes().iter().filter(|node| node.parent.is_none());
+        let mut ranks = RankSet::new();
+        for root in roots {
+            ranks.union_with(&root.ranks);
+        }
+        ranks.len()
+    }
+}
+
+/// Reads `stacks.bin`, the trees of a folder. `None` if there are none or they are invalid; the
+/// viewer then draws the dumps of the folder.
+#[must_use]
+pub fn merged_trees(folder: &Path) -> Option<MergedTrees> {
+    let message = lenient::decode::<StackTrees>(&read(&folder.join("stacks.bin")).ok()?).ok()?;
+    let tree = |message: Option<StackTree>| {
+        let mut tree = PrefixTree::new();
+        tree.merge_message(&message.unwrap_or_default()).ok().map(|()| tree)
+    };
+    Some(MergedTrees { native: tree(message.native)?, python: tree(message.python)?, world: message.world_size })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xpu_timer_proto::Message;
 
     #[test]
     fn names() {
@@ -225,5 +268,21 @@ mod tests {
         }
         let latest = latest_incident(dir.path()).unwrap().unwrap();
         assert_eq!(name_of(&latest), "incident-20261121T101500Z-3");
+    }
+
+    #[test]
+    fn trees_of_all_ranks_are_read_and_rubbish_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(merged_trees(folder.path()).is_none());
+        let mut tree = PrefixTree::new();
+        for rank in [0, 1, 7] {
+            tree.insert(["main@a:1", "wait@b:2"], rank);
+        }
+        let message = StackTrees { world_size: 9, native: Some(tree.to_message()), python: None };
+        fs::write(folder.path().join("stacks.bin"), message.encode_to_vec()).unwrap();
+        let trees = merged_trees(folder.path()).unwrap();
+        assert_eq!((trees.world, trees.ranks(), trees.python.nodes().len()), (9, 3, 0));
+        fs::write(folder.path().join("stacks.bin"), [0xff; 9]).unwrap();
+        assert!(merged_trees(folder.path()).is_none());
     }
 }

@@ -1,7 +1,7 @@
 //! Lists all incidents of a timeline folder with time, cause and verdict.
 
 use crate::folder::{incidents, name_of};
-use crate::screen::Screen;
+use crate::output::Screen;
 use crate::summary::wrapped;
 use serde::Serialize;
 use std::fmt::Write as _;

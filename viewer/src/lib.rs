@@ -6,17 +6,14 @@
 #![forbid(unsafe_code)]
 
 pub mod absent_ranks;
-pub mod colour;
 pub mod dump;
 pub mod filter;
 pub mod folder;
 pub mod incidents;
 pub mod merge;
-pub mod merged_trees;
 pub mod output;
 pub mod picture;
 pub mod report;
-pub mod screen;
 pub mod stacks;
 pub mod summary;
 
@@ -26,8 +23,8 @@ use dump::Dump;
 use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
+pub use output::Screen;
 use picture::Picture;
-pub use screen::Screen;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
@@ -150,7 +147,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
     // The folder of a large job holds only some dumps, and the stacks of all ranks as trees.
-    let trees = merged_trees::read(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
+    let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
     let mut result = match &trees {
         Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
         None => write_all([&merged.native, &merged.python], listed.world, output, choice, &mut written),

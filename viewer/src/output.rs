@@ -1,9 +1,20 @@
-//! Writes files atomically: a reader never sees a partial file.
+//! Where the viewer writes to: the screen, and files, which it writes atomically: a reader never
+//! sees a partial file.
 
 use std::fs::Permissions;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+/// What stdout can show: its width and whether it understands colours. The default is plain text of
+/// any width.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Screen {
+    /// Columns; `None` for lines of any length.
+    pub width: Option<usize>,
+    /// Whether the terminal understands escape sequences for colours.
+    pub colour: bool,
+}
 
 /// Writes a file under a temporary name and renames it. Returns its path.
 pub fn write_file(

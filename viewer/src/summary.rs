@@ -3,7 +3,7 @@
 
 use crate::absent_ranks::AbsentRanks;
 use crate::merge::{Group, Merged, Mode};
-use crate::screen::Screen;
+use crate::output::Screen;
 use crate::stacks::End;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;

@@ -3,12 +3,11 @@
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use crate::{
-    kernel::children,
-    objects::image_cache::Images,
-    options::Options,
-    process::{job::Job, worker},
+    kernel::procfs,
+    objects::Images,
+    process::{Job, Options, worker},
     stacks::{ProcessCapture, Stacks},
-    symbols::symbolizer::Symbolizer,
+    symbols::Symbolizer,
 };
 
 /// Captures the processes of one node. It keeps what is expensive to find (unwind rows, names,
@@ -50,7 +49,7 @@ impl Capturer {
         let connections = Arc::default();
         let mut descendants = Vec::new();
         for pid in pids {
-            let descendant_count = if options.children { children::descendants(*pid, &requested) } else { Vec::new() };
+            let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };
             descendants.push(descendant_count.len());
             for pid in std::iter::once(*pid).chain(descendant_count) {
                 jobs.push(Job { pid, options: options.clone(), deadline, connections: Arc::clone(&connections) });

@@ -3,10 +3,7 @@
 
 mod files;
 mod json;
-mod ptrace_child;
-mod ranked;
 mod text;
-mod view;
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -15,13 +12,19 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Parser};
+use nix::{
+    sys::{
+        prctl,
+        signal::Signal,
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::{ForkResult, fork, getpid, getppid, setsid},
+};
 use xpu_timer_proto::printable::{self, Lines};
 
-use crate::{capturer::Capturer, options::Options, stacks::Stacks};
-
-use view::View;
+use crate::{capturer::Capturer, merge::View, native::ptrace, process::Options, stacks::Stacks};
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
@@ -86,7 +89,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
     if arguments.force_ptrace
-        && let Some(code) = ptrace_child::run()?
+        && let Some(code) = run_in_child()?
     {
         return Ok(code);
     }
@@ -158,7 +161,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 /// The processes that the command line selects, each once.
 fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
     let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked::ranked() } else { Vec::new() };
+    let ranked = if arguments.all || !arguments.rank.is_empty() { files::ranked() } else { Vec::new() };
     for rank in &arguments.rank {
         let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
         let before = pids.len();
@@ -180,4 +183,40 @@ fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+/// Starts the process that stops threads, for `--force-ptrace`: a child of the command that does
+/// all its work. Returns `None` in the child, which continues. The command waits for the child and
+/// ends with its exit code.
+///
+/// Whatever happens to the command or the child, no thread of the target stays stopped. When a
+/// process dies, the kernel releases the threads that it traced. The child dies with the command.
+/// It is in a session of its own, so that no key and no hangup of a terminal stops it. If it is
+/// frozen while it holds a thread, a timer kills it (`HoldWatchdog`).
+#[allow(unsafe_code)]
+fn run_in_child() -> Result<Option<ExitCode>> {
+    let command = getpid();
+    // SAFETY: the command has started no thread yet, so the child has a copy of all its state.
+    match unsafe { fork() }.context("no process can be started that stops threads")? {
+        ForkResult::Child => {
+            prctl::set_pdeathsig(Signal::SIGKILL).context("prctl")?;
+            if getppid() != command {
+                bail!("the command has ended");
+            }
+            setsid().context("setsid")?;
+            ptrace::enable_hold_watchdog();
+            Ok(None)
+        }
+        ForkResult::Parent { child } => {
+            let code = match waitpid(child, None).context("waitpid")? {
+                WaitStatus::Exited(_, code) => code,
+                WaitStatus::Signaled(_, Signal::SIGKILL, _) => {
+                    eprintln!("xpu_timer_dump: killed so that no thread stays stopped; the machine may be too busy");
+                    1
+                }
+                status => bail!("the process that stops threads ended: {status:?}"),
+            };
+            Ok(Some(ExitCode::from(u8::try_from(code).unwrap_or(1))))
+        }
+    }
 }

@@ -10,7 +10,7 @@ use gimli::UnwindContext;
 
 use crate::{
     objects::{bytes::Bytes, image::Image, perf_map::PerfMap},
-    symbols::symbolizer,
+    symbols,
 };
 
 /// Long enough for a small object. The search for lines stops after this time.
@@ -34,9 +34,9 @@ pub fn object(bytes: &[u8]) {
             assert!(function.contains(address), "{address:#x} is not in {function:x?}");
         }
     }
-    let names = symbolizer::names_of(&image, &addresses);
+    let names = symbols::names_of(&image, &addresses);
     assert_eq!(names.len(), addresses.len());
-    for (address, _) in symbolizer::lines_of(&image, &addresses, Instant::now() + LINES) {
+    for (address, _) in symbols::lines_of(&image, &addresses, Instant::now() + LINES) {
         assert!(addresses.binary_search(&address).is_ok(), "nobody asked for {address:#x}");
     }
 }

@@ -1,10 +1,7 @@
 //! What the kernel reports about processes, threads and sockets: `/proc` and netlink.
 
 pub(crate) mod awaited;
-pub(crate) mod children;
-mod descriptors;
 pub(crate) mod mappings;
 pub(crate) mod permission;
 pub(crate) mod procfs;
 pub mod sock_diag;
-pub(crate) mod tcp_bytes;

@@ -20,7 +20,6 @@
 #![deny(unsafe_code)]
 
 mod capturer;
-mod counter;
 mod cpython;
 pub mod dump;
 mod error;
@@ -31,7 +30,6 @@ mod memory;
 pub mod merge;
 mod native;
 mod objects;
-mod options;
 mod pool;
 mod process;
 mod python;
@@ -39,10 +37,10 @@ mod stacks;
 mod symbols;
 
 pub use capturer::Capturer;
-pub use counter::{Counter, Counts};
 pub use error::Error;
-pub use kernel::{children::children, sock_diag};
-pub use options::Options;
+pub use kernel::{procfs::children, sock_diag};
+pub use process::Options;
+pub use python::counting::{Counter, Counts};
 pub use stacks::{Function, Place, ProcessCapture, Stacks};
 
 const _: fn() = || {

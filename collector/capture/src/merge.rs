@@ -77,6 +77,14 @@ fn is_instruction(frame: &PstackFrame) -> bool {
     frame.func_name.starts_with("_TAIL_CALL_")
 }
 
+/// Which stacks to print.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum View {
+    Native,
+    Python,
+    Merged,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

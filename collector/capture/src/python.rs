@@ -11,17 +11,10 @@
 //! differs from the number of frames of the interpreter's loop on its native stack, and the thread
 //! is read again.
 
-pub(crate) mod agreement;
 mod builtins;
 mod code;
+pub(crate) mod consistency;
 pub(crate) mod counting;
-mod data_loaders;
-mod frames;
-mod gc;
-mod lines;
-mod locate;
-mod names;
+pub(crate) mod frames;
 pub(crate) mod reader;
-pub(crate) mod stack;
-pub(crate) mod stopped_copy;
 mod threads;

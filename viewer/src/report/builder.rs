@@ -2,9 +2,11 @@
 //! what it has seen.
 
 use super::communicators::Communicators;
-use super::data::{self, Child, Condition, Conditions, Group, Progress, Rank, Report, Sample, TextId, Thread, Trees};
+use super::data::{
+    self, Child, Condition, Conditions, Group, MainRanks, Progress, Rank, Report, Sample, Table, TextId, Texts, Thread,
+    Trees, draw,
+};
 use super::mixed::mix;
-use super::numbers::{MainRanks, Table, Texts, draw};
 use crate::absent_ranks::{Absence, AbsentRanks};
 use crate::dump::{self, Dump, Threads};
 use crate::merge::{Interned, Merged, Merger, Mode};

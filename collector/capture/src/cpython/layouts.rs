@@ -1,6 +1,6 @@
 //! Printed by `layouts.c` for each CPython; `cargo xtask bless` writes it anew.
 
-use super::layout::{DebugOffsets, Layout};
+use super::{DebugOffsets, Layout};
 
 pub(super) static LAYOUTS: [Layout; 8] = [
     Layout {

@@ -1,5 +1,5 @@
-//! The CPython in an object: the address of its runtime structure, and the code of its evaluation
-//! loop.
+//! The CPython in an object: the address of its runtime structure, the code of its evaluation loop,
+//! and the layout of its version.
 
 use std::{
     ops::Range,
@@ -13,9 +13,9 @@ use object::{
     read::elf::{ElfFile64, FileHeader, SectionHeader, Sym, SymbolTable},
 };
 
-use crate::memory::{remote, snapshot::Snapshot};
+use crate::memory::{self, snapshot::Snapshot};
 
-use super::{layout::Layout, version};
+use super::{Layout, OFFSETS, layouts::LAYOUTS};
 
 /// The function that runs Python code. Compilers split it into parts, such as
 /// `_PyEval_EvalFrameDefault.cold`.
@@ -76,12 +76,12 @@ impl Runtime {
         }
         let runtime = self.address.wrapping_add(bias);
         let mut memory = Snapshot::new(tid);
-        let minor = match version::debug_offsets_version(&mut memory, runtime) {
+        let minor = match debug_offsets_version(&mut memory, runtime) {
             Some(minor) => Some(minor),
             None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
         };
         let Some(minor) = minor else { return Err("which version of CPython it is cannot be told".into()) };
-        let layout = Arc::new(version::layout_of(minor, &mut memory, runtime)?);
+        let layout = Arc::new(layout_of(minor, &mut memory, runtime)?);
         Ok(Arc::clone(self.layout.get_or_init(|| layout)))
     }
 
@@ -180,7 +180,7 @@ fn minor_version(tid: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: 
     // A constant from 3.11 on.
     if let Some(address) = exported_symbol(elf, b"Py_Version") {
         let mut bytes = [0; 4];
-        if matches!(remote::read(tid, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
+        if matches!(memory::read(tid, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
             return Some(bytes[2]);
         }
     }
@@ -193,7 +193,7 @@ fn minor_version(tid: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: 
     elf.sections().filter(|section| section.kind() == object::SectionKind::UninitializedData).find_map(|section| {
         let size = section.elf_section_header().sh_size(elf.endian());
         let mut bytes = vec![0; usize::try_from(size).unwrap_or(MAX_SEARCHED_BYTES).min(MAX_SEARCHED_BYTES)];
-        let read = remote::read(tid, section.address().wrapping_add(bias), &mut bytes).ok()?;
+        let read = memory::read(tid, section.address().wrapping_add(bias), &mut bytes).ok()?;
         parse_version(bytes.get(..read)?)
     })
 }
@@ -214,6 +214,43 @@ fn parse_version(bytes: &[u8]) -> Option<u8> {
 fn leading_number(text: &str) -> Option<u8> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     text[..end].parse().ok()
+}
+
+/// Oldest minor version that can be read.
+const OLDEST_MINOR: u8 = 8;
+/// First bytes of `_PyRuntime` from 3.13 on, and the offset of the version after them.
+const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
+const VERSION_OFFSET: u64 = 8;
+/// A larger offset shows that the table is a different one than expected.
+const MAX_OFFSET: u64 = 1 << 22;
+
+/// The minor version of an interpreter that has a table of offsets.
+fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
+    if memory.read_u64(OFFSETS, runtime).ok()? != COOKIE {
+        return None;
+    }
+    let version = memory.read_u64(OFFSETS, runtime.wrapping_add(VERSION_OFFSET)).ok()?;
+    (version >> 24 == 3).then_some((version >> 16) as u8)
+}
+
+/// The layout of one minor version, for the interpreter whose `_PyRuntime` is at `runtime`.
+fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
+    let Some(layout) = LAYOUTS.iter().find(|layout| layout.minor == minor) else {
+        let newest = LAYOUTS.last().map_or(0, |layout| layout.minor);
+        return Err(format!("CPython 3.{minor}, and only 3.{OLDEST_MINOR} to 3.{newest} can be read"));
+    };
+    let Some(debug_offsets) = &layout.debug_offsets else { return Ok(layout.clone()) };
+    if debug_offsets_version(memory, runtime) != Some(minor) {
+        return Err(format!("CPython 3.{minor} without its table of offsets"));
+    }
+    if memory.read_u64(OFFSETS, runtime.wrapping_add(debug_offsets.free_threaded)).map_err(|error| error.to_string())?
+        != 0
+    {
+        return Err(format!("CPython 3.{minor} without a global lock (free-threaded) cannot be read"));
+    }
+    let layout = layout.with_debug_offsets(debug_offsets, memory, runtime).map_err(|error| error.to_string())?;
+    let plausible = layout.offsets().into_iter().all(|offset| offset < MAX_OFFSET);
+    if plausible { Ok(layout) } else { Err(format!("CPython 3.{minor} with a table of offsets of another kind")) }
 }
 
 #[cfg(test)]

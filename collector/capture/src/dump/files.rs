@@ -1,4 +1,5 @@
-//! `.stacktrace` files in the format that the viewer reads.
+//! `.stacktrace` files in the format that the viewer reads, numbered by the ranks that launchers
+//! gave to the processes.
 
 use std::{
     collections::HashSet,
@@ -14,9 +15,7 @@ use xpu_timer_proto::{
     server::{ChildProcess, Stacktrace},
 };
 
-use crate::stacks::ProcessCapture;
-
-use super::ranked;
+use crate::{kernel::procfs, stacks::ProcessCapture};
 
 /// The output folder, and the numbers of the files.
 pub(super) struct Files {
@@ -30,7 +29,7 @@ impl Files {
     /// rank (of two jobs), the files are numbered by their position in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
-        let ranks: Vec<Option<ranked::RankedProcess>> = pids.iter().map(|pid| ranked::rank_of(*pid)).collect();
+        let ranks: Vec<Option<RankedProcess>> = pids.iter().map(|pid| rank_of(*pid)).collect();
         let largest = ranks
             .iter()
             .flatten()
@@ -83,4 +82,37 @@ fn message(process: ProcessCapture, rank: u32) -> Stacktrace {
         last_sample: Some(sample),
         ..Stacktrace::default()
     }
+}
+
+/// A process with a `RANK` in its environment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RankedProcess {
+    pub pid: i32,
+    pub rank: u32,
+    /// `WORLD_SIZE`, or 0.
+    pub world_size: u32,
+}
+
+/// All processes with a rank, ascending by rank. If children inherited the rank, only the topmost
+/// process counts.
+pub(super) fn ranked() -> Vec<RankedProcess> {
+    let all: Vec<RankedProcess> = procfs::pids().filter_map(rank_of).collect();
+    let inherited = |process: &RankedProcess| {
+        let parent = procfs::stat(process.pid).map_or(0, |stat| stat.parent);
+        all.iter().any(|other| other.pid == parent && other.rank == process.rank)
+    };
+    let mut eldest: Vec<RankedProcess> = all.iter().copied().filter(|process| !inherited(process)).collect();
+    eldest.sort_by_key(|process| (process.rank, process.pid));
+    eldest
+}
+
+/// The rank of one process.
+pub(super) fn rank_of(pid: i32) -> Option<RankedProcess> {
+    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let value = |name: &str| {
+        let mut variables = environment.split(|byte| *byte == 0);
+        let value = variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+        std::str::from_utf8(value).ok()?.parse::<u32>().ok()
+    };
+    Some(RankedProcess { pid, rank: value("RANK")?, world_size: value("WORLD_SIZE").unwrap_or(0) })
 }

@@ -14,11 +14,9 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    merge::{check_match, is_loop_name},
+    merge::{View, check_match, is_loop_name},
     stacks::{Function, Place, Stacks},
 };
-
-use super::view::View;
 
 /// Writes one process and its descendants. `pretty` is for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {

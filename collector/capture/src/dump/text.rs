@@ -12,11 +12,9 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    merge::{Frame, merge},
+    merge::{Frame, View, merge},
     stacks::ProcessCapture,
 };
-
-use super::view::View;
 
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[31m";

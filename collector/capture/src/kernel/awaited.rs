@@ -11,11 +11,7 @@ use std::{
 
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
-use super::{
-    children::descendants_until,
-    descriptors::{MAX_FILES, SOCKET, inode_of},
-    procfs::{self, Syscall},
-};
+use super::procfs::{self, MAX_FILES, SOCKET, Syscall, descendants_until, inode_of};
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -152,7 +148,7 @@ fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool
 /// The value of one line of `/proc/PID/fdinfo/N`.
 fn fdinfo(pid: i32, descriptor: i32, key: &str) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-    text.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
+    procfs::field(&text, key).map(str::to_owned)
 }
 
 fn flags(pid: i32, descriptor: i32) -> Option<u32> {
@@ -164,14 +160,7 @@ fn flags(pid: i32, descriptor: i32) -> Option<u32> {
 fn lock_table_id(pid: i32, descriptor: i32) -> Option<String> {
     let inode = fdinfo(pid, descriptor, "ino:")?;
     let mount = fdinfo(pid, descriptor, "mnt_id:")?;
-    let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).ok()?;
-    let device = mounts.lines().find_map(|line| {
-        let mut fields = line.split_whitespace();
-        (fields.next()? == mount).then_some(())?;
-        fields.nth(1)
-    })?;
-    let (major, minor) = device.split_once(':')?;
-    let (major, minor): (u32, u32) = (major.parse().ok()?, minor.parse().ok()?);
+    let (major, minor) = procfs::device_of_mount(pid, &mount)?;
     Some(format!("{major:02x}:{minor:02x}:{inode}"))
 }
 

@@ -2,10 +2,12 @@
 //! nothing.
 
 use std::{
+    collections::{HashMap, HashSet},
     fs::{self, File},
     io::{self, Read},
     os::unix::fs::FileExt,
     path::PathBuf,
+    time::Instant,
 };
 
 use xpu_timer_proto::secrets;
@@ -93,11 +95,22 @@ pub(crate) struct Stat {
     pub start_time: u64,
 }
 
+/// The pids of all processes, in no order.
+pub(crate) fn pids() -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
 fn read(path: PathBuf) -> Result<String, Error> {
     match fs::read(&path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(source) => Err(Error::Procfs { path, source }),
     }
+}
+
+/// The value of the line that starts with `name`.
+pub(crate) fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
 }
 
 /// Buffer size: room for the status of a thread in deeply nested namespaces.
@@ -218,10 +231,10 @@ impl Schedule {
     /// Reads the schedule of one thread.
     pub fn of(pid: i32, tid: i32) -> Self {
         let file = File::open(task(pid, tid, "schedstat")).ok();
-        let (cpu_ns, runs) = file.as_ref().and_then(read_schedule).unwrap_or_else(|| {
+        let Schedstat { cpu_ns, runs, .. } = file.as_ref().and_then(read_schedstat).unwrap_or_else(|| {
             // A kernel without this file still counts ticks.
-            let stat = read_task(pid, tid, "stat", parse_stat).ok().flatten();
-            (stat.map_or(0, |stat| ticks_to_ns(stat.cpu_ticks)), 0)
+            let stat = thread_stat(pid, tid);
+            Schedstat { cpu_ns: stat.map_or(0, |stat| ticks_to_ns(stat.cpu_ticks)), ..Schedstat::default() }
         });
         Schedule { file, cpu_ns, runs }
     }
@@ -229,22 +242,43 @@ impl Schedule {
     /// Whether the thread has not been put on a CPU since. `None` if the kernel does not count
     /// this.
     pub fn is_unchanged(&self) -> Option<bool> {
-        let now = self.file.as_ref().and_then(read_schedule);
-        now.filter(|_| self.runs > 0).map(|(_, runs)| runs == self.runs)
+        let now = self.file.as_ref().and_then(read_schedstat);
+        now.filter(|_| self.runs > 0).map(|now| now.runs == self.runs)
     }
 }
 
-fn read_schedule(file: &File) -> Option<(u64, u64)> {
+/// What the scheduler counts for a thread.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Schedstat {
+    /// Time on a CPU.
+    pub cpu_ns: u64,
+    /// Time waiting for a CPU.
+    pub waited_ns: u64,
+    /// How often the thread was put on a CPU.
+    pub runs: u64,
+}
+
+/// Contents of `schedstat` of a thread. `None` if the kernel has no such file.
+pub(crate) fn schedstat(pid: i32, tid: i32) -> Option<Schedstat> {
+    read_schedstat(&File::open(task(pid, tid, "schedstat")).ok()?)
+}
+
+fn read_schedstat(file: &File) -> Option<Schedstat> {
     let mut buffer = [0; 128];
     let length = file.read_at(&mut buffer, 0).ok()?;
     let mut numbers = std::str::from_utf8(buffer.get(..length)?).ok()?.split_whitespace();
-    let (cpu_ns, _waited, runs) = (numbers.next()?, numbers.next()?, numbers.next()?);
-    Some((cpu_ns.parse().ok()?, runs.parse().ok()?))
+    let mut number = || numbers.next()?.parse().ok();
+    Some(Schedstat { cpu_ns: number()?, waited_ns: number()?, runs: number()? })
 }
 
 pub(crate) fn stat(pid: i32) -> Result<Stat, Error> {
     let path = PathBuf::from(format!("/proc/{pid}/stat"));
     parse_stat(&read(path)?).ok_or(Error::Gone(pid))
+}
+
+/// Contents of `stat` of a thread.
+pub(crate) fn thread_stat(pid: i32, tid: i32) -> Option<Stat> {
+    read_task(pid, tid, "stat", parse_stat).ok().flatten()
 }
 
 fn parse_stat(text: &str) -> Option<Stat> {
@@ -270,9 +304,7 @@ pub(crate) fn ticks_to_ns(ticks: u64) -> u64 {
 /// Bytes that read and write calls moved; 0 if unreadable.
 pub(crate) fn io_bytes(pid: i32) -> u64 {
     let text = read(PathBuf::from(format!("/proc/{pid}/io"))).unwrap_or_default();
-    let of = |name: &str| {
-        text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok()).unwrap_or_default()
-    };
+    let of = |name: &str| field(&text, name).and_then(|bytes| bytes.parse::<u64>().ok()).unwrap_or_default();
     of("rchar:") + of("wchar:")
 }
 
@@ -293,7 +325,7 @@ pub(crate) fn command(pid: i32) -> String {
 /// The pid of the process that a thread belongs to.
 pub(crate) fn pid_of_thread(tid: i32) -> Option<i32> {
     let text = read(PathBuf::from(format!("/proc/{tid}/status"))).ok()?;
-    text.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+    field(&text, "Tgid:")?.parse().ok()
 }
 
 /// The effective uid and the effective capabilities of a process.
@@ -305,25 +337,46 @@ pub(crate) struct EffectiveCredentials {
 
 pub(crate) fn effective_credentials(pid: i32) -> Result<EffectiveCredentials, Error> {
     let text = read(PathBuf::from(format!("/proc/{pid}/status")))?;
-    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+    let field = |name: &str| field(&text, name).unwrap_or_default();
     let uid = field("Uid:").split_whitespace().nth(1).and_then(|uid| uid.parse().ok()).unwrap_or(0);
-    let capabilities = u64::from_str_radix(field("CapEff:").trim(), 16).unwrap_or(0);
+    let capabilities = u64::from_str_radix(field("CapEff:"), 16).unwrap_or(0);
     Ok(EffectiveCredentials { uid, capabilities })
 }
 
 /// Type of the file system with this device number, as the process sees it. This involves no file
 /// system.
 pub(crate) fn file_system_type(pid: i32, device: (u32, u32)) -> Option<String> {
-    let text = read(PathBuf::from(format!("/proc/{pid}/mountinfo"))).ok()?;
-    text.lines().find_map(|line| parse_mount(line, device)).map(str::to_string)
+    let text = mounts(pid)?;
+    let mount = text.lines().filter_map(parse_mount).find(|mount| mount.device == device)?;
+    Some(mount.file_system_type.to_string())
 }
 
-fn parse_mount(line: &str, device: (u32, u32)) -> Option<&str> {
+/// Device number of the mount with this id, as the process sees it.
+pub(crate) fn device_of_mount(pid: i32, id: &str) -> Option<(u32, u32)> {
+    let text = mounts(pid)?;
+    text.lines().filter_map(parse_mount).find(|mount| mount.id == id).map(|mount| mount.device)
+}
+
+fn mounts(pid: i32) -> Option<String> {
+    read(PathBuf::from(format!("/proc/{pid}/mountinfo"))).ok()
+}
+
+/// One line of `/proc/PID/mountinfo`.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount<'a> {
+    id: &'a str,
+    device: (u32, u32),
+    file_system_type: &'a str,
+}
+
+fn parse_mount(line: &str) -> Option<Mount<'_>> {
     // Optional fields are between the mount point and the dash.
     let (mount, system) = line.split_once(" - ")?;
-    let (major, minor) = mount.split(' ').nth(2)?.split_once(':')?;
-    let same = (major.parse(), minor.parse()) == (Ok(device.0), Ok(device.1));
-    if same { system.split(' ').next() } else { None }
+    let mut fields = mount.split(' ');
+    let id = fields.next()?;
+    let (major, minor) = fields.nth(1)?.split_once(':')?;
+    let device = (major.parse().ok()?, minor.parse().ok()?);
+    Some(Mount { id, device, file_system_type: system.split(' ').next()? })
 }
 
 pub(crate) fn maps(pid: i32, tid: i32) -> Result<Vec<Mapping>, Error> {
@@ -357,6 +410,77 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
     })
 }
 
+/// Maximum number of descriptors of one process to read.
+pub(crate) const MAX_FILES: usize = 4096;
+
+/// Start of the link of a socket in `/proc/PID/fd`.
+pub(crate) const SOCKET: &str = "socket:[";
+
+/// The inode in a link of `/proc/PID/fd` such as `pipe:[4242]`.
+pub(crate) fn inode_of(link: &str, kind: &str) -> Option<u64> {
+    link.strip_prefix(kind)?.strip_suffix(']')?.parse().ok()
+}
+
+/// Maximum number of descendants of one process.
+const MAX_DESCENDANTS: usize = 1024;
+
+/// All descendants of `pid`, parents first. Processes in `skip` and their descendants are left out,
+/// because they are captured on their own.
+pub(crate) fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
+    descendants_until(pid, skip, None).0
+}
+
+/// The descendants that are found before the deadline, and whether these are all.
+pub(crate) fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<Instant>) -> (Vec<i32>, bool) {
+    let mut found = vec![pid];
+    let mut parents: Option<HashMap<i32, Vec<i32>>> = None;
+    let mut next = 0;
+    let in_time = || deadline.is_none_or(|deadline| Instant::now() < deadline);
+    while next < found.len() && found.len() <= MAX_DESCENDANTS && in_time() {
+        let parent = found[next];
+        next += 1;
+        let children = children(parent, usize::MAX).unwrap_or_else(|| {
+            // A kernel without CONFIG_PROC_CHILDREN: read the parent of every process instead.
+            parents.get_or_insert_with(children_by_parent).get(&parent).cloned().unwrap_or_default()
+        });
+        for child in children {
+            if child != std::process::id() as i32 && !skip.contains(&child) && !found.contains(&child) {
+                found.push(child);
+            }
+        }
+    }
+    let all = next == found.len();
+    (found.split_off(1), all)
+}
+
+/// Pids of the children of a process, ascending: those that its first `most_threads` threads
+/// started. `None` if the kernel does not list them.
+#[must_use]
+pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
+    let mut children = Vec::new();
+    for tid in threads(pid).unwrap_or_default().into_iter().take(most_threads) {
+        match fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
+            Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
+            // The folder of a thread that has just ended is gone. On a kernel that does not list
+            // children, the folder exists.
+            Err(_) if std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists() => return None,
+            Err(_) => {}
+        }
+    }
+    children.sort_unstable();
+    Some(children)
+}
+
+fn children_by_parent() -> HashMap<i32, Vec<i32>> {
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for pid in pids() {
+        if let Ok(stat) = stat(pid) {
+            children.entry(stat.parent).or_default().push(pid);
+        }
+    }
+    children
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -387,10 +511,11 @@ mod tests {
     #[test]
     fn parses_mounts() {
         let line = "36 35 0:42 /a /mnt/b rw,noatime master:1 shared:2 - nfs4 host:/a rw,vers=4.2";
-        assert_eq!(parse_mount(line, (0, 42)), Some("nfs4"));
-        assert_eq!(parse_mount(line, (0, 4)), None);
-        assert_eq!(parse_mount("36 35 254:0 / / rw - ext4 /dev/vda rw", (254, 0)), Some("ext4"));
-        assert_eq!(parse_mount("", (0, 0)), None);
+        let parsed = |line| parse_mount(line).map(|mount| (mount.device, mount.file_system_type));
+        assert_eq!(parsed(line), Some(((0, 42), "nfs4")));
+        let line = "36 35 254:0 / / rw - ext4 /dev/vda rw";
+        assert_eq!(parse_mount(line), Some(Mount { id: "36", device: (254, 0), file_system_type: "ext4" }));
+        assert_eq!(parse_mount(""), None);
     }
 
     #[test]

@@ -16,8 +16,6 @@ use nix::{
     unistd::Pid,
 };
 
-use super::remote;
-
 pub(crate) const PAGE: u64 = 4096;
 const PAGE_BYTES: usize = PAGE as usize;
 /// Maximum number of pages: 128 MB. A stack of 100,000 frames needs about half of that on the
@@ -190,7 +188,7 @@ impl Snapshot {
         self.fetches -= 1;
         let at = self.bytes.len();
         self.bytes.resize(at + PAGE_BYTES, 0);
-        match remote::read(self.tid, page, &mut self.bytes[at..]) {
+        match super::read(self.tid, page, &mut self.bytes[at..]) {
             Ok(PAGE_BYTES) => {
                 self.offsets.insert(page, at);
                 Some(at)
@@ -254,7 +252,7 @@ fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u6
             // Seccomp filters of containers forbid the call. Then read each page from
             // `/proc/TID/mem`.
             Err(Errno::ENOSYS | Errno::EPERM) => {
-                usize::from(remote::read(tid, batch[0], &mut local[..PAGE_BYTES]).is_ok_and(|read| read == PAGE_BYTES))
+                usize::from(super::read(tid, batch[0], &mut local[..PAGE_BYTES]).is_ok_and(|read| read == PAGE_BYTES))
             }
             Err(_) => 0,
         };

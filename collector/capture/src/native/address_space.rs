@@ -11,8 +11,8 @@ use std::{
 use crate::{
     error::Error,
     kernel::{mappings::Mappings, procfs::Mapping},
-    memory::remote,
-    objects::{image::Image, image_cache::Images, perf_map::PerfMap},
+    memory,
+    objects::{Images, image::Image, perf_map::PerfMap},
 };
 
 use super::{
@@ -119,7 +119,7 @@ impl<'a> AddressSpace<'a> {
             self.object_at(address)?;
         }
         let length = length.min(usize::try_from(mapping.end - address).unwrap_or(length));
-        remote::read_exact(self.tid, address, length).ok()
+        memory::read_exact(self.tid, address, length).ok()
     }
 
     /// The layout of a frame, computed from the code of its function.

@@ -13,9 +13,9 @@ use std::{
 
 use memmap2::{MmapOptions, MmapRaw};
 
-use crate::memory::region::Region;
+use crate::memory::Region;
 
-use super::registers::Registers;
+use super::frame::Registers;
 
 /// CPU time of the thread until the sample. The kernel's minimum is 10 us.
 const PERIOD_NS: u64 = 20_000;

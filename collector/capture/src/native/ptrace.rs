@@ -4,10 +4,11 @@
 //! threads are stopped only on request. `Drop` releases a stopped thread. All calls of one [`Stop`]
 //! must come from one OS thread. The kernel releases the stopped threads when that OS thread ends,
 //! also if this process is killed, but not while this process is frozen. For that case, an
-//! expendable process has itself killed (`hold_watchdog.rs`).
+//! expendable process has itself killed ([`HoldWatchdog`]).
 
 use std::{
     io,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -18,7 +19,7 @@ use crate::{
     kernel::{permission, procfs},
 };
 
-use super::{hold_watchdog::Watchdog, priority::RaisedPriority, registers::Registers};
+use super::frame::Registers;
 
 /// Usual maximum time until a thread on another CPU has stopped.
 const SPIN_TIME: Duration = Duration::from_micros(20);
@@ -36,7 +37,7 @@ const RELEASE_WAIT: Duration = Duration::from_millis(2);
 pub(crate) struct Stop {
     tid: i32,
     /// Dropped after the thread has been released.
-    watchdog: Option<Watchdog>,
+    watchdog: Option<HoldWatchdog>,
     /// When the stop was requested.
     since: Option<Instant>,
     stopped: bool,
@@ -57,7 +58,7 @@ impl Stop {
 
     /// Prepares to stop one thread, which continues to run.
     pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
-        let watchdog = Watchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
+        let watchdog = HoldWatchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
             .map_err(|errno| ptrace_error(pid, tid, errno.into()))?;
         Ok(Stop { tid, watchdog, since: None, stopped: false, signal: 0 })
@@ -246,5 +247,147 @@ fn detach(tid: i32, signal: i32) {
     let result = unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal as usize) };
     if result != 0 {
         tracing::debug!("thread {tid} was not released: {}", io::Error::last_os_error());
+    }
+}
+
+/// Maximum time for which an expendable process holds a thread. It is longer than the time limit
+/// for a thread to stop.
+const MAX_HOLD: Duration = Duration::from_millis(400);
+
+static EXPENDABLE: AtomicBool = AtomicBool::new(false);
+
+/// From now on, the kernel kills this process if it holds a thread for longer than
+/// [`MAX_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
+/// machine.
+pub(crate) fn enable_hold_watchdog() {
+    EXPENDABLE.store(true, Ordering::Relaxed);
+}
+
+/// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that
+/// are stopped or frozen.
+///
+/// It uses system calls directly, because the functions of glibc 2.34 have a symbol version that
+/// older systems lack.
+struct HoldWatchdog(libc::c_int);
+
+impl HoldWatchdog {
+    /// `None` in a process that may not be killed. After an error, no thread may be stopped.
+    #[allow(unsafe_code)]
+    pub fn new() -> io::Result<Option<Self>> {
+        if !EXPENDABLE.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        // SAFETY: sigevent is plain data, and zeros are valid for it.
+        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_SIGNAL;
+        event.sigev_signo = libc::SIGKILL;
+        let mut timer: libc::c_int = 0;
+        // SAFETY: `event` is valid for reading and has the kernel's layout. `timer`, an int for the
+        // kernel, is valid for writing.
+        let result =
+            unsafe { libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
+        if result == 0 { Ok(Some(HoldWatchdog(timer))) } else { Err(io::Error::last_os_error()) }
+    }
+
+    #[allow(unsafe_code)]
+    pub fn start(&self) -> io::Result<()> {
+        let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let after = libc::timespec { tv_sec: 0, tv_nsec: MAX_HOLD.as_nanos() as i64 };
+        let once = libc::itimerspec { it_interval: never, it_value: after };
+        // SAFETY: the timer exists until `self` is dropped, and `once` is valid for reading.
+        let result = unsafe {
+            libc::syscall(libc::SYS_timer_settime, self.0, 0, &raw const once, std::ptr::null_mut::<libc::itimerspec>())
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for HoldWatchdog {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: `new` created the timer, and nobody else uses it.
+        unsafe { libc::syscall(libc::SYS_timer_delete, self.0) };
+    }
+}
+
+/// Raises the priority of this OS thread until dropped. Whatever takes the CPU from this thread
+/// while it holds another thread also extends that thread's stop. So nothing slow may happen under
+/// the raised priority, and every wait must sleep.
+pub(crate) struct RaisedPriority {
+    before: Option<Priority>,
+}
+
+/// The original value of what was changed.
+enum Priority {
+    Policy(i32, libc::sched_param),
+    Niceness(i32),
+}
+
+impl RaisedPriority {
+    /// Without the privilege to change it, the priority stays as it is.
+    #[allow(unsafe_code)]
+    pub fn new() -> Self {
+        let first = libc::sched_param { sched_priority: 1 };
+        let mut usual = libc::sched_param { sched_priority: 0 };
+        // SAFETY: the parameters are valid for reading and writing. 0 is the calling thread, also
+        // below.
+        unsafe {
+            let policy = libc::sched_getscheduler(0);
+            if libc::sched_getparam(0, &raw mut usual) == 0
+                && libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const first) == 0
+            {
+                return RaisedPriority { before: Some(Priority::Policy(policy, usual)) };
+            }
+        }
+        // A control group may forbid the policy to everybody.
+        // SAFETY: these calls take and return numbers.
+        let (niceness, changed) = unsafe {
+            let niceness = libc::getpriority(libc::PRIO_PROCESS, 0);
+            (niceness, libc::setpriority(libc::PRIO_PROCESS, 0, -20) == 0)
+        };
+        RaisedPriority { before: changed.then_some(Priority::Niceness(niceness)) }
+    }
+}
+
+impl Drop for RaisedPriority {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // Restoring the priority is always permitted.
+        match &self.before {
+            // SAFETY: as above.
+            Some(Priority::Policy(policy, usual)) => unsafe {
+                libc::sched_setscheduler(0, *policy, usual);
+            },
+            // SAFETY: as above.
+            Some(Priority::Niceness(niceness)) => unsafe {
+                libc::setpriority(libc::PRIO_PROCESS, 0, *niceness);
+            },
+            None => {}
+        }
+    }
+}
+
+/// Makes sleeps of this OS thread end on time instead of the usual 50 us later.
+pub(crate) fn use_precise_sleep() {
+    // This only affects timing, so it may fail.
+    let _ = nix::sys::prctl::set_timerslack(1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn raised_priority_is_restored() {
+        // SAFETY: the call takes and returns a number.
+        let policy = || unsafe { libc::sched_getscheduler(0) };
+        let before = policy();
+        let priority = RaisedPriority::new();
+        if nix::unistd::geteuid().is_root() {
+            assert!(priority.before.is_some(), "root may");
+        }
+        drop(priority);
+        assert_eq!(policy(), before);
     }
 }

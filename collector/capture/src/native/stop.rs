@@ -8,19 +8,15 @@ use xpu_timer_proto::server::CaptureMethod;
 use crate::{
     error::Error,
     kernel::procfs::{self, Syscall},
-    memory::region::Region,
+    memory::Region,
 };
 
 use super::{
     address_space::AddressSpace,
-    frame::RawFrame,
-    priority::RaisedPriority,
-    ptrace::{self, Stop},
-    registers::Registers,
-    stack_copy::{CopyBuffers, copy_and_unwind, initial_copy_length},
-    stack_memory::Memory,
-    thread::Thread,
-    unwind::{End, unwind},
+    frame::{RawFrame, Registers},
+    ptrace::{self, RaisedPriority, Stop},
+    thread::{CopyBuffers, Thread, copy_and_unwind, initial_copy_length},
+    unwind::{End, Memory, unwind},
 };
 
 /// Time limit for one thread to stop.

@@ -73,7 +73,7 @@ pub(crate) struct Image {
     remote: bool,
     text: u64,
     got: u64,
-    /// Time of the last use, by the clock of [`super::image_cache::Images`].
+    /// Time of the last use, by the clock of [`super::Images`].
     pub last_used: AtomicU64,
     rows: RwLock<HashMap<u64, Option<Arc<UnwindRow>>>>,
     /// Whether its file is known to have changed.

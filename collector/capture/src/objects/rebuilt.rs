@@ -16,7 +16,7 @@ use object::{
     read::elf::{FileHeader, ProgramHeader},
 };
 
-use crate::memory::remote;
+use crate::memory;
 
 /// More than the tables of the largest known libraries. A larger size is taken for garbage.
 const MAX_TABLE: u64 = 256 << 20;
@@ -60,7 +60,7 @@ impl Headers {
     /// Reads the headers of the object whose first byte is mapped at `start`.
     pub fn read(tid: i32, start: u64) -> Option<Self> {
         let mut bytes = vec![0; MAX_HEADER_BYTES];
-        let read = remote::read(tid, start, &mut bytes).ok()?;
+        let read = memory::read(tid, start, &mut bytes).ok()?;
         bytes.truncate(read);
         let header = FileHeader64::<LittleEndian>::parse(&*bytes).ok()?;
         let program_headers = header.program_headers(LE, &*bytes).ok()?.to_vec();
@@ -102,7 +102,7 @@ impl Headers {
         if size > MAX_TABLE || !self.extent.contains(&address) || address.checked_add(size)? > self.extent.end {
             return None;
         }
-        remote::read_exact(self.tid, address.wrapping_add(self.bias), usize::try_from(size).ok()?).ok()
+        memory::read_exact(self.tid, address.wrapping_add(self.bias), usize::try_from(size).ok()?).ok()
     }
 
     /// `.eh_frame_hdr`, and `.eh_frame` up to the last entry of its table.
@@ -236,8 +236,9 @@ impl Section {
 mod tests {
     use object::{Object, ObjectSection, ObjectSymbol, read::elf::ElfFile64};
 
-    use super::*;
     use crate::kernel::procfs;
+
+    use super::*;
 
     /// The objects of this process, rebuilt from memory, have the tables of their files.
     #[test]

@@ -18,23 +18,21 @@ use crate::{
     kernel::{
         awaited, permission,
         procfs::{self, Status, state_text},
-        tcp_bytes::TcpConnections,
+        sock_diag::TcpConnections,
     },
     native::{
         address_space::AddressSpace,
         stop::stop_all,
         thread::{ReadResult, Thread},
     },
-    objects::image_cache::Images,
-    options::Options,
+    objects::Images,
     python::{
-        agreement::{self, Agreement},
+        consistency::{self, Agreement, StoppedCopy},
         reader::{self, PythonReader, PythonThread},
-        stopped_copy::StoppedCopy,
     },
 };
 
-use super::{job::Job, places::Places, raw::RawProcess, running::RunningThreads};
+use super::{Job, Options, Places, RawProcess, running::RunningThreads};
 
 /// How often to stop a thread until its Python stack and its native stack agree.
 const ATTEMPTS: usize = 4;
@@ -331,7 +329,7 @@ impl Capture<'_> {
             let whole = stack.problem.is_none();
             thread.stack = stack;
             missed = missing_pages;
-            let agreement = agreement::agreement(python, thread, native, space);
+            let agreement = consistency::agreement(python, thread, native, space);
             // The stacks never agree if the code of the loop is unknown or C code switches stacks.
             // Then both are reported.
             thread.is_consistent = whole && agreement != Agreement::Between;
@@ -428,7 +426,7 @@ fn find_unnamed_part(
     let both = python_threads.iter().filter(|thread| thread.is_consistent && thread.stack.problem.is_none());
     let both = both.filter_map(|thread| Some((thread, *natives.get(&thread.tid)?)));
     let whole = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
-    agreement::find_unnamed_part(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
+    consistency::find_unnamed_part(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
 }
 
 /// Whether a thread has slept between two reads of its status. A thread that was woken and still

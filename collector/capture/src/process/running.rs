@@ -24,10 +24,9 @@ use crate::{
         thread::{ReadResult, Thread},
     },
     python::{
-        agreement::{Agreement, agreement},
+        consistency::{Agreement, StoppedCopy, agreement, read_running},
+        frames::Stack,
         reader::{PythonReader, PythonThread},
-        stack::Stack,
-        stopped_copy::{StoppedCopy, read_running},
     },
 };
 

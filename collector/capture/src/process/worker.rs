@@ -10,23 +10,21 @@
 
 use std::{
     collections::VecDeque,
-    fs,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, OnceLock, mpsc},
     time::{Duration, Instant},
 };
 
 use crate::{
-    kernel::procfs::{self, state_text},
-    native::priority,
-    objects::image_cache::Images,
-    options::extension,
+    kernel::procfs::{self, Schedstat, state_text},
+    native::ptrace,
+    objects::Images,
 };
 
 use super::{
+    Job, RawProcess,
     capture::{capture, unix_ns},
-    job::Job,
-    raw::RawProcess,
+    extension,
 };
 
 /// Maximum number of threads that work at the same time. Each holds copies of its process's memory.
@@ -52,30 +50,26 @@ struct Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SchedulerState {
     state: char,
-    /// Nanoseconds on a CPU, nanoseconds waiting for one, and how often it was put on one.
-    schedstat: String,
+    schedstat: Schedstat,
 }
 
 impl Worker {
     /// Reads the state. `None` if the thread has not started or has ended.
     fn scheduler_state(&self) -> Option<SchedulerState> {
         let tid = *self.tid.get()?;
-        let file = |name: &str| fs::read_to_string(format!("/proc/self/task/{tid}/{name}")).ok();
-        let state = file("stat")?.rsplit_once(") ")?.1.chars().next()?;
-        Some(SchedulerState { state, schedstat: file("schedstat").unwrap_or_default() })
+        let pid = std::process::id() as i32;
+        let state = procfs::thread_stat(pid, tid)?.state;
+        Some(SchedulerState { state, schedstat: procfs::schedstat(pid, tid).unwrap_or_default() })
     }
 
     /// Why the thread has not answered, as text for the report of its process.
     fn explain_delay(&self) -> String {
-        let numbers = self.scheduler_state().map(|scheduler_state| scheduler_state.schedstat);
-        let mut numbers =
-            numbers.iter().flat_map(|text| text.split(' ')).map(|number| number.parse::<u64>().unwrap_or(0));
-        let (worked, waited) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let schedstat = self.scheduler_state().map(|state| state.schedstat).unwrap_or_default();
         format!(
             "no answer within {:.1} s: the machine is busy (the capture had a processor for {} ms and waited for one for {} ms)",
             self.since.elapsed().as_secs_f64(),
-            worked / 1_000_000,
-            waited / 1_000_000
+            schedstat.cpu_ns / 1_000_000,
+            schedstat.waited_ns / 1_000_000
         )
     }
 }
@@ -168,7 +162,7 @@ fn spawn(
     let own_tid = Arc::clone(&tid);
     let work = move || {
         let _ = own_tid.set(nix::unistd::gettid().as_raw());
-        priority::use_precise_sleep();
+        ptrace::use_precise_sleep();
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
         let answer = answer.unwrap_or_else(|_| unanswered(pid, "a defect of the capture itself, see the log"));
@@ -199,17 +193,19 @@ fn unanswered(pid: i32, reason: &str) -> RawProcess {
 
 #[cfg(test)]
 mod tests {
+    use crate::process::Options;
+
     use super::*;
-    use crate::options::Options;
 
     #[test]
     fn runnable_or_unstarted_threads_are_not_blocked() {
-        let scheduler_state = |state, schedstat: &str| SchedulerState { state, schedstat: schedstat.into() };
-        let asleep = scheduler_state('D', "5 6 7");
+        let scheduler_state =
+            |state, runs| SchedulerState { state, schedstat: Schedstat { cpu_ns: 5, waited_ns: 6, runs } };
+        let asleep = scheduler_state('D', 7);
         assert!(is_blocked_by_kernel(Some(&asleep), Some(&asleep)));
-        assert!(!is_blocked_by_kernel(Some(&scheduler_state('D', "5 6 6")), Some(&asleep)), "it ran in between");
+        assert!(!is_blocked_by_kernel(Some(&scheduler_state('D', 6)), Some(&asleep)), "it ran in between");
         assert!(
-            !is_blocked_by_kernel(Some(&scheduler_state('R', "5 6 7")), Some(&scheduler_state('R', "5 6 7"))),
+            !is_blocked_by_kernel(Some(&scheduler_state('R', 7)), Some(&scheduler_state('R', 7))),
             "it waits for a processor"
         );
         assert!(!is_blocked_by_kernel(None, Some(&asleep)), "only one look");

@@ -1,7 +1,7 @@
 //! Strings, integers and dictionaries of the interpreter, and attributes of objects.
 
 use crate::{
-    cpython::layout::Layout,
+    cpython::Layout,
     memory::snapshot::{ReadError, Snapshot},
 };
 

@@ -1,4 +1,4 @@
-//! Interpreters and the states of their threads.
+//! Interpreters with their garbage collectors, and the states and names of their threads.
 //!
 //! Threads start and end during the read. The lists are doubly linked, and new threads are inserted
 //! at the front. So a list in which every thread agrees with its neighbours contains all threads
@@ -7,13 +7,17 @@
 //! Up to 3.11, the state of a thread that is about to start has the ids of the thread that starts
 //! it. The latter has an older state in the same interpreter, so the older state counts.
 
+use std::collections::HashMap;
+
 use crate::{
-    cpython::layout::Layout,
+    cpython::Layout,
     memory::{
-        remote,
+        self,
         snapshot::{ReadError, Snapshot},
     },
 };
+
+use super::builtins::{attributes, item, pairs, read_integer, string};
 
 /// Maximum number of interpreters and of threads. A longer list has a cycle.
 const MAX_ENTRIES: usize = 1 << 16;
@@ -60,7 +64,7 @@ pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Ve
 
 fn read_u64(tid: i32, what: &'static str, address: u64) -> Result<u64, ReadError> {
     let mut bytes = [0; 8];
-    match remote::read(tid, address, &mut bytes) {
+    match memory::read(tid, address, &mut bytes) {
         Ok(8) => Ok(u64::from_le_bytes(bytes)),
         _ => Err(ReadError { what, address }),
     }
@@ -93,7 +97,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<ThreadStat
     let mut bytes = vec![0; layout.thread_size as usize];
     let mut address = read_u64(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
     while address != 0 {
-        if !matches!(remote::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
+        if !matches!(memory::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
             return Err(ReadError { what: THREAD, address });
         }
         let field = |offset: u64| {
@@ -124,7 +128,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<ThreadStat
 /// Up to 3.10, the interpreter has no kernel thread ids, but glibc has them.
 fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     let mut bytes = [0; 4];
-    match remote::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
+    match memory::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
         Ok(4) => i32::from_le_bytes(bytes),
         _ => 0,
     }
@@ -136,4 +140,101 @@ pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &T
     gil != 0
         && memory.read_u32(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
         && memory.read_u64(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
+}
+
+/// Garbage collections since the interpreters started. `None` if unreadable.
+pub(super) fn collections(tid: i32, layout: &Layout, runtime: u64, interpreters: &[InterpreterState]) -> Option<u64> {
+    let memory = &mut Snapshot::new(tid);
+    match (layout.runtime_gc, layout.interpreter_gc) {
+        (Some(offset), _) => collections_of(memory, layout, runtime.wrapping_add(offset)).ok(),
+        (None, Some(offset)) => interpreters
+            .iter()
+            .map(|interpreter| collections_of(memory, layout, interpreter.address.wrapping_add(offset)).ok())
+            .sum(),
+        (None, None) => None,
+    }
+}
+
+/// The sum over the three generations.
+fn collections_of(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Result<u64, ReadError> {
+    const STATISTICS: &str = "the statistics of the garbage collector";
+    let first = collector.wrapping_add(layout.gc_generations);
+    let buffers = match (layout.gc_young_items, layout.gc_old, layout.gc_old_size, layout.gc_old_items) {
+        (Some(young_items), Some(old), Some(old_size), Some(old_items)) => {
+            let first = memory.read_u64(STATISTICS, first)?;
+            [(first, young_items), (first + old, old_items), (first + old + old_size, old_items)]
+        }
+        _ => [0, 1, 2].map(|generation| (first + generation * layout.gc_generation_size, 1)),
+    };
+    let mut sum = 0u64;
+    for (buffer, items) in buffers {
+        let mut newest = 0;
+        for item in 0..items {
+            let at = buffer.wrapping_add(item * layout.gc_generation_size + layout.gc_collections);
+            newest = newest.max(memory.read_u64(STATISTICS, at)?);
+        }
+        sum = sum.saturating_add(newest);
+    }
+    Ok(sum)
+}
+
+/// Whether the garbage collector of a thread's interpreter is running. It runs in the thread that
+/// holds the GIL, or in one that has released the GIL in a finalizer.
+pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &ThreadState) -> bool {
+    const COLLECTOR: &str = "the garbage collector";
+    let collector = match (layout.runtime_gc, layout.interpreter_gc) {
+        (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
+        (None, Some(offset)) => memory
+            .read_u64(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
+            .map(|interpreter| interpreter.wrapping_add(offset)),
+        (None, None) => return false,
+    };
+    collector.and_then(|collector| memory.read_u32(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
+}
+
+/// How often to read the dictionaries if they seem to change during the read.
+const NAME_ATTEMPTS: usize = 3;
+
+/// Names of threads by their results of `pthread_self`, from `threading._active`. The program runs
+/// during the read, so a name counts only if the thread object has the id of the thread. If a name
+/// cannot be read, only this name is lost.
+pub(super) fn thread_names(tid: i32, layout: &Layout, interpreter: &InterpreterState) -> HashMap<u64, String> {
+    let mut names = HashMap::new();
+    for _ in 0..NAME_ATTEMPTS {
+        if read_names(&mut Snapshot::new(tid), layout, interpreter, &mut names) == Ok(true) {
+            break;
+        }
+    }
+    names
+}
+
+/// Returns whether all entries are consistent.
+fn read_names(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    interpreter: &InterpreterState,
+    names: &mut HashMap<u64, String>,
+) -> Result<bool, ReadError> {
+    let modules = memory.read_u64("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
+    let Some(threading) = item(memory, layout, modules, "threading")? else { return Ok(true) };
+    let [active] = attributes(memory, layout, threading, ["_active"])?;
+    let Some(active) = active else { return Ok(true) };
+    let pairs = pairs(memory, layout, active)?;
+    memory.fetch(pairs.iter().flat_map(|(key, thread)| [(*key, 32), (*thread, 64)]));
+    let mut whole = true;
+    for (key, thread) in pairs {
+        match name_entry(memory, layout, key, thread) {
+            Some((pthread, name)) => drop(names.insert(pthread, name)),
+            None => whole = false,
+        }
+    }
+    Ok(whole)
+}
+
+fn name_entry(memory: &mut Snapshot, layout: &Layout, key: u64, thread: u64) -> Option<(u64, String)> {
+    let pthread = read_integer(memory, layout, key)?;
+    let [name, ident] = attributes(memory, layout, thread, ["_name", "_ident"]).ok()?;
+    let agrees = read_integer(memory, layout, ident?)? == pthread;
+    let name = string(memory, layout, name?).ok()?;
+    agrees.then_some((pthread, name))
 }

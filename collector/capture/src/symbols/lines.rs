@@ -21,9 +21,9 @@ use crate::objects::{
 };
 
 use super::{
-    bounds, names,
+    names,
     split_dwarf::{ExternalUnit, SplitFiles},
-    units::Units,
+    units::{self, Units},
 };
 
 /// Minimum decompression speed, in bytes per second.
@@ -106,7 +106,7 @@ pub(super) fn find<'a>(
 fn all_can_be_opened(dwarf: &Dwarf<Slice<'_>>) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
-        if bounds::open(dwarf, header).is_none() {
+        if units::open(dwarf, header).is_none() {
             return false;
         }
     }

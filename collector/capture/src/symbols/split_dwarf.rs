@@ -19,7 +19,7 @@ use crate::objects::{
     target_files,
 };
 
-use super::bounds;
+use super::units;
 
 /// Maximum number of bytes to decompress for all files of one object.
 const MAX_DECOMPRESSED: u64 = 256 << 20;
@@ -109,7 +109,7 @@ impl<'a> SplitFiles<'a> {
 fn all_are_bounded(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
-        if !bounds::is_bounded(dwarf, header, deadline) {
+        if !units::is_bounded(dwarf, header, deadline) {
             return false;
         }
     }
@@ -129,6 +129,6 @@ fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {
 fn is_unit_file(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
     let dwarf = sections.borrow(|section| slice(section, bytes));
     let mut units = dwarf.units();
-    let unit = units.next().ok().flatten().and_then(|header| bounds::open(&dwarf, header));
+    let unit = units.next().ok().flatten().and_then(|header| units::open(&dwarf, header));
     unit.is_some_and(|unit| unit.dwo_id == Some(id))
 }

@@ -9,7 +9,7 @@ use super::pythons::{FORKY, HOST};
 const HEAD: &str = "\
 //! Printed by `layouts.c` for each CPython; `cargo xtask bless` writes it anew.
 
-use super::layout::{DebugOffsets, Layout};
+use super::{DebugOffsets, Layout};
 
 ";
 
