@@ -34,3 +34,28 @@ pub fn evidence(folder: &Path) -> Result<Evidence> {
 pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
     output.join(&scenario.name).join("timeline/latest")
 }
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_analysis::{Verdict, judge};
+    use xpu_timer_tests::{read_archive, tree};
+
+    use super::*;
+
+    #[test]
+    fn the_recorded_folder_of_the_demo_gives_the_same_verdict() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = read_archive(&tree().join("tests/fixtures/demo.zip")).unwrap();
+        for (name, bytes) in &files {
+            fs::write(folder.path().join(name), bytes).unwrap();
+        }
+        let recorded: Verdict = serde_json::from_slice(&files["verdict.json"]).unwrap();
+        let verdict = judge(&evidence(folder.path()).unwrap());
+        assert_eq!((&*recorded.culprits, recorded.cause.name()), (&[2][..], "data_loader"));
+        assert_eq!(verdict.sentence, recorded.sentence);
+        assert_eq!(
+            (verdict.cause, verdict.confidence, verdict.culprits, verdict.victims, verdict.hang),
+            (recorded.cause, recorded.confidence, recorded.culprits, recorded.victims, recorded.hang)
+        );
+    }
+}

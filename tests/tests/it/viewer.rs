@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
-use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, skip, tree};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, read_archive, skip, tree};
 
 const FILES: [&str; 4] = ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg"];
 
@@ -142,6 +142,23 @@ fn a_real_hang_comes_out_as_the_original_tool_made_it() {
     for name in FILES {
         assert!(output.stdout.contains(&format!("{}\n", dir.path().join(name).display())), "{}", output.stdout);
     }
+}
+
+#[test]
+fn the_recorded_folder_of_the_demo_gives_the_same_folded_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = read_archive(&tree().join("tests/fixtures/demo.zip")).unwrap();
+    let recorded = ["cpp_stack", "py_stack"].map(|name| (name, files.remove(name).unwrap()));
+    for (name, bytes) in files {
+        fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    let output = view_ok(dir.path());
+    assert_eq!(output.stderr, "");
+    for (name, bytes) in recorded {
+        assert_eq!(fs::read_to_string(dir.path().join(name)).unwrap(), String::from_utf8(bytes).unwrap(), "{name}");
+    }
+    assert_pictures_show_all(dir.path());
+    assert!(output.stdout.contains("ShardReader.read_shard"), "{}", output.stdout);
 }
 
 #[test]
