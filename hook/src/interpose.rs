@@ -14,5 +14,3 @@ pub(crate) mod inline;
 pub(crate) mod load;
 #[allow(unsafe_code)]
 pub(crate) mod prctl;
-#[allow(unsafe_code)]
-pub(crate) mod pthread_cancel;

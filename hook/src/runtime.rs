@@ -5,11 +5,82 @@
 pub(crate) mod abi;
 #[allow(unsafe_code)]
 pub(crate) mod device;
-pub(crate) mod lifecycle;
-pub(crate) mod linker;
-pub(crate) mod lock_free;
-pub(crate) mod os;
+
+/// The life of the hook in a process: configuration, lazy start, fork and exit.
+pub(crate) mod lifecycle {
+    #[allow(unsafe_code)]
+    pub(crate) mod config;
+    #[allow(unsafe_code)]
+    pub(crate) mod exit;
+    #[allow(unsafe_code)]
+    pub(crate) mod fork;
+    pub(crate) mod panics;
+    #[allow(unsafe_code)]
+    pub(crate) mod start;
+}
+
+/// The dynamic linker: loaded objects, hooked functions, and the original functions.
+pub(crate) mod linker {
+    #[allow(unsafe_code)]
+    pub(crate) mod dynamic;
+    #[allow(unsafe_code)]
+    pub(crate) mod elf;
+    #[allow(unsafe_code)]
+    pub(crate) mod function;
+    #[allow(unsafe_code)]
+    pub(crate) mod originals;
+}
+
+/// Lock-free data structures. `tests/models` compiles these files with the atomics of loom.
+pub(crate) mod lock_free {
+    #[allow(unsafe_code)]
+    pub(crate) mod atomic;
+    #[allow(unsafe_code)]
+    pub(crate) mod event_pools;
+    pub(crate) mod handoff;
+    pub(crate) mod hash_slot;
+    pub(crate) mod slot;
+}
+
+/// The process, its threads, clocks and descriptors, and which system calls the hook may make.
+pub(crate) mod os {
+    #[allow(unsafe_code)]
+    pub(crate) mod cancellation;
+    #[allow(unsafe_code)]
+    pub(crate) mod clock;
+    #[allow(unsafe_code)]
+    pub(crate) mod descriptor;
+    #[allow(unsafe_code)]
+    pub(crate) mod leaked_once;
+    #[allow(unsafe_code)]
+    pub(crate) mod process;
+    #[allow(unsafe_code)]
+    pub(crate) mod ptracer;
+    #[allow(unsafe_code)]
+    pub(crate) mod seccomp;
+    #[allow(unsafe_code)]
+    pub(crate) mod sys;
+    #[allow(unsafe_code)]
+    pub(crate) mod thread_state;
+    #[allow(unsafe_code)]
+    pub(crate) mod tsc;
+    #[allow(unsafe_code)]
+    pub(crate) mod wakeup;
+}
+
 pub(crate) mod overhead;
 #[allow(unsafe_code)]
 pub(crate) mod recorder;
-pub(crate) mod watcher;
+
+/// The watcher thread: it detects hangs, and keeps the ring and the collector up to date.
+pub(crate) mod watcher {
+    #[allow(unsafe_code)]
+    pub(crate) mod connection;
+    pub(crate) mod coverage;
+    #[allow(unsafe_code)]
+    pub(crate) mod log;
+    #[allow(unsafe_code)]
+    pub(crate) mod thread;
+    pub(crate) mod tracker;
+    pub(crate) mod watch;
+}

@@ -10,18 +10,15 @@
 //!
 //! This module does not depend on the writer, `hook/src/runtime/recorder/`.
 
-mod child_id;
 pub mod lane;
 mod layout;
 mod read;
-mod seccomp;
-mod words;
 
-pub use child_id::{child_id, key_of_child};
-pub use layout::{MAGIC, VERSION, WATCHER_CALLS, comm, coverage, filtered, header, matmul, name, offset, op, stream};
+pub use layout::{
+    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, coverage, filtered, filters, header, key_of_child, matmul,
+    name, offset, op, pack_halves, pack_what, stream,
+};
 pub use read::{
     Progress, RECENT_OPERATIONS, operation, read, read_communicators, read_functions, read_header, read_names,
     read_progress, read_slots,
 };
-pub use seccomp::{BOOT_ID, filters};
-pub use words::{pack_halves, pack_what};

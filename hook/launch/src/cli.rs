@@ -1,16 +1,23 @@
-//! The command line. The launcher's options end at the first argument that is not an option: the
-//! rest is the user's command.
+//! The command lines of both programs, and their exit codes. Options end at the first argument that
+//! is not an option: the rest is the user's command, or the program with its arguments.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, path::PathBuf};
 
 use xpu_timer_proto::env::{VARIABLES, Variable};
 
-/// One line of usage.
-pub const USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
+/// Exit code for wrong usage.
+pub(crate) const WRONG_USAGE: u8 = 2;
+/// A shell's exit code for a command that exists but cannot be executed.
+pub(crate) const NOT_EXECUTABLE: u8 = 126;
+/// A shell's exit code for a command that does not exist.
+pub(crate) const NOT_FOUND: u8 = 127;
 
-/// A parsed command line.
+/// One line of usage of `xpu_timer_launch`.
+pub const LAUNCH_USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
+
+/// A parsed command line of `xpu_timer_launch`.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Request {
+pub enum LaunchRequest {
     /// `--help`.
     Help,
     /// `--version`.
@@ -21,30 +28,30 @@ pub enum Request {
     Wrong(String),
 }
 
-/// Parses the arguments after the program's name.
-pub fn parse(mut arguments: Vec<OsString>) -> Request {
+/// Parses the arguments of `xpu_timer_launch`.
+pub fn parse_launch(mut arguments: Vec<OsString>) -> LaunchRequest {
     let first = arguments.first().map(|first| first.to_string_lossy().into_owned());
     match first.as_deref() {
-        None => Request::Wrong("no command".into()),
-        Some("--help" | "-h") => Request::Help,
-        Some("--version" | "-V") => Request::Version,
+        None => LaunchRequest::Wrong("no command".into()),
+        Some("--help" | "-h") => LaunchRequest::Help,
+        Some("--version" | "-V") => LaunchRequest::Version,
         Some("--") => {
             arguments.remove(0);
-            if arguments.is_empty() { Request::Wrong("no command".into()) } else { Request::Run(arguments) }
+            if arguments.is_empty() { LaunchRequest::Wrong("no command".into()) } else { LaunchRequest::Run(arguments) }
         }
-        Some(option) if option.starts_with('-') => Request::Wrong(format!("unknown option {option}")),
-        Some("") => Request::Wrong("the command is empty".into()),
-        Some(_) => Request::Run(arguments),
+        Some(option) if option.starts_with('-') => LaunchRequest::Wrong(format!("unknown option {option}")),
+        Some("") => LaunchRequest::Wrong("the command is empty".into()),
+        Some(_) => LaunchRequest::Run(arguments),
     }
 }
 
-/// The text of `--help`.
-pub fn help() -> String {
+/// The text of `xpu_timer_launch --help`.
+pub fn launch_help() -> String {
     let mut text = format!(
         "\
 Runs a command, such as `python train.py` or `torchrun …`, so that a hang of its GPU ranks is found and explained.
 
-{USAGE}
+{LAUNCH_USAGE}
 
 Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts libxpu_timer_hook.so in front of
 LD_PRELOAD, and becomes the command: exit code, signals, input and output are its own. If the collector cannot be started, the
@@ -72,41 +79,212 @@ Exit codes of its own: 2 wrong usage, 126 the command cannot be executed, 127 th
     text
 }
 
+/// One line of usage of `xpu_timer_print_env`.
+pub const PRINT_ENV_USAGE: &str =
+    "usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]] | --help | --version";
+
+/// The text of `xpu_timer_print_env --help`.
+pub const PRINT_ENV_HELP: &str = "\
+Shows the settings that are in force, where the parts of xpu_timer are, and what would be hooked.
+
+usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]]
+
+  (nothing)        the settings of this shell
+  --pid N          the settings of a running process, the hook in it, and which of its libraries' functions are hooked
+  program …        the same for a program, by the libraries that the dynamic loader would load; it is not run
+  --library FILE   which functions of a library are hooked, and which are not although their names say that they launch, communicate or multiply
+  --json           the same as JSON
+
+Exit codes: 0 all is well; 1 something is wrong: a value that cannot be used, a part that is missing, or a process or program
+that cannot be hooked; 2 wrong usage.
+";
+
+/// A parsed command line of `xpu_timer_print_env`.
+#[derive(Debug, PartialEq, Eq)]
+pub enum PrintEnvRequest {
+    /// `--help`.
+    Help,
+    /// `--version`.
+    Version,
+    /// Show a report.
+    Show {
+        /// As JSON.
+        json: bool,
+        /// The subject of the report.
+        target: ReportSubject,
+    },
+    /// Compare a library with the hook.
+    Library {
+        /// As JSON.
+        json: bool,
+        /// Its file.
+        file: PathBuf,
+    },
+    /// Wrong usage, and why.
+    Wrong(String),
+}
+
+/// The subject of a report.
+#[derive(Debug, PartialEq, Eq)]
+pub enum ReportSubject {
+    /// This shell's settings.
+    Here,
+    /// A process.
+    Process(i32),
+    /// A program with its arguments; not empty.
+    Program(Vec<OsString>),
+}
+
+/// Parses the arguments of `xpu_timer_print_env`.
+pub fn parse_print_env(arguments: Vec<OsString>) -> PrintEnvRequest {
+    let mut json = false;
+    let mut target = ReportSubject::Here;
+    let mut library = None;
+    let mut rest = arguments.into_iter();
+    while let Some(word) = rest.next() {
+        match word.to_str() {
+            Some("--help" | "-h") => return PrintEnvRequest::Help,
+            Some("--version" | "-V") => return PrintEnvRequest::Version,
+            Some("--json") => json = true,
+            Some("--pid" | "-p") => match rest.next() {
+                Some(number) => match pid(&number) {
+                    Ok(pid) => target = ReportSubject::Process(pid),
+                    Err(why) => return PrintEnvRequest::Wrong(why),
+                },
+                None => return PrintEnvRequest::Wrong("--pid needs the number of a process".into()),
+            },
+            Some(option) if option.starts_with("--pid=") => match pid(&option["--pid=".len()..].into()) {
+                Ok(pid) => target = ReportSubject::Process(pid),
+                Err(why) => return PrintEnvRequest::Wrong(why),
+            },
+            Some("--library") => match rest.next().filter(|file| !file.is_empty()) {
+                Some(file) => library = Some(PathBuf::from(file)),
+                None => return PrintEnvRequest::Wrong("--library needs a file".into()),
+            },
+            Some(option) if option.starts_with("--library=") => library = Some(option["--library=".len()..].into()),
+            Some("--") => {
+                let program: Vec<OsString> = rest.collect();
+                return print_env_request(json, target, library, program, true);
+            }
+            Some(option) if option.starts_with('-') => {
+                return PrintEnvRequest::Wrong(format!("unknown option {option}"));
+            }
+            _ => return print_env_request(json, target, library, std::iter::once(word).chain(rest).collect(), false),
+        }
+    }
+    print_env_request(json, target, library, Vec::new(), false)
+}
+
+fn pid(text: &OsString) -> Result<i32, String> {
+    let number = text.to_str().and_then(|text| text.parse().ok()).filter(|pid| *pid > 0);
+    number.ok_or_else(|| format!("{} is not the number of a process", text.display()))
+}
+
+fn print_env_request(
+    json: bool,
+    target: ReportSubject,
+    library: Option<PathBuf>,
+    program: Vec<OsString>,
+    announced: bool,
+) -> PrintEnvRequest {
+    match library {
+        Some(file) if target == ReportSubject::Here && program.is_empty() && !announced => {
+            return PrintEnvRequest::Library { json, file };
+        }
+        Some(_) => return PrintEnvRequest::Wrong("a library is compared by itself".into()),
+        None => {}
+    }
+    match (target, program.is_empty()) {
+        (ReportSubject::Process(_), false) => {
+            PrintEnvRequest::Wrong("a process and a program cannot both be shown".into())
+        }
+        (ReportSubject::Here, false) if program[0].is_empty() => PrintEnvRequest::Wrong("the program is empty".into()),
+        (ReportSubject::Here, false) => PrintEnvRequest::Show { json, target: ReportSubject::Program(program) },
+        (ReportSubject::Here, true) if announced => PrintEnvRequest::Wrong("no program".into()),
+        (target, _) => PrintEnvRequest::Show { json, target },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn request(words: &[&str]) -> Request {
-        parse(words.iter().map(OsString::from).collect())
+    fn launch_request(words: &[&str]) -> LaunchRequest {
+        parse_launch(words.iter().map(OsString::from).collect())
     }
 
-    fn run(words: &[&str]) -> Request {
-        Request::Run(words.iter().map(OsString::from).collect())
+    fn launch_run(words: &[&str]) -> LaunchRequest {
+        LaunchRequest::Run(words.iter().map(OsString::from).collect())
     }
 
     #[test]
     fn options_end_where_the_command_begins() {
-        assert_eq!(request(&["python", "--help"]), run(&["python", "--help"]));
-        assert_eq!(request(&["--", "--help"]), run(&["--help"]));
-        assert_eq!(request(&["--", "--", "x"]), run(&["--", "x"]));
-        assert_eq!(request(&["--help", "python"]), Request::Help);
-        assert_eq!(request(&["-V"]), Request::Version);
+        assert_eq!(launch_request(&["python", "--help"]), launch_run(&["python", "--help"]));
+        assert_eq!(launch_request(&["--", "--help"]), launch_run(&["--help"]));
+        assert_eq!(launch_request(&["--", "--", "x"]), launch_run(&["--", "x"]));
+        assert_eq!(launch_request(&["--help", "python"]), LaunchRequest::Help);
+        assert_eq!(launch_request(&["-V"]), LaunchRequest::Version);
     }
 
     #[test]
     fn what_cannot_be_run_is_wrong() {
         for words in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
-            assert!(matches!(request(words), Request::Wrong(_)), "{words:?}");
+            assert!(matches!(launch_request(words), LaunchRequest::Wrong(_)), "{words:?}");
         }
     }
 
     #[test]
     fn help_shows_every_variable_with_its_default_and_fits_a_tall_screen() {
-        let help = help();
+        let help = launch_help();
         for variable in VARIABLES {
             assert!(help.contains(variable.name) && help.contains(variable.default), "{}", variable.name);
         }
         assert!(help.contains("itself: XPU_TIMER_CONFIG_READ, XPU_TIMER_SOCKET"), "{help}");
         assert!(help.lines().count() <= 60, "{}", help.lines().count());
+    }
+
+    fn print_env_request_of(words: &[&str]) -> PrintEnvRequest {
+        parse_print_env(words.iter().map(OsString::from).collect())
+    }
+
+    #[test]
+    fn targets_and_options() {
+        let show = |json, target| PrintEnvRequest::Show { json, target };
+        let program = |words: &[&str]| ReportSubject::Program(words.iter().map(OsString::from).collect());
+        assert_eq!(print_env_request_of(&[]), show(false, ReportSubject::Here));
+        assert_eq!(print_env_request_of(&["--json", "--pid", "7"]), show(true, ReportSubject::Process(7)));
+        assert_eq!(print_env_request_of(&["--pid=7", "--json"]), show(true, ReportSubject::Process(7)));
+        assert_eq!(
+            print_env_request_of(&["python", "--json", "--pid"]),
+            show(false, program(&["python", "--json", "--pid"]))
+        );
+        assert_eq!(print_env_request_of(&["--json", "--", "--odd"]), show(true, program(&["--odd"])));
+        let library = |json, file: &str| PrintEnvRequest::Library { json, file: file.into() };
+        assert_eq!(print_env_request_of(&["--library", "libnccl.so.2", "--json"]), library(true, "libnccl.so.2"));
+        assert_eq!(print_env_request_of(&["--library=a b"]), library(false, "a b"));
+        assert_eq!(
+            (print_env_request_of(&["-h"]), print_env_request_of(&["--version", "x"])),
+            (PrintEnvRequest::Help, PrintEnvRequest::Version)
+        );
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_wrong() {
+        for words in [
+            &["--pid"][..],
+            &["--pid", "x"],
+            &["--pid=0"],
+            &["--pid", "-3"],
+            &["--pid", "7", "python"],
+            &["--frob"],
+            &["--"],
+            &[""],
+            &["--pid", "99999999999"],
+            &["--library"],
+            &["--library", "a", "--pid", "7"],
+            &["--library", "a", "python"],
+        ] {
+            assert!(matches!(print_env_request_of(words), PrintEnvRequest::Wrong(_)), "{words:?}");
+        }
     }
 }

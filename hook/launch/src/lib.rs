@@ -14,7 +14,6 @@ mod config;
 mod container;
 #[allow(unsafe_code)]
 mod detach;
-mod exit_codes;
 mod image;
 mod preload;
 mod print_env;
@@ -34,9 +33,8 @@ use std::{
 use nix::errno::Errno;
 use xpu_timer_proto::{printable, ring};
 
-use cli::Request;
+use cli::{LaunchRequest as Request, NOT_EXECUTABLE, NOT_FOUND, WRONG_USAGE};
 use config::Config;
-use exit_codes::{NOT_EXECUTABLE, NOT_FOUND, USAGE};
 use image::{Image, Obstacle};
 pub use print_env::main as print_env;
 
@@ -44,13 +42,13 @@ pub use print_env::main as print_env;
 /// executed, or if there was none.
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
-    match cli::parse(arguments) {
-        Request::Help => print(&cli::help()),
+    match cli::parse_launch(arguments) {
+        Request::Help => print(&cli::launch_help()),
         Request::Version => print(&format!("xpu_timer_launch {}\n", env!("CARGO_PKG_VERSION"))),
         Request::Wrong(why) => {
             say(&why);
-            let _ = std::io::stderr().write_all(format!("{}\n", cli::USAGE).as_bytes());
-            ExitCode::from(USAGE)
+            let _ = std::io::stderr().write_all(format!("{}\n", cli::LAUNCH_USAGE).as_bytes());
+            ExitCode::from(WRONG_USAGE)
         }
         Request::Run(command) => run(&command),
     }

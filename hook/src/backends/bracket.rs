@@ -18,11 +18,10 @@ use crate::{
         device::{Device, device, is_default},
         lifecycle::config::Bracket,
         lock_free::slot::state,
-        os::{thread_state, tsc_clock},
+        os::{clock, thread_state},
         recorder::{
             NewOperation, Recorder,
-            operations::comm_of,
-            slot_chain::{chain, close_all, members},
+            operations::{chain, close_all, comm_of, members},
         },
     },
 };
@@ -126,7 +125,7 @@ pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
 /// Called when the call of an operation has returned: records the end event, or the status that the
 /// result implies. `index` is the leader of its followers.
 pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
-    let now = tsc_clock::now_ns(thread_state::current());
+    let now = clock::burst_now_ns(thread_state::current());
     for member in members(recorder, index) {
         recorder.returned(member, now);
     }

@@ -8,10 +8,6 @@
 
 #[allow(unsafe_code)]
 pub(crate) mod group;
-pub(crate) mod store;
-#[allow(unsafe_code)]
-pub(crate) mod tensor;
-
 use std::{cell::Cell, ffi::c_int, sync::atomic::Ordering};
 
 use xpu_timer_proto::{
@@ -22,10 +18,7 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        gloo::{
-            group::{creating, known},
-            tensor::{Tensors, shape},
-        },
+        gloo::group::{Tensors, creating, known, tensor_shape},
         host_call::Running,
         request_table::{RequestOperation, forget, recall, remember},
     },
@@ -58,7 +51,7 @@ fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: T
         recorder.count(header::COLLECTIVES);
     }
     let seq = recorder.comm_word(index, counter).fetch_add(1, Ordering::Relaxed) + 1;
-    let (count, dtype) = shape(allreduce(), tensors);
+    let (count, dtype) = tensor_shape(allreduce(), tensors);
     Some(NewOperation {
         comm: Some(index),
         communicator,
@@ -420,26 +413,26 @@ symbols! {
             => |recorder, _| group::store_key_set(recorder, key);
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when store::is_rank() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when group::is_rank() => {
         _ZN4c10d8TCPStoreC1ENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKNS_15TCPStoreOptionsE(this, host, options)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore");
         _ZN4c10d8TCPStoreC1ESsRKNS_15TCPStoreOptionsE(this, host, options)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore");
         _ZN4c10d8TCPStore3getERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(answer, this, key)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::get");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get");
         _ZN4c10d8TCPStore3getERKSs(answer, this, key)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::get");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get");
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when store::is_main_thread_of_rank() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when group::is_main_thread_of_rank() => {
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(this, keys)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
         _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEE(this, keys)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
         _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
-            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
         lifecycle::config,
         linker::{
             dynamic::{look_up, next_dlopen, next_dlsym, next_dlvsym},
-            function_table::{find, is_wrapper},
+            function::{find, is_wrapper},
         },
         os::thread_state,
     },

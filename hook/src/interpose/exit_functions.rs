@@ -1,4 +1,5 @@
-//! The interposed `_exit`, `_Exit` and `quick_exit`.
+//! The interposed functions that end a process or a thread: `_exit`, `_Exit`, `quick_exit` and
+//! `pthread_cancel`.
 
 use std::{
     ffi::{c_int, c_void},
@@ -10,7 +11,8 @@ use crate::runtime::{
         exit::{QUICK_SUCCESS, finish_watching, say_goodbye},
         fork::{is_vfork_child, running_in_own_process},
     },
-    os::process::PROCESS,
+    linker::dynamic::look_up,
+    os::{cancellation, process::PROCESS},
     recorder::running,
 };
 
@@ -74,4 +76,27 @@ pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
 pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
     // SAFETY: the caller's argument.
     unsafe { _exit(status) }
+}
+
+static NEXT_PTHREAD_CANCEL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Called when the library is loaded.
+pub fn find_next_pthread_cancel() {
+    NEXT_PTHREAD_CANCEL.store(look_up(libc::RTLD_NEXT, c"pthread_cancel"), Ordering::Relaxed);
+}
+
+/// Interposes pthread_cancel, only to see that the program uses it.
+///
+/// # Safety
+/// See pthread_cancel(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
+    cancellation::note_use();
+    let next = NEXT_PTHREAD_CANCEL.load(Ordering::Relaxed);
+    if next.is_null() {
+        return libc::ENOSYS;
+    }
+    // SAFETY: the next function of this name, and the caller's argument.
+    unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(libc::pthread_t) -> c_int>(next)(thread) }
 }

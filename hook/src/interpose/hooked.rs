@@ -11,11 +11,10 @@ use std::{
 };
 
 use crate::runtime::{
-    lifecycle::{config, guard::guarded, start},
+    lifecycle::{config, panics::guarded, start},
     linker::function::Function,
     os::{
         cancellation::Shield,
-        errno,
         thread_state::{self, IN_HOOK, ThreadState},
     },
     overhead::OverheadTimer,
@@ -161,7 +160,7 @@ pub fn around<T: After>(
 pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
     let result = real();
     if result == 0 && !config::disabled() {
-        let errno = errno::errno();
+        let errno = thread_state::errno();
         let saved = errno.get();
         guarded(|| {
             if let Some(recorder) = recorder::running() {
@@ -178,7 +177,7 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
 fn count_call(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
     recorder.called(thread, function.coverage.load(Ordering::Relaxed) as usize);
     if recorder.injects_panics.load(Ordering::Relaxed) {
-        crate::runtime::lifecycle::panic_injection::maybe_panic(function);
+        crate::runtime::lifecycle::panics::maybe_panic(function);
     }
 }
 
@@ -188,7 +187,7 @@ fn count_call(recorder: &'static Recorder, thread: &ThreadState, function: &'sta
 ///
 /// The names of a row are functions with the same type and meaning. `missing` is the result when
 /// there is no original. The expression after `=>` returns an [`After`]. Each row is a static in
-/// the section that [`crate::runtime::linker::function_table`] reads.
+/// the section that [`crate::runtime::linker::function::functions`] reads.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
      $($name:ident $(| $other:ident)* ($($arguments:tt)*) => $before:expr;)*) => {

@@ -11,28 +11,19 @@
 //! mapped a library that has not run yet. It is never restored.
 
 #[allow(unsafe_code)]
-pub(crate) mod code_memory;
-#[allow(unsafe_code)]
-pub(crate) mod deepbind;
 pub(crate) mod engine;
 #[allow(unsafe_code)]
 pub(crate) mod loader;
-pub(crate) mod prologue;
-pub(crate) mod role;
 #[allow(unsafe_code)]
 pub(crate) mod scan;
-pub(crate) mod static_symbols;
 #[allow(unsafe_code)]
-pub(crate) mod weak;
+pub(crate) mod symbol_binding;
 
 use std::sync::atomic::Ordering;
 
 use crate::{
-    interpose::inline::{
-        role::{LEVEL, Level},
-        scan::scan_new_objects,
-    },
-    runtime::{lifecycle::config, linker::library_events, os::sys},
+    interpose::inline::scan::{LEVEL, Level, scan_new_objects},
+    runtime::{lifecycle::config, linker::dynamic, os::sys},
 };
 
 /// Called when the hook is loaded, before the program runs.
@@ -50,5 +41,5 @@ pub fn start() {
     scan_new_objects();
     // Under a debugger the linker's function is not empty. Then libraries that are loaded later
     // stay unchanged.
-    library_events::set_listening(loader::listen());
+    dynamic::set_listening_for_libraries(loader::listen());
 }

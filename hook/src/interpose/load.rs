@@ -4,19 +4,22 @@ use std::sync::atomic::Ordering;
 
 use crate::{
     interpose::{
-        exit_functions::{NEXT_EXIT, NEXT_QUICK_EXIT},
-        prctl, pthread_cancel,
+        exit_functions::{self, NEXT_EXIT, NEXT_QUICK_EXIT},
+        prctl,
     },
     runtime::{
         lifecycle::{
             config::disabled,
             exit::say_goodbye,
             fork::{self, is_vfork_child},
-            guard::guarded,
-            host_process,
+            panics::guarded,
+            start,
         },
         linker::dynamic::{self, look_up},
-        os::{errno, ptracer, thread_state::in_hook},
+        os::{
+            ptracer,
+            thread_state::{self, in_hook},
+        },
         recorder::running,
     },
 };
@@ -27,16 +30,16 @@ extern "C" fn on_load() {
     // The hook has its own copy of the standard library, so this does not affect the panics of a
     // host in Rust.
     std::panic::set_hook(Box::new(|_| {}));
-    let errno = errno::errno();
+    let errno = thread_state::errno();
     let saved = errno.get();
     NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
     NEXT_QUICK_EXIT.store(look_up(libc::RTLD_NEXT, c"quick_exit"), Ordering::Relaxed);
-    pthread_cancel::find_next();
+    exit_functions::find_next_pthread_cancel();
     ptracer::find_first();
     prctl::find_next();
     // First, because a filter may forbid everything else.
     if !disabled() {
-        guarded(host_process::record_filters_at_load);
+        guarded(start::record_filters_at_load);
     }
     guarded(|| {
         if ptracer::allow_from_environment() {

@@ -10,10 +10,10 @@ use std::{
 use xpu_timer_proto::ring::header;
 
 use crate::runtime::{
-    lifecycle::{fork, guard::guarded},
+    lifecycle::{fork, panics::guarded},
     linker::dynamic::look_up,
     os::{
-        errno, ptracer,
+        ptracer,
         seccomp::{self, watcher_may_call},
         thread_state::{self, in_hook},
         tsc,
@@ -73,7 +73,7 @@ impl Install {
 
     /// Makes the call. The hook makes no system calls from before the filter takes effect.
     fn around(self, real: impl FnOnce() -> c_long) -> c_long {
-        let errno = errno::errno();
+        let errno = thread_state::errno();
         let saved = errno.get();
         let expected = guarded(|| in_hook(|| self.expect()));
         errno.set(saved);
@@ -261,7 +261,7 @@ unsafe extern "C" fn raw_syscall(
 }
 
 extern "C" fn syscall_error(code: c_long) -> c_long {
-    errno::errno().set(-code as c_int);
+    thread_state::errno().set(-code as c_int);
     -1
 }
 
@@ -298,7 +298,7 @@ mod tests {
         let (own, wrong) = unsafe {
             (raw_syscall(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), raw_syscall(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0))
         };
-        assert_eq!((own, wrong, errno::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
+        assert_eq!((own, wrong, thread_state::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
         // SAFETY: as above.
         let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
         // SAFETY: as above; the second call asks whether the kernel knows an action.

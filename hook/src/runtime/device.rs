@@ -9,10 +9,7 @@ use xpu_timer_proto::family::Place;
 
 use crate::runtime::{
     abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
-    linker::{
-        device_family,
-        dynamic::{forget_linker_error, loaded, look_up},
-    },
+    linker::dynamic::{self, forget_linker_error, loaded, look_up},
     os::leaked_once::LeakedOnce,
 };
 
@@ -65,8 +62,8 @@ pub fn device() -> Option<&'static Device> {
 
 #[cold]
 fn find() -> Option<Device> {
-    let names = device_family::current()?.device.as_ref()?;
-    let sonames = device_family::current()?.sonames(names.library);
+    let names = dynamic::device_family()?.device.as_ref()?;
+    let sonames = dynamic::device_family()?.sonames(names.library);
     let library = sonames.iter().find_map(|soname| loaded(soname))?;
     // SAFETY: each function is looked up by a name whose type in the family's public ABI is the
     // type of its field.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xpu_timer_proto::ring::lane;
 
 use crate::runtime::{
-    lock_free::counter::add,
+    lock_free::handoff::add,
     os::{
         clock,
         thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_RUNTIME, ThreadState},

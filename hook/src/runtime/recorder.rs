@@ -5,36 +5,32 @@
 //! watcher. Only the watcher frees it, so a pending operation is never overwritten. Threads that
 //! launch in different communicators write to different cache lines.
 
-pub(crate) mod communicator_id;
-pub(crate) mod communicator_table;
-pub(crate) mod communicators;
-pub(crate) mod host_operations;
-pub(crate) mod lanes;
-#[allow(unsafe_code)]
-pub(crate) mod names;
-pub(crate) mod open_calls;
-pub(crate) mod operations;
-pub(crate) mod polled_operations;
-#[allow(unsafe_code)]
-pub(crate) mod ring;
-pub(crate) mod slot_chain;
-pub(crate) mod streams;
-
 use std::{
     io,
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
 use xpu_timer_proto::{
-    ring::{lane, name, op},
+    ring::{MAGIC, VERSION, coverage, header, lane, name, offset, op},
     v1::{DataType, Op, OpKind},
 };
 
 use crate::runtime::{
     lock_free::{event_pools::EventPools, handoff::Handoff, slot::Slot},
-    os::{descriptor::Descriptor, process::PROCESS},
-    recorder::{communicator_table::CommunicatorTable, open_calls::OpenCalls, ring::Ring},
+    os::{
+        descriptor::{self, Descriptor},
+        process::PROCESS,
+    },
+    recorder::communicator_table::CommunicatorTable,
 };
+
+pub(crate) mod communicator_table;
+pub(crate) mod communicators;
+pub(crate) mod host_operations;
+pub(crate) mod lanes;
+#[allow(unsafe_code)]
+pub(crate) mod names;
+pub(crate) mod operations;
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
@@ -120,7 +116,7 @@ pub struct Recorder {
     pub open_calls: OpenCalls,
     /// Spare events.
     pub pools: EventPools,
-    /// A test injects panics; see `panic_injection`.
+    /// A test injects panics; see `lifecycle::panics`.
     pub injects_panics: AtomicBool,
     /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
     pub bracket: AtomicU32,
@@ -204,4 +200,114 @@ pub fn running() -> Option<&'static Recorder> {
     let recorder = PROCESS.recorder.load(Ordering::Acquire).cast::<Recorder>();
     // SAFETY: null, or a recorder that is never freed.
     unsafe { recorder.as_ref() }
+}
+
+/// The words of the ring: a memfd, laid out by `xpu_timer_proto::ring`. They are mapped for the
+/// rest of the process's life, because another thread may be writing at any time, and a forked
+/// child may still hold a reference.
+pub struct Ring {
+    words: &'static [AtomicU64],
+    /// The descriptor that the collector receives.
+    pub descriptor: &'static Descriptor,
+}
+
+/// Bytes of text in a coverage entry.
+pub const COVERAGE_NAME_BYTES: usize = (coverage::WORDS - coverage::NAME) * 8;
+
+/// Bytes of text in a name entry.
+pub const NAME_BYTES: usize = (name::WORDS - name::TEXT) * 8;
+
+impl Ring {
+    /// Creates a ring in shared memory, and stores its descriptor in `descriptor`.
+    ///
+    /// # Errors
+    /// When the system has no descriptor or no memory for it.
+    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+        let (fd, memory) = descriptor::shared_memory(offset::END)?;
+        descriptor.set(fd)?;
+        // SAFETY: the mapping is END bytes, page-aligned, zero, and never unmapped; AtomicU64 has
+        // the layout of u64.
+        let words = unsafe { std::slice::from_raw_parts(memory.cast::<AtomicU64>(), offset::END / 8) };
+        let ring = Ring { words, descriptor };
+        ring.header(header::VERSION).store(u64::from(VERSION), Ordering::Relaxed);
+        ring.header(header::MAGIC).store(MAGIC, Ordering::Release);
+        Ok(ring)
+    }
+
+    /// Address of the first word.
+    pub fn words(&self) -> *mut AtomicU64 {
+        self.words.as_ptr().cast_mut()
+    }
+
+    /// A word of the header.
+    #[inline]
+    pub fn header(&self, index: usize) -> &'static AtomicU64 {
+        &self.words[index]
+    }
+
+    /// Entry `index` of the table at `offset`.
+    #[inline]
+    pub fn entry(&self, offset: usize, index: usize, words: usize) -> &'static [AtomicU64] {
+        let first = offset / 8 + index * words;
+        &self.words[first..first + words]
+    }
+
+    /// The words of an operation slot.
+    #[inline]
+    pub fn op(&self, slot: usize) -> &'static [AtomicU64; op::WORDS] {
+        self.entry(offset::OPS, slot, op::WORDS).try_into().expect("an entry has WORDS words")
+    }
+}
+
+/// Stores text as words, truncated or padded with zeros.
+pub fn store_text(words: &[AtomicU64], text: &[u8]) {
+    let chunks = text.chunks(8).map(|chunk| {
+        let mut bytes = [0; 8];
+        bytes[..chunk.len()].copy_from_slice(chunk);
+        u64::from_le_bytes(bytes)
+    });
+    for (word, value) in words.iter().zip(chunks.chain(std::iter::repeat(0))) {
+        word.store(value, Ordering::Relaxed);
+    }
+}
+
+/// Operations that can be open and watched at the same time. Further ones are only recorded.
+pub const OPEN_CALL_CELLS: usize = 256;
+
+/// The open operations of the process. A cell contains a slot plus one, 0 for none.
+pub struct OpenCalls {
+    cells: [AtomicU32; OPEN_CALL_CELLS],
+}
+
+impl OpenCalls {
+    /// An empty table.
+    pub fn new() -> Self {
+        OpenCalls { cells: [const { AtomicU32::new(0) }; OPEN_CALL_CELLS] }
+    }
+
+    /// The slots of all open operations.
+    pub fn slots(&self) -> impl Iterator<Item = usize> {
+        let held = self.cells.iter().map(|cell| cell.load(Ordering::Acquire));
+        held.filter_map(|link| Some(link.checked_sub(1)? as usize))
+    }
+
+    /// Takes a cell for a slot and returns its number plus one, 0 when there is none. Each thread
+    /// begins the search at a different cell.
+    pub fn put(&self, slot: usize, tid: u32) -> usize {
+        let link = slot as u32 + 1;
+        let order = (0..OPEN_CALL_CELLS).map(|step| (tid as usize + step) % OPEN_CALL_CELLS);
+        let free = |cell: &usize| {
+            let cell = &self.cells[*cell];
+            cell.load(Ordering::Relaxed) == 0
+                && cell.compare_exchange(0, link, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        order.into_iter().find(free).map_or(0, |cell| cell + 1)
+    }
+
+    /// Frees a cell, by its number plus one.
+    pub fn clear(&self, cell: usize) {
+        if let Some(cell) = cell.checked_sub(1).and_then(|cell| self.cells.get(cell)) {
+            cell.store(0, Ordering::Release);
+        }
+    }
 }

@@ -8,8 +8,7 @@
 
 use std::{collections::HashMap, io};
 
-use super::layout::{offset, stream};
-use super::words::read_words;
+use super::layout::{offset, read_words, stream};
 
 pub use super::layout::lane::*;
 

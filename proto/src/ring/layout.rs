@@ -1,4 +1,9 @@
 //! Layout of the ring: the words of the header and of each table, and the offsets of the tables.
+//! The functions pack and read the words.
+
+use std::io;
+
+use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
 pub const VERSION: u32 = 6;
@@ -299,4 +304,112 @@ pub mod offset {
     pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
     /// Size of the memfd in bytes.
     pub const END: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
+}
+
+/// Packs [`op::WHAT`].
+#[must_use]
+pub fn pack_what(kind: OpKind, op: Op, dtype: DataType, reduce_op: u8, tid: u32) -> u64 {
+    kind as u64 | (op as u64) << 8 | (dtype as u64) << 16 | u64::from(reduce_op) << 24 | u64::from(tid) << 32
+}
+
+/// Packs two halves into a word, as in [`comm::SIZE_RANK`], [`comm::STATE_DEVICE`] and
+/// [`op::STATUS`].
+#[must_use]
+pub fn pack_halves(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
+/// The published entries of one table. The table is read twice, and an entry whose first word
+/// changed in between is omitted.
+pub(super) fn entries<const WORDS: usize>(
+    read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    start: usize,
+    slots: usize,
+) -> io::Result<Vec<[u64; WORDS]>> {
+    let table = read_words(read_at, start, slots * WORDS)?;
+    let again = read_words(read_at, start, slots * WORDS)?;
+    Ok(table
+        .chunks_exact(WORDS)
+        .zip(again.chunks_exact(WORDS))
+        .filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0])
+        .map(|(entry, _)| entry.try_into().expect("chunks have WORDS words"))
+        .collect())
+}
+
+pub(super) fn read_words(
+    read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    start: usize,
+    words: usize,
+) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; words * 8];
+    read_at(start as u64, &mut bytes)?;
+    Ok(bytes.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("chunks have 8 bytes"))).collect())
+}
+
+pub(super) fn text(words: &[u64]) -> String {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+pub(super) fn low(word: u64) -> u32 {
+    word as u32
+}
+
+pub(super) fn high(word: u64) -> u32 {
+    (word >> 32) as u32
+}
+
+/// Odd, so that multiplication by it can be inverted.
+const CHILD_FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The identity of a communicator that is created from another one. `key` distinguishes it from
+/// other children and is equal on all ranks. If a parent has two identities, so has its child;
+/// [`key_of_child`] shows that both are the same child.
+#[must_use]
+pub fn child_id(parent: u64, key: u64) -> u64 {
+    parent.wrapping_mul(CHILD_FACTOR).wrapping_add(key)
+}
+
+/// The key from which [`child_id`] made a child of this parent.
+#[must_use]
+pub fn key_of_child(parent: u64, child: u64) -> u64 {
+    child.wrapping_sub(parent.wrapping_mul(CHILD_FACTOR))
+}
+
+/// The file with the random id of the machine's current boot.
+pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The number of seccomp filters of a thread, from the bytes of its `/proc/PID/status`.
+#[must_use]
+pub fn filters(status: &[u8]) -> u32 {
+    let field = |name: &[u8]| {
+        let value = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name))?;
+        std::str::from_utf8(value).ok()?.trim().parse::<u32>().ok()
+    };
+    // Kernels before 5.9 do not report the number.
+    field(b"Seccomp_filters:").or_else(|| field(b"Seccomp:")).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{child_id, filters, key_of_child};
+
+    #[test]
+    fn the_key_of_a_child_is_had_again_from_the_two_identities() {
+        let keys = [0, 1, 0xfeed_beef_0000_0001, u64::MAX];
+        let parents = [1, 7, 0x1234_5678_9abc_def0, u64::MAX];
+        for (parent, key) in parents.into_iter().flat_map(|parent| keys.map(|key| (parent, key))) {
+            assert_eq!(key_of_child(parent, child_id(parent, key)), key);
+        }
+        // The identity of a grandchild depends on the order of the keys.
+        assert_ne!(child_id(child_id(7, 3), 5), child_id(child_id(7, 5), 3));
+    }
+
+    #[test]
+    fn filters_are_counted_where_the_kernel_says_how_many() {
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\nSpeculation:\t1\n"), 3);
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSpeculation:\t1\n"), 2);
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t0\nSeccomp_filters:\t0\n"), 0);
+        assert_eq!((filters(b"Seccomp_filters:\tmany"), filters(b"")), (0, 0));
+    }
 }

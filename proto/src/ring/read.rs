@@ -3,8 +3,10 @@
 use std::{collections::HashMap, io};
 
 use super::lane;
-use super::layout::{MAGIC, VERSION, WATCHER_CALLS, comm, coverage, header, matmul, name, offset, op, stream};
-use super::words::{entries, high, low, read_words, text};
+use super::layout::{
+    MAGIC, VERSION, WATCHER_CALLS, comm, coverage, entries, header, high, low, matmul, name, offset, op, read_words,
+    stream, text,
+};
 use crate::v1::{
     Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Matmul, Op, OpKind, OpStatus,
     Operation, RankInfo, Stream,
@@ -250,8 +252,8 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
 
 #[cfg(test)]
 mod tests {
-    use super::super::words::{pack_halves, pack_what};
     use super::*;
+    use crate::ring::layout::{pack_halves, pack_what};
 
     /// A ring in a vector, written as the hook does.
     struct Ring(Vec<u64>);

@@ -11,6 +11,9 @@ pub const CONTEXTS: usize = 2;
 /// Like the hook's constant, but smaller.
 pub const POOL_EVENTS: usize = 2;
 
+/// Replaces the hook's function. A model has no caches.
+pub fn prefetch<T>(_: &T) {}
+
 /// Selects the ordering that is weakened.
 pub mod weakening {
     use std::{

@@ -7,23 +7,13 @@
 #![allow(clippy::new_without_default, clippy::len_without_is_empty, reason = "private parts of the hook, public here")]
 
 pub mod atomic;
-#[path = "../../../hook/src/runtime/lock_free/counter.rs"]
-pub mod counter;
 #[path = "../../../hook/src/runtime/lock_free/event_pools.rs"]
+#[allow(unsafe_code)]
 pub mod event_pools;
 #[path = "../../../hook/src/runtime/lock_free/handoff.rs"]
 pub mod handoff;
-#[path = "../../../hook/src/runtime/lock_free/queue.rs"]
-#[allow(unsafe_code)]
-pub mod queue;
 #[path = "../../../hook/src/runtime/lock_free/slot.rs"]
 pub mod slot;
-
-/// Replaces the hook's module.
-pub mod cpu {
-    /// A model has no caches.
-    pub fn prefetch<T>(_: &T) {}
-}
 
 use std::process::Command;
 

@@ -10,11 +10,9 @@ use loom::{
 use xpu_timer_models::{
     atomic::{AtomicU64, CONTEXTS, Ordering},
     check,
-    counter::{add, claim},
-    event_pools::EventPools,
+    event_pools::{EventPools, Queue},
     explore,
-    handoff::Handoff,
-    queue::Queue,
+    handoff::{Handoff, add, claim},
     slot::{Slot, publish, state},
 };
 use xpu_timer_proto::ring::op;
@@ -47,7 +45,11 @@ fn hand_off() {
 
 #[test]
 fn event_pools() {
-    check("event_pools", "queue.rs", &[a_pool_gives_each_event_to_one_thread, a_cell_is_used_again_when_it_is_empty]);
+    check(
+        "event_pools",
+        "event_pools.rs",
+        &[a_pool_gives_each_event_to_one_thread, a_cell_is_used_again_when_it_is_empty],
+    );
 }
 
 /// The slot is reused meanwhile.

@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use xpu_timer_proto::printable::line;
 
-use super::symbols;
+use super::loaded;
 use crate::{config::Config, preload};
 
 /// Prefixes of the names of libraries that the hook knows.
@@ -60,14 +60,14 @@ impl Compared {
     /// # Errors
     /// One of them cannot be read.
     pub fn with_hook(file: &Path) -> Result<Self> {
-        let hook = symbols::exported(&preload::find(&Config::read())?)?;
+        let hook = loaded::exported_functions(&preload::find(&Config::read())?)?;
         if !file.exists() {
             bail!(
                 "there is no file {}: --library takes the path of a library, which is looked for nowhere else",
                 file.display()
             );
         }
-        let own = symbols::exported(file)?;
+        let own = loaded::exported_functions(file)?;
         let hooked = own.intersection(&hook).cloned().collect();
         // Functions have second names for profilers, which are aliases.
         let second = |name: &str| {

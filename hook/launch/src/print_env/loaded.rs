@@ -1,17 +1,23 @@
 //! The libraries of a target: those that a process has mapped, or those that the dynamic loader
-//! lists for a program.
+//! lists for a program, with their sonames and functions. Only the needed parts of a file are read,
+//! because libraries of a gigabyte are common here.
 
 use std::{
+    collections::BTreeSet,
+    fs::File,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use anyhow::{Context, Result, bail};
-
-use super::{
-    symbols,
-    target::{Process, Program},
+use object::{
+    Endianness, Object, ObjectSymbol, ReadCache, SymbolKind,
+    elf::{DT_SONAME, FileHeader64},
+    read::elf::{Dyn, FileHeader},
 };
+use xpu_timer_proto::file;
+
+use super::target::{Process, Program};
 use crate::image::Obstacle;
 
 /// A library of the target.
@@ -32,7 +38,7 @@ pub fn of_process(process: &Process) -> Vec<Library> {
         let name = path.rsplit('/').next()?.to_string();
         let file = PathBuf::from(format!("/proc/{}/root{path}", process.pid));
         // A library that was opened through a link is mapped under another file name.
-        name.contains(".so").then(|| Library { name: symbols::soname(&file).unwrap_or(name), file })
+        name.contains(".so").then(|| Library { name: soname(&file).unwrap_or(name), file })
     };
     process.mapped.iter().filter_map(library).collect()
 }
@@ -57,12 +63,12 @@ pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
         let words = String::from_utf8_lossy(&output.stderr);
         bail!("{} --list {}: {}", loader.display(), image.file.display(), words.trim());
     }
-    Ok(parse(&String::from_utf8_lossy(&output.stdout)))
+    Ok(parse_loader_list(&String::from_utf8_lossy(&output.stdout)))
 }
 
 /// Parses lines such as `libc.so.6 => /lib/libc.so.6 (0x…)`, `/lib/ld.so (0x…)` and `libx.so => not
 /// found`.
-fn parse(list: &str) -> (Vec<Library>, Vec<String>) {
+fn parse_loader_list(list: &str) -> (Vec<Library>, Vec<String>) {
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     for line in list.lines().map(str::trim) {
         let (name, place) = line.split_once(" => ").unwrap_or((line, line));
@@ -82,6 +88,34 @@ fn parse(list: &str) -> (Vec<Library>, Vec<String>) {
     (found, missing)
 }
 
+/// Names of the functions in a library's dynamic symbol table.
+///
+/// # Errors
+/// It cannot be read or is not an ELF file.
+pub fn exported_functions(library: &Path) -> Result<BTreeSet<String>> {
+    let bytes = open_library(library)?;
+    let file = object::File::parse(&bytes).with_context(|| format!("{} is no ELF library", library.display()))?;
+    let symbols = file.dynamic_symbols().filter(|symbol| symbol.is_definition() && symbol.kind() == SymbolKind::Text);
+    Ok(symbols.filter_map(|symbol| Some(symbol.name().ok()?.to_string())).collect())
+}
+
+/// The name by which other objects refer to a library. `None` if it has none, or is not an ELF
+/// library.
+pub fn soname(library: &Path) -> Option<String> {
+    let bytes = open_library(library).ok()?;
+    let header = FileHeader64::<Endianness>::parse(&bytes).ok()?;
+    let endian = header.endian().ok()?;
+    let sections = header.sections(endian, &bytes).ok()?;
+    let (entries, link) = sections.dynamic(endian, &bytes).ok()??;
+    let strings = sections.strings(endian, &bytes, link).ok()?;
+    let name = entries.iter().find(|entry| entry.tag(endian) == DT_SONAME)?.string(endian, strings).ok()?;
+    Some(String::from_utf8_lossy(name).into_owned())
+}
+
+fn open_library(library: &Path) -> Result<ReadCache<File>> {
+    Ok(ReadCache::new(file::open(library).with_context(|| format!("{}", library.display()))?))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,8 +123,8 @@ mod tests {
     #[test]
     fn the_loaders_list_is_understood() {
         let list = "\tlinux-vdso.so.1 (0x00007ffe)\n\tlibcudart.so.13 => /opt/cuda lib/libcudart.so.13 (0x00007f)\n\t\
-                    libnccl.so.2 => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f11)\n";
-        let (found, missing) = parse(list);
+                libnccl.so.2 => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f11)\n";
+        let (found, missing) = parse_loader_list(list);
         let pair = |library: &Library| (library.name.clone(), library.file.display().to_string());
         assert_eq!(
             found.iter().map(pair).collect::<Vec<_>>(),
@@ -100,5 +134,21 @@ mod tests {
             ]
         );
         assert_eq!(missing, ["libnccl.so.2"]);
+    }
+
+    #[test]
+    fn the_c_library_has_its_soname_and_functions() {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
+        let libc = Path::new(libc.expect("this test is linked to it"));
+        assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));
+        assert!(exported_functions(libc).unwrap().contains("fopen"));
+        assert_eq!(soname(Path::new("/proc/self/maps")), None);
+        for (wrong, why) in
+            [("/nowhere.so", "/nowhere.so"), ("/proc", "not a regular file"), ("/proc/self/maps", "is no ELF library")]
+        {
+            let error = format!("{:#}", exported_functions(Path::new(wrong)).unwrap_err());
+            assert!(error.contains(why), "{error}");
+        }
     }
 }

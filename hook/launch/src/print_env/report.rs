@@ -17,11 +17,9 @@ use xpu_timer_proto::{
 
 use super::{
     loaded::{self, Library},
-    parts::{self, Part},
-    symbols,
     target::{self, Process, Program, Target},
 };
-use crate::{collector, config::Config};
+use crate::{collector, config::Config, preload};
 
 /// The contents of the report.
 pub struct Report {
@@ -87,7 +85,7 @@ impl Report {
         let config = Config::of(&source, uid);
         let settings = source.settings().into_iter().map(without_secret).collect();
         let mut problems: Vec<String> = source.problems().iter().map(ToString::to_string).collect();
-        let parts = parts::all(&config);
+        let parts = find_parts(&config);
         for part in &parts {
             if let Err(why) = &part.place {
                 problems.push(format!("the {} is missing: {why}", part.name));
@@ -243,13 +241,13 @@ impl Hooked {
     /// Finds the libraries with functions that the hook has, and these functions.
     fn find(&mut self, libraries: &[Library], hook: Option<&Path>) {
         let Some(hook) = hook else { return };
-        let exports = match symbols::exported(hook) {
+        let exports = match loaded::exported_functions(hook) {
             Ok(exports) => exports,
             Err(error) => return self.notes.push(format!("the hook cannot be read: {error:#}")),
         };
         for layer in Layer::ALL.into_iter().chain([Layer::Mpi]) {
             for library in libraries.iter().filter(|library| belongs(library, layer, self.family)) {
-                let functions = symbols::exported(&library.file).map_err(|error| format!("{error:#}"));
+                let functions = loaded::exported_functions(&library.file).map_err(|error| format!("{error:#}"));
                 let functions = functions.map(|names| names.intersection(&exports).cloned().collect());
                 let layer = coverage::LAYERS[usize::from(layer.layer())];
                 self.libraries.push(HookedLibrary { layer, library: library.clone(), functions });
@@ -304,6 +302,36 @@ fn family_of(libraries: &[Library]) -> Option<&'static Family> {
 fn owner(pid: i32) -> u32 {
     std::fs::metadata(format!("/proc/{pid}"))
         .map_or_else(|_| nix::unistd::geteuid().as_raw(), |metadata| metadata.uid())
+}
+
+/// A part and its path, or why it has none.
+#[derive(Debug)]
+pub struct Part {
+    /// Its name.
+    pub name: &'static str,
+    /// Its path.
+    pub place: Result<PathBuf, String>,
+}
+
+/// The parts that a job needs, found by the rules with which they find each other. The collector
+/// looks for the viewer beside itself.
+fn find_parts(config: &Config) -> Vec<Part> {
+    let hook = preload::find(config).map_err(|error| format!("{error:#}"));
+    let daemon = collector::find(config).map_err(|error| format!("{error:#}")).and_then(there);
+    let beside = |program: &Path| program.with_file_name("xpu_timer_stacktrace_viewer");
+    let viewer = match &daemon {
+        Ok(daemon) => there(beside(daemon)),
+        Err(_) => Err("it is looked for beside the collector, which is not there".into()),
+    };
+    vec![
+        Part { name: "hook", place: hook },
+        Part { name: "collector", place: daemon },
+        Part { name: "viewer", place: viewer },
+    ]
+}
+
+fn there(path: PathBuf) -> Result<PathBuf, String> {
+    if path.is_file() { Ok(path) } else { Err(format!("{} is not there", path.display())) }
 }
 
 #[cfg(test)]

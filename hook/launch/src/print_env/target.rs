@@ -14,8 +14,8 @@ use std::{
 use anyhow::{Context, Result, bail};
 use xpu_timer_proto::{env::Source, file, secrets};
 
-use super::cli::Wanted;
 use crate::{
+    cli::ReportSubject,
     container::{self, Elsewhere},
     image::Image,
 };
@@ -57,11 +57,11 @@ impl Target {
     ///
     /// # Errors
     /// It does not exist or cannot be read.
-    pub fn open(wanted: Wanted) -> Result<Self> {
+    pub fn open(wanted: ReportSubject) -> Result<Self> {
         match wanted {
-            Wanted::Here => Ok(Target::Here),
-            Wanted::Process(pid) => process(pid).map(Target::Process),
-            Wanted::Program(words) => program(&words).map(Target::Program),
+            ReportSubject::Here => Ok(Target::Here),
+            ReportSubject::Process(pid) => process(pid).map(Target::Process),
+            ReportSubject::Program(words) => program(&words).map(Target::Program),
         }
     }
 

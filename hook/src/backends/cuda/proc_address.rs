@@ -8,10 +8,7 @@ use crate::{
     interpose::hooked::around_lookup,
     runtime::{
         abi::DRIVER_NOT_FOUND,
-        linker::{
-            function::{Function, SLOTS, Wrapper},
-            function_table::find,
-        },
+        linker::function::{Function, SLOTS, Wrapper, find},
     },
 };
 
@@ -135,7 +132,7 @@ pub fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'stat
         return Some(&V2);
     }
     if flags & PER_THREAD_DEFAULT_STREAM != 0 {
-        let form = crate::runtime::linker::function_table::functions()
+        let form = crate::runtime::linker::function::functions()
             .find(|row| row.name.to_bytes().strip_suffix(b"_ptsz") == Some(name));
         if form.is_some() {
             return form;

@@ -1,24 +1,32 @@
-//! Process groups of gloo. Their creation blocks until all members have met in the store.
+//! Process groups of gloo, their tensors, and the store in which PyTorch's ranks find each other.
+//! The creation of a group blocks until all members have met in the store. A rank that never
+//! arrives blocks the others there, before there is any group.
 //!
 //! The identity of a group is the key under which its members find each other in the store, without
 //! the part that names the member. PyTorch prefixes the key with the group's name or number, so it
 //! is equal on all members and differs between groups.
+//!
+//! Many processes that are not ranks use stores, such as the agent of torchrun, so only calls of
+//! ranks count. Other threads may legitimately wait in a store for as long as the job runs, so
+//! `wait` counts on the main thread only.
 
 use std::{
     cell::Cell,
     ffi::{CStr, c_char, c_int},
 };
 
-use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, OpStatus};
+use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, OpKind, OpStatus};
 
 use crate::{
+    backends::host_call::Running,
     interpose::hooked::After,
     runtime::{
         abi::Word,
-        os::clock,
+        linker::function::Function,
+        os::{clock, leaked_once::LeakedOnce, sys, thread_state},
         recorder::{
             self, NewOperation, Recorder,
-            communicator_id::{hash, local_id},
+            communicator_table::{hash, local_id},
             communicators::NewCommunicator,
             host_operations::{close, grant_startup_grace, named_host_call, open},
         },
@@ -151,4 +159,97 @@ pub fn store_key_set(recorder: &'static Recorder, key: Word) {
         grant_startup_grace(recorder, slot);
     }
     GROUP_IN_CREATION.set(Some(GroupInCreation { comm, slot, ..creation }));
+}
+
+/// Whether torchrun's variables make this process one of several ranks. Determined at the first
+/// call.
+pub fn is_rank() -> bool {
+    static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
+    *IS_RANK.get_or_init(|| {
+        let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
+        number(c"RANK").is_some() && number(c"WORLD_SIZE").is_some_and(|size| size > 1)
+    })
+}
+
+/// Whether this is the main thread of such a process.
+pub fn is_main_thread_of_rank() -> bool {
+    thread_state::with(|thread| thread.tid()) == std::process::id() && is_rank()
+}
+
+/// Called before a call of the store that returns when other ranks have arrived.
+pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str) -> Running {
+    Running::new(recorder)
+        .with(&named_host_call(recorder, name))
+        .with_startup_grace(recorder, recorder.comms.used() == 0)
+}
+
+/// How an argument contains the tensor that determines the size of an operation.
+#[derive(Debug, Clone, Copy)]
+pub enum Tensors {
+    /// It does not, or it differs between ranks.
+    None,
+    /// `at::Tensor&`.
+    One(Word),
+    /// `std::vector<at::Tensor>&`; the first tensor counts.
+    Many(Word),
+}
+
+/// `c10::ScalarType` by number.
+const SCALAR_TYPES: [(c_int, DataType); 13] = [
+    (0, DataType::Uint8),
+    (1, DataType::Int8),
+    (3, DataType::Int32),
+    (4, DataType::Int64),
+    (5, DataType::Float16),
+    (6, DataType::Float32),
+    (7, DataType::Float64),
+    (9, DataType::Complex64),
+    (10, DataType::Complex128),
+    (11, DataType::Uint8),
+    (15, DataType::Bfloat16),
+    (23, DataType::Float8E5m2),
+    (24, DataType::Float8E4m3),
+];
+
+fn tensor_property<T>(beside: &Function, name: &'static CStr, number: usize, tensor: Word) -> Option<T>
+where
+    T: Default,
+{
+    let getter = beside.companion(0, number, &[name])?;
+    // SAFETY: aoti_torch_get_numel and aoti_torch_get_dtype have this type, with a 64-bit and a
+    // 32-bit `T`. They catch exceptions.
+    let getter =
+        unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn(Word, *mut T) -> c_int>(getter) };
+    let mut answer = T::default();
+    // SAFETY: the caller's tensor, which lives during the call, and a place for the result.
+    (unsafe { getter(tensor, &mut answer) } == 0).then_some(answer)
+}
+
+/// Element count and type of a tensor, through PyTorch's stable C interface (from 2.1 on). Zero and
+/// unspecified if unknown, as in older versions. The interface is looked up in the
+/// library of the original of `beside`.
+pub fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
+    let tensor = match tensors {
+        Tensors::None => 0,
+        Tensors::One(tensor) => tensor,
+        // SAFETY: the caller's vector, which begins with the addresses of its first element and of
+        // its end.
+        Tensors::Many(vector) if vector != 0 => unsafe {
+            let [first, end] = *(vector as *const [Word; 2]);
+            if first < end { first } else { 0 }
+        },
+        Tensors::Many(_) => 0,
+    };
+    // SAFETY: a tensor consists of a pointer to its implementation. Without an implementation there
+    // is nothing to query.
+    if tensor == 0 || unsafe { *(tensor as *const Word) } == 0 {
+        return Default::default();
+    }
+    let count: Option<i64> = tensor_property(beside, c"aoti_torch_get_numel", 0, tensor);
+    let dtype: Option<c_int> = tensor_property(beside, c"aoti_torch_get_dtype", 1, tensor);
+    let dtype = SCALAR_TYPES
+        .iter()
+        .find(|(number, _)| Some(*number) == dtype)
+        .map_or(DataType::Unspecified, |(_, dtype)| *dtype);
+    (count.unwrap_or(0).max(0) as u64, dtype)
 }

@@ -34,7 +34,7 @@ use crate::{
         os::clock,
         recorder::{
             NewOperation, Recorder,
-            communicator_id::{hash, local_id},
+            communicator_table::{hash, local_id},
             communicators::NewCommunicator,
             host_operations::named_host_call,
         },

@@ -22,11 +22,10 @@ use xpu_timer_proto::v1::OpStatus;
 use crate::{
     backends::host_call::Running,
     runtime::{
-        os::{clock, tsc_clock},
+        os::clock,
         recorder::{
             Recorder,
-            host_operations::{close, leave},
-            polled_operations::{POLLED, STOPPED_NS, publish, recorder_address},
+            host_operations::{POLLED, POLLING_STOPPED_NS, close, leave, publish_polled, recorder_address},
         },
     },
 };
@@ -121,14 +120,14 @@ impl PollState {
     }
 
     /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
-    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last poll
-    /// was `gap` nanoseconds ago.
+    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last
+    /// poll was `gap` nanoseconds ago.
     fn after(self, gap: u64, polled_ns: u64, looked: &Looked) -> Option<PollState> {
         let mut state = self;
         state.waited_ns += polled_ns;
         if gap <= MAX_POLL_GAP_NS {
             state.waited_ns += gap;
-        } else if self.looked_cpu_ns == 0 || gap >= STOPPED_NS {
+        } else if self.looked_cpu_ns == 0 || gap >= POLLING_STOPPED_NS {
             return None;
         } else {
             let busy = looked.cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(polled_ns).min(gap);
@@ -159,7 +158,7 @@ struct Looked {
 /// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
 #[inline]
 pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
-    let counter = tsc_clock::ticks();
+    let counter = clock::ticks();
     POLL_STATE.with(|cell| {
         let state = cell.get();
         if state.recorder == recorder_address(recorder) && state.continues(counter) {
@@ -200,7 +199,7 @@ fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce(
             state.open = None;
         }
     } else if now.saturating_sub(state.since_ns) >= POLLING_IS_WAITING_NS {
-        state.open = what().keep().and_then(|slot| publish(recorder, slot, now));
+        state.open = what().keep().and_then(|slot| publish_polled(recorder, slot, now));
     }
     POLL_STATE.set(state);
 }
@@ -239,7 +238,7 @@ mod tests {
     use super::*;
     use crate::runtime::{
         os::tsc,
-        recorder::{host_operations::named_host_call, polled_operations::expire},
+        recorder::host_operations::{expire_polled, named_host_call},
     };
 
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
@@ -275,7 +274,7 @@ mod tests {
         assert!(!waits(2_000_000, 2_000_000, 10_000_000, false));
         assert!(!waits(10_000_000, 9_900_000, 0, false));
         assert!(!waits(10_000_000, 9_900_000, 3_000_000, false), "computes, then asks many times");
-        assert!(!waits(STOPPED_NS + 1, 0, 0, true));
+        assert!(!waits(POLLING_STOPPED_NS + 1, 0, 0, true));
     }
 
     #[test]
@@ -319,11 +318,11 @@ mod tests {
         assert_eq!(asked(POLLING_IS_WAITING_NS / 2), 0);
         assert_eq!(asked(POLLING_IS_WAITING_NS), 1);
         assert_eq!(asked(POLLING_IS_WAITING_NS), 1, "one operation however often it is asked for");
-        expire(recorder);
+        expire_polled(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 1);
         let (place, _) = POLL_STATE.get().open.unwrap();
         POLLED[place].polled_ns.store(0, Ordering::Relaxed);
-        expire(recorder);
+        expire_polled(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 0);
         assert_eq!(asked(POLLING_IS_WAITING_NS), 0, "its place is lost");
         assert_eq!(asked(POLLING_IS_WAITING_NS), 1, "and it waits again");

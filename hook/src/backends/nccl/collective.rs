@@ -11,14 +11,14 @@ use crate::{
     backends::{
         bracket::{self, OpenOperation},
         cuda::graphs::{self, CapturedCollective},
-        nccl::{communicator::known, group_queue},
+        nccl::communicator::known,
     },
     interpose::hooked::Site,
     runtime::{
         abi::{Comm, Stream},
         lock_free::slot::state,
         os::thread_state,
-        recorder::{NewOperation, Recorder, operations, slot_chain},
+        recorder::{NewOperation, Recorder, operations},
     },
 };
 
@@ -113,9 +113,9 @@ pub fn tagged(
     for (call, tag) in calls {
         let Some(index) = recorder.begin(&call.begin(recorder, tag, comm, stream)) else { continue };
         match leader {
-            _ if grouped => group_queue::queue(recorder, index),
+            _ if grouped => queue(recorder, index),
             None => leader = Some(index),
-            Some(leader) => slot_chain::follow(recorder, leader, index),
+            Some(leader) => operations::follow(recorder, leader, index),
         }
     }
     let leader = leader?;
@@ -144,6 +144,25 @@ pub fn withdraw(recorder: &'static Recorder, slot: usize) {
 
 /// No root and no peer.
 pub const NOBODY: c_int = -1;
+
+/// Adds an operation to the thread's open group.
+pub fn queue(recorder: &'static Recorder, index: usize) {
+    let link = index as u32 + 1;
+    thread_state::with(|thread| {
+        match thread.group_last.replace(link) {
+            0 => thread.group_first.set(link),
+            last => recorder.slots[last as usize - 1].next.store(link, Ordering::Relaxed),
+        };
+    });
+}
+
+pub fn next(recorder: &Recorder, slot: usize) -> u32 {
+    recorder.slots[slot].next.load(Ordering::Relaxed)
+}
+
+pub fn is_host_call(recorder: &Recorder, slot: usize) -> bool {
+    recorder.kind(slot) == OpKind::HostCall
+}
 
 #[cfg(test)]
 mod tests {

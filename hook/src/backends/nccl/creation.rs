@@ -1,4 +1,5 @@
-//! Calls that create communicators.
+//! Calls that create communicators, and `ncclCommGetAsyncError`, with which a host polls until a
+//! nonblocking communicator is ready.
 
 use std::{ffi::c_int, sync::atomic::Ordering};
 
@@ -8,9 +9,12 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    backends::nccl::{
-        communicator::{handle_at, handle_still_at, host_call, known, ready},
-        group_queue,
+    backends::{
+        bracket,
+        nccl::{
+            collective::{self, is_host_call, next},
+            communicator::{handle_at, handle_still_at, host_call, known, ready},
+        },
     },
     interpose::hooked::{After, Site},
     runtime::{
@@ -19,9 +23,9 @@ use crate::{
         os::{clock, thread_state},
         recorder::{
             Recorder,
-            communicator_id::{hash, local_id},
+            communicator_table::{hash, local_id},
             communicators::NewCommunicator,
-            operations::comm_of,
+            operations::{chain, close_all, comm_of},
         },
     },
 };
@@ -93,7 +97,7 @@ fn create(
     let Some(index) = slot else { return creating };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
         recorder.slots[index].output.store(output as usize, Ordering::Relaxed);
-        group_queue::queue(recorder, index);
+        collective::queue(recorder, index);
         return Creating { site, slot: None, comm: None, output: 0 };
     }
     recorder.hand_over(index);
@@ -232,7 +236,7 @@ fn without_communicator(recorder: &'static Recorder, site: Site, id: u64) -> Cre
     let slot = host_call(recorder, Op::CommSplit, site.function.text(), None, id, -1);
     let Some(index) = slot else { return Creating { site, slot, comm: None, output: 0 } };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
-        group_queue::queue(recorder, index);
+        collective::queue(recorder, index);
         return Creating { site, slot: None, comm: None, output: 0 };
     }
     recorder.hand_over(index);
@@ -327,6 +331,51 @@ impl After for CreatingAll {
             if let Some(comm) = comm {
                 ready(recorder, self.site, comm, handle_at(self.first + rank * size_of::<Comm>()));
             }
+        }
+    }
+}
+
+/// A poll of a communicator's state. A nonblocking communicator becomes ready by it.
+pub struct Polled {
+    site: Site,
+    comm: usize,
+    error: usize,
+}
+
+/// Called before ncclCommGetAsyncError.
+pub fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
+    Polled { site, comm: comm as usize, error: error as usize }
+}
+
+impl After for Polled {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        let Some(comm) = recorder.comms.find(self.comm) else { return };
+        if result != SUCCESS || self.error == 0 {
+            return;
+        }
+        // SAFETY: the caller's place, which the call has written.
+        let state = unsafe { *(self.error as *const c_int) };
+        if state == NCCL_IN_PROGRESS {
+            return;
+        }
+        if state == SUCCESS && recorder.comm_state(comm) == CommunicatorState::Initializing {
+            ready(recorder, self.site, comm, self.comm);
+        }
+        settle_waiting(recorder, self.site, comm, state);
+    }
+}
+
+/// A nonblocking call of a communicator has finished. Ends the host calls and records the end
+/// events of the operations that waited for it.
+pub fn settle_waiting(recorder: &'static Recorder, site: Site, comm: usize, result: c_int) {
+    let now = clock::now_ns();
+    for slot in chain(recorder, recorder.take_waiting(comm), next) {
+        if is_host_call(recorder, slot) {
+            host_call_settled(recorder, site, (slot, comm), result, now);
+        } else if result == SUCCESS {
+            bracket::finish(recorder, slot);
+        } else {
+            close_all(recorder, slot, OpStatus::Failed, result as u32, now);
         }
     }
 }

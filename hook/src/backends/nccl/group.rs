@@ -8,9 +8,8 @@ use crate::{
     backends::{
         bracket::{self, close},
         nccl::{
-            collective::withdraw,
+            collective::{is_host_call, next, withdraw},
             creation,
-            group_queue::{is_host_call, next},
         },
     },
     interpose::hooked::{After, Site},
@@ -22,7 +21,7 @@ use crate::{
         },
         recorder::{
             Recorder,
-            slot_chain::{self, chain},
+            operations::{self, chain},
         },
     },
 };
@@ -89,7 +88,7 @@ pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
         };
         match (leader, last) {
             (Some(leader), Some(last)) => {
-                slot_chain::follow(recorder, leader, slot);
+                operations::follow(recorder, leader, slot);
                 recorder.slots[last].next.store(next(recorder, slot), Ordering::Relaxed);
             }
             _ => last = Some(slot),

@@ -9,11 +9,14 @@ use std::{
 };
 
 use crate::{
-    interpose::inline::{code_memory::writing, prologue::ENDBR64},
+    interpose::inline::{engine::ENDBR64, symbol_binding::writing},
     runtime::{
-        lifecycle::guard::guarded,
-        linker::{elf::_r_debug, library_events},
-        os::{errno, seccomp, thread_state::in_hook},
+        lifecycle::panics::guarded,
+        linker::{dynamic, elf::_r_debug},
+        os::{
+            seccomp,
+            thread_state::{self, in_hook},
+        },
     },
 };
 
@@ -92,14 +95,14 @@ static SCANNING: AtomicI32 = AtomicI32::new(0);
 pub extern "C" fn loaded() {
     // SAFETY: the linker's own structure, which always exists.
     let state = unsafe { (&raw const _r_debug.state).read_volatile() };
-    if state != CONSISTENT || library_events::has_stopped_listening() || !seccomp::may_call() {
+    if state != CONSISTENT || dynamic::has_stopped_listening() || !seccomp::may_call() {
         return;
     }
     if SCANNING.swap(1, Ordering::Acquire) != 0 {
-        library_events::stop_listening();
+        dynamic::stop_listening();
         return;
     }
-    let errno = errno::errno();
+    let errno = thread_state::errno();
     let saved = errno.get();
     guarded(|| in_hook(crate::interpose::inline::scan::scan_new_objects));
     errno.set(saved);

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::runtime::{
     os::{
-        errno,
         process::{CONNECTION, FINAL_TURN_UNWANTED, IDLE, PROCESS, RING, SET_UP_IN, pid},
         ptracer, seccomp, sys, thread_state,
     },
@@ -71,7 +70,7 @@ extern "C" fn after_fork() {
 extern "C" fn after_fork_in_child() {
     FORKING.store(0, Ordering::SeqCst);
     OPENING.store(false, Ordering::SeqCst);
-    let errno = errno::errno();
+    let errno = thread_state::errno();
     let saved = errno.get();
     // Dumps contain the child's stacks.
     ptracer::allow_in_child();

@@ -1,13 +1,15 @@
-//! Queries of the dynamic linker: loaded objects, and lookups that bypass the hook's own exports.
+//! Queries of the dynamic linker: loaded objects, the device family that they belong to, and
+//! lookups that bypass the hook's own exports.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
-    sync::atomic::{AtomicPtr, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
 };
 
+use xpu_timer_proto::family::{FAMILIES, Family};
+
 use crate::runtime::{
-    linker::elf,
-    linker::elf::Object,
+    linker::elf::{self, Object},
     os::{seccomp, sys, thread_state},
 };
 
@@ -162,4 +164,48 @@ pub fn exported_by_libc(name: &CStr) -> *mut c_void {
 /// Paths of all loaded objects.
 pub fn libraries() -> Vec<String> {
     objects().iter().map(|path| path.to_string_lossy().into_owned()).collect()
+}
+
+/// Index of the family plus one, 0 while no runtime is loaded.
+static DEVICE_FAMILY: AtomicUsize = AtomicUsize::new(0);
+
+/// The device family whose runtime is loaded. Determined once, because a name such as
+/// `mcclAllReduce` must not change its meaning.
+pub fn device_family() -> Option<&'static Family> {
+    if DEVICE_FAMILY.load(Ordering::Relaxed) == 0 {
+        let found = FAMILIES.iter().position(|family| family.is_loaded(|soname| loaded(soname).is_some()))?;
+        DEVICE_FAMILY.store(found + 1, Ordering::Relaxed);
+    }
+    FAMILIES.get(DEVICE_FAMILY.load(Ordering::Relaxed) - 1)
+}
+
+/// The process's device family, or all families while no runtime is loaded.
+pub fn candidate_families() -> impl Iterator<Item = &'static Family> {
+    let current = device_family();
+    FAMILIES.iter().filter(move |family| current.is_none_or(|current| std::ptr::eq(current, *family)))
+}
+
+static LISTENS_FOR_LIBRARIES: AtomicBool = AtomicBool::new(false);
+
+/// Whether the hook learns of libraries that are loaded later. It does not when that is turned off,
+/// when the system forbids a change of code, under a debugger, and in some forked children.
+pub fn listens_for_libraries() -> bool {
+    LISTENS_FOR_LIBRARIES.load(Ordering::Relaxed) && !has_stopped_listening()
+}
+
+/// Sets whether the hook learns of them.
+pub fn set_listening_for_libraries(listens: bool) {
+    LISTENS_FOR_LIBRARIES.store(listens, Ordering::Relaxed);
+}
+
+static DEAF: AtomicBool = AtomicBool::new(false);
+
+/// Whether it has stopped for good.
+pub fn has_stopped_listening() -> bool {
+    DEAF.load(Ordering::Relaxed)
+}
+
+/// Stops it for good.
+pub fn stop_listening() {
+    DEAF.store(true, Ordering::Relaxed);
 }

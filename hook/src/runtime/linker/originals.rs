@@ -9,12 +9,13 @@ use xpu_timer_proto::family::Library;
 
 use crate::runtime::{
     linker::{
-        device_family,
         dynamic::{self, loaded, loaded_from, look_up, object_of, objects},
-        function::Function,
-        function_table::is_wrapper,
+        function::{Function, is_wrapper},
     },
-    os::{errno, sys, thread_state::in_hook},
+    os::{
+        sys,
+        thread_state::{self, in_hook},
+    },
 };
 
 impl Function {
@@ -49,7 +50,7 @@ impl Function {
         }
         // The host must not see the hook's errno, and a hooked function that the loader calls must
         // not be recorded.
-        let errno = errno::errno();
+        let errno = thread_state::errno();
         let saved = errno.get();
         let found = in_hook(|| self.search());
         dynamic::forget_linker_error();
@@ -72,7 +73,7 @@ impl Function {
             object_of(next);
             return next;
         }
-        let sonames = device_family::candidates().flat_map(|family| family.sonames(self.library));
+        let sonames = dynamic::candidate_families().flat_map(|family| family.sonames(self.library));
         if let Some(found) = sonames.filter_map(|soname| loaded(soname)).find_map(|library| self.find_in(library)) {
             return found;
         }
@@ -109,7 +110,7 @@ impl Function {
         if !found.is_null() {
             return found;
         }
-        let errno = errno::errno();
+        let errno = thread_state::errno();
         let saved = errno.get();
         let found = in_hook(|| {
             let anywhere = objects().into_iter().filter(|path| !path.is_empty()).find_map(|path| {

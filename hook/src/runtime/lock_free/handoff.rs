@@ -5,8 +5,7 @@
 //! to different cache lines. Both directions are lock-free, and neither side waits.
 
 use super::{
-    atomic::{AtomicU32, AtomicUsize, LANE_EVENTS as SPARE, Ordering},
-    cpu,
+    atomic::{self, AtomicU32, AtomicU64, AtomicUsize, LANE_EVENTS as SPARE, Ordering},
     slot::Slot,
 };
 
@@ -90,7 +89,7 @@ impl Handoff {
         self.taken.store(place.wrapping_add(1), Ordering::Relaxed);
         // The watcher wrote the next cache line on another core, and this thread reaches it a few
         // operations later.
-        cpu::prefetch(&self.returned.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
+        atomic::prefetch(&self.returned.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
         Some(event)
     }
 
@@ -118,6 +117,18 @@ impl Handoff {
         let returned = self.returned.next.load(Ordering::Relaxed);
         returned.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)
     }
+}
+
+/// Adds to a counter of a lane. Only the calling thread writes it, so it needs no atomic
+/// read-modify-write.
+#[inline(always)]
+pub fn add(word: &AtomicU64, by: u64) {
+    word.store(word.load(Ordering::Relaxed).wrapping_add(by), Ordering::Relaxed);
+}
+
+/// Replaces `from` by `me` as the owner of a lane. False when another thread was faster.
+pub fn claim(owner: &AtomicU64, from: u64, me: u64) -> bool {
+    owner.compare_exchange(from, me, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
 
 #[cfg(test)]

@@ -1,12 +1,16 @@
-//! System calls and files, in a form that is safe inside a foreign process: no failure ends the
-//! process.
+//! System calls, files and thread ids, in a form that is safe inside a foreign process: no failure
+//! ends the process.
 
 use std::{
     ffi::{CStr, c_int, c_void},
     io,
 };
 
-use crate::runtime::os::{descriptor::close, seccomp};
+use crate::runtime::os::{
+    descriptor::close,
+    seccomp,
+    thread_state::{ThreadState, errno},
+};
 
 /// Lets another thread run, if this one may make the system call.
 pub fn relax() {
@@ -109,6 +113,32 @@ pub fn is_alone() -> bool {
     let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
     // A directory has a link to itself, one from its parent, and one from each subdirectory.
     known && stat.st_nlink == 3
+}
+
+impl ThreadState {
+    /// The thread's id, cached. 0 if the thread may not make the system call.
+    pub fn tid(&self) -> u32 {
+        if self.tid.get() == 0 && seccomp::may_call() {
+            self.tid.set(gettid());
+        }
+        self.tid.get()
+    }
+}
+
+/// The id of the calling thread.
+pub fn gettid() -> u32 {
+    // SAFETY: gettid takes nothing and cannot fail.
+    unsafe { libc::gettid() as u32 }
+}
+
+/// Whether this process has a thread with this id. True when that cannot be determined.
+pub fn is_thread(tid: u32) -> bool {
+    if !seccomp::may_call() {
+        return true;
+    }
+    // SAFETY: signal 0 is checked and never sent; the arguments are integers.
+    let answer = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, 0) };
+    answer == 0 || errno().get() != libc::ESRCH
 }
 
 #[cfg(test)]

@@ -11,8 +11,6 @@
 
 use std::{cell::Cell, ffi::c_int};
 
-use crate::runtime::os::errno;
-
 /// Executing a function of a collective library.
 pub const IN_COLLECTIVES: u8 = 1;
 
@@ -73,7 +71,7 @@ pub struct ThreadState {
     pub groups_left: Cell<u32>,
     /// Cache of indices in the communicator table.
     pub comms: [Cell<u16>; COMMS],
-    /// The last clock reading, and the counter at that time; see `tsc_clock`.
+    /// The last clock reading, and the counter at that time; see `clock`.
     pub clock_ns: Cell<u64>,
     /// As above.
     pub clock_counter: Cell<u64>,
@@ -133,7 +131,7 @@ impl ThreadState {
         match self.errno.get() {
             Some(errno) => errno,
             None => {
-                let errno = errno::errno();
+                let errno = errno();
                 self.errno.set(Some(errno));
                 errno
             }
@@ -165,4 +163,12 @@ pub fn in_hook<R>(code: impl FnOnce() -> R) -> R {
     let before = with(|state| state.inside.replace(state.inside.get() | IN_HOOK));
     let _restore = Restore(before);
     code()
+}
+
+/// The calling thread's errno. The hook restores it before the host reads it.
+#[inline]
+pub fn errno() -> &'static Cell<c_int> {
+    // SAFETY: the location is valid while the thread lives, and only this thread uses it. The
+    // reference does not leave the calling function, so it does not outlive the thread.
+    unsafe { Cell::from_mut(&mut *libc::__errno_location()) }
 }

@@ -174,7 +174,7 @@ impl Recorder {
 mod tests {
     use super::*;
     use crate::runtime::os::descriptor::Descriptor;
-    use crate::runtime::recorder::communicator_id::hash;
+    use crate::runtime::recorder::communicator_table::hash;
 
     fn recorder() -> Recorder {
         Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()

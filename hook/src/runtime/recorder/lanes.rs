@@ -10,9 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xpu_timer_proto::ring::{coverage, header, lane, offset, stream};
 
 use crate::runtime::{
-    lock_free::counter::{self, add},
+    lock_free::{
+        handoff::{self, add},
+        hash_slot::home_slot,
+    },
     os::{
-        clock, thread_id,
+        clock, sys,
         thread_state::{self, ThreadState},
     },
     recorder::Recorder,
@@ -49,11 +52,11 @@ impl Recorder {
         if me == 0 {
             return None;
         }
-        let claim = |index: &usize, from: u64| counter::claim(&self.lane_words(*index)[lane::OWNER], from, me);
+        let claim = |index: &usize, from: u64| handoff::claim(&self.lane_words(*index)[lane::OWNER], from, me);
         let ended = |index: &usize| {
             let owner = self.lane_words(*index)[lane::OWNER].load(Ordering::Relaxed);
             // An owner with this thread's id and other thread-local memory was an earlier thread.
-            (owner == me || !thread_id::is_thread(owner as u32)) && claim(index, owner)
+            (owner == me || !sys::is_thread(owner as u32)) && claim(index, owner)
         };
         let index = (0..lane::SLOTS).find(|index| claim(index, 0)).or_else(|| (0..lane::SLOTS).find(ended));
         if let Some(index) = index {
@@ -177,6 +180,34 @@ impl Recorder {
         if let Some(lane) = self.lane_of(thread_state::current()) {
             add(&self.lane_words(lane)[lane::ALLOCATED_BYTES], bytes);
         }
+    }
+
+    /// Counts a kernel or graph on a stream, for a thread that has no room for the stream in its
+    /// lane.
+    #[cold]
+    pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
+        let key = stream_handle as u64 + 1;
+        let mut index = home_slot::<{ stream::SLOTS }>(key);
+        for _ in 0..stream::SLOTS {
+            let entry = self.ring.entry(offset::STREAMS, index, stream::WORDS);
+            let found = entry[stream::HANDLE].load(Ordering::Relaxed);
+            let ours = found == key
+                || found == 0
+                    && match entry[stream::HANDLE].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed) {
+                        Ok(_) => true,
+                        Err(other) => other == key,
+                    };
+            if ours {
+                entry[stream::LAUNCHES].fetch_add(1, Ordering::Relaxed);
+                entry[stream::LAST_NS].store(now_ns, Ordering::Relaxed);
+                if function != 0 && entry[stream::LAST_FUNCTION].swap(function, Ordering::Relaxed) != function {
+                    self.see_function(function);
+                }
+                return;
+            }
+            index = (index + 1) % stream::SLOTS;
+        }
+        self.count(header::OVERFLOWS);
     }
 }
 

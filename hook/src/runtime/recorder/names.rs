@@ -11,7 +11,7 @@ use crate::runtime::{
     abi::SUCCESS,
     device::device,
     lock_free::hash_slot::home_slot,
-    recorder::{Recorder, SEEN, ring::store_text},
+    recorder::{Recorder, SEEN, store_text},
 };
 
 impl Recorder {
@@ -51,7 +51,7 @@ impl Recorder {
             return;
         }
         let entry = self.ring.entry(offset::NAMES, index, name::WORDS);
-        store_text(&entry[name::TEXT..], &text[..text.len().min(crate::runtime::recorder::ring::NAME_BYTES)]);
+        store_text(&entry[name::TEXT..], &text[..text.len().min(crate::runtime::recorder::NAME_BYTES)]);
         entry[name::FUNCTION].store(function, Ordering::Release);
     }
 

@@ -1,21 +1,24 @@
 //! Operations and their slots, from the begin of a call until the watcher takes over.
+//!
+//! Operations that one pair of events brackets form a chain of slots: a leader and its followers.
 
 use std::sync::atomic::Ordering;
 
 use xpu_timer_proto::{
     ring::{self, header, lane, name, op, pack_halves, pack_what},
-    v1::{OpKind, OpStatus},
+    v1::{CommunicatorState, OpKind, OpStatus},
 };
 
 use crate::runtime::{
-    lock_free::cpu,
     lock_free::{
+        atomic,
         handoff::Handoff,
         slot::{publish, state},
     },
     os::{
+        clock,
         thread_state::{self, ThreadState},
-        tsc_clock, wakeup,
+        wakeup,
     },
     recorder::{NewOperation, Recorder, names::name_in},
 };
@@ -79,9 +82,9 @@ impl Recorder {
     #[inline]
     fn prefetch(&self, index: usize) {
         let words = self.ring.op(index);
-        cpu::prefetch(&self.slots[index]);
-        cpu::prefetch(&words[0]);
-        cpu::prefetch(&words[8]);
+        atomic::prefetch(&self.slots[index]);
+        atomic::prefetch(&words[0]);
+        atomic::prefetch(&words[8]);
     }
 
     /// The number of a new host call, from 1.
@@ -113,7 +116,7 @@ impl Recorder {
     /// Like [`Recorder::begin`], for an operation whose slot a host thread frees.
     pub fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
         let thread = thread_state::current();
-        let now = tsc_clock::now_ns(thread);
+        let now = clock::burst_now_ns(thread);
         let lane = self.lane_of(thread);
         self.last_launch(lane).store(now, Ordering::Relaxed);
         let (ticket, next_is_ours) = self.next_ticket(thread, now);
@@ -226,11 +229,58 @@ pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
     recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(usize::from)
 }
 
+/// Ends an operation and its followers with a status that the host determined. Followers first,
+/// because the watcher frees them all together with the leader.
+pub fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, error: u32, now_ns: u64) {
+    for member in members(recorder, index).skip(1) {
+        recorder.settle(member, status, error, now_ns);
+    }
+    recorder.close(index, status, error, now_ns);
+}
+
+/// Adds an operation to those that the events of `leader` bracket.
+pub fn follow(recorder: &'static Recorder, leader: usize, index: usize) {
+    let behind = recorder.slots[leader].follower.swap(index as u32 + 1, Ordering::Relaxed);
+    recorder.slots[index].follower.store(behind, Ordering::Relaxed);
+}
+
+/// The slots that the events of `index` bracket, `index` first. Must not be called once the watcher
+/// may free them.
+pub fn members(recorder: &'static Recorder, index: usize) -> impl Iterator<Item = usize> {
+    chain(recorder, index as u32 + 1, |recorder, slot| recorder.slots[slot].follower.load(Ordering::Relaxed))
+}
+
+/// Follows a chain of slots whose links are slot numbers plus one. Each link is read before its
+/// slot is returned, so the caller may give the slot away.
+pub fn chain(
+    recorder: &'static Recorder,
+    first: u32,
+    next: impl Fn(&Recorder, usize) -> u32,
+) -> impl Iterator<Item = usize> {
+    let mut link = first;
+    // No chain is longer than the table, so a corrupted one ends.
+    (0..op::SLOTS).map_while(move |_| {
+        let slot = link.checked_sub(1)? as usize;
+        link = next(recorder, slot);
+        Some(slot)
+    })
+}
+
+/// The status of an operation whose end event is complete. After an abort the kernel has ended, but
+/// it did not do its work.
+pub fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
+    match comm_of(recorder, index).map(|comm| recorder.comm_state(comm)) {
+        Some(CommunicatorState::Aborted) => OpStatus::Aborted,
+        _ => OpStatus::Completed,
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::runtime::os::{clock, thread_id};
     use xpu_timer_proto::{ring::stream, v1::Op};
+
+    use super::*;
+    use crate::runtime::os::{clock, sys};
 
     fn read(recorder: &Recorder) -> xpu_timer_proto::v1::FlightRecord {
         let fd = recorder.ring.descriptor.get().unwrap();
@@ -252,7 +302,7 @@ mod tests {
         let slot = recorder.begin(&what).unwrap();
         let [operation] = &read(recorder).operations[..] else { panic!("one operation") };
         assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
-        assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, thread_id::gettid()));
+        assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, sys::gettid()));
         recorder.hand_over(slot);
         recorder.returned(slot, 77);
         recorder.close(slot, OpStatus::Failed, 700, 99);
@@ -338,7 +388,7 @@ mod tests {
         recorder.add_name(7, &[b'k'; 1000]);
         let slot =
             recorder.begin(&NewOperation { function: 7, ..NewOperation::new(OpKind::Kernel, Op::Kernel) }).unwrap();
-        assert_eq!(recorder.operation(slot).function.len(), crate::runtime::recorder::ring::NAME_BYTES);
-        assert_eq!(read(recorder).operations[0].function.len(), crate::runtime::recorder::ring::NAME_BYTES);
+        assert_eq!(recorder.operation(slot).function.len(), crate::runtime::recorder::NAME_BYTES);
+        assert_eq!(read(recorder).operations[0].function.len(), crate::runtime::recorder::NAME_BYTES);
     }
 }

@@ -55,12 +55,12 @@ impl CoverageUpdater {
         self.turns += 1;
         let libraries = libraries();
         let is_collective = |name: &str| COLLECTIVE_KERNELS.iter().any(|part| name.contains(part));
-        let rows = || crate::runtime::linker::function_table::functions().take(coverage::SLOTS).enumerate();
+        let rows = || crate::runtime::linker::function::functions().take(coverage::SLOTS).enumerate();
         // A program that looked up the communicator functions may still call the collectives past
         // the hook.
         let unseen = recorder.any_name(is_collective)
             && !rows().any(|(index, function)| runs_collectives(function) && recorder.calls(index) > 0);
-        let listens = crate::runtime::linker::library_events::listens();
+        let listens = crate::runtime::linker::dynamic::listens_for_libraries();
         for (index, function) in rows() {
             let calls = recorder.calls(index);
             let status = match status(function, calls, &libraries) {

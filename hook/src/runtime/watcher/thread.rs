@@ -13,7 +13,7 @@ use std::{
 use xpu_timer_proto::file;
 
 use crate::runtime::{
-    lifecycle::{config::Environment, guard::guarded},
+    lifecycle::{config::Environment, panics::guarded},
     linker::dynamic::look_up,
     os::{clock, process, seccomp, sys, thread_state, wakeup},
     recorder::Recorder,
@@ -201,7 +201,7 @@ pub fn thread_local_bytes() -> usize {
 mod tests {
     use super::*;
     use crate::runtime::os::descriptor::Descriptor;
-    use crate::runtime::{os::thread_id, watcher::connection};
+    use crate::runtime::{os::sys, watcher::connection};
     use xpu_timer_proto::ring::header;
 
     #[test]
@@ -224,9 +224,9 @@ mod tests {
         for _ in 0..3 {
             turns("it turns");
             let watcher = tid();
-            assert!(thread_id::is_thread(watcher));
+            assert!(sys::is_thread(watcher));
             stop();
-            assert!(!thread_id::is_thread(watcher), "no thread is left that could make a call");
+            assert!(!sys::is_thread(watcher), "no thread is left that could make a call");
             resume();
         }
         turns("it goes on");

@@ -17,7 +17,7 @@ use crate::runtime::{
     lifecycle::exit,
     lock_free::{event_pools::LOW, slot::state},
     os::clock,
-    recorder::{Recorder, slot_chain},
+    recorder::{Recorder, operations},
 };
 
 /// Indices into [`xpu_timer_proto::ring::WATCHER_CALLS`].
@@ -186,7 +186,7 @@ impl Tracker {
         }
         if self.query(slot, start) == Some(SUCCESS) {
             let now = clock::now_ns();
-            for member in slot_chain::members(self.recorder, slot) {
+            for member in operations::members(self.recorder, slot) {
                 self.started(member, now);
             }
         }
@@ -202,12 +202,12 @@ impl Tracker {
                 self.look_at_start(slot, start);
                 return false;
             }
-            Some(SUCCESS) => (slot_chain::completed_status(self.recorder, slot), 0),
+            Some(SUCCESS) => (operations::completed_status(self.recorder, slot), 0),
             Some(code) => (OpStatus::Failed, code as u32),
         };
         let now = clock::now_ns();
         let elapsed = if error == 0 { self.elapsed(start, end) } else { None };
-        for member in slot_chain::members(self.recorder, slot) {
+        for member in operations::members(self.recorder, slot) {
             let words = self.recorder.ring.op(member);
             if error == 0 {
                 let entered = words[op::ENTERED_NS].load(Ordering::Relaxed);
@@ -245,7 +245,7 @@ impl Tracker {
             }
         }
         // Followers are in no queue. Their links are read before the slots are freed.
-        for member in slot_chain::members(self.recorder, slot) {
+        for member in operations::members(self.recorder, slot) {
             self.recorder.slots[member].become_state(state::FREE);
         }
     }

@@ -1,14 +1,34 @@
-//! Panics inside the hook, for tests. `XPU_TIMER_TEST_PANIC=ncclAllReduce:3` panics at the third
-//! call of that function, `*:1` at the first call of each. Without the variable this costs one load
-//! of a flag per call.
+//! Stops panics of the hook's own code, and causes them for tests.
+//! `XPU_TIMER_TEST_PANIC=ncclAllReduce:3` panics at the third call of that function, `*:1` at the
+//! first call of each. Without the variable this costs one load of a flag per call.
 
-use std::sync::{Mutex, atomic::Ordering};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Mutex, atomic::Ordering},
+};
+
+use xpu_timer_proto::ring::header;
 
 use crate::runtime::{
     lifecycle::config::{self, Environment},
     linker::function::Function,
     recorder::{self, Recorder},
 };
+
+/// Runs a part of the hook. A panic ends the part and is counted.
+#[inline]
+pub fn guarded<R>(part: impl FnOnce() -> R) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(part)).map_err(panicked).ok()
+}
+
+#[cold]
+fn panicked(payload: Box<dyn std::any::Any + Send>) {
+    // Dropping the payload may panic again.
+    std::mem::forget(payload);
+    if let Some(recorder) = recorder::running() {
+        recorder.count(header::PANICS);
+    }
+}
 
 static WANTED: Mutex<Option<(String, u64)>> = Mutex::new(None);
 

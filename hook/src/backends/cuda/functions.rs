@@ -1,0 +1,286 @@
+//! The functions of CUDA, and of AMD and MetaX, that launch kernels and graphs or change graphs.
+//!
+//! Each launch counts exactly once, whichever layers see it. The driver layer counts, because every
+//! launch passes it and it knows the kernel. The runtime layer counts launches that the driver
+//! layer did not see. A launch inside a collective is part of that collective, and only its stream
+//! is recorded.
+
+use std::{
+    ffi::{c_int, c_uint, c_void},
+    sync::atomic::Ordering,
+};
+
+use xpu_timer_proto::{
+    ring::header,
+    v1::{Op, OpKind},
+};
+
+use crate::{
+    backends::{
+        bracket::{self, OpenOperation},
+        cuda::graphs::{self, GraphChange, capture_ending},
+    },
+    interpose::hooked::{After, hooked},
+    runtime::{
+        abi::{
+            DRIVER_NOT_FOUND, Data, Dim3, DriverLaunchConfig, GraphExec, Kernel, RUNTIME_NOT_FOUND,
+            RuntimeLaunchConfig, STREAM_PER_THREAD, Stream,
+        },
+        lifecycle::config::Bracket,
+        os::{
+            clock,
+            thread_state::{self, IN_BLAS, IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME, ThreadState},
+        },
+        recorder::{NewOperation, Recorder},
+    },
+};
+
+/// The stream for an argument of a `_ptsz` function.
+fn ptsz(stream: Stream) -> usize {
+    if stream.is_null() { STREAM_PER_THREAD } else { stream as usize }
+}
+
+/// The stream of a launch configuration of the driver.
+fn driver_stream(config: *const DriverLaunchConfig) -> Stream {
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
+    unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
+}
+
+// Layer B: the driver API, for callers through the PLT, dlsym and cuGetProcAddress.
+hooked! {
+    library Driver, mark IN_DRIVER, bypass IN_DRIVER | IN_HOOK, missing DRIVER_NOT_FOUND;
+
+    cuLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
+        shared: c_uint, stream: Stream, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    cuLaunchKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
+        shared: c_uint, stream: Stream, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
+    cuLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver_stream(config) as usize);
+    cuLaunchKernelEx_ptsz(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(driver_stream(config)));
+    cuLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
+        bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    cuLaunchCooperativeKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
+        bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
+    cuGraphLaunch(graph: GraphExec, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
+    cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
+
+    // Changes of graphs. Only the first two arguments of an instantiation matter, and all its forms
+    // share them. If a name was looked up for another form, the other arguments pass through
+    // unchanged.
+    cuStreamEndCapture(stream: Stream, graph: *mut Data) => |_, _| capture_ending(stream as usize, graph as usize);
+    cuStreamEndCapture_ptsz(stream: Stream, graph: *mut Data) => |_, _| capture_ending(ptsz(stream), graph as usize);
+    cuGraphInstantiate | cuGraphInstantiate_v2 | cuGraphInstantiateWithFlags | cuGraphInstantiateWithParams
+        | cuGraphInstantiateWithParams_ptsz(exec: *mut GraphExec, graph: Data, third: Data, fourth: Data, fifth: usize)
+        => |_, _| GraphChange::Instantiated { graph: graph as usize, exec: exec as usize };
+    cuGraphExecUpdate | cuGraphExecUpdate_v2(exec: GraphExec, graph: Data, third: Data, fourth: Data)
+        => |_, _| GraphChange::Updated { exec: exec as usize, graph: graph as usize };
+    cuGraphClone(to: *mut Data, from: Data) => |_, _| GraphChange::Cloned { from: from as usize, to: to as usize };
+    cuGraphAddChildGraphNode(node: *mut Data, graph: Data, after: Data, count: usize, child: Data)
+        => |_, _| GraphChange::Added { child: child as usize, graph: graph as usize };
+    cuGraphDestroy(graph: Data) => |_, _| GraphChange::GraphGone(graph as usize);
+    cuGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
+}
+
+/// The host stub of a kernel.
+type Stub = *const c_void;
+
+/// The stream of a launch configuration of the runtime.
+fn runtime_stream(config: *const RuntimeLaunchConfig) -> Stream {
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
+    unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
+}
+
+// Layer C: the runtime API, for launches whose driver call cannot be seen.
+hooked! {
+    library Runtime, mark IN_RUNTIME, bypass IN_RUNTIME | IN_COLLECTIVES | IN_HOOK, missing RUNTIME_NOT_FOUND;
+
+    cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+    cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+    __cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+    __cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+    cudaLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+    cudaLaunchCooperativeKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize,
+        stream: Stream)
+        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+    cudaLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
+        => |_, _| by_runtime(What::Kernel(stub as usize), runtime_stream(config) as usize);
+    cudaLaunchKernelExC_ptsz(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
+        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(runtime_stream(config)));
+    cudaGraphLaunch(graph: GraphExec, stream: Stream)
+        => |_, _| by_runtime(What::Graph(graph as usize), stream as usize);
+    cudaGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
+        => |_, _| by_runtime(What::Graph(graph as usize), ptsz(stream));
+}
+
+/// A kernel with an unknown stream. It gets no events, which on another stream would wait for other
+/// work.
+fn count_only(recorder: &'static Recorder, inside: u8) {
+    if inside & IN_COLLECTIVES == 0 {
+        recorder.launched(thread_state::current(), header::KERNELS, clock::coarse_now_ns());
+    }
+}
+
+// Launches of AMD and MetaX, whose runtime is the lowest layer. They count like the driver's
+// launches of NVIDIA.
+hooked! {
+    library Runtime, mark IN_DRIVER, bypass IN_DRIVER | IN_HOOK, missing RUNTIME_NOT_FOUND;
+
+    hipLaunchKernel | mcLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+    hipLaunchKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), ptsz(stream));
+    hipLaunchCooperativeKernel | mcLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data,
+        shared: usize, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+    hipLaunchCooperativeKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), ptsz(stream));
+    hipExtLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream, before: Data,
+        after: Data, flags: c_int)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+    hipLaunchKernelExC | mcLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), runtime_stream(config) as usize);
+    hipModuleLaunchKernel | mcModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint,
+        by: c_uint, bz: c_uint, shared: c_uint, stream: Stream, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    // Its configuration has the layout of CUDA's.
+    hipDrvLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver_stream(config) as usize);
+    // The layout of its configuration is unknown, so the stream is not read.
+    mcModuleLaunchKernelEx(config: Data, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| count_only(recorder, site.inside);
+    hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
+        bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    hipExtModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
+        shared: usize, stream: Stream, parameters: Data, extra: Data, before: Data, after: Data, flags: c_uint)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    hipGraphLaunch | mcGraphLaunch(graph: GraphExec, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
+    hipGraphLaunch_spt(graph: GraphExec, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
+
+    hipStreamEndCapture | mcStreamEndCapture(stream: Stream, graph: *mut Data)
+        => |_, _| capture_ending(stream as usize, graph as usize);
+    hipStreamEndCapture_spt(stream: Stream, graph: *mut Data) => |_, _| capture_ending(ptsz(stream), graph as usize);
+    hipGraphInstantiate | hipGraphInstantiateWithFlags | hipGraphInstantiateWithParams | mcGraphInstantiate
+        | mcGraphInstantiateWithFlags(exec: *mut GraphExec, graph: Data, third: Data, fourth: Data, fifth: usize)
+        => |_, _| GraphChange::Instantiated { graph: graph as usize, exec: exec as usize };
+    hipGraphExecUpdate | mcGraphExecUpdate(exec: GraphExec, graph: Data, third: Data, fourth: Data)
+        => |_, _| GraphChange::Updated { exec: exec as usize, graph: graph as usize };
+    hipGraphClone | mcGraphClone(to: *mut Data, from: Data)
+        => |_, _| GraphChange::Cloned { from: from as usize, to: to as usize };
+    hipGraphAddChildGraphNode | mcGraphAddChildGraphNode(node: *mut Data, graph: Data, after: Data, count: usize, child: Data)
+        => |_, _| GraphChange::Added { child: child as usize, graph: graph as usize };
+    hipGraphDestroy | mcGraphDestroy(graph: Data) => |_, _| GraphChange::GraphGone(graph as usize);
+    hipGraphExecDestroy | mcGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
+}
+
+/// What is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// A kernel, by its handle.
+    Kernel(usize),
+    /// An instantiated graph.
+    Graph(usize),
+}
+
+/// A launch on the driver layer. One function for all wrappers with everything inlined into it,
+/// because there are dozens of wrappers.
+#[inline(never)]
+fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<OpenOperation> {
+    let thread = thread_state::current();
+    thread.seen_by_driver.set(true);
+    if inside & IN_COLLECTIVES != 0 {
+        recorder.on_stream(thread, stream, kernel(what), clock::coarse_now_ns());
+        bracket::note_kernel(recorder, stream, kernel(what));
+        return None;
+    }
+    count(recorder, thread, inside, what, stream)
+}
+
+/// A launch on the runtime layer.
+#[inline]
+fn by_runtime(what: What, stream: usize) -> ByRuntime {
+    thread_state::with(|thread| thread.seen_by_driver.set(false));
+    ByRuntime { what, stream }
+}
+
+/// A runtime launch. The driver layer may have seen it or not.
+pub struct ByRuntime {
+    what: What,
+    stream: usize,
+}
+
+impl After for ByRuntime {
+    #[inline]
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
+            // The host stub is not a driver function and has no name to request, so its handle is
+            // not recorded.
+            let now = clock::coarse_now_ns();
+            let thread = thread_state::current();
+            let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
+            recorder.launched(thread, counter, now);
+            recorder.on_stream(thread, self.stream, 0, now);
+        }
+    }
+}
+
+fn kernel(what: What) -> u64 {
+    match what {
+        What::Kernel(function) => function as u64,
+        What::Graph(_) => 0,
+    }
+}
+
+#[inline(always)]
+fn count(
+    recorder: &'static Recorder,
+    thread: &ThreadState,
+    inside: u8,
+    what: What,
+    stream: usize,
+) -> Option<OpenOperation> {
+    let now = clock::coarse_now_ns();
+    recorder.on_stream(thread, stream, kernel(what), now);
+    let mode = recorder.bracket.load(Ordering::Relaxed);
+    match what {
+        What::Kernel(function) => {
+            recorder.launched(thread, header::KERNELS, now);
+            // The kernels of a matrix product are timed together, as the product.
+            if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
+                return None;
+            }
+            bracketed(
+                recorder,
+                stream,
+                NewOperation { function: function as u64, ..NewOperation::new(OpKind::Kernel, Op::Kernel) },
+            )
+        }
+        What::Graph(exec) => {
+            recorder.launched(thread, header::GRAPHS, now);
+            graphs::launch(recorder, exec, stream)
+        }
+    }
+}
+
+/// A captured launch is not executed, so it gets no slot. The launch of its graph does.
+#[inline(never)]
+fn bracketed(recorder: &'static Recorder, stream: usize, what: NewOperation) -> Option<OpenOperation> {
+    if bracket::is_captured(stream) {
+        return None;
+    }
+    bracket::open(recorder, &NewOperation { stream, ..what })
+}
