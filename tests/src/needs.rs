@@ -8,7 +8,7 @@ use std::{fs, path::Path, process::Command, sync::OnceLock, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use crate::commands::{finish_within, last_line};
+use crate::set_up::{finish_within, last_line};
 
 /// The Python of Debian's Python modules.
 pub const DEBIAN_PYTHON: &str = "/usr/bin/python3";

@@ -1,6 +1,5 @@
 //! `cargo xtask lint`: what CI checks besides the tests.
 
-mod circles;
 mod imports;
 mod layout;
 mod licences;
@@ -37,16 +36,10 @@ const CLEAN: &[&str] = &[
     "tests/fuzz/src",
     "tests/hangs/src",
     "tests/models",
-    "tests/sim/abi",
-    "tests/sim/cublas",
-    "tests/sim/cublas12",
-    "tests/sim/cublaslt",
-    "tests/sim/cublaslt12",
-    "tests/sim/cudart",
-    "tests/sim/cudart12",
-    "tests/sim/nccl",
+    "tests/sim",
     "tests/soak/src",
     "tests/src",
+    "tests/tests",
     "viewer",
     "xtask",
 ];

@@ -9,7 +9,6 @@ mod fuzz;
 mod lint;
 mod sample;
 mod shell;
-mod soak;
 mod source;
 mod suite;
 mod test;
@@ -17,6 +16,7 @@ mod test;
 use std::process::ExitCode;
 
 use clap::Parser;
+use xpu_timer_tests::PACKAGES;
 
 /// The commands of this repository.
 #[derive(Parser)]
@@ -45,7 +45,11 @@ enum Command {
     },
     /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve
     /// minutes
-    Soak(soak::Options),
+    Soak {
+        /// Options of the soak: `--hours N`, `--rate N`; `--help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it
     /// with few interruptions
     Model,
@@ -72,6 +76,13 @@ fn chaos(arguments: &[String]) -> anyhow::Result<()> {
     shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
 }
 
+fn soak(arguments: &[String]) -> anyhow::Result<()> {
+    test::need_tools()?;
+    let packages = PACKAGES.iter().flat_map(|package| ["-p", *package]);
+    shell::run(shell::cargo(&["build", "--quiet"]).args(packages))?;
+    shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_soak", "--"]).args(arguments))
+}
+
 fn model() -> anyhow::Result<()> {
     let arguments = ["test", "--release", "-p", "xpu_timer_models", "--", "--nocapture"];
     shell::run(shell::cargo(&arguments).env("XPU_TIMER_MODELS", "exhaustive"))
@@ -84,7 +95,7 @@ fn main() -> ExitCode {
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Hangs { arguments } => hangs(&arguments),
         Command::Chaos { arguments } => chaos(&arguments),
-        Command::Soak(options) => soak::run(&options),
+        Command::Soak { arguments } => soak(&arguments),
         Command::Model => model(),
         Command::Lint(options) => lint::run(&options),
         Command::Sample(options) => sample::run(&options),

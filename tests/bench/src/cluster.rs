@@ -6,7 +6,6 @@
 
 mod idle;
 mod nodes;
-mod usage;
 
 use std::{
     fs,
@@ -25,8 +24,10 @@ use xpu_timer_proto::{Message as _, v1::Evidence};
 use xpu_timer_tests::{Artifacts, http, tree};
 
 use self::nodes::{PATIENCE, RANKS, SLOW, Shared, alarm, culprit, play};
-use self::usage::{peak_bytes, processor_time};
-use crate::report::Report;
+use crate::{
+    report::Report,
+    timing::{peak_bytes, processor_time},
+};
 
 /// Options of the benchmark.
 #[derive(clap::Args)]

@@ -1,8 +1,12 @@
-//! Repetitions and medians.
+//! Repetitions and medians, and the resources that a process uses.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use nix::{time::ClockId, unistd::Pid};
 
 /// One of the compared programs or variants.
 pub type Contender<'a> = (&'a str, Box<dyn FnMut() -> Result<Duration> + 'a>);
@@ -30,6 +34,19 @@ pub fn time<T>(run: impl FnOnce() -> T) -> (Duration, T) {
     let start = Instant::now();
     let result = run();
     (start.elapsed(), result)
+}
+
+/// Peak of the resident memory of a process.
+pub fn peak_bytes(pid: i32) -> Result<f64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
+    let kib: f64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
+    Ok(kib * 1024.0)
+}
+
+/// Processor time that a process has used so far.
+pub fn processor_time(pid: i32) -> Result<Duration> {
+    Ok(ClockId::pid_cpu_clock_id(Pid::from_raw(pid))?.now()?.into())
 }
 
 /// Milliseconds for a table.

@@ -9,10 +9,8 @@
 //! [`Job`]: xpu_timer_tests::Job
 #![forbid(unsafe_code)]
 
-mod page;
 mod run;
 mod table;
 
-pub use page::page;
 pub use run::{Options, run};
-pub use table::{Fault, faults};
+pub use table::{Fault, faults, page};

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use xpu_timer_tests::{Job, Process, artifacts, in_parallel, python, tree};
 
-use crate::table::{Fault, faults, program};
+use crate::table::{Fault, cell, faults, program};
 
 /// Deadline of a fault. It takes seconds on a quiet machine, so one that takes longer waits
 /// forever.
@@ -210,11 +210,6 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:44} {}: {} ({:.1} s)", self.fault.name, self.held.word(), self.seen, self.wall.as_secs_f64())
     }
-}
-
-/// A text as a table cell.
-pub(crate) fn cell(text: &str) -> String {
-    text.replace('|', "\\|").replace('\n', " ")
 }
 
 fn table(outcomes: &[Outcome]) -> String {

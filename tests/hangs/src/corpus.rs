@@ -3,18 +3,12 @@
 //! A cause is accepted if a person who knows how the hang was made would call it correct. If two
 //! causes fit, the first one is the preferred one.
 
-mod blind;
 mod collectives;
-mod elastic;
 mod endings;
 mod healthy;
 mod hosts;
 mod hosts_only;
-mod machine;
-mod mistakes;
-mod stragglers;
 mod strangers;
-mod threads;
 
 use anyhow::{Result, ensure};
 
@@ -27,14 +21,14 @@ pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
         hosts::scenarios(),
         strangers::scenarios(),
         hosts_only::scenarios(),
-        machine::scenarios(),
-        mistakes::scenarios(),
+        hosts::machine(),
+        collectives::mistakes(),
         endings::scenarios(),
-        threads::scenarios(),
-        elastic::scenarios(),
-        stragglers::scenarios(),
+        strangers::threads(),
+        endings::elastic(),
+        healthy::stragglers(),
         healthy::scenarios(),
-        blind::scenarios(),
+        strangers::blind(),
     ]
     .concat();
     let chosen: Vec<Scenario> =

@@ -1,4 +1,5 @@
-//! Stack capture against programs whose stacks are known, and against processes in every kind of trouble.
+//! Stack capture against programs whose stacks are known, and against processes in every kind of
+//! trouble.
 
 mod builds;
 mod counts;
@@ -6,14 +7,11 @@ mod debug_files;
 mod eintr;
 mod frozen;
 mod hard;
-mod lines;
 mod native;
 mod odd;
 mod python;
 mod python_churn;
 mod python_kinds;
-mod python_layouts;
 mod pythons;
-mod shrinking;
 mod stuck;
 mod target;

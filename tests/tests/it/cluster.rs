@@ -1,15 +1,12 @@
-//! The cluster role: several node collectors with fake hooks, one cluster collector, and everything that can happen between them.
+//! The cluster role: several node collectors with fake hooks, one cluster collector, and everything
+//! that can happen between them.
 
-mod agents;
-mod distrust;
 mod membership;
 pub mod network;
 mod restarts;
 mod security;
-mod silent;
 mod slow;
 mod trouble;
-mod twins;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
 

@@ -1,4 +1,5 @@
-//! The node collector against processes that play hooks: what it registers, what becomes an incident, what it survives.
+//! The node collector against processes that play hooks: what it registers, what becomes an
+//! incident, what it survives.
 
 pub mod fake;
 
@@ -676,7 +677,8 @@ fn a_job_whose_ranks_say_goodbye_and_stay_is_an_incident() {
 #[test]
 fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
     let job = Job::new();
-    // Started first: a Python interpreter may take longer to start than the collector waits for somebody.
+    // Started first: a Python interpreter may take longer to start than the collector waits for
+    // somebody.
     let mut hook = FakeHook::start(&job, "linger", 0, 1);
     let first = collector(&job, &["--linger", "1"]);
     hook.join(&job);

@@ -1,5 +1,5 @@
-//! What the hook must not cost: memory on the hot path. Times are the business of `cargo xtask bench hook`. And what it tells of
-//! its own cost in every dump.
+//! What the hook must not cost: memory on the hot path. Times are the business of `cargo xtask
+//! bench hook`. And what it tells of its own cost in every dump.
 
 use std::process::Command;
 
@@ -57,8 +57,8 @@ fn no_hooked_call_allocates_but_the_first_ones() {
     let named = libraries.map(|(soname, _)| format!("-l:{soname}"));
     let mut link = vec!["-O2", &folder, "-Wl,-rpath,$ORIGIN", "-pthread"];
     link.extend(named.iter().map(String::as_str));
-    // A busy machine may leave the watcher no processor while operations come as fast as they can: then they are dropped, which is
-    // cheaper than the usual way.
+    // A busy machine may leave the watcher no processor while operations come as fast as they can:
+    // then they are dropped, which is cheaper than the usual way.
     let (output, flight) = (0..5)
         .map(|_| {
             let program = hooked_program(&job, "allocations", include_str!("cost/allocations.c"), &link, |_| {});
@@ -75,8 +75,8 @@ fn no_hooked_call_allocates_but_the_first_ones() {
         .filter_map(|line| line.split_once(' '))
         .map(|(thread, numbers)| (thread, numbers.split(' ').map(|number| number.parse().unwrap()).collect()))
         .collect();
-    // The first call starts the hook, which allocates: so the counter sees what the hook does. Then launches, collectives, groups, graphs,
-    // matrix products and messages.
+    // The first call starts the hook, which allocates: so the counter sees what the hook does. Then
+    // launches, collectives, groups, graphs, matrix products and messages.
     let (thread, numbers) = &lines[0];
     assert!(*thread == "first" && numbers[0] > 0, "{lines:?}");
     assert_eq!(numbers[1..], [0; 6], "{lines:?}");

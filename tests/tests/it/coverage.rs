@@ -1,5 +1,6 @@
-//! The coverage matrix: every way by which a program comes to a function, times every layer, counted exactly once. The programs
-//! are the C files in `coverage/`; what they show is `docs/coverage.md`, which `BLESS=1` writes.
+//! The coverage matrix: every way by which a program comes to a function, times every layer,
+//! counted exactly once. The programs are the C files in `coverage/`; what they show is
+//! `docs/coverage.md`, which `BLESS=1` writes.
 
 mod frida;
 mod probes;
@@ -38,11 +39,12 @@ const LAYERS: [(&str, &str, &str); 8] = [
 /// One way to a function.
 struct Way {
     name: &'static str,
+    /// Its part of `ways.c`.
     program: &'static str,
     flags: &'static [&'static str],
     /// The program is linked with the layer's library.
     linked: Linked,
-    /// The library that the program calls through: its source, and its flags.
+    /// The library that the program calls through: its part of `ways.c`, and its flags.
     library: Option<(&'static str, &'static [&'static str])>,
     /// Layers for which there is no such way, by how their names begin, and why.
     except: &'static [(&'static str, &'static str)],
@@ -59,31 +61,31 @@ enum Linked {
 }
 
 const WAY: Way =
-    Way { name: "", program: "opened.c", flags: &[], linked: Linked::Not, library: None, except: &[], unseen: &[] };
+    Way { name: "", program: "OPENED", flags: &[], linked: Linked::Not, library: None, except: &[], unseen: &[] };
 const DRIVER_ONLY: &[(&str, &str)] =
     &[("runtime", "only the driver has it"), ("NCCL", "only the driver has it"), ("cuBLAS", "only the driver has it")];
 const BY_VERSION: &str = "-DVERSION=\"SOME_VERSION\"";
 /// A library that defines the function by a version.
-const VERSIONED: Option<(&str, &[&str])> = Some(("caller_library.c", &["-DCOPY", "-Wl,--version-script=versions.map"]));
+const VERSIONED: Option<(&str, &[&str])> = Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,--version-script=versions.map"]));
 const PAST_THE_LINKER: &str =
     "nobody asks the linker, and the code of a library that is reached otherwise is not changed";
 
 fn ways() -> Vec<Way> {
     vec![
-        Way { name: "call through the PLT", program: "plt.c", linked: Linked::Plainly, ..WAY },
-        Way { name: "versioned symbol", program: "plt.c", linked: Linked::ByVersion, ..WAY },
-        Way { name: "dlsym on a handle", program: "look_up.c", flags: &["-DPLACE=library"], ..WAY },
-        Way { name: "dlsym(RTLD_DEFAULT)", program: "look_up.c", flags: &["-DPLACE=RTLD_DEFAULT"], ..WAY },
+        Way { name: "call through the PLT", program: "PLT", linked: Linked::Plainly, ..WAY },
+        Way { name: "versioned symbol", program: "PLT", linked: Linked::ByVersion, ..WAY },
+        Way { name: "dlsym on a handle", program: "LOOK_UP", flags: &["-DPLACE=library"], ..WAY },
+        Way { name: "dlsym(RTLD_DEFAULT)", program: "LOOK_UP", flags: &["-DPLACE=RTLD_DEFAULT"], ..WAY },
         Way {
             name: "dlsym(RTLD_NEXT)",
-            program: "look_up.c",
+            program: "LOOK_UP",
             flags: &["-DPLACE=RTLD_NEXT"],
             linked: Linked::Plainly,
             ..WAY
         },
         Way {
             name: "dlvsym on a handle",
-            program: "look_up.c",
+            program: "LOOK_UP",
             flags: &["-DPLACE=library", BY_VERSION],
             library: VERSIONED,
             except: &[("driver", "its functions have no versions")],
@@ -91,7 +93,7 @@ fn ways() -> Vec<Way> {
         },
         Way {
             name: "dlvsym(RTLD_DEFAULT)",
-            program: "look_up.c",
+            program: "LOOK_UP",
             flags: &["-DPLACE=RTLD_DEFAULT", BY_VERSION],
             library: VERSIONED,
             except: &[("driver", "its functions have no versions")],
@@ -99,7 +101,7 @@ fn ways() -> Vec<Way> {
         },
         Way {
             name: "dlvsym(RTLD_NEXT)",
-            program: "look_up.c",
+            program: "LOOK_UP",
             flags: &["-DPLACE=RTLD_NEXT", BY_VERSION],
             library: VERSIONED,
             except: &[("driver", "its functions have no versions")],
@@ -107,53 +109,54 @@ fn ways() -> Vec<Way> {
         },
         Way {
             name: "cuGetProcAddress, flags 0",
-            program: "proc_address.c",
+            program: "PROC_ADDRESS",
             flags: &["-DFLAGS=0"],
             except: DRIVER_ONLY,
             ..WAY
         },
         Way {
             name: "cuGetProcAddress, flags 2",
-            program: "proc_address.c",
+            program: "PROC_ADDRESS",
             flags: &["-DFLAGS=2"],
             except: DRIVER_ONLY,
             ..WAY
         },
         Way {
             name: "pointer obtained before the hook was ready",
-            program: "early.c",
-            library: Some(("early_library.c", &[])),
+            program: "EARLY",
+            library: Some(("EARLY_LIBRARY", &[])),
             ..WAY
         },
         Way {
             name: "call inside a -Bsymbolic library",
             flags: &["-DMODE=RTLD_LOCAL"],
-            library: Some(("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"])),
+            library: Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"])),
             except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
             ..WAY
         },
         Way {
             name: "library opened with RTLD_LOCAL",
             flags: &["-DMODE=RTLD_LOCAL"],
-            library: Some(("caller_library.c", &[])),
+            library: Some(("CALLER_LIBRARY", &[])),
             ..WAY
         },
         Way {
             name: "library opened with RTLD_DEEPBIND",
             flags: &["-DMODE=RTLD_DEEPBIND"],
-            library: Some(("caller_library.c", &[])),
+            library: Some(("CALLER_LIBRARY", &[])),
             ..WAY
         },
         Way {
             name: "statically linked",
-            program: "copy.c",
+            program: "PLT",
+            flags: &["-DCOPY"],
             except: &[("driver", "it is part of the system and never linked statically")],
             ..WAY
         },
         Way {
             name: "statically linked, stripped",
-            program: "copy.c",
-            flags: &["-s"],
+            program: "PLT",
+            flags: &["-DCOPY", "-s"],
             except: &[("driver", "it is part of the system and never linked statically")],
             unseen: &[
                 ("NCCL", "its name is nowhere; the report says so when its kernels run"),
@@ -164,29 +167,34 @@ fn ways() -> Vec<Way> {
         Way {
             name: "library found by a RUNPATH",
             flags: &["-DMODE=RTLD_LOCAL", "-DRUNPATH"],
-            library: Some(("caller_library.c", &[])),
+            library: Some(("CALLER_LIBRARY", &[])),
             ..WAY
         },
         Way {
             name: "library closed and opened again",
             flags: &["-DMODE=RTLD_LOCAL", "-DRELOAD"],
-            library: Some(("caller_library.c", &[])),
+            library: Some(("CALLER_LIBRARY", &[])),
             ..WAY
         },
         Way {
             name: "-Bsymbolic library closed and opened again",
             flags: &["-DMODE=RTLD_LOCAL", "-DRELOAD"],
-            library: Some(("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"])),
+            library: Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"])),
             except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
             ..WAY
         },
         Way {
             name: "pointer read from the library's symbol table",
-            program: "own_look_up.c",
+            program: "OWN_LOOK_UP",
             unseen: &[("driver", PAST_THE_LINKER), ("NCCL", PAST_THE_LINKER), ("cuBLAS", PAST_THE_LINKER)],
             ..WAY
         },
     ]
+}
+
+/// Compiles a part of a source of this folder.
+fn gcc_part(output: &Path, source: &str, part: &str, arguments: &[String]) {
+    gcc(output, source, &[&[format!("-D{part}")], arguments].concat());
 }
 
 fn gcc(output: &Path, source: &str, arguments: &[String]) {
@@ -218,29 +226,29 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
             let stub = dir.join(soname);
             let flags = ["-shared", "-fPIC", "-DCOPY", "-Wl,--version-script=versions.map"].map(String::from);
             let text = [&defines[..], &flags, &[format!("-Wl,-soname,{soname}")]].concat();
-            gcc(&stub, "caller_library.c", &text);
+            gcc_part(&stub, "ways.c", "CALLER_LIBRARY", &text);
             arguments.push(stub.display().to_string());
         }
     }
-    if let Some((source, flags)) = way.library {
+    if let Some((part, flags)) = way.library {
         let mut text = [&["-shared".to_string(), "-fPIC".into()], &defines[..]].concat();
         text.extend(flags.iter().map(ToString::to_string));
         text.extend(with_layer);
         let runpath = way.flags.contains(&"-DRUNPATH");
         let inner = dir.join("inner");
         fs::create_dir_all(&inner).unwrap();
-        gcc(&if runpath { inner.join("libinner.so") } else { opened.clone() }, source, &text);
+        gcc_part(&if runpath { inner.join("libinner.so") } else { opened.clone() }, "ways.c", part, &text);
         if runpath {
             let flags =
                 ["-shared".into(), "-fPIC".into(), format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display())];
-            gcc(&opened, "outer_library.c", &[&defines[..], &flags].concat());
+            gcc_part(&opened, "ways.c", "OUTER_LIBRARY", &[&defines[..], &flags].concat());
         }
-        if way.program == "early.c" {
+        if way.program == "EARLY" {
             arguments.extend([opened.display().to_string(), format!("-Wl,-rpath,{}", dir.display())]);
         }
     }
     let program = dir.join("program");
-    gcc(&program, way.program, &arguments);
+    gcc_part(&program, "ways.c", way.program, &arguments);
     (program, opened)
 }
 

@@ -1,4 +1,5 @@
-//! The command `xpu_timer_dump`: every option, and what it says and answers when something is wrong.
+//! The command `xpu_timer_dump`: every option, and what it says and answers when something is
+//! wrong.
 
 use std::{fs, path::PathBuf, process::Command};
 

@@ -1,4 +1,5 @@
-//! The whole way on real processes: ranks under `xpu_timer_launch`, a hang, a finished incident folder with the right verdict.
+//! The whole way on real processes: ranks under `xpu_timer_launch`, a hang, a finished incident
+//! folder with the right verdict.
 
 use std::{
     fs,
@@ -162,7 +163,8 @@ fn grown(job: &Job) -> Process {
 #[test]
 fn two_hangs_are_two_incidents_and_a_hang_that_ends_is_closed() {
     let job = Job::new();
-    // The shards are ten seconds late, five more than the timeout: both hangs resolve by themselves.
+    // The shards are ten seconds late, five more than the timeout: both hangs resolve by
+    // themselves.
     let ranks = job.train(RANKS, &["--fault=pause", "--fault-step", "20", "60", "--steps=90"]);
     let first = job.wait_incident(1, PATIENCE);
     assert_eq!(culprits(&first), &json!([2]), "{}", text(&first));

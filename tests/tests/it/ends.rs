@@ -1,5 +1,6 @@
-//! Ranks that end: in every way, at every moment, and however they were started. What the others wait for is said with the way in
-//! which it ended, and a job that ends as it should is no incident.
+//! Ranks that end: in every way, at every moment, and however they were started. What the others
+//! wait for is said with the way in which it ended, and a job that ends as it should is no
+//! incident.
 
 use std::{fs, process::Command};
 

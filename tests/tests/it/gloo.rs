@@ -1,5 +1,5 @@
-//! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and that of PyPI. A rank that stays
-//! away is named with its line; torchrun restarts a hung job.
+//! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and
+//! that of PyPI. A rank that stays away is named with its line; torchrun restarts a hung job.
 
 use std::{
     ffi::OsString,
@@ -63,7 +63,8 @@ fn on_cpu() -> Option<(Torch, MutexGuard<'static, ()>)> {
 }
 
 impl Torch {
-    /// A command of this Python under `xpu_timer_launch`. In another root the tree and the job's folders lie where they lie here.
+    /// A command of this Python under `xpu_timer_launch`. In another root the tree and the job's
+    /// folders lie where they lie here.
     fn launch(&self, job: &Job, arguments: &[&str]) -> Command {
         let launcher = artifacts().bin("xpu_timer_launch");
         let Some(root) = &self.root else {
@@ -125,7 +126,8 @@ fn check(incident: &Incident, culprit: u32, cause: &str, parts: &[&str]) {
     }
 }
 
-/// The first incident that is a hang: on a machine that others use, too, PyTorch's start takes its time.
+/// The first incident that is a hang: on a machine that others use, too, PyTorch's start takes its
+/// time.
 fn wait_hang(job: &Job) -> Incident {
     (1..)
         .map(|count| job.wait_incident(count, PATIENCE * 2))
@@ -154,7 +156,8 @@ fn flight(incident: &Incident, rank: u32) -> FlightRecord {
     Stacktrace::decode(&bytes[..]).expect("a dump").flight_record.expect("a flight record")
 }
 
-/// What one step of the example is in each rank's record, and that the groups are the same ones on all their ranks.
+/// What one step of the example is in each rank's record, and that the groups are the same ones on
+/// all their ranks.
 fn check_records(incident: &Incident, tells_sizes: bool) {
     let record = flight(incident, 0);
     let health = record.health.as_ref().expect("health");
@@ -167,8 +170,8 @@ fn check_records(incident: &Incident, tells_sizes: bool) {
     assert_eq!(zero.iter().map(|(size, _)| *size).collect::<Vec<_>>(), [4, 2]);
     assert!(zero[0] == one[0] && zero[1] != one[1], "one world, two halves");
 
-    // In a step: all_reduce, broadcast, all_gather, two in all_gather_object, barrier; then the half's own. Before, rank 0
-    // receives from the others, whoever comes.
+    // In a step: all_reduce, broadcast, all_gather, two in all_gather_object, barrier; then the
+    // half's own. Before, rank 0 receives from the others, whoever comes.
     let [world, half] = [0, 1].map(|index| &record.communicators[index]);
     assert_eq!((world.launched, world.completed), (BEFORE + 1, BEFORE));
     assert_eq!((half.launched, half.completed, world.point_to_point), (STEPS, STEPS, 2 * STEPS + 3));
@@ -274,7 +277,8 @@ fn torchrun_restarts_a_job_that_hung_and_was_ended() {
 #[test]
 fn torchrun_of_debian_restarts_a_job_that_hung_and_was_ended() {
     let Some(torch) = debian() else { return };
-    // On Python 3.11 that torchrun knows no other value of the two: it looks for theirs in an enumeration which no longer goes through 0.
+    // On Python 3.11 that torchrun knows no other value of the two: it looks for theirs in an
+    // enumeration which no longer goes through 0.
     restarts(&torch, &["--redirects=1", "--tee=1"]);
 }
 
@@ -290,7 +294,8 @@ const LOCAL: [&str; 1] = ["--local-addr=127.0.0.1"];
 fn restarts(torch: &Torch, options: &[&str]) {
     let job = job().with("XPU_TIMER_HANG_KILL", "1").with("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let script = tree().join("tests/examples/torch_gloo.py").display().to_string();
-    // Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does as well.
+    // Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file
+    // does as well.
     let endpoint = format!("--rdzv_endpoint={}", job.dir.join("rendezvous/torchrun").display());
     let mut words = vec!["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=1"];
     words.extend(["--rdzv_backend=c10d", "--rdzv_conf=store_type=file", &endpoint]);

@@ -1,5 +1,5 @@
-//! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on as without it, print nothing
-//! more, and what can be recorded is.
+//! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on
+//! as without it, print nothing more, and what can be recorded is.
 
 use std::process::Command;
 
@@ -11,6 +11,33 @@ use crate::cost::{hooked_program, idle_device, idle_libraries};
 const GUEST: &str = concat!(include_str!("guest/work.h"), include_str!("guest/guest.c"));
 const PROCESSES: &str = concat!(include_str!("guest/work.h"), include_str!("guest/processes.c"));
 const LOADS: &str = include_str!("guest/loads.c");
+/// Another tool that is preloaded and wraps what dlsym gives out. It asks the C library past every
+/// library between.
+const SHIM: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+
+typedef int Launch(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+
+int passed;
+static Launch *next;
+
+static int launch(void *function, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned shared,
+                  void *stream, void **parameters, void **extra) {
+    passed++;
+    return next(function, a, b, c, d, e, f, shared, stream, parameters, extra);
+}
+
+void *dlsym(void *handle, const char *name) {
+    static void *(*real)(void *, const char *);
+    if (!real) real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");
+    void *found = real(handle, name);
+    if (!found || strcmp(name, "cuLaunchKernel") != 0) return found;
+    next = (Launch *)found;
+    return (void *)launch;
+}
+"#;
 
 /// Waits for a program that prints "ok"; the flight record, if the process could say Hello.
 fn ends_well(collector: &FakeCollector, program: Process, case: &str) -> Option<FlightRecord> {
@@ -54,7 +81,8 @@ fn loads(case: &str, flags: &[&str], change: impl FnOnce(&Job, &mut Command)) ->
 
 #[test]
 fn limits_of_the_system_cost_the_record_and_not_the_program() {
-    // Shared memory counts as a file: to ask for more than is allowed raises a signal that ends the process.
+    // Shared memory counts as a file: to ask for more than is allowed raises a signal that ends the
+    // process.
     assert!(guest(&["file size"], &[]).is_none());
     // Wherever it runs out: megabytes that the program may still map at its first launch.
     for left in (0..48).step_by(3) {
@@ -150,7 +178,8 @@ fn sanitizers_get_along() {
     for preload in beside(&ubsan) {
         guest(&["fork"], &[("LD_PRELOAD", &preload)]).expect("a record");
     }
-    // These take the watcher for a thread of the program, so there is none. AddressSanitizer insists on being the first.
+    // These take the watcher for a thread of the program, so there is none. AddressSanitizer
+    // insists on being the first.
     let quick = ("TSAN_OPTIONS", "atexit_sleep_ms=0");
     let [first, _] = beside(&asan);
     for preload in beside(&tsan).iter().chain(&beside(&lsan)).chain([&first]) {
@@ -204,7 +233,7 @@ fn libraries_may_be_closed_while_the_watcher_uses_them() {
 fn others_that_wrap_dlsym_keep_their_turn() {
     let beside_shim = |order: usize| {
         loads("shim", &[], |job, command| {
-            let shim = compile_c(&job.dir, "shim.so", include_str!("guest/shim.c"), &["-shared", "-fPIC"]);
+            let shim = compile_c(&job.dir, "shim.so", SHIM, &["-shared", "-fPIC"]);
             command.env("LD_PRELOAD", &beside(&shim.display().to_string())[order]);
         })
     };

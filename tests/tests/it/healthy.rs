@@ -1,5 +1,5 @@
-//! Jobs that launch no kernel for long and are well: what they do with their device is activity, and `XPU_TIMER_HANG_KILL` spares
-//! them.
+//! Jobs that launch no kernel for long and are well: what they do with their device is activity,
+//! and `XPU_TIMER_HANG_KILL` spares them.
 
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c};
 

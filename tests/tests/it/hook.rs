@@ -178,7 +178,8 @@ const LAUNCHES: &str = r#"
         PLAIN(cudaSetDevice(0));
         PLAIN(cuModuleLoadData(&module, "other"));
         PLAIN(cuModuleGetFunction(&kernel, module, "a_kernel"));
-        // Driver: by symbol, by handle, in the default scope, by cuGetProcAddress with either flag, and found through itself.
+        // Driver: by symbol, by handle, in the default scope, by cuGetProcAddress with either flag,
+        // and found through itself.
         CHECK(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
         P driver = dlopen("libcuda.so.1", RTLD_NOW);
         Launch *by_handle = dlsym(driver, "cuLaunchKernel"), *by_default = dlsym(RTLD_DEFAULT, "cuLaunchKernel");
@@ -503,7 +504,8 @@ fn a_forked_child_is_a_process_of_its_own() {
 fn a_forked_child_that_uses_the_device_starts_anew() {
     let job = Job::new();
     let collector = job.collector();
-    // The simulated device does not survive a fork, as the real one does not; NCCL calls fail, but they are calls.
+    // The simulated device does not survive a fork, as the real one does not; NCCL calls fail, but
+    // they are calls.
     let program = "import os, ctypes, time\n\
         nccl = ctypes.CDLL('libnccl.so.2')\nnccl.ncclGroupStart(); nccl.ncclGroupEnd()\n\
         child = os.fork()\n\
@@ -546,10 +548,11 @@ fn the_watcher_takes_no_signal_and_closed_descriptors_are_survived() {
     drop(collector);
 }
 
-/// Runs a check of the simulated device in several ranks under the hook; their flight records, when everything has completed
-/// unless the environment says otherwise.
+/// Runs a check of the simulated device in several ranks under the hook; their flight records, when
+/// everything has completed unless the environment says otherwise.
 fn check(name: &str, ranks: u32, environment: &[(&str, &str)]) -> Vec<FlightRecord> {
-    // The device has done its work; the watcher sees it in its next turn. The last send of `point_to_point` is never received.
+    // The device has done its work; the watcher sees it in its next turn. The last send of
+    // `point_to_point` is never received.
     let may_hang = |operation: &Operation| operation.group == 0 && matches!(operation.op(), Op::Send | Op::Recv);
     check_until(name, ranks, environment, |record| {
         let over = |operation: &Operation| operation.status() != OpStatus::Pending || may_hang(operation);
@@ -566,7 +569,8 @@ fn check_until(
 ) -> Vec<FlightRecord> {
     let job = Job::new();
     let collector = job.collector();
-    // Imported, because as a program it ends at once, and a collector gets to know a process only if it lives for a moment.
+    // Imported, because as a program it ends at once, and a collector gets to know a process only
+    // if it lives for a moment.
     let program = format!(
         "import os, sys, time; sys.path.insert(0, {:?}); import checks; checks.{name}(); print('ok', flush=True)\n\
          while not os.path.exists('stop'): time.sleep(0.01)\nos._exit(0)",
@@ -656,7 +660,8 @@ fn split_and_shrunk_communicators_have_one_identity_on_all_ranks() {
     }
     let mut groups: Vec<Vec<usize>> = ranks_of.into_values().collect();
     groups.sort();
-    // The world; even and odd ranks; all but the rank without color; all but the rank that was left out.
+    // The world; even and odd ranks; all but the rank without color; all but the rank that was left
+    // out.
     assert_eq!(groups, [vec![0, 1, 2], vec![0, 1, 2, 3], vec![0, 2], vec![0, 2, 3], vec![1, 3]]);
     for record in &records {
         let world = record.communicators.iter().find(|comm| comm.parent == 0).expect("the world");

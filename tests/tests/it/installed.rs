@@ -1,4 +1,5 @@
-//! What is installed on a node, as the node sees it: the C library that it needs, and what happens when it cannot be loaded.
+//! What is installed on a node, as the node sees it: the C library that it needs, and what happens
+//! when it cannot be loaded.
 
 use std::{
     fs,
@@ -127,7 +128,8 @@ fn every_variable_that_the_texts_name_is_one() {
     assert!(named > 20, "only {named} variables are named");
 }
 
-/// A library that asks for a version of glibc that there is not, as one does that was built on a newer system.
+/// A library that asks for a version of glibc that there is not, as one does that was built on a
+/// newer system.
 fn for_a_newer_libc(folder: &Path) -> PathBuf {
     let script = folder.join("versions");
     fs::write(&script, "GLIBC_9.99 { global: newest; };").unwrap();

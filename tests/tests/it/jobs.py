@@ -1,4 +1,5 @@
-"""Jobs of one name, started in different ways. Each job is FOLDER:WORLD:HANGS; its last rank stays away from a step if it hangs.
+"""Jobs of one name, started in different ways. Each job is FOLDER:WORLD:HANGS; its last rank stays
+away from a step if it hangs.
 
     jobs.py shell JOB…      the ranks of all jobs in turn, as a shell would start them
     jobs.py agent JOB       the ranks of one job below this process

@@ -1,5 +1,5 @@
-//! Two jobs of one name on one node, with nothing in their environment that tells them apart. One hangs: it alone is judged, dumped
-//! and ended, and the other one trains on.
+//! Two jobs of one name on one node, with nothing in their environment that tells them apart. One
+//! hangs: it alone is judged, dumped and ended, and the other one trains on.
 
 use std::{
     collections::BTreeSet,

@@ -69,7 +69,8 @@ impl Place {
         let _ = fs::remove_file(&mark);
         let script = self.script(&format!("echo > {}; exit 1", mark.display()));
         let output = Process::spawn(launch.env("XPU_TIMER_DAEMON_PATH", script)).wait(PATIENCE);
-        // The launcher starts a collector before it becomes the command. So the script still runs, or it has left its mark.
+        // The launcher starts a collector before it becomes the command. So the script still runs,
+        // or it has left its mark.
         let runs = !processes_with(LAUNCHED_BY, &self.dir.path().display().to_string()).is_empty();
         (output, runs || mark.exists())
     }
@@ -200,7 +201,8 @@ fn without_a_collector_the_command_runs_and_one_line_says_why() {
 #[test]
 fn a_collector_is_started_detached() {
     let place = Place::new();
-    // What it is given, its parent, its session, its descriptors; then it lives on, without answering.
+    // What it is given, its parent, its session, its descriptors; then it lives on, without
+    // answering.
     let script = place.script(
         "echo \"$@\"; echo session $(cut -d' ' -f6 /proc/$$/stat) of $$; ls /proc/$$/fd | tr '\\n' ' '; echo; \
          pwd; echo preload $LD_PRELOAD; echo $XPU_TIMER_TIMELINE_PATH; echo $$ > pid.tmp; exit 0",
@@ -224,7 +226,8 @@ fn a_collector_is_started_detached() {
     assert_eq!(lines[5], "/usr/dumps", "a relative path means the folder of the launcher");
 }
 
-/// Starts `true` under the launcher and a collector of the job's own, and returns the one line that the launcher says.
+/// Starts `true` under the launcher and a collector of the job's own, and returns the one line that
+/// the launcher says.
 fn one_line(job: &Job) -> String {
     let output = Process::spawn(&mut job.launch("true")).wait(PATIENCE);
     assert_eq!((output.code(), output.stdout.as_str()), (0, ""), "{output:?}");
@@ -433,11 +436,47 @@ fn a_container_runtime_is_told_where_the_launcher_belongs() {
     assert_eq!((output.code(), output.stderr.as_str()), (3, ""));
 }
 
+/// Runs a command under a seccomp filter for one system call. Its arguments are `kill`, `trap` or
+/// `errno`, the number of the call, and the command.
+const FILTER: &str = r#"
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int main(int argc, char **argv)
+{
+    if (argc < 4)
+        return 2;
+    unsigned action = SECCOMP_RET_ERRNO | EPERM;
+    if (!strcmp(argv[1], "kill"))
+        action = SECCOMP_RET_KILL_PROCESS;
+    if (!strcmp(argv[1], "trap"))
+        action = SECCOMP_RET_TRAP;
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)atoi(argv[2]), 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, action),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {sizeof(filter) / sizeof(*filter), filter};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program))
+        return 3;
+    execv(argv[3], argv + 3);
+    return 4;
+}
+"#;
+
 #[test]
 fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
     let place = Place::new();
     let _collector = place.collector();
-    let filter = compile_c(place.dir.path(), "filter", include_str!("launch/filter.c"), &[]);
+    let filter = compile_c(place.dir.path(), "filter", FILTER, &[]);
     let under = |action: &str, call: libc::c_long, arguments: &[&str]| {
         let launch = place.launch(arguments);
         let mut command = with_environment_of(&launch, &filter);
@@ -476,7 +515,8 @@ fn switched_off_nothing_is_started_or_changed() {
 
 #[test]
 fn who_a_rank_is_by_every_launcher() {
-    // What each of them really sets, and rank, world size, local rank, ranks of the node and job by it.
+    // What each of them really sets, and rank, world size, local rank, ranks of the node and job by
+    // it.
     let launchers: [(&str, &str, [i64; 4], &str); 6] = [
         (
             "torchrun inside a pod of a PyTorchJob",

@@ -1,5 +1,5 @@
-//! `/metrics` of a real job on the simulated device: names, labels and values, checked by promtool, scraped by a real Prometheus,
-//! and judged by DLRover's own diagnosis.
+//! `/metrics` of a real job on the simulated device: names, labels and values, checked by promtool,
+//! scraped by a real Prometheus, and judged by DLRover's own diagnosis.
 
 mod tools;
 
@@ -27,7 +27,8 @@ pub fn page(job: &Job) -> String {
     http("GET", job.port + 1, "/metrics").expect("the metrics endpoint answers").1
 }
 
-/// The samples of a page whose name is `name`. No label value of these jobs has a quote or a comma in it.
+/// The samples of a page whose name is `name`. No label value of these jobs has a quote or a comma
+/// in it.
 pub fn samples(page: &str, name: &str) -> Vec<Sample> {
     let of_name = page.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])));
     of_name
@@ -103,7 +104,8 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
     );
     assert!(0.0 < min.value && min.value <= average.value && average.value <= max.value, "{min:?} {average:?} {max:?}");
     assert!(min.value <= p99.value && p99.value <= max.value, "{p99:?}");
-    // Latency is device time in microseconds, and bandwidth is bits over it, of the same operations.
+    // Latency is device time in microseconds, and bandwidth is bits over it, of the same
+    // operations.
     let gbps = 1024.0 * 32.0 / 1e3 / average.value;
     assert!((bandwidth.value / gbps - 1.0).abs() < 0.02, "{bandwidth:?}, {gbps} of {average:?}");
 
@@ -140,11 +142,40 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
     }
 }
 
+/// Matrix products and copies on the simulated device, until it is killed.
+const PRODUCTS: &str = r#"
+#include <stddef.h>
+#include <stdio.h>
+#include <unistd.h>
+
+int cudaMalloc(void **, size_t);
+int cudaMemcpyAsync(void *, const void *, size_t, int, void *);
+int cudaStreamSynchronize(void *);
+int cublasCreate_v2(void **);
+int cublasSgemm_v2(void *, int, int, int, int, int, const float *, const float *, int, const float *, int, const float *, float *, int);
+
+int main(void) {
+    enum { SIZE = 48 };
+    static float host[SIZE * SIZE];
+    void *handle, *a, *b, *c;
+    float one = 1, zero = 0;
+    int code = cublasCreate_v2(&handle) | cudaMalloc(&a, sizeof host) | cudaMalloc(&b, sizeof host) | cudaMalloc(&c, sizeof host);
+    for (int step = 0; code == 0; step++) {
+        code |= cudaMemcpyAsync(a, host, sizeof host, 1, NULL);
+        code |= cublasSgemm_v2(handle, 0, 1, SIZE, SIZE, SIZE, &one, a, SIZE, b, SIZE, &zero, c, SIZE);
+        code |= cudaMemcpyAsync(host, c, sizeof host, 2, NULL) | cudaStreamSynchronize(NULL);
+        if (step == 20) puts("step 20"), fflush(stdout);
+        usleep(2000);
+    }
+    printf("failed with %d\n", code);
+    return 1;
+}
+"#;
+
 /// The program of matrix products, compiled for a job.
 fn products(job: &Job) -> std::path::PathBuf {
     let sim = format!("-L{}", artifacts().sim().display());
-    let source = include_str!("metrics/products.c");
-    compile_c(&job.dir, "products", source, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"])
+    compile_c(&job.dir, "products", PRODUCTS, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"])
 }
 
 #[test]
@@ -198,7 +229,8 @@ fn matrix_products_and_copies_are_measured() {
         "{tflops:?} {expected}"
     );
 
-    // Count and bytes are two words that the rank is just adding to: now and then a look falls between them.
+    // Count and bytes are two words that the rank is just adding to: now and then a look falls
+    // between them.
     wait_until(PATIENCE, "the copies are counted with their bytes", || {
         text = page(&job);
         let memory = samples(&text, "XPU_TIMER_MEMORY_COUNTER");
@@ -260,7 +292,8 @@ fn a_real_prometheus_scrapes_the_job() {
     wait_until(PATIENCE, "counters are counters", || value(rate).len() == 2);
 }
 
-/// DLRover's judge reads pages over five minutes: what it is given are pages of this job, one of each state, at such times.
+/// DLRover's judge reads pages over five minutes: what it is given are pages of this job, one of
+/// each state, at such times.
 #[test]
 fn dlrovers_judge_tells_the_hung_job_from_the_healthy_one() {
     let python = match dlrover_python() {

@@ -1,5 +1,5 @@
-//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away is named, and a job that goes
-//! on is left alone.
+//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away
+//! is named, and a job that goes on is left alone.
 
 mod wheels;
 
@@ -66,7 +66,8 @@ impl Mpi {
         }
     }
 
-    /// The C program, compiled once by each library; `None`, and a skipped test, where that cannot be used.
+    /// The C program, compiled once by each library; `None`, and a skipped test, where that cannot
+    /// be used.
     fn program(self) -> Option<&'static Path> {
         static PROGRAMS: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
         if let Some(reason) = self.lacks() {
@@ -76,7 +77,8 @@ impl Mpi {
         PROGRAMS[self as usize].get_or_init(|| self.compile(self.compiler(), "ranks.c", &[])).as_deref()
     }
 
-    /// A program made by one of the library's compilers; `None`, and a skipped test, where the library cannot be used.
+    /// A program made by one of the library's compilers; `None`, and a skipped test, where the
+    /// library cannot be used.
     fn compile(self, compiler: &str, source: &str, flags: &[&str]) -> Option<PathBuf> {
         if let Some(reason) = self.lacks() {
             skip(&reason);
@@ -94,7 +96,8 @@ impl Mpi {
     }
 }
 
-/// Ranks of MPI wait by polling, so two such jobs at the same time starve each other on a small machine.
+/// Ranks of MPI wait by polling, so two such jobs at the same time starve each other on a small
+/// machine.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -218,7 +221,8 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     assert_eq!((common(&zero, &two), common(&one, &three)), (ROUNDS + RARER, ROUNDS + RARER), "halves");
     assert_eq!(common(&zero, &one), 2 * ROUNDS, "pairs, made in two ways");
     assert_eq!((common(&two, &three), common(&zero, &three), common(&one, &two)), (0, 0, 0));
-    // Rings, copies, windows, files, and what connects two halves: the same ones on all ranks, in the same order.
+    // Rings, copies, windows, files, and what connects two halves: the same ones on all ranks, in
+    // the same order.
     let all = [0, 1, 2, 3].map(|rank| of_size(rank, RANKS));
     assert!(all.iter().all(|ids| *ids == all[0]), "{all:?}");
     let members = |rank: u32| -> Vec<i32> {
@@ -322,7 +326,8 @@ fn a_message_between_two_groups_that_never_comes() {
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "between") else { return };
     check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1 wait for it there"]);
-    // Member 1 of the other half is member 2 there of all: the members 0 and 1 are the ranks 0 and 2.
+    // Member 1 of the other half is member 2 there of all: the members 0 and 1 are the ranks 0 and
+    // 2.
     let pending = flight(&incident, 3).operations.into_iter().find(|operation| operation.status() == OpStatus::Pending);
     let pending = pending.expect("rank 3 waits");
     assert_eq!((pending.op(), pending.peer, pending.tag), (Op::Recv, 1, Some(6)), "{pending:?}");
@@ -461,7 +466,8 @@ fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
     }
 }
 
-/// The Python program with a fault on rank 2; the sentence must name the line that the rank stands on.
+/// The Python program with a fault on rank 2; the sentence must name the line that the rank stands
+/// on.
 fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
     if let Some(reason) = Mpi::Open.lacks().or_else(|| lacks("python3-mpi4py")) {
         return skip(&reason);

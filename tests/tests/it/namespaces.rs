@@ -1,7 +1,9 @@
-//! Captures that need privileges to set up: other mount and process namespaces, other users, files that are not what they were,
-//! a file system that does not answer, and the CPythons of Debian forky.
+//! Captures that need privileges to set up: other mount and process namespaces, other users, files
+//! that are not what they were, a file system that does not answer, and the CPythons of Debian
+//! forky.
 //!
-//! Everything that is mounted is mounted in a namespace of the target's own, so it ends with the target, also when a test fails.
+//! Everything that is mounted is mounted in a namespace of the target's own, so it ends with the
+//! target, also when a test fails.
 
 use std::{
     fs,
@@ -64,7 +66,8 @@ fn thread(captured: &ProcessCapture, tid: i32) -> &PstackStacktrace {
     found.unwrap_or_else(|| panic!("thread {tid} is missing in {captured:#?}"))
 }
 
-/// Captures until the main thread has come to rest in its innermost function, and checks all that is known of the program.
+/// Captures until the main thread has come to rest in its innermost function, and checks all that
+/// is known of the program.
 #[track_caller]
 fn check_program(pid: i32) -> ProcessCapture {
     let captured = capture_at_rest(pid, "inner_most");
@@ -226,7 +229,8 @@ fn a_rank_that_is_pid_1() {
     assert_eq!(captured.pid, pid, "pids are those of this namespace");
     for trace in &captured.sample.py_stacktrace {
         let leads_to = |name: &str| trace.frames.iter().any(|frame| frame.func_name == name);
-        // The interpreter knows the ids of its own namespace only (1 and 2), which are those of quite other threads here.
+        // The interpreter knows the ids of its own namespace only (1 and 2), which are those of
+        // quite other threads here.
         let native = thread(&captured, trace.os_thread_id as i32);
         assert!(names(native).iter().any(|name| name.starts_with("_PyEval_EvalFrameDefault")), "{native:#?}");
         assert_eq!(leads_to("wait_in_main"), trace.os_thread_id == pid as u32, "{trace:#?}");
@@ -373,8 +377,9 @@ fn a_process_that_hides_from_its_own_user() {
     assert!(!output.stdout.contains("inner_most"), "{}", output.stdout);
 }
 
-/// A file system whose server answers everything but reads, in a mount namespace of its own, and three threads: one that reads a
-/// file of it, one that touches a mapping of it, one that sleeps as usual.
+/// A file system whose server answers everything but reads, in a mount namespace of its own, and
+/// three threads: one that reads a file of it, one that touches a mapping of it, one that sleeps as
+/// usual.
 const FUSE: &str = include_str!("namespaces/fuse.c");
 
 /// Starts that program; `None`, and a word of it, where this machine has no such file systems.
@@ -427,7 +432,8 @@ fn a_file_system_that_does_not_answer() {
     assert!(state(&reader) == Some('D') && state(&toucher) == Some('D'));
 }
 
-/// A process may have written names for the code that it made, to a `/tmp` that hangs. They cost the names and no stack.
+/// A process may have written names for the code that it made, to a `/tmp` that hangs. They cost
+/// the names and no stack.
 #[test]
 fn a_perf_map_on_a_file_system_that_does_not_answer() {
     let folder = open_folder();
@@ -451,6 +457,49 @@ fn a_perf_map_on_a_file_system_that_does_not_answer() {
     assert_eq!(main.incomplete, "", "{main:#?}");
 }
 
+/// A rank whose threads stand at places with a comment at the end of the line.
+const RANK: &str = "\
+import ctypes
+import threading
+import time
+
+arrived = threading.Semaphore(0)
+never = threading.Event()
+
+
+def wait_for_batch():
+    arrived.release()
+    never.wait()  # waits
+
+
+def batches():
+    call = lambda: wait_for_batch()  # in a lambda
+    yield call()  # in a generator
+
+
+def load():
+    for batch in batches():  # in a loop
+        return batch
+
+
+def ask_for_the_lock():
+    arrived.release()
+    while True:
+        time.sleep(0.001)
+
+
+def hold_the_lock():
+    print(\"ready\", flush=True)
+    ctypes.PyDLL(None).sleep(1000000)  # holds
+
+
+threading.Thread(target=load, name=\"loader-1\", daemon=True).start()
+threading.Thread(target=ask_for_the_lock, daemon=True).start()
+arrived.acquire()
+arrived.acquire()
+hold_the_lock()  # in the module
+";
+
 /// Frames, thread names, lines and the GIL holder of one CPython of forky.
 fn forky_python(version: &str) {
     let root = match forky() {
@@ -458,7 +507,7 @@ fn forky_python(version: &str) {
         Err(error) => return skip(&format!("{error:#}")),
     };
     let folder = tempfile::Builder::new().prefix("xpu_timer_test.").tempdir_in(root.join("tmp")).expect("own root");
-    fs::write(folder.path().join("rank.py"), include_str!("namespaces/rank.py")).expect("own folder");
+    fs::write(folder.path().join("rank.py"), RANK).expect("own folder");
     let seen = Path::new("/tmp").join(folder.path().file_name().expect("a folder has a name")).join("rank.py");
     let mut target = Process::spawn(run_in_forky(&root, format!("python{version}")).arg(&seen));
     target.wait_for("ready", PATIENCE);
@@ -470,8 +519,7 @@ fn forky_python(version: &str) {
         traces.iter().any(|trace| trace.owns_gil) && traces.iter().filter(|trace| trace.frames.len() > 1).count() == 3
     });
     let line = |text: &str| {
-        let source = include_str!("namespaces/rank.py");
-        let number = source.lines().position(|line| line.ends_with(text)).expect("the line is there") + 1;
+        let number = RANK.lines().position(|line| line.ends_with(text)).expect("the line is there") + 1;
         format!("{}:{number}", seen.display())
     };
     let traces = &captured.sample.py_stacktrace;
@@ -507,9 +555,11 @@ fn forky_python(version: &str) {
     assert!(traces.iter().flat_map(|trace| &trace.frames).all(|frame| !frame.file_name.ends_with(":0")), "{traces:#?}");
     for trace in traces {
         let native = thread(&captured, trace.os_thread_id as i32);
-        // These interpreters are stripped: most functions have no name, but their stacks are whole all the same.
+        // These interpreters are stripped: most functions have no name, but their stacks are whole
+        // all the same.
         let program = format!("python{version}");
-        // `ctypes` calls through libffi, which moves the stack pointer to where only the frame pointer leads back from.
+        // `ctypes` calls through libffi, which moves the stack pointer to where only the frame
+        // pointer leads back from.
         let is_libffi = |frame: &PstackFrame| frame.module.contains("libffi");
         if native.frames.last().is_some_and(is_libffi) && native.incomplete == "register rbp is not known" {
             continue;

@@ -29,7 +29,8 @@ fn settings_tell_their_origin_and_a_bad_value_is_named() {
     let report = show_json(&job, &[], 0);
     assert_eq!(report["problems"], json!([]));
     let of = |name| (setting(&report, name)["value"].clone(), setting(&report, name)["origin"].clone());
-    // A job of these tests sets the timeout and the interval in the environment, which beats the file.
+    // A job of these tests sets the timeout and the interval in the environment, which beats the
+    // file.
     assert_eq!(of("XPU_TIMER_HANG_TIMEOUT"), (json!("5"), json!("environment")));
     assert_eq!(of("XPU_TIMER_BRACKET"), (json!("collectives"), json!("default")));
     assert_eq!(report["control_port"], job.port);
@@ -89,7 +90,8 @@ fn a_running_rank_shows_its_family_and_its_hooked_functions() {
     }
 }
 
-/// A process in a mount namespace of its own has its INI file and its collector's socket where only it sees them.
+/// A process in a mount namespace of its own has its INI file and its collector's socket where only
+/// it sees them.
 #[test]
 fn a_process_that_sees_other_files_is_shown_as_it_sees_them() {
     let probe = std::process::Command::new("unshare").args(["-m", "true"]).status();

@@ -1,5 +1,5 @@
-//! Who is allowed to look into a process where Yama restricts it. No kernel here needs it, so a library records the calls of
-//! prctl: the collector must be named by every process of the job.
+//! Who is allowed to look into a process where Yama restricts it. No kernel here needs it, so a
+//! library records the calls of prctl: the collector must be named by every process of the job.
 
 use std::{
     fs,
@@ -36,7 +36,8 @@ int prctl(int option, ...) {
 }
 "#;
 
-/// Processes of every way to start one, none of which makes a device call. Each says its pid and stays.
+/// Processes of every way to start one, none of which makes a device call. Each says its pid and
+/// stays.
 const FAMILY: &str = "\
 import multiprocessing, os, subprocess, sys, time
 def child():

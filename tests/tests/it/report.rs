@@ -1,5 +1,5 @@
-//! `report.html` in a real browser: it opens from disk, says what is wrong, zooms, searches, and obeys the keyboard.
-//! The pictures that the tests take are for people: `target/pictures/*.png`.
+//! `report.html` in a real browser: it opens from disk, says what is wrong, zooms, searches, and
+//! obeys the keyboard. The pictures that the tests take are for people: `target/pictures/*.png`.
 
 mod browser;
 mod folders;

@@ -1,5 +1,5 @@
-//! Ranks that never make a device call, in jobs whose other ranks wait for them: under a launcher for all of them, as with torchrun, and
-//! under one for each, as with mpirun.
+//! Ranks that never make a device call, in jobs whose other ranks wait for them: under a launcher
+//! for all of them, as with torchrun, and under one for each, as with mpirun.
 
 use std::{fs, path::PathBuf};
 

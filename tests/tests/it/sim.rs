@@ -1,6 +1,7 @@
 //! The simulated device on its own, without the hook: what a real device would do, and the faults.
 //!
-//! The checks themselves are Python, in `sim/checks.py`: ctypes is also what the example programs use.
+//! The checks themselves are Python, in `sim/checks.py`: ctypes is also what the example programs
+//! use.
 
 use std::{
     fs,
@@ -254,8 +255,9 @@ fn one_process_drives_all_devices() {
 
 #[test]
 fn a_job_that_ends_leaves_nothing_in_shared_memory() {
-    // An arena that nobody holds any more, as a killed job leaves it, is swept away by the next job. Other tests have
-    // arenas of their own at the same time, so only this one's name is looked at.
+    // An arena that nobody holds any more, as a killed job leaves it, is swept away by the next
+    // job. Other tests have arenas of their own at the same time, so only this one's name is looked
+    // at.
     let stale = Path::new("/dev/shm/xpu-sim-nccl-00000000000000000000000000stale");
     fs::write(stale, [0; 64]).unwrap();
     several("split_and_shrink", 4);

@@ -1,5 +1,5 @@
-//! Other users of the machine, and connections that are slow, silent or many: none of them reads what is not theirs, and none of them
-//! keeps an incident from being judged.
+//! Other users of the machine, and connections that are slow, silent or many: none of them reads
+//! what is not theirs, and none of them keeps an incident from being judged.
 
 use std::{
     fs,

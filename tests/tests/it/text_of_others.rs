@@ -1,4 +1,5 @@
-//! Names that others choose go through every program: none of them acts on a terminal, a log or a page, and one that is no text loses itself.
+//! Names that others choose go through every program: none of them acts on a terminal, a log or a
+//! page, and one that is no text loses itself.
 
 use std::{
     fs,

@@ -1,5 +1,6 @@
-//! Real PyTorch, the CUDA build of PyPI, with its own ProcessGroupNCCL on the simulated device: what it launches is seen once, and
-//! a hang is judged rightly. `cargo xtask test --torch` runs these alone.
+//! Real PyTorch, the CUDA build of PyPI, with its own ProcessGroupNCCL on the simulated device:
+//! what it launches is seen once, and a hang is judged rightly. `cargo xtask test --torch` runs
+//! these alone.
 
 mod counts;
 mod hangs;
@@ -16,7 +17,8 @@ use xpu_timer_tests::{Incident, Job, Process, PypiTorch, skip, tree};
 
 const RANKS: u32 = 4;
 
-/// A job of PyPI's torch. There is one at a time: four ranks keep a small machine busy for many seconds.
+/// A job of PyPI's torch. There is one at a time: four ranks keep a small machine busy for many
+/// seconds.
 struct Torch {
     torch: PypiTorch,
     job: Job,
@@ -47,7 +49,8 @@ impl Torch {
             .with("MASTER_ADDR", "127.0.0.1")
             .with("MASTER_PORT", &port.to_string())
             .with("OMP_NUM_THREADS", "1")
-            // The ranks meet before their first collective, and then go on in step, but two cores are few for them.
+            // The ranks meet before their first collective, and then go on in step, but two cores
+            // are few for them.
             .with("XPU_TIMER_HANG_TIMEOUT", "8")
             .with("XPU_TIMER_SAMPLE_INTERVAL", "1")
             .with("XPU_TIMER_LINGER", "120");

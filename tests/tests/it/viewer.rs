@@ -1,4 +1,5 @@
-//! The viewer on folders that a disk can hold: its files, its summary, its warnings and its exit codes.
+//! The viewer on folders that a disk can hold: its files, its summary, its warnings and its exit
+//! codes.
 
 mod cases;
 
@@ -290,7 +291,8 @@ fn characters_that_xml_or_the_drawing_library_cannot_take() {
     view_ok(dir.path());
     let cpp: BTreeSet<String> = drawn(&dir.path().join("cpp_stack.svg")).into_iter().collect();
     for stack in stacks {
-        // A character without width keeps what stands in front of a line from being trimmed or skipped.
+        // A character without width keeps what stands in front of a line from being trimmed or
+        // skipped.
         let label = format!("{stack}@0|");
         assert!(cpp.iter().any(|drawn| drawn.trim_start_matches('\u{200b}') == label), "{label:?} in {cpp:?}");
     }

@@ -1,5 +1,5 @@
-//! Runs the commands of docs/cluster.md word by word, each in a shell of its own, on three nodes and a
-//! head that are network namespaces.
+//! Runs the commands of docs/cluster.md word by word, each in a shell of its own, on three nodes
+//! and a head that are network namespaces.
 
 use std::{
     fs,
@@ -62,7 +62,8 @@ impl Drop for Names {
     }
 }
 
-/// A shell of a person who has only built the programs: in a folder with the page's files, the programs in front of its PATH.
+/// A shell of a person who has only built the programs: in a folder with the page's files, the
+/// programs in front of its PATH.
 fn shell(job: &Job, folder: &Path, text: &str) -> Command {
     let mut command = job.command("bash");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -72,6 +73,38 @@ fn shell(job: &Job, folder: &Path, text: &str) -> Command {
     command.current_dir(folder).args(["-euc", text]);
     command
 }
+
+/// Stands in for torchrun where there is no PyTorch: starts the ranks of one node with the
+/// variables that torchrun sets.
+const TORCHRUN: &str = r#"#!/usr/bin/env python3
+import argparse
+import os
+import subprocess
+import sys
+
+parser = argparse.ArgumentParser()
+for name in ("--nnodes", "--node-rank", "--nproc-per-node"):
+    parser.add_argument(name, type=int, required=True)
+parser.add_argument("--master-addr", required=True)
+parser.add_argument("script")
+options = parser.parse_args()
+
+local = options.nproc_per_node
+ranks = []
+for rank in range(local):
+    place = {
+        "RANK": options.node_rank * local + rank,
+        "WORLD_SIZE": options.nnodes * local,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": options.node_rank,
+        "MASTER_ADDR": options.master_addr,
+        "TORCHELASTIC_RUN_ID": "walk",
+    }
+    environment = dict(os.environ, **{name: str(value) for name, value in place.items()})
+    ranks.append(subprocess.Popen([sys.executable, options.script], env=environment))
+sys.exit(max(rank.wait() for rank in ranks))
+"#;
 
 #[test]
 fn three_nodes_as_the_page_says() {
@@ -86,7 +119,8 @@ fn three_nodes_as_the_page_says() {
         return skip(&reason);
     }
     let commands = commands();
-    // The folder that they all see: the certificate and the token, the training program, the interpreter and torchrun.
+    // The folder that they all see: the certificate and the token, the training program, the
+    // interpreter and torchrun.
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     for name in ["train.py", "cuda.py"] {
@@ -94,7 +128,7 @@ fn three_nodes_as_the_page_says() {
     }
     fs::create_dir_all(folder.join("bin")).unwrap();
     symlink(python(), folder.join("bin/python3")).unwrap();
-    fs::copy(tree().join("tests/tests/it/walk/torchrun"), folder.join("bin/torchrun")).unwrap();
+    fs::write(folder.join("bin/torchrun"), TORCHRUN).unwrap();
     fs::set_permissions(folder.join("bin/torchrun"), fs::Permissions::from_mode(0o755)).unwrap();
 
     let head = Job::new().within(&network.namespace(0));

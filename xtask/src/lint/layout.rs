@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 
-use super::{circles, imports, wrap};
+use super::{imports, wrap};
 use crate::functions::functions;
 use crate::{shell, source};
 
@@ -26,7 +26,7 @@ pub(crate) fn check(root: &Path, folders: &[impl AsRef<Path>]) -> Result<()> {
     }
     for file in crate_roots(&shell::metadata(&["--no-deps"])?) {
         if is_below(file.strip_prefix(root).unwrap_or(&file), folders) {
-            problems.extend(circles::circles(&imports::imports(&file)?, root));
+            problems.extend(imports::circles(&imports::imports(&file)?, root));
         }
     }
     ensure!(problems.is_empty(), "{} problems of layout:\n{}", problems.len(), problems.join("\n"));

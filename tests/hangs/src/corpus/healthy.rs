@@ -1,11 +1,13 @@
-//! Jobs that are slow, uneven or idle, but well. The timeout of every job here is five seconds, and
-//! ten when nothing is launched.
+//! Jobs that do not hang: slow, uneven or idle ones that are well, and those that a rank slows
+//! down.
 
 use crate::{
     program::Program,
     scenario::{Scenario, hybrid, job},
 };
 
+/// Jobs that are well. The timeout of every job here is five seconds, and ten when nothing is
+/// launched.
 pub fn scenarios() -> Vec<Scenario> {
     let plain =
         [("dp2", 1, 1, 2), ("dp8", 1, 1, 8), ("tp4", 4, 1, 1), ("pp4", 1, 4, 1), ("3d8", 2, 2, 2), ("3d16", 2, 4, 2)];
@@ -74,4 +76,22 @@ pub fn scenarios() -> Vec<Scenario> {
             .standing_still(),
     ]);
     scenarios
+}
+
+/// Jobs that do not hang, and the ranks that slow them down: exactly these are named, and nobody
+/// in an even run.
+pub fn stragglers() -> Vec<Scenario> {
+    let sharded =
+        |name: &str, world: u32, arguments: &[&str]| job(name, Program::Script("sharded.py"), world, arguments);
+    vec![
+        hybrid("straggler-two-of-8", 1, 1, 8).device("slow:rank=1,ms=4;slow:rank=6,ms=6").slowed_by(&[1, 6]),
+        hybrid("straggler-3d", 2, 2, 2).device("slow:rank=5,ms=8").slowed_by(&[5]),
+        job("straggler-pipeline", Program::Script("pipeline.py"), 8, &["--stages=2", "--replicas=4"])
+            .device("slow:rank=5,ms=10")
+            .slowed_by(&[5]),
+        sharded("straggler-host", 8, &["--node=4", "--lazy=40@3"]).slowed_by(&[3]),
+        sharded("straggler-two-hosts", 8, &["--node=4", "--lazy=40@0", "--lazy=30@6"]).slowed_by(&[0, 6]),
+        sharded("straggler-none", 8, &["--node=4", "--think-ms=40"]).slowed_by(&[]),
+        sharded("straggler-jitter", 8, &["--node=2", "--think-ms=40", "--jitter=0.6"]).slowed_by(&[]),
+    ]
 }

@@ -1,5 +1,5 @@
 //! Programs that are unrelated to `hybrid.py`: a first script, a pipeline schedule, C++ without
-//! Python.
+//! Python, and jobs whose author had not seen the rules of the judge.
 
 use crate::{
     program::{Need, Program},
@@ -146,4 +146,97 @@ fn troubles() -> Vec<Scenario> {
         scenarios.push(Scenario { need, ..job(&name, PLAIN, world, &[&argument]).is(causes, &[rank]) });
     }
     scenarios
+}
+
+const GONE: &[&str] = &["process_dead"];
+const IDLE: &[&str] = &["unknown", "not_a_hang"];
+const READS: &[&str] = &["missing_rank", "storage_io"];
+
+/// Threads, locks and exceptions of C++: the thread that stands is not the one that calls the
+/// communication library. And Python programs in which the main thread tells nothing.
+pub fn threads() -> Vec<Scenario> {
+    let replay = |accident: &str, world: u32, rank: u32| {
+        let arguments = [accident, &rank.to_string()];
+        job(&format!("replay-{}", accident.replace('_', "-")), Program::Native("replay.cpp"), world, &arguments)
+    };
+    let beside = |name: &str, world: u32, rank: Option<u32>| {
+        let rank = rank.map(|rank| rank.to_string());
+        let arguments: Vec<&str> = std::iter::once(name).chain(rank.as_deref()).collect();
+        job(&format!("beside-{}", name.replace('_', "-")), Program::Script("beside.py"), world, &arguments)
+    };
+    vec![
+        beside("thread_joined", 4, Some(2)).is(&["storage_io"], &[2]),
+        beside("thread_and_signal", 3, Some(1)).is(MISSING, &[1]),
+        beside("thread_and_sleep", 4, Some(0)).is(&["host_lock"], &[0]),
+        beside("two_orders", 4, Some(1)).is(&["order_mismatch"], &[1]),
+        // Nothing is stuck, and nothing says so.
+        beside("idle_sleep", 4, None).is(IDLE, &[]),
+        beside("idle_server", 4, None).is(IDLE, &[]),
+        beside("idle_prompt", 3, None).is(IDLE, &[]),
+        replay("lock_order", 4, 1).is(&["host_lock"], &[1]),
+        replay("own_shared_lock", 4, 2).is(LOCK, &[2]),
+        replay("rwlock", 3, 0).is(LOCK, &[0]),
+        replay("spin_lock", 4, 3).is(&["missing_rank", "long_step", "host_lock"], &[3]),
+        replay("missed_notify", 4, 0).is(LOCK, &[0]),
+        replay("closed_gate", 2, 1).is(LOCK, &[1]),
+        replay("call_once", 4, 2).is(LOCK, &[2]),
+        replay("static_init", 3, 1).is(LOCK, &[1]),
+        replay("polls", 4, 0).is(BUSY, &[0]),
+        replay("timed_retries", 4, 3).is(LOCK, &[3]),
+        replay("semaphore", 4, 1).is(LOCK, &[1]),
+        replay("event_fd", 3, 2).is(READS, &[2]),
+        replay("message_queue", 4, 0).is(MISSING, &[0]),
+        replay("select", 4, 2).is(MISSING, &[2]),
+        replay("actor_throws", 4, 1).is(GONE, &[1]),
+        replay("learner_throws", 4, 3).is(GONE, &[3]),
+        replay("unwinds_into_join", 4, 2).is(LOCK, &[2]),
+        replay("terminate", 3, 0).is(GONE, &[0]),
+        replay("alarm", 4, 2).is(GONE, &[2]),
+        replay("recursive", 4, 1).is(BUSY, &[1]),
+        replay("thread_of_queue", 4, 0).is(LOCK, &[0]),
+    ]
+}
+
+/// Functions of `blind.py`: the job, its world, who brings the trouble, and the causes that are
+/// right for it.
+const JOBS: &[(&str, u32, &[u32], &[&str])] = &[
+    ("decoder_keeps_interpreter", 4, &[2], &["gil_deadlock"]),
+    ("another_program", 4, &[1], &["missing_rank", "process_dead"]),
+    ("main_thread_ends", 4, &[0], &["process_dead"]),
+    ("module_in_import", 4, &[3], &["host_lock", "missing_rank"]),
+    ("streams_cross", 4, &[1], &["order_mismatch"]),
+    ("short_graph", 4, &[2], &["missing_rank", "process_dead"]),
+    ("half_leaves", 8, &[3], &["missing_rank"]),
+    ("wrong_group", 8, &[5], &["missing_rank", "order_mismatch"]),
+    ("exchange_with_hole", 4, &[2], &["p2p_unmatched"]),
+    ("unsent_update", 5, &[3], &["p2p_unmatched"]),
+    ("first_of_all", 4, &[1], &["size_mismatch"]),
+    ("dies_between_groups", 8, &[1], &["process_dead", "comm_init"]),
+    ("kernel_and_sleep", 6, &[1, 4], &["missing_rank", "kernel_hang"]),
+];
+
+/// The same of `blind_gloo.py`.
+const ON_GLOO: &[(&str, u32, &[u32], &[&str])] = &[
+    ("group_without_one", 4, &[1], &["comm_init"]),
+    ("pair_for_half", 4, &[2], &["missing_rank", "order_mismatch"]),
+    ("objects", 4, &[1], &["op_mismatch"]),
+    ("lost_of_batch", 4, &[2], &["p2p_unmatched", "missing_rank"]),
+    ("from_anybody", 4, &[0], &["p2p_unmatched"]),
+    ("collects_garbage", 3, &[1], &["python_gc"]),
+    ("keeps_interpreter", 4, &[3], &["gil_deadlock"]),
+    ("other_port", 4, &[2], &["comm_init"]),
+];
+
+/// Small jobs that were written, and the truth about them with them, before their author had seen
+/// the rules of the judge.
+pub fn blind() -> Vec<Scenario> {
+    let of =
+        |prefix: &str, program: Program, (name, world, culprits, causes): &(&str, u32, &[u32], &'static [&str])| {
+            let ranks: Vec<String> = culprits.iter().map(u32::to_string).collect();
+            job(&format!("{prefix}-{}", name.replace('_', "-")), program, *world, &[name, &ranks.join("+")])
+                .is(causes, culprits)
+        };
+    let device = JOBS.iter().map(|job| of("blind", Program::Script("blind.py"), job));
+    let gloo = ON_GLOO.iter().map(|job| of("blind-gloo", Program::Torch("blind_gloo.py"), job));
+    device.chain(gloo).collect()
 }

@@ -10,6 +10,5 @@ pub mod driver;
 pub mod fault;
 pub mod ffi;
 pub mod handles;
-pub mod launch;
 pub mod nccl;
 pub mod trace;

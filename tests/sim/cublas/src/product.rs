@@ -4,8 +4,8 @@
 use half::{bf16, f16};
 use sim_abi::{
     cuda::{CuError, StreamHandle},
+    driver::HostKernels,
     ffi::{read, write},
-    launch::HostKernels,
 };
 
 /// cublasStatus_t other than success.

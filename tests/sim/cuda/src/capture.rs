@@ -18,8 +18,7 @@ use sim_abi::cuda::{CuError, GraphHandle};
 
 use crate::{
     graph::{GRAPHS, Graph},
-    stream::Stream,
-    work::Work,
+    queue::Work,
 };
 
 /// CUstreamCaptureMode, of a capture and of a thread.
@@ -67,6 +66,32 @@ pub fn check_permitted() -> Result<(), CuError> {
     if forbidding.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_UNSUPPORTED) }
 }
 
+/// A stream as captures see it.
+pub struct Participant {
+    /// The id of the stream's queue.
+    id: u64,
+    /// Whether it is the legacy default stream, which cannot be captured.
+    legacy: bool,
+    capture: Mutex<Option<Arc<Capture>>>,
+}
+
+impl Participant {
+    /// A stream outside of any capture.
+    pub fn new(id: u64, legacy: bool) -> Arc<Self> {
+        Arc::new(Participant { id, legacy, capture: Mutex::default() })
+    }
+
+    /// The capture that it takes part in.
+    pub fn capture(&self) -> Option<Arc<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Enters or leaves a capture.
+    fn set_capture(&self, capture: Option<Arc<Capture>>) {
+        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = capture;
+    }
+}
+
 /// A running capture.
 pub struct Capture {
     pub id: u64,
@@ -86,20 +111,20 @@ struct State {
     /// Each with the nodes that precede it.
     nodes: Vec<(Work, Vec<usize>)>,
     /// By the queue's id: the stream, and the nodes that precede its next one.
-    streams: HashMap<u64, (Weak<Stream>, Vec<usize>)>,
+    streams: HashMap<u64, (Weak<Participant>, Vec<usize>)>,
 }
 
 impl Capture {
     /// cuStreamBeginCapture.
-    pub fn begin(stream: &Arc<Stream>, mode: Mode) -> Result<(), CuError> {
+    pub fn begin(stream: &Arc<Participant>, mode: Mode) -> Result<(), CuError> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        if stream.is_legacy() {
+        if stream.legacy {
             return Err(CuError::CAPTURE_UNSUPPORTED);
         }
         if stream.capture().is_some() {
             return Err(CuError::ILLEGAL_STATE);
         }
-        let origin = stream.queue.id;
+        let origin = stream.id;
         let graph = Arc::new(Graph::default());
         GRAPHS.insert(Arc::clone(&graph));
         let capture = Arc::new(Capture {
@@ -123,9 +148,9 @@ impl Capture {
     }
 
     /// cuStreamEndCapture: the graph's handle.
-    pub fn end(stream: &Arc<Stream>) -> Result<GraphHandle, CuError> {
+    pub fn end(stream: &Arc<Participant>) -> Result<GraphHandle, CuError> {
         let capture = stream.capture().ok_or(CuError::ILLEGAL_STATE)?;
-        if stream.queue.id != capture.origin {
+        if stream.id != capture.origin {
             capture.invalidate();
             return Err(CuError::CAPTURE_UNMATCHED);
         }
@@ -182,49 +207,62 @@ impl Capture {
     }
 
     /// Appends work of a stream that takes part.
-    pub fn add(&self, stream: &Stream, work: Work) -> Result<(), CuError> {
+    pub fn add(&self, stream: &Participant, work: Work) -> Result<(), CuError> {
         let mut state = self.lock();
         if !state.valid {
             return Err(CuError::CAPTURE_INVALIDATED);
         }
         let node = state.nodes.len();
-        let (_, last) = state.streams.get_mut(&stream.queue.id).ok_or(CuError::ILLEGAL_STATE)?;
+        let (_, last) = state.streams.get_mut(&stream.id).ok_or(CuError::ILLEGAL_STATE)?;
         let after = std::mem::replace(last, vec![node]);
         state.nodes.push((work, after));
         Ok(())
     }
 
     /// The nodes that precede the stream's next one.
-    pub fn last(&self, stream: &Stream) -> Result<Vec<usize>, CuError> {
+    pub fn last(&self, stream: &Participant) -> Result<Vec<usize>, CuError> {
         let state = self.lock();
         if !state.valid {
             return Err(CuError::CAPTURE_INVALIDATED);
         }
-        state.streams.get(&stream.queue.id).map(|(_, last)| last.clone()).ok_or(CuError::ILLEGAL_STATE)
+        state.streams.get(&stream.id).map(|(_, last)| last.clone()).ok_or(CuError::ILLEGAL_STATE)
     }
 
-    /// `stream` waits for an event captured here, and takes part from now on.
-    pub fn join(self: &Arc<Self>, stream: &Arc<Stream>, after: &[usize]) -> Result<(), CuError> {
-        if let Some(other) = stream.capture().filter(|other| !Arc::ptr_eq(self, other)) {
+    /// Invalidates the capture with this id, if it has not ended.
+    pub fn invalidate_active(id: u64) {
+        if let Some(capture) = Self::find_active(id) {
+            capture.invalidate();
+        }
+    }
+
+    fn find_active(id: u64) -> Option<Arc<Self>> {
+        active().iter().find(|capture| capture.id == id).cloned()
+    }
+
+    /// `stream` waits for an event captured by the capture with this id, and takes part in it from
+    /// now on.
+    pub fn join(id: u64, stream: &Arc<Participant>, after: &[usize]) -> Result<(), CuError> {
+        if let Some(other) = stream.capture().filter(|other| other.id != id) {
             other.invalidate();
-            self.invalidate();
+            Self::invalidate_active(id);
             return Err(CuError::CAPTURE_MERGE);
         }
-        if stream.is_legacy() {
-            self.invalidate();
+        if stream.legacy {
+            Self::invalidate_active(id);
             return Err(CuError::CAPTURE_IMPLICIT);
         }
-        let mut state = self.lock();
+        let capture = Self::find_active(id).ok_or(CuError::CAPTURED_EVENT)?;
+        let mut state = capture.lock();
         if state.ended {
             return Err(CuError::CAPTURED_EVENT);
         }
         if !state.valid {
             return Err(CuError::CAPTURE_INVALIDATED);
         }
-        let (_, last) = state.streams.entry(stream.queue.id).or_insert_with(|| (Arc::downgrade(stream), Vec::new()));
+        let (_, last) = state.streams.entry(stream.id).or_insert_with(|| (Arc::downgrade(stream), Vec::new()));
         last.extend(after);
         drop(state);
-        stream.set_capture(Some(Arc::clone(self)));
+        stream.set_capture(Some(capture));
         Ok(())
     }
 

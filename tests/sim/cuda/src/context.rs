@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     mem::ManuallyDrop,
     sync::{
-        Arc, LazyLock, Mutex, PoisonError, Weak,
+        Arc, LazyLock, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, ThreadId},
@@ -16,7 +16,7 @@ use sim_abi::{
     handles::Handles,
 };
 
-use crate::{process, stream::Stream};
+use crate::{process, queue::open_queues};
 
 static DEVICES: LazyLock<i32> = LazyLock::new(|| process::setting("XPU_SIM_DEVICES", 8).min(64) as i32);
 static CONTEXTS: Handles<Context> = Handles::new();
@@ -50,8 +50,6 @@ pub struct Context {
     /// By CUlimit; not enforced.
     pub limits: Mutex<BTreeMap<u32, usize>>,
     alive: AtomicBool,
-    legacy: Mutex<Option<Arc<Stream>>>,
-    streams: Mutex<Vec<Weak<Stream>>>,
     /// For a green context, the primary context of its device, to which its events belong.
     primary: Option<Arc<Context>>,
     /// The thread to which a green context is current; there is at most one.
@@ -82,8 +80,6 @@ impl Context {
             flags: AtomicU32::new(flags),
             limits: Mutex::new(DEFAULT_LIMITS.into()),
             alive: AtomicBool::new(true),
-            legacy: Mutex::default(),
-            streams: Mutex::default(),
             primary,
             holder: Mutex::default(),
         });
@@ -141,8 +137,7 @@ impl Context {
     pub fn destroy(self: &Arc<Self>) {
         CONTEXTS.remove(self.handle());
         self.alive.store(false, Ordering::Relaxed);
-        self.all_streams().iter().for_each(|stream| stream.queue.cancel());
-        self.legacy.lock().unwrap_or_else(PoisonError::into_inner).take();
+        open_queues(Some(self.id)).iter().for_each(|queue| queue.cancel());
     }
 
     /// Whether it has not been destroyed.
@@ -152,44 +147,12 @@ impl Context {
 
     /// Waits for all its streams.
     pub fn synchronize(&self) {
-        let pending: Vec<_> = self
-            .all_streams()
+        let pending: Vec<_> = open_queues(Some(self.id))
             .into_iter()
-            .filter_map(|s| s.queue.pending().map(|at| (Arc::clone(&s.queue), at)))
+            .filter_map(|queue| queue.pending().map(|position| (queue, position)))
             .collect();
         pending.iter().for_each(|(queue, position)| queue.wait(*position));
     }
-
-    /// The legacy default stream, created at its first use.
-    pub fn legacy(&self, create: impl FnOnce() -> Arc<Stream>) -> Arc<Stream> {
-        self.legacy.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(create).clone()
-    }
-
-    /// The legacy default stream, if it was ever used.
-    pub fn existing_legacy(&self) -> Option<Arc<Stream>> {
-        self.legacy.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Registers a stream.
-    pub fn add_stream(&self, stream: &Arc<Stream>) {
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(stream));
-    }
-
-    /// The streams that are ordered with the legacy one.
-    pub fn blocking_streams(&self) -> Vec<Arc<Stream>> {
-        self.all_streams().into_iter().filter(|stream| stream.is_blocking()).collect()
-    }
-
-    fn all_streams(&self) -> Vec<Arc<Stream>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
-    }
-}
-
-/// Cancels the work of all contexts.
-pub fn cancel_all() {
-    CONTEXTS.all().iter().flat_map(|context| context.all_streams()).for_each(|stream| stream.queue.cancel());
 }
 
 /// Records whether a green context is current to the calling thread.

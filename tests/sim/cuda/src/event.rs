@@ -1,17 +1,15 @@
 //! Events: the latest record counts.
 
-use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::Instant,
-};
+use std::sync::Arc;
 
 use sim_abi::{cuda::CuError, handles::Handles};
 
 use crate::{
     capture::{self, Capture},
     context::Context,
+    queue::Work,
+    record::{LatestRecord, Marker, Record},
     stream::Stream,
-    work::Work,
 };
 
 /// CU_EVENT_DISABLE_TIMING.
@@ -20,46 +18,11 @@ const DISABLE_TIMING: u32 = 2;
 /// All live events.
 pub static EVENTS: Handles<Event> = Handles::new();
 
-/// A record of an event in a stream.
-#[derive(Default)]
-pub struct Marker {
-    time: Mutex<Option<Instant>>,
-    done: Condvar,
-}
-
-impl Marker {
-    /// Marks the record as completed.
-    pub fn complete(&self) {
-        *self.time.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-        self.done.notify_all();
-    }
-
-    /// The time of completion, if completed.
-    fn time(&self) -> Option<Instant> {
-        *self.time.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until it is completed.
-    pub fn wait(&self) {
-        let mut time = self.time.lock().unwrap_or_else(PoisonError::into_inner);
-        while time.is_none() {
-            time = self.done.wait(time).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-enum Record {
-    Never,
-    InStream(Arc<Marker>),
-    /// Recorded while its stream was capturing, after these nodes.
-    Captured(Arc<Capture>, Vec<usize>),
-}
-
 /// An event.
 pub struct Event {
     context: Arc<Context>,
     timing: bool,
-    record: Mutex<Record>,
+    latest: Arc<LatestRecord>,
 }
 
 impl Event {
@@ -68,7 +31,7 @@ impl Event {
         EVENTS.insert(Arc::new(Event {
             context: Arc::clone(context.of_events()),
             timing: flags & DISABLE_TIMING == 0,
-            record: Mutex::new(Record::Never),
+            latest: LatestRecord::never(),
         }))
     }
 
@@ -83,10 +46,12 @@ impl Event {
             return Err(CuError::INVALID_HANDLE);
         }
         match stream.capture() {
-            Some(capture) if external => capture.add(stream, Work::RecordAtLaunch(Arc::clone(self))),
+            Some(capture) if external => {
+                capture.add(&stream.participant, Work::RecordAtLaunch(Arc::clone(&self.latest)))
+            }
             Some(capture) => {
-                let after = capture.last(stream)?;
-                *self.lock() = Record::Captured(capture, after);
+                let after = capture.last(&stream.participant)?;
+                *self.latest.lock() = Record::Captured(capture.id, after);
                 Ok(())
             }
             None => {
@@ -94,25 +59,18 @@ impl Event {
                 // block forever, and until then a query answers for the previous record.
                 let marker = Arc::<Marker>::default();
                 stream.submit(Work::Record(Arc::clone(&marker)))?;
-                *self.lock() = Record::InStream(marker);
+                *self.latest.lock() = Record::InStream(marker);
                 Ok(())
             }
         }
     }
 
-    /// A record that the caller puts into a stream.
-    pub fn renew(&self) -> Arc<Marker> {
-        let marker = Arc::<Marker>::default();
-        *self.lock() = Record::InStream(Arc::clone(&marker));
-        marker
-    }
-
     /// Makes `stream` wait for the latest record.
     pub fn awaited_by(self: &Arc<Self>, stream: &Arc<Stream>) -> Result<(), CuError> {
-        let marker = match &*self.lock() {
+        let marker = match &*self.latest.lock() {
             Record::Never => return Ok(()),
             Record::InStream(marker) => Arc::clone(marker),
-            Record::Captured(capture, after) => return capture.join(stream, after),
+            Record::Captured(capture, after) => return Capture::join(*capture, &stream.participant, after),
         };
         match stream.capture() {
             // The captured work would depend on work outside the graph.
@@ -143,7 +101,7 @@ impl Event {
 
     /// Milliseconds from this event to another.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f32, CuError> {
-        let times = [self, end].map(|event| match &*event.lock() {
+        let times = [self, end].map(|event| match &*event.latest.lock() {
             Record::InStream(marker) if event.timing => marker.time().ok_or(CuError::NOT_READY),
             Record::Captured(..) => Err(CuError::CAPTURED_EVENT),
             _ => Err(CuError::INVALID_HANDLE),
@@ -159,9 +117,9 @@ impl Event {
         if !self.context.is_alive() {
             return Err(CuError::CONTEXT_IS_DESTROYED);
         }
-        let marker = match &*self.lock() {
+        let marker = match &*self.latest.lock() {
             Record::Captured(capture, _) => {
-                capture.invalidate();
+                Capture::invalidate_active(*capture);
                 return Err(CuError::CAPTURED_EVENT);
             }
             Record::InStream(marker) => Some(Arc::clone(marker)),
@@ -169,9 +127,5 @@ impl Event {
         };
         capture::check_permitted()?;
         Ok(marker)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Record> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

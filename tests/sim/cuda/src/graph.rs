@@ -10,7 +10,7 @@ use sim_abi::{
     handles::Handles,
 };
 
-use crate::work::Work;
+use crate::queue::Work;
 
 /// All live graphs.
 pub static GRAPHS: Handles<Graph> = Handles::new();

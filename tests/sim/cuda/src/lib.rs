@@ -14,5 +14,5 @@ mod memory;
 mod module;
 mod process;
 mod queue;
+mod record;
 mod stream;
-mod work;

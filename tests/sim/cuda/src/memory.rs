@@ -4,15 +4,10 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use sim_abi::{
-    cuda::{CuError, Device, DevicePointer, StreamHandle},
-    ffi,
-};
-
-use crate::{capture, stream::Stream, work::Work};
+use sim_abi::cuda::{CuError, Device, DevicePointer};
 
 /// Memory of each device.
 pub const TOTAL_BYTES: usize = 80 << 30;
@@ -110,49 +105,4 @@ pub fn find(address: usize) -> Option<Block> {
 pub fn free_bytes(device: Device) -> usize {
     let of_device = |block: &&Block| block.kind == Kind::Device && block.device == device;
     TOTAL_BYTES.saturating_sub(blocks().values().filter(of_device).map(|block| block.size).sum())
-}
-
-/// cuMemcpyAsync. Like the real driver, this reads pageable host memory before it returns, and
-/// writes to it before it returns.
-pub fn copy_async(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
-    let stream = Stream::find(stream)?;
-    if count == 0 {
-        return Ok(());
-    }
-    if to == 0 || from == 0 {
-        return Err(CuError::INVALID_VALUE);
-    }
-    if find(from).is_none() {
-        let bytes: Arc<[u8]> = ffi::bytes(from, count).into();
-        stream.submit(Work::Write { to, bytes })?;
-    } else {
-        stream.submit(Work::Copy { to, from, count })?;
-    }
-    if find(to).is_none() && stream.capture().is_none() {
-        stream.queue.wait(stream.queue.last());
-    }
-    Ok(())
-}
-
-/// Puts work into a default stream and waits for it.
-pub fn run_now(work: Work, stream: StreamHandle) -> Result<(), CuError> {
-    let stream = Stream::find(stream)?;
-    if stream.is_legacy() {
-        stream.check_legacy_permitted()?;
-    }
-    capture::check_permitted()?;
-    stream.submit(work)?;
-    stream.queue.wait(stream.queue.last());
-    Ok(())
-}
-
-/// cuMemcpy and its variants.
-pub fn copy_now(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
-    if count == 0 {
-        return Ok(());
-    }
-    if to == 0 || from == 0 {
-        return Err(CuError::INVALID_VALUE);
-    }
-    run_now(Work::Copy { to, from, count }, stream)
 }

@@ -12,12 +12,10 @@ use std::{
 };
 
 use sim_abi::{
-    cuda::{CuError, FunctionHandle, HOST_IMAGE, HostImage, LaunchConfig, ModuleHandle, TEXT_IMAGE, launch_buffer},
+    cuda::{CuError, FunctionHandle, HOST_IMAGE, HostImage, ModuleHandle, TEXT_IMAGE},
     ffi::{In, Text},
     handles::Handles,
 };
-
-use crate::{stream::Stream, work::Work};
 
 /// All loaded modules.
 pub static MODULES: Handles<Module> = Handles::new();
@@ -91,22 +89,6 @@ impl Module {
         functions.insert(name.into(), Arc::clone(&function));
         Ok(FUNCTIONS.insert(function))
     }
-}
-
-/// Launches a kernel. `params` is ignored: only host kernels have parameters, from `extra`.
-pub fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>) -> Result<(), CuError> {
-    let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
-    if config.grid.contains(&0)
-        || config.block.contains(&0)
-        || config.block.iter().map(|n| u64::from(*n)).product::<u64>() > 1024
-    {
-        return Err(CuError::INVALID_VALUE);
-    }
-    let arguments = match extra.is_null() {
-        true => None,
-        false => Some(launch_buffer(extra).ok_or(CuError::INVALID_VALUE)?.into()),
-    };
-    Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, fault: None })
 }
 
 /// Compares byte by byte and stops at the first difference, because an image may be shorter than

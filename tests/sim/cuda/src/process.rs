@@ -16,8 +16,6 @@ use sim_abi::{
     fault, trace,
 };
 
-use crate::context;
-
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static LOST: AtomicBool = AtomicBool::new(false);
@@ -59,11 +57,9 @@ pub fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
     })
 }
 
-/// A kernel made an illegal access: the process makes no progress, and every call returns the
-/// error.
-pub fn lose() {
+/// From now on, every call returns the error of an illegal access.
+pub fn set_lost() {
     LOST.store(true, Ordering::Release);
-    context::cancel_all();
 }
 
 /// Like [`call`], for functions that work before `cuInit`.

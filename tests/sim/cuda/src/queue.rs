@@ -1,4 +1,4 @@
-//! A bounded queue of work and the thread that runs it in order.
+//! The kinds of work in a stream, the bounded queue of work, and the thread that runs it in order.
 //!
 //! The thread starts with the first work and ends when the queue is closed and empty. All waits
 //! sleep.
@@ -7,24 +7,38 @@
 
 use std::{
     collections::VecDeque,
+    fmt,
     sync::{
-        Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use sim_abi::{cuda::CuError, trace};
+use sim_abi::{
+    cuda::CuError,
+    fault::{self, Kind},
+    ffi, trace,
+};
 
-use crate::{process, work::Work};
+use crate::{
+    memory,
+    module::{Behaviour, Function},
+    process,
+    record::{LatestRecord, Marker},
+};
 
 static DEPTH: LazyLock<u64> = LazyLock::new(|| process::setting("XPU_SIM_QUEUE_DEPTH", 1024) as u64);
+/// All queues that are not closed.
+static OPEN: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 
 /// A bounded queue with its worker thread.
 pub struct Queue {
     /// The N of `sim-stream-N`.
     pub id: u64,
+    /// The id of the context that it belongs to.
+    context: u64,
     state: Mutex<State>,
     /// The worker waits here for work, and inside kernels.
     work: Condvar,
@@ -47,15 +61,18 @@ struct State {
 }
 
 impl Queue {
-    /// An empty queue without a thread.
-    pub fn new() -> Arc<Self> {
+    /// An empty queue without a thread, for a stream of the context with this id.
+    pub fn new(context: u64) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Arc::new(Queue {
+        let queue = Arc::new(Queue {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
+            context,
             state: Mutex::default(),
             work: Condvar::new(),
             progress: Condvar::new(),
-        })
+        });
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&queue));
+        queue
     }
 
     /// Appends work and returns its position. Blocks while the queue is full, as a device does. An
@@ -129,6 +146,7 @@ impl Queue {
 
     /// Closes the queue: queued work is still done.
     pub fn close(&self) {
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|queue| !std::ptr::eq(queue.as_ptr(), self));
         self.lock().closed = true;
         self.work.notify_all();
     }
@@ -195,6 +213,13 @@ impl Queue {
     }
 }
 
+/// The open queues of the context with this id, or of all contexts.
+pub fn open_queues(context: Option<u64>) -> Vec<Arc<Queue>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let wanted = |queue: &Arc<Queue>| context.is_none_or(|context| queue.context == context);
+    open.iter().filter_map(Weak::upgrade).filter(wanted).collect()
+}
+
 fn with_signals_blocked<T>(body: impl FnOnce() -> T) -> T {
     // SAFETY: both sets are initialized by the first two calls before they are read.
     unsafe {
@@ -205,4 +230,112 @@ fn with_signals_blocked<T>(body: impl FnOnce() -> T) -> T {
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, std::ptr::null_mut());
         result
     }
+}
+
+/// A host function with its user data (an address of the caller).
+#[derive(Clone, Copy)]
+pub enum HostCall {
+    /// cuLaunchHostFunc.
+    Plain(extern "C" fn(usize), usize),
+    /// cuStreamAddCallback, with the stream's handle.
+    Callback(extern "C" fn(usize, i32, usize), usize, usize),
+}
+
+/// A piece of work, as it was submitted or captured.
+#[derive(Clone)]
+pub enum Work {
+    /// A kernel and its copied arguments.
+    Kernel { function: Arc<Function>, arguments: Option<Arc<[u8]>>, fault: Option<Kind> },
+    /// A host call.
+    Host(HostCall),
+    /// A copy within this process's memory.
+    Copy { to: usize, from: usize, count: usize },
+    /// A copy from bytes that were staged at submission.
+    Write { to: usize, bytes: Arc<[u8]> },
+    /// Fills `count` elements of `width` bytes.
+    Fill { to: usize, value: u32, width: usize, count: usize },
+    /// cuMemFreeAsync.
+    Free(usize),
+    /// An event's record.
+    Record(Arc<Marker>),
+    /// A record of an event inside a graph: every launch makes a new record.
+    RecordAtLaunch(Arc<LatestRecord>),
+    /// A wait for another stream's record.
+    Await(Arc<Marker>),
+    /// A wait for all work that another stream has so far.
+    AwaitQueue(Arc<Queue>, u64),
+    /// A launched graph.
+    Graph(Arc<[Work]>),
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Kernel { function, .. } => write!(f, "kernel {}", function.name.to_string_lossy()),
+            Work::Graph(nodes) => write!(f, "graph of {} nodes", nodes.len()),
+            Work::Copy { count, .. } => write!(f, "copy of {count} bytes"),
+            _ => write!(f, "work"),
+        }
+    }
+}
+
+impl Work {
+    /// This work for a launch now: kernels are counted, and the events of a graph get a new record.
+    pub fn launched(&self) -> Work {
+        match self {
+            Work::Kernel { function, arguments, .. } => {
+                Work::Kernel { function: function.clone(), arguments: arguments.clone(), fault: counted(function) }
+            }
+            Work::RecordAtLaunch(latest) => Work::Record(latest.renew()),
+            Work::Graph(nodes) => Work::Graph(nodes.iter().map(Work::launched).collect()),
+            other => other.clone(),
+        }
+    }
+
+    /// Runs it on the worker of `queue`.
+    pub fn run(self, queue: &Queue) {
+        match self {
+            Work::RecordAtLaunch(_) => {}
+            Work::Kernel { function, arguments, fault } => match function.behaviour {
+                Behaviour::Host(run) => {
+                    let arguments = arguments.as_deref().unwrap_or_default();
+                    run(arguments.as_ptr() as usize, arguments.len());
+                }
+                Behaviour::Lasts(_) if fault == Some(Kind::StuckKernel) => queue.sleep(None),
+                Behaviour::Lasts(_) if fault == Some(Kind::Lost) => lose(),
+                Behaviour::Lasts(time) => queue.sleep(Some(time + slower())),
+            },
+            Work::Host(HostCall::Plain(function, data)) => function(data),
+            Work::Host(HostCall::Callback(function, stream, data)) => function(stream, 0, data),
+            Work::Copy { to, from, count } => ffi::copy(to, from, count),
+            Work::Write { to, bytes } => ffi::copy(to, bytes.as_ptr() as usize, bytes.len()),
+            Work::Fill { to, value, width, count } => ffi::fill(to, value, width, count),
+            Work::Free(address) => drop(memory::free(address)),
+            Work::Record(marker) => marker.complete(),
+            Work::Await(marker) => marker.wait(),
+            Work::AwaitQueue(other, position) => other.wait(position),
+            Work::Graph(nodes) => nodes.iter().for_each(|node| node.clone().run(queue)),
+        }
+    }
+}
+
+/// Counts a launch, and returns its fault, if any. NCCL's kernels do not count.
+fn counted(function: &Function) -> Option<Kind> {
+    static LAUNCHES: AtomicU64 = AtomicU64::new(0);
+    if !matches!(function.behaviour, Behaviour::Lasts(_)) {
+        return None;
+    }
+    let number = LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1;
+    [Kind::StuckKernel, Kind::Lost].into_iter().find(|kind| fault::faults(false).at(*kind, number))
+}
+
+fn slower() -> Duration {
+    Duration::from_millis(fault::faults(false).value(Kind::Slow).unwrap_or(0))
+}
+
+/// A kernel made an illegal access: the process makes no progress, and every call returns the
+/// error.
+fn lose() {
+    process::set_lost();
+    open_queues(None).iter().for_each(|queue| queue.cancel());
 }

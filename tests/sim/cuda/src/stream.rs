@@ -2,8 +2,8 @@
 
 use std::{
     cell::RefCell,
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use sim_abi::{
@@ -12,10 +12,9 @@ use sim_abi::{
 };
 
 use crate::{
-    capture::{self, Capture},
+    capture::{self, Capture, Participant},
     context::Context,
-    queue::Queue,
-    work::Work,
+    queue::{Queue, Work},
 };
 
 /// CU_STREAM_NON_BLOCKING: no implicit order with the legacy stream.
@@ -23,6 +22,11 @@ pub const NON_BLOCKING: u32 = 1;
 
 /// All live created streams.
 pub static STREAMS: Handles<Stream> = Handles::new();
+
+/// The legacy default stream of each context, by the context's id, created at its first use.
+static LEGACY: Mutex<BTreeMap<u64, Arc<Stream>>> = Mutex::new(BTreeMap::new());
+/// The streams of each context that are ordered with its legacy stream, by the context's id.
+static BLOCKING: Mutex<BTreeMap<u64, Vec<Weak<Stream>>>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
     /// The per-thread default stream of each context, by the context's id.
@@ -36,24 +40,32 @@ pub struct Stream {
     pub flags: u32,
     pub priority: i32,
     legacy: bool,
-    capture: Mutex<Option<Arc<Capture>>>,
+    pub participant: Arc<Participant>,
     /// For each other queue, by its id, the position for which this stream has been made to wait.
     awaited: Mutex<HashMap<u64, u64>>,
 }
 
 impl Stream {
-    /// A stream that is registered with its context.
+    /// A stream, which is registered if it is a blocking one.
     fn new(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Arc<Self> {
+        let queue = Queue::new(context.id);
         let stream = Arc::new(Stream {
             context: Arc::clone(context),
-            queue: Queue::new(),
+            participant: Participant::new(queue.id, legacy),
+            queue,
             flags,
             priority: priority.clamp(GREATEST_PRIORITY, LEAST_PRIORITY),
             legacy,
-            capture: Mutex::default(),
             awaited: Mutex::default(),
         });
-        context.add_stream(&stream);
+        if stream.is_blocking() {
+            let mut blocking = lock(&BLOCKING);
+            blocking.retain(|_, streams| {
+                streams.retain(|stream| stream.strong_count() > 0);
+                !streams.is_empty()
+            });
+            blocking.entry(context.id).or_default().push(Arc::downgrade(&stream));
+        }
         stream
     }
 
@@ -67,7 +79,11 @@ impl Stream {
         match handle {
             0 | STREAM_LEGACY => {
                 let context = Context::current()?;
-                Ok(context.legacy(|| Self::new(&context, 0, 0, true)))
+                let mut legacy = lock(&LEGACY);
+                if !legacy.contains_key(&context.id) {
+                    legacy.retain(|_, stream| stream.context.is_alive());
+                }
+                Ok(legacy.entry(context.id).or_insert_with(|| Self::new(&context, 0, 0, true)).clone())
             }
             STREAM_PER_THREAD => {
                 let context = Context::current()?;
@@ -89,12 +105,7 @@ impl Stream {
 
     /// The capture that it takes part in.
     pub fn capture(&self) -> Option<Arc<Capture>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Enters or leaves a capture.
-    pub fn set_capture(&self, capture: Option<Arc<Capture>>) {
-        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = capture;
+        self.participant.capture()
     }
 
     /// Whether it and the legacy stream wait for each other.
@@ -110,7 +121,7 @@ impl Stream {
     /// Hands work to the stream, or to its capture.
     pub fn submit(self: &Arc<Self>, work: Work) -> Result<(), CuError> {
         if let Some(capture) = self.capture() {
-            return capture.add(self, work);
+            return capture.add(&self.participant, work);
         }
         self.order_with_legacy()?;
         self.queue.push(work.launched()).map(drop)
@@ -129,7 +140,7 @@ impl Stream {
     /// `Ok` when everything submitted so far is done.
     pub fn query(self: &Arc<Self>) -> Result<(), CuError> {
         self.check_not_capturing()?;
-        let others = if self.legacy { self.context.blocking_streams() } else { Vec::new() };
+        let others = if self.legacy { blocking_streams(&self.context) } else { Vec::new() };
         let busy = std::iter::once(self).chain(&others).any(|stream| stream.queue.pending().is_some());
         if busy { Err(CuError::NOT_READY) } else { Ok(()) }
     }
@@ -148,7 +159,7 @@ impl Stream {
     /// The legacy stream must not wait for a stream that is capturing, because no work is
     /// submitted.
     pub fn check_legacy_permitted(&self) -> Result<(), CuError> {
-        let capturing: Vec<_> = self.context.blocking_streams().iter().filter_map(|stream| stream.capture()).collect();
+        let capturing: Vec<_> = blocking_streams(&self.context).iter().filter_map(|stream| stream.capture()).collect();
         capturing.iter().for_each(|capture| capture.invalidate());
         if capturing.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_IMPLICIT) }
     }
@@ -158,11 +169,11 @@ impl Stream {
     fn order_with_legacy(self: &Arc<Self>) -> Result<(), CuError> {
         if self.legacy {
             self.check_legacy_permitted()?;
-            for other in self.context.blocking_streams() {
+            for other in blocking_streams(&self.context) {
                 self.await_queue(&other.queue)?;
             }
         } else if self.is_blocking()
-            && let Some(legacy) = self.context.existing_legacy()
+            && let Some(legacy) = existing_legacy(&self.context)
         {
             self.await_queue(&legacy.queue)?;
         }
@@ -183,6 +194,20 @@ impl Drop for Stream {
     fn drop(&mut self) {
         self.queue.close();
     }
+}
+
+/// The streams of a context that are ordered with its legacy stream.
+pub fn blocking_streams(context: &Context) -> Vec<Arc<Stream>> {
+    lock(&BLOCKING).get(&context.id).into_iter().flatten().filter_map(Weak::upgrade).collect()
+}
+
+/// The legacy default stream of a context, if it was ever used.
+fn existing_legacy(context: &Context) -> Option<Arc<Stream>> {
+    lock(&LEGACY).get(&context.id).cloned()
+}
+
+fn lock<T>(registry: &Mutex<T>) -> MutexGuard<'_, T> {
+    registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The range that cuCtxGetStreamPriorityRange returns.

@@ -3,8 +3,6 @@
 #![allow(unsafe_code, non_snake_case)]
 
 mod device;
-mod error;
-mod graph;
 mod launch;
 mod memory;
 mod stream;

@@ -2,7 +2,7 @@
 
 use std::sync::PoisonError;
 
-use sim_abi::{cuda::StreamHandle, ffi::Out, launch::HostKernels, nccl::NcclError};
+use sim_abi::{cuda::StreamHandle, driver::HostKernels, ffi::Out, nccl::NcclError};
 
 use crate::{
     communicator::Communicator,

@@ -1,7 +1,8 @@
-/* Threads in every kind of system call that a stop or a signal would end early: calls that the kernel restarts, calls that it
- * does not, and calls that return what they have done so far. They wake and enter again at short intervals, and each checks what
- * its call returned: EINTR, a short count and an early timeout are odd. SIGUSR1 has the counts printed. With an argument that
- * many threads compute besides. */
+/* Threads in every kind of system call that a stop or a signal would end early: calls that the
+   kernel restarts, calls that it does not, and calls that return what they have done so far. They
+   wake and enter again at short intervals, and each checks what its call returned: EINTR, a short
+   count and an early timeout are odd. SIGUSR1 has the counts printed. With an argument that many
+   threads compute besides. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -114,7 +115,8 @@ static void in_semtimedop(struct count *count) {
   struct sembuf take = {.sem_op = -1};
   struct timespec time = of_us(1100);
   if (semaphores < 0) skip(count);
-  /* It is gone for everybody else, and for this one once the process has ended: the kernel keeps it for a while only. */
+  /* It is gone for everybody else, and for this one once the process has ended: the kernel keeps it
+     for a while only. */
   extern int semaphore_of_all;
   semaphore_of_all = semaphores;
   TIMES_OUT(1100, semtimedop(semaphores, &take, 1, &time), -1, EAGAIN)

@@ -1,5 +1,5 @@
-//! What the interpreters of living processes count: collections of garbage, and the batches of PyTorch's data loaders, wherever a
-//! program keeps their iterators.
+//! What the interpreters of living processes count: collections of garbage, and the batches of
+//! PyTorch's data loaders, wherever a program keeps their iterators.
 
 use std::time::Duration;
 
@@ -114,7 +114,8 @@ fn collections_and_batches_are_counted_in_every_python() {
             };
             check("ready", first);
             kill(Pid::from_raw(script.pid), Signal::SIGUSR1).expect("the script waits");
-            // The five that the first iterator yielded last, after the only look at it, are those that nobody saw.
+            // The five that the first iterator yielded last, after the only look at it, are those
+            // that nobody saw.
             check("again", second);
         }
     }

@@ -1,5 +1,5 @@
-/* Threads that wait in calls which a stop would end with EINTR. Each counts how often that happened; SIGUSR1 has the counts
- * printed. */
+/* Threads that wait in calls which a stop would end with EINTR. Each counts how often that
+   happened; SIGUSR1 has the counts printed. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>

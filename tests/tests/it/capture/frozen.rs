@@ -1,5 +1,5 @@
-//! A capturing process that is frozen or killed at any moment leaves no thread of the target stopped, also when it was asked to
-//! stop threads.
+//! A capturing process that is frozen or killed at any moment leaves no thread of the target
+//! stopped, also when it was asked to stop threads.
 
 use std::{
     fs,
@@ -36,7 +36,8 @@ fn family(command: &Process) -> Vec<Pid> {
     std::iter::once(pid).chain(children).map(Pid::from_raw).collect()
 }
 
-/// The first thread of the target that is held while the command runs; `None` when it ended without that being seen.
+/// The first thread of the target that is held while the command runs; `None` when it ended without
+/// that being seen.
 fn wait_for_a_stop(command: &mut Process, target: i32) -> Option<()> {
     // One of the threads, asked so often that its stop cannot be missed for long.
     let tid = fs::read_dir(format!("/proc/{target}/task")).expect("the target lives").flatten().last()?.file_name();

@@ -62,14 +62,16 @@ fn stopped_processes_stay_stopped_and_tell_their_stacks() {
 
 #[test]
 fn threads_that_have_not_run_yet() {
-    // All of them have run when the scheduler takes the processor from their creator just before it stops.
+    // All of them have run when the scheduler takes the processor from their creator just before it
+    // stops.
     wait_until(PATIENCE, "threads that have not run", || {
         let process = start(&optimized(), &["newborn", "64"]);
         let captured = capture_until(process.pid(), "SIGSTOP", |sample| {
             sample.process_state == "T (stopped)" && sample.stacktrace.len() == 65
         });
         let threads = &captured.sample.stacktrace;
-        // Whether it is the new thread or the one that made it, a register tells, which the kernel does not.
+        // Whether it is the new thread or the one that made it, a register tells, which the kernel
+        // does not.
         let honest = |thread: &PstackStacktrace| {
             thread.incomplete.is_empty()
                 || (thread.frames.len() == 1 && thread.incomplete == "register rbp is not known")

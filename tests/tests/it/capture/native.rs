@@ -185,7 +185,8 @@ fn gdb_sees_the_same_addresses() {
             sample.stacktrace.iter().all(|thread| thread.state.starts_with('S') && thread.incomplete.is_empty())
         };
         capture_until(process.pid(), "it sleeps", sleeping);
-        // What the last capture saw may have been on its way to its last call; nothing moves after gdb has looked twice.
+        // What the last capture saw may have been on its way to its last call; nothing moves after
+        // gdb has looked twice.
         wait_until(SOON, "gdb sees the same", || {
             let captured = capture_until(process.pid(), "it sleeps", sleeping);
             let mut ours: Vec<(u32, Vec<u64>)> = captured

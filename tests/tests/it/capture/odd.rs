@@ -1,4 +1,5 @@
-//! Targets that are odd without being broken: names and builds that nobody expects, and a capture that may not do all it would like.
+//! Targets that are odd without being broken: names and builds that nobody expects, and a capture
+//! that may not do all it would like.
 
 use std::{
     fs,
@@ -64,7 +65,8 @@ def outermost(): innermost()
 outermost()
 ";
 
-/// Seccomp filters of containers forbid `process_vm_readv` more often than `/proc/PID/mem`, and either errno is theirs.
+/// Seccomp filters of containers forbid `process_vm_readv` more often than `/proc/PID/mem`, and
+/// either errno is theirs.
 #[test]
 fn memory_is_read_from_a_file_where_the_call_is_forbidden() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -92,7 +94,8 @@ def outermost(): innermost()
 outermost()
 ";
 
-/// Threads that sleep need no samples. For one that runs it says once what is missing, and shows its Python stack.
+/// Threads that sleep need no samples. For one that runs it says once what is missing, and shows
+/// its Python stack.
 #[test]
 fn without_samples_threads_that_sleep_are_whole() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -122,7 +125,8 @@ fn without_samples_threads_that_sleep_are_whole() {
     }
 }
 
-/// An ordinary user may sample his own processes, but not the kernel: a thread that never leaves it says so.
+/// An ordinary user may sample his own processes, but not the kernel: a thread that never leaves it
+/// says so.
 #[test]
 fn a_user_samples_his_own_processes() {
     use std::os::unix::{fs::PermissionsExt, process::CommandExt};
@@ -172,7 +176,8 @@ fn a_user_samples_his_own_processes() {
     });
 }
 
-/// Where the kernel says where a thread is and nothing gives its memory, there is one frame, and the reason for there being no more.
+/// Where the kernel says where a thread is and nothing gives its memory, there is one frame, and
+/// the reason for there being no more.
 #[test]
 fn without_any_way_to_the_memory_it_says_so() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -213,7 +218,8 @@ int main(void) {
 }
 "#;
 
-/// Nothing that a target calls itself or its threads commands a terminal, or looks like a line of the dump.
+/// Nothing that a target calls itself or its threads commands a terminal, or looks like a line of
+/// the dump.
 #[test]
 fn names_that_are_no_text() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -240,7 +246,8 @@ fn names_that_are_no_text() {
     assert!(!output.stdout.contains(&0x1b));
 }
 
-/// Programs without glibc, as musl and Go make them: no dynamic loader, no libc, static, position-independent or not.
+/// Programs without glibc, as musl and Go make them: no dynamic loader, no libc, static,
+/// position-independent or not.
 #[test]
 fn programs_without_a_c_library() {
     let source = r#"
@@ -268,7 +275,8 @@ __asm__(".globl _start\n.type _start,@function\n_start:\n.cfi_startproc\n.cfi_un
     }
 }
 
-/// Assembly without any tables that keeps frame pointers, as Go does: the chain of these leads through it.
+/// Assembly without any tables that keeps frame pointers, as Go does: the chain of these leads
+/// through it.
 #[test]
 fn assembly_without_tables_that_keeps_frame_pointers() {
     let assembly = "\

@@ -1,8 +1,9 @@
 //! Hundreds of captures while Python threads start, run through known chains of functions, and end.
 //!
-//! The functions of a chain say which chain it is: the one at level 3 of chain 5 is `f_3_8`, the level and the sum of both, modulo
-//! 29. So a stack tells by itself whether all of it is from one moment of one chain. Some levels are called by C code, and
-//! the last one is made anew each time, in memory that another one's code had before.
+//! The functions of a chain say which chain it is: the one at level 3 of chain 5 is `f_3_8`, the
+//! level and the sum of both, modulo 29. So a stack tells by itself whether all of it is from one
+//! moment of one chain. Some levels are called by C code, and the last one is made anew each time,
+//! in memory that another one's code had before.
 
 use std::collections::BTreeMap;
 
@@ -83,7 +84,8 @@ fn churn(python: &Python) {
     let wanted = CAPTURES * 8;
     let (mut captures, mut right, mut deep, mut unmerged) = (0, 0, 0, 0);
     let mut errors: BTreeMap<String, usize> = BTreeMap::new();
-    // On a busy machine many threads wait for a processor with an incomplete stack, so that it takes more captures.
+    // On a busy machine many threads wait for a processor with an incomplete stack, so that it
+    // takes more captures.
     while captures < CAPTURES || right <= wanted || deep <= wanted / 4 {
         captures += 1;
         assert!(captures < 10 * CAPTURES, "{version}: {right} stacks, {deep} of them deep, errors {errors:?}");

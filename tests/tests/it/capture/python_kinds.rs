@@ -1,4 +1,5 @@
-//! Python code of every kind on every CPython: what is on a stack, what it is called, and where it fits into the native stack.
+//! Python code of every kind on every CPython: what is on a stack, what it is called, and where it
+//! fits into the native stack.
 
 use std::{path::Path, process::Command};
 
@@ -111,8 +112,9 @@ fn assert_merged(version: &str, captured: &ProcessCapture) {
     for (trace, entries) in captured.sample.py_stacktrace.iter().zip(&captured.python_entries) {
         let native = captured.sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
         let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
-        // Up to 3.10 a Python call is several native ones, and a sample of a running thread has room for some hundred.
-        // One that is busy inside the kernel yields no sample at all, and says so.
+        // Up to 3.10 a Python call is several native ones, and a sample of a running thread has
+        // room for some hundred. One that is busy inside the kernel yields no sample at all, and
+        // says so.
         let has_no_sample = native.frames.is_empty() && !native.incomplete.is_empty();
         if has_no_sample || native.incomplete.contains("bytes that a sample holds") {
             continue;

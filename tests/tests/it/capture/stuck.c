@@ -1,6 +1,6 @@
-/* A library on a file system that hangs after it was loaded, as network file systems do: `stuck MOUNTPOINT LIBRARY`. The mount
- * lies in a namespace of this program, and the server dies with it, so nothing is left behind. Only pages that were touched
- * are in the page cache. */
+/* A library on a file system that hangs after it was loaded, as network file systems do: `stuck
+   MOUNTPOINT LIBRARY`. The mount lies in a namespace of this program, and the server dies with it,
+   so nothing is left behind. Only pages that were touched are in the page cache. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,4 +1,5 @@
-/* The program whose stacks the capture tests know: `target MODE [N]`. It prints "ready" and then does what MODE says. */
+/* The program whose stacks the capture tests know: `target MODE [N]`. It prints "ready" and then
+   does what MODE says. */
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
@@ -98,7 +99,8 @@ static void *become_alone(void *unused) {
   return NULL;
 }
 
-/* Threads that come and go, each with one of two chains of calls; the test knows which frames belong together. */
+/* Threads that come and go, each with one of two chains of calls; the test knows which frames
+   belong together. */
 #define CHAIN(letter)                                        \
   NOINLINE static void letter##_three(int us) {              \
     usleep(us);                                              \
@@ -185,7 +187,8 @@ int main(int count, char **words) {
     forever();
   }
   if (!strcmp(mode, "newborn")) {
-    /* On one processor the creator goes on, and stops the process before most of the new threads ran. */
+    /* On one processor the creator goes on, and stops the process before most of the new threads
+       ran. */
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(sched_getcpu(), &one);

@@ -1,4 +1,5 @@
-//! The program whose stacks are known, built in several ways, and what the tests ask of a capture of it.
+//! The program whose stacks are known, built in several ways, and what the tests ask of a capture
+//! of it.
 
 use std::{path::PathBuf, process::Command, sync::OnceLock, time::Duration};
 
@@ -66,7 +67,8 @@ pub fn capture_with(pid: i32, options: &Options) -> ProcessCapture {
     captured.remove(0)
 }
 
-/// Captures until the sample is as it has to be: a program that says that it is ready still has to reach its last call.
+/// Captures until the sample is as it has to be: a program that says that it is ready still has to
+/// reach its last call.
 #[track_caller]
 pub fn capture_until(pid: i32, what: &str, good: impl Fn(&ProcessSample) -> bool) -> ProcessCapture {
     let mut capturer = Capturer::new();
@@ -126,5 +128,6 @@ pub fn describe(sample: &ProcessSample) -> String {
     text
 }
 
-/// A deadline that is long for a machine under load, and far too long for one thread that does not answer.
+/// A deadline that is long for a machine under load, and far too long for one thread that does not
+/// answer.
 pub const SOON: Duration = Duration::from_secs(20);

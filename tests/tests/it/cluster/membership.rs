@@ -1,10 +1,20 @@
-//! Jobs whose worlds change: they grow and shrink within a restart attempt, and their agents count restarts apart.
+//! Which ranks a job has. Worlds change: they grow and shrink within a restart attempt, and their
+//! agents count restarts apart. Ranks do not register. Two jobs have one name, or one address. A
+//! node speaks for a rank that another node has.
+
+use std::{collections::BTreeSet, fs};
 
 use serde_json::{Value, json};
-use xpu_timer_proto::v1::Presence;
+use xpu_timer_proto::{
+    Message as _,
+    ring::{comm, offset, pack_halves},
+    server::Stacktrace,
+    v1::{Presence, RankEvidence},
+};
+use xpu_timer_tests::{Job, PATIENCE, Process, python, wait_until};
 
-use super::{Cluster, Node, evidence};
-use crate::collector::fake::FakeHook;
+use super::{Cluster, Node, evidence, network::Network};
+use crate::{collector::fake::FakeHook, torch::pypi};
 
 /// A rank of a world joins on a node; those that the node had before are gone.
 fn join(node: &mut Node, job: &str, rank: i32, world: u32, attempt: u32) {
@@ -15,7 +25,8 @@ fn join(node: &mut Node, job: &str, rank: i32, world: u32, attempt: u32) {
     node.hooks = vec![hook];
 }
 
-/// The ranks of a node are told to end, as an agent does it before it starts those of the next world.
+/// The ranks of a node are told to end, as an agent does it before it starts those of the next
+/// world.
 fn end(node: &mut Node) {
     for hook in &mut node.hooks {
         hook.goodbye();
@@ -73,7 +84,8 @@ fn a_world_that_grows_and_shrinks_within_one_attempt() {
     nodes[1].hooks[0].hang(5);
     check(&cluster, 1, 0, &[(0, "node-c"), (1, "node-a"), (2, "node-b")]);
 
-    // The first node is preempted while the incident is open: that world is over, and the next one is smaller.
+    // The first node is preempted while the incident is open: that world is over, and the next one
+    // is smaller.
     nodes.iter_mut().for_each(end);
     for (rank, node) in [(0, 1), (1, 2)] {
         join(&mut nodes[node], "elastic", rank, 2, 0);
@@ -92,7 +104,8 @@ fn agents_that_count_restarts_apart_have_one_world() {
         join(node, "apart", rank as i32, 2, 0);
     }
     wait_world(&cluster, "apart", 2, 0, 2);
-    // The agent of the node with the crash counts it; the other one only sees that a member was away.
+    // The agent of the node with the crash counts it; the other one only sees that a member was
+    // away.
     crash(&mut nodes[0]);
     end(&mut nodes[1]);
     join(&mut nodes[0], "apart", 0, 2, 1);
@@ -100,4 +113,233 @@ fn agents_that_count_restarts_apart_have_one_world() {
     wait_world(&cluster, "apart", 2, 1, 2);
     nodes[1].hooks[0].hang(4);
     check(&cluster, 1, 1, &[(0, "node-a"), (1, "node-b")]);
+}
+
+/// Rank 0 hangs on one node. What became of rank 1, which runs a piece of Python under the launcher
+/// of another one, and the sentence.
+fn unregistered_rank(script: &str) -> (RankEvidence, String) {
+    let cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "silent", 0, 1, 2);
+    let b = Node::new(&cluster, "node-b");
+    let mut command = b.job.launch(python());
+    command.args(["-c", script]).envs([("RANK", "1"), ("WORLD_SIZE", "2"), ("XPU_TIMER_JOB", "silent")]);
+    let mut rank = Process::spawn(&mut command);
+    rank.wait_for("up", PATIENCE);
+    cluster.wait_ranks("silent", 2);
+    if script.contains("exit") {
+        drop(rank.wait(PATIENCE));
+    }
+    a.hooks[0].hang(1);
+    let incident = cluster.wait_incident(1);
+    let mut ranks = evidence(&incident).ranks;
+    assert_eq!(ranks.len(), 2, "{}", cluster.log());
+    assert_eq!(incident.verdict["errors"].to_string(), "[]", "{}", cluster.log());
+    (ranks.remove(1), incident.verdict["sentence"].as_str().expect("a sentence").into())
+}
+
+#[test]
+fn a_rank_that_runs_and_has_not_registered_is_looked_at_on_its_node() {
+    let (rank, sentence) =
+        unregistered_rank("import time\ndef read_shard():\n    time.sleep(600)\nprint('up', flush=True)\nread_shard()");
+    assert_eq!((rank.presence(), rank.node.as_str()), (Presence::Unregistered, "node-b"));
+    let host = rank.host.expect("facts");
+    assert!(host.stack && host.native().contains("nanosleep"), "{host:?}\n{sentence}");
+}
+
+#[test]
+fn a_rank_that_ended_without_having_registered_is_known_to_have_been_there() {
+    let (rank, sentence) =
+        unregistered_rank("import time\nprint('up', flush=True)\ntime.sleep(3)\nraise SystemExit(3)  # exit");
+    assert_eq!((rank.presence(), rank.node.as_str()), (Presence::Dead, "node-b"), "{sentence}");
+    assert!(rank.exit.ends_with("before its first device call"), "{rank:?}");
+}
+
+/// The rank makes the communicator of its job's world, which has four ranks.
+fn make_communicator(hook: &mut FakeHook, id: u64) {
+    let rank = hook.hello.rank.as_ref().expect("a rank").rank;
+    let entry = offset::COMMS / 8;
+    for (word, value) in [(comm::SIZE_RANK, pack_halves(4, rank as u32)), (comm::UNIQUE, 1), (comm::ID, id)] {
+        hook.word(entry + word, value);
+    }
+}
+
+#[test]
+fn two_jobs_of_one_name_over_two_nodes_each() {
+    let cluster = Cluster::new();
+    let mut nodes = [Node::new(&cluster, "node-a"), Node::new(&cluster, "node-b")];
+    // Which of the two comes first is not the same on both nodes.
+    let order = [[0xa1, 0xb2], [0xb2, 0xa1]];
+    for (number, (node, jobs)) in nodes.iter_mut().zip(order).enumerate() {
+        for id in jobs {
+            let before = node.hooks.len();
+            node.add_ranks("twin", 2 * number as i32, 2, 4);
+            node.hooks[before..].iter_mut().for_each(|hook| make_communicator(hook, id));
+        }
+    }
+    cluster.wait("two jobs are whole", |status| {
+        let jobs = status["jobs"].as_array().cloned().unwrap_or_default();
+        jobs.len() == 2 && jobs.iter().all(|job| job["ranks"] == 4 && job["world_size"] == 4)
+    });
+    // A rank of the second job of the second node hangs, which is the first one of the first node.
+    nodes[1].hooks[2].hang(3);
+    let incident = cluster.wait_finished(1);
+    let pid = |path: std::path::PathBuf| Stacktrace::decode(&fs::read(path).unwrap()[..]).unwrap().pid;
+    let files = fs::read_dir(&incident.path).unwrap().flatten().map(|entry| entry.path());
+    let dumped: BTreeSet<i32> =
+        files.filter(|path| path.extension().is_some_and(|end| end == "stacktrace")).map(pid).collect();
+    let job = nodes[0].hooks[..2].iter().chain(&nodes[1].hooks[2..]);
+    assert_eq!(dumped, job.map(FakeHook::pid).collect(), "{}\n{}", incident.verdict, cluster.log());
+    assert!(!cluster.log().contains("is refused") && cluster.job.incidents().len() == 1, "{}", cluster.log());
+}
+
+#[test]
+fn a_node_whose_ranks_are_another_ones_works_alone() {
+    let cluster = Cluster::new();
+    let _owner = Node::with_ranks(&cluster, "node-a", "mine", 0, 2, 2);
+    cluster.wait_ranks("mine", 2);
+    let mut thief = Node::with_ranks(&cluster, "node-x", "mine", 1, 1, 2);
+    wait_until(PATIENCE, "it is refused", || {
+        cluster.log().contains("node node-x says that it has ranks 1 of job mine, which node node-a has")
+    });
+    // Its ranks hang all the same, and nobody else would look at them.
+    thief.hooks[0].hang(3);
+    let alone = thief.job.wait_incident(1, PATIENCE);
+    assert_eq!(alone.verdict["job"], "mine");
+    assert!(thief.log().contains("no rank of job mine is this node's"), "{}", thief.log());
+    assert!(cluster.job.incidents().is_empty(), "{}", cluster.log());
+}
+
+#[test]
+fn collectors_of_one_machine_may_meet_on_its_loopback() {
+    let cluster = Cluster::new();
+    let nodes: Vec<Node> = (0..2)
+        .map(|rank| {
+            let job = cluster.node_job(&format!("node-{rank}"));
+            let mut node = Node::on(job.with("MASTER_ADDR", "localhost").with("MASTER_PORT", "29500"));
+            node.add_ranks("near", rank, 1, 2);
+            node
+        })
+        .collect();
+    wait_until(PATIENCE, "they are one job", || cluster.log().contains("is whole: 2 ranks on 2 nodes"));
+    assert!(cluster.log().contains("job near (localhost:29500 on "), "{}", cluster.log());
+    drop(nodes);
+}
+
+#[test]
+fn jobs_that_meet_on_the_loopback_of_two_machines_are_two() {
+    let Some(network) = Network::new(2) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = network.cluster(folder.path());
+    let mut nodes: Vec<Node> = (1..=2)
+        .map(|member| {
+            let job = network.job(&cluster, folder.path(), member);
+            let mut node = Node::on(job.with("MASTER_ADDR", "127.0.0.1").with("MASTER_PORT", "29500"));
+            node.add_ranks("none", 0, 2, 2);
+            node
+        })
+        .collect();
+    wait_until(PATIENCE, "there are two jobs", || {
+        cluster.log().matches("is whole: 2 ranks on 1 nodes, attempt 0").count() == 2
+    });
+    nodes[1].hooks[0].hang(3);
+    let incident = cluster.wait_finished(1);
+    let all = evidence(&incident);
+    let of: Vec<&str> = all.ranks.iter().map(|rank| rank.node.as_str()).collect();
+    assert_eq!(of, ["node-2", "node-2"], "{}", cluster.log());
+    assert!(!nodes[0].log().contains("sample took") && !cluster.log().contains("refused"), "{}", cluster.log());
+}
+
+const NODES: u32 = 3;
+
+/// A rank of a PyTorch job on the CPU. In the first attempt the last rank does not come to a
+/// collective.
+const TRAINING: &str = r#"
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+
+
+def stay_away():
+    signal.pause()
+
+
+for step in range(50):
+    total = torch.ones(8)
+    dist.all_reduce(total)
+    assert total[0].item() == SIZE, total
+    if step == 20 and RANK == SIZE - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        stay_away()
+dist.barrier()
+print(f"rank {RANK} done\n", end="", flush=True)
+dist.destroy_process_group()
+"#;
+
+/// The agents of one job run on three nodes, which are network namespaces. A rank hangs, the nodes
+/// end their ranks after the verdict of all, and the agents start the job again.
+#[test]
+fn agents_on_three_nodes_start_a_job_again_that_hung() {
+    let Some(network) = Network::new(NODES) else { return };
+    let Some((torch, _turn)) = pypi() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = network.cluster(folder.path());
+    let library_path = torch.library_path().expect("the libraries of stubs");
+    let script = folder.path().join("agents.py");
+    fs::write(&script, TRAINING).unwrap();
+    let agents: Vec<(Job, Process)> = (1..=NODES)
+        .map(|member| {
+            let settings = [
+                ("XPU_TIMER_HANG_KILL", "1"),
+                ("XPU_TIMER_HANG_TIMEOUT", "4"),
+                ("XPU_TIMER_SAMPLE_INTERVAL", "1"),
+                ("GLOO_SOCKET_IFNAME", "eth0"),
+                ("OMP_NUM_THREADS", "1"),
+                // Each attempt has a store of its own.
+                ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
+            ];
+            let job = network.job(&cluster, folder.path(), member);
+            let job = settings.into_iter().fold(job, |job, (name, value)| job.with(name, value));
+            let mut command = job.launch(torch.python());
+            command.env("LD_LIBRARY_PATH", &library_path).args(["-m", "torch.distributed.run", "--rdzv-backend=c10d"]);
+            command
+                .args(["--nproc-per-node=1", "--max-restarts=1", "--rdzv-id=agents"])
+                .arg(format!("--nnodes={NODES}"));
+            command.arg(format!("--rdzv-endpoint={}:29400", network.address(1)));
+            // All have the name of this machine, by which an agent knows whether it is the one that
+            // is meant.
+            command.arg(format!("--rdzv-conf=is_host={}", u32::from(member == 1)));
+            command.arg(format!("--local-addr={}", network.address(member)));
+            let process = Process::spawn(command.arg(&script));
+            (job, process)
+        })
+        .collect();
+    let said = || agents.iter().map(|(_, agent)| format!("{}{}", agent.stdout(), agent.stderr())).collect::<String>();
+    let begun = std::time::Instant::now();
+    while cluster.job.finished_incidents().is_empty() {
+        assert!(begun.elapsed() < 3 * PATIENCE, "no incident\n{}\n{}", cluster.log(), said());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let incident = cluster.job.finished_incidents().remove(0);
+    assert_eq!(incident.verdict["cause"], "missing_rank", "{}", incident.verdict);
+    assert_eq!(incident.verdict["culprits"], json!([NODES - 1]), "{}", incident.verdict);
+    assert!(
+        incident.verdict["sentence"].as_str().is_some_and(|text| text.contains("in stay_away")),
+        "{}",
+        incident.verdict
+    );
+    let ranks = evidence(&incident).ranks;
+    assert_eq!(ranks.iter().map(|rank| rank.presence()).collect::<Vec<_>>(), [Presence::Present; NODES as usize]);
+
+    // The second attempt trains to its end.
+    wait_until(3 * PATIENCE, "all ranks are done", || said().matches(" done").count() == NODES as usize);
+    for (_, agent) in agents {
+        let output = agent.wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
+    }
+    wait_until(PATIENCE, "the incident is closed", || cluster.job.incidents()[0].verdict["status"] != "open");
+    assert_eq!(cluster.job.incidents().len(), 1, "the ranks of the second attempt are not to blame: {}", cluster.log());
 }

@@ -1,5 +1,5 @@
-//! Three nodes as network namespaces with addresses of their own, and what a network does to them: a link that goes down in the
-//! middle of a dump, a slow link.
+//! Three nodes as network namespaces with addresses of their own, and what a network does to them:
+//! a link that goes down in the middle of a dump, a slow link.
 //!
 //! The namespaces are made by root and removed when the test ends, also when it fails.
 
@@ -17,7 +17,8 @@ use super::{
     security::{certificates, secured},
 };
 
-/// A bridge, the cluster's namespace and those of the nodes: 10.77.N.1 is the cluster, .2 and on are the nodes.
+/// A bridge, the cluster's namespace and those of the nodes: 10.77.N.1 is the cluster, .2 and on
+/// are the nodes.
 pub struct Network {
     prefix: String,
     subnet: u32,
@@ -56,7 +57,8 @@ impl Network {
     }
 
     fn make(&mut self, nodes: u32) -> Result<(), String> {
-        // The bridge lies in a namespace of its own, so that nothing of this machine's network is touched.
+        // The bridge lies in a namespace of its own, so that nothing of this machine's network is
+        // touched.
         let hub = format!("{}-hub", self.prefix);
         ip(&format!("netns add {hub}"))?;
         self.namespaces.push(hub.clone());
@@ -102,7 +104,8 @@ impl Network {
         }
     }
 
-    /// A cluster collector in its namespace, with TLS and a token, for nothing else may listen there.
+    /// A cluster collector in its namespace, with TLS and a token, for nothing else may listen
+    /// there.
     pub(super) fn cluster(&self, folder: &std::path::Path) -> Cluster {
         certificates(folder, &[&self.address(0)]);
         let job = secured(Job::new(), folder).within(&self.namespace(0));

@@ -1,4 +1,5 @@
-//! Either role is started anew, or stands still, while parts and files are on their way: nothing is lost.
+//! Either role is started anew, or stands still, while parts and files are on their way: nothing is
+//! lost.
 
 use std::path::Path;
 
@@ -24,7 +25,8 @@ fn sending(folder: &Path, text: &str) -> Option<Scene> {
     let cluster = network.cluster(folder);
     let mut nodes: Vec<Node> = (1..=2).map(|member| Node::on(network.job(&cluster, folder, member))).collect();
     for (index, node) in nodes.iter_mut().enumerate() {
-        // It stands in the evidence and in the file of each rank, and a hook may say no more in one message.
+        // It stands in the evidence and in the file of each rank, and a hook may say no more in one
+        // message.
         node.rank_name = (index == 1).then(|| "n".repeat(12_000));
         node.add_ranks("sends", index as i32 * RANKS, RANKS, 2 * RANKS as u32);
     }

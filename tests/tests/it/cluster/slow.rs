@@ -1,5 +1,5 @@
-//! Ranks that slow a job down without a hang: eight ranks on the simulated device, two of them with slower kernels, on one node and on
-//! two; and an even run with jitter.
+//! Ranks that slow a job down without a hang: eight ranks on the simulated device, two of them with
+//! slower kernels, on one node and on two; and an even run with jitter.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! What goes wrong around a job-wide incident: ranks that are ended or leave, two jobs on the same nodes, one folder for all, a disk that
-//! fills up, a webhook that hangs, a port that is taken.
+//! What goes wrong around a job-wide incident: ranks that are ended or leave, two jobs on the same
+//! nodes, one folder for all, a disk that fills up, a webhook that hangs, a port that is taken.
 
 use std::{
     fs,
@@ -19,7 +19,8 @@ use crate::collector::{Tmpfs, fake::FakeHook};
 
 const NAMES: [&str; 3] = ["node-a", "node-b", "node-c"];
 
-/// Three nodes with two ranks each, of one job; `change` is applied to each hook before it says hello.
+/// Three nodes with two ranks each, of one job; `change` is applied to each hook before it says
+/// hello.
 fn three(cluster: &Cluster, job: &str, change: impl Fn(&mut FakeHook)) -> Vec<Node> {
     let nodes = NAMES.iter().enumerate().map(|(index, name)| {
         let mut node = Node::new(cluster, name);

@@ -136,12 +136,14 @@ impl FakeHook {
         self.signal(ticket, entered_ns);
     }
 
-    /// Lets an operation in the ring be one that was entered a moment ago, for as long as the process lives: the job goes on.
+    /// Lets an operation in the ring be one that was entered a moment ago, for as long as the
+    /// process lives: the job goes on.
     pub fn keep_young(&mut self, ticket: u64) {
         self.tell(&format!("keep_young {}", slot(ticket) + op::ENTERED_NS));
     }
 
-    /// Lets the operation of [`FakeHook::keep_young`] be one that was entered so many seconds ago: the job does not go on.
+    /// Lets the operation of [`FakeHook::keep_young`] be one that was entered so many seconds ago:
+    /// the job does not go on.
     pub fn grow_old(&mut self, seconds: u32) {
         self.tell(&format!("grow_old {seconds}"));
     }

@@ -1,6 +1,8 @@
-"""A process that plays a hook: it does what it is told, line by line, and answers each line with `ok` or `error …`.
+"""A process that plays a hook: it does what it is told, line by line, and answers each line with
+`ok` or `error …`.
 
-The messages themselves are made by the test. A thread turns like the watcher does and keeps the heartbeat of the ring fresh.
+The messages themselves are made by the test. A thread turns like the watcher does and keeps the
+heartbeat of the ring fresh.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""Many processes that each play a hook for a moment: `COUNT` of them for every line on standard input, one after the other, each with a
-path of its own for incidents. Every third one connects and says nothing. Prints `done` after each line.
+"""Many processes that each play a hook for a moment: `COUNT` of them for every line on standard
+input, one after the other, each with a path of its own for incidents. Every third one connects and
+says nothing. Prints `done` after each line.
 """
 
 import array

@@ -1,5 +1,6 @@
-/* Calls a driver and a collective library that do nothing, under the hook, and counts what its own threads allocate meanwhile:
- * this program's allocator stands in front of the C library's for every library of the process, the hook included. */
+/* Calls a driver and a collective library that do nothing, under the hook, and counts what its own
+   threads allocate meanwhile: this program's allocator stands in front of the C library's for every
+   library of the process, the hook included. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>

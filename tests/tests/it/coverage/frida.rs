@@ -1,5 +1,6 @@
-//! The hook with Frida's engine: that it links where a devkit is given, and replaces code through gum's calls. The devkit here is
-//! `tests/devkit/gum.c` with the header that the crate ships; Frida's own, where somebody has it, goes the same way.
+//! The hook with Frida's engine: that it links where a devkit is given, and replaces code through
+//! gum's calls. The devkit here is `tests/devkit/gum.c` with the header that the crate ships;
+//! Frida's own, where somebody has it, goes the same way.
 
 use super::*;
 
@@ -58,7 +59,7 @@ fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
     let dir = TempDir::new().unwrap();
     // Without optimisation a function begins in the plainest way.
     let plain: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-O0", "-fcf-protection=none"];
-    let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("caller_library.c", plain)), ..WAY };
+    let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("CALLER_LIBRARY", plain)), ..WAY };
     let layer = LAYERS[3];
     let (program, opened) = build(dir.path(), &way, layer);
     let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}, |_| true), layer.0);

@@ -1,10 +1,12 @@
-//! Inline hooks and the other tools that change code: uprobes and breakpoints, before and after; and the level that replaces more.
+//! Inline hooks and the other tools that change code: uprobes and breakpoints, before and after;
+//! and the level that replaces more.
 
 use std::sync::Once;
 
 use super::*;
 
-/// A library that is bound to itself, so that only an inline hook sees its calls. The program waits before it makes them.
+/// A library that is bound to itself, so that only an inline hook sees its calls. The program waits
+/// before it makes them.
 fn bound_to_itself(
     dir: &Path,
     layer: (&str, &str, &str),
@@ -14,7 +16,7 @@ fn bound_to_itself(
     let pause: &'static str = Box::leak(format!("-DPAUSE=\"{}\"", go.display()).into_boxed_str());
     let way = Way {
         flags: Box::leak(Box::new(["-DMODE=RTLD_LOCAL", pause])),
-        library: Some(("caller_library.c", mark)),
+        library: Some(("CALLER_LIBRARY", mark)),
         ..WAY
     };
     let (program, opened) = build(dir, &way, layer);
@@ -45,7 +47,8 @@ struct Uprobe(String);
 
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// Has tracefs mounted where every distribution mounts it; containers and small machines often lack it.
+/// Has tracefs mounted where every distribution mounts it; containers and small machines often lack
+/// it.
 fn mount_tracing() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -159,7 +162,7 @@ fn with_more_replaced_every_call_still_counts_once() {
     for layer in LAYERS {
         for library in [&["-DCOPY", "-Wl,-Bsymbolic"][..], &[]] {
             let dir = TempDir::new().unwrap();
-            let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("caller_library.c", library)), ..WAY };
+            let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("CALLER_LIBRARY", library)), ..WAY };
             let (program, opened) = build(dir.path(), &way, layer);
             // What the driver calls inside itself is not this layer's.
             if layer.0 == "driver" && !library.is_empty() {
@@ -172,11 +175,12 @@ fn with_more_replaced_every_call_still_counts_once() {
 
 #[test]
 fn a_runtime_that_is_bound_to_itself_is_replaced_when_asked_for() {
-    // The library that the program opens is a family's runtime by its name, as libcudart 12 is one that is bound to itself.
+    // The library that the program opens is a family's runtime by its name, as libcudart 12 is one
+    // that is bound to itself.
     const RUNTIME: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-Wl,-soname,libcudart.so.12"];
     let calls = |inline: &str| {
         let dir = TempDir::new().unwrap();
-        let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("caller_library.c", RUNTIME)), ..WAY };
+        let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("CALLER_LIBRARY", RUNTIME)), ..WAY };
         let (program, opened) = build(dir.path(), &way, LAYERS[1]);
         let record = run(dir.path(), &program, &opened, inline);
         let function = record.coverage.iter().find(|function| function.name == "cudaLaunchKernel").unwrap();

@@ -1,6 +1,7 @@
-/* The libraries of a family with every function that the hook knows of it, and the program that calls each. `stubs.h` and `calls.h`
-   are made from `rows.txt`: the functions of a library, which do nothing and succeed, and the calls. What is written out here is what
-   the hook itself asks a library for. */
+/* The libraries of a family with every function that the hook knows of it, and the program that
+   calls each. `stubs.h` and `calls.h` are made from `rows.txt`: the functions of a library, which
+   do nothing and succeed, and the calls. What is written out here is what the hook itself asks a
+   library for. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <string.h>
@@ -77,7 +78,8 @@ int PMPI_Initialized(int *flag) { return *flag = 1, 0; }
     __attribute__((weak)) long name(void) { return 0; }
 #include "stubs.h"
 #else
-/* What the calls are given. A place for something new holds a handle of its own already: the functions write none. */
+/* What the calls are given. A place for something new holds a handle of its own already: the
+   functions write none. */
 static char buffer[8192], root_info[4108];
 static long handles = 0x7000, cell, world = 0x6000, child, windows[16], files[2], made_windows, made_files, yes = 1;
 static long fresh(long *place) { return *place = ++handles, (long)place; }
@@ -92,8 +94,9 @@ static struct { End from; int from_device; End to; int to_device; size_t extent[
 /* Two groups of products that differ in m: 3 of 4 x 5 x 6 and 2 of 10 x 5 x 6. */
 static const int none[2], transposed[2] = {1, 1}, m[2] = {4, 10}, n[2] = {5, 5}, k[2] = {6, 6}, counts[2] = {3, 2};
 static const long long_m[2] = {4, 10}, long_n[2] = {5, 5}, long_k[2] = {6, 6}, long_counts[2] = {3, 2};
-/* The attributes of cuBLASLt's layouts are type, order, rows, columns, leading dimension, batch; those of its products end with the
-   transposes. hipBLASLt's are batch, stride, type, order, rows, columns. */
+/* The attributes of cuBLASLt's layouts are type, order, rows, columns, leading dimension, batch;
+   those of its products end with the transposes. hipBLASLt's are batch, stride, type, order, rows,
+   columns. */
 static const long lt_a[] = {14, 0, 4, 6, 4, 3}, lt_d[] = {14, 0, 4, 5, 4, 3}, lt_product[] = {0, 0, 0, 0, 1};
 static const long hip_a[] = {3, 0, 14, 0, 4, 6}, hip_d[] = {3, 0, 14, 0, 4, 5}, hip_product[] = {111, 112};
 static const struct { int count, peer, signal, context; } awaited[1] = {{1, 0, 3, 0}};

@@ -1,5 +1,6 @@
-//! Every function of the hook's table is called once, on libraries that have nothing but these functions, and leaves in the record
-//! what `rows.txt` says. gloo's are methods of PyTorch, which its own tests call.
+//! Every function of the hook's table is called once, on libraries that have nothing but these
+//! functions, and leaves in the record what `rows.txt` says. gloo's are methods of PyTorch, which
+//! its own tests call.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +19,8 @@ struct Row {
     left: String,
 }
 
-/// A library of a family: its soname, how the functions begin that it has, and what `rows.c` adds to it.
+/// A library of a family: its soname, how the functions begin that it has, and what `rows.c` adds
+/// to it.
 type Library = (&'static str, &'static [&'static str], &'static str);
 
 const FAMILIES: [&[Library]; 7] = [
@@ -83,7 +85,8 @@ fn every_function_of_the_table_has_a_line() {
     assert_eq!(listed.len(), exported.len(), "each once");
 }
 
-/// The calls of one row in C. What is posted is waited for, and what is prepared is started before: so it shows what it is.
+/// The calls of one row in C. What is posted is waited for, and what is prepared is started before:
+/// so it shows what it is.
 fn calls_of(name: &str, arguments: &str) -> Vec<(String, String)> {
     let own = (name.to_string(), arguments.to_string());
     let is_posted = arguments.ends_with("REQUEST") && !["Start", "Wait", "Test"].iter().any(|word| name.contains(word));
@@ -268,9 +271,10 @@ fn every_function_leaves_what_its_line_says() {
     }
 }
 
-/// Bytes that one rank's call of a function speaks of, which its own document says: the rows have 64 elements where a call says what it
-/// sends or reduces and 32 where it says what it receives, of two bytes in the libraries of devices and of four in MPI. `None` for what is
-/// no message or collective of one size.
+/// Bytes that one rank's call of a function speaks of, which its own document says: the rows have
+/// 64 elements where a call says what it sends or reduces and 32 where it says what it receives, of
+/// two bytes in the libraries of devices and of four in MPI. `None` for what is no message or
+/// collective of one size.
 fn bytes_by_the_document(name: &str) -> Option<u64> {
     let mpi = name.trim_start_matches('P').strip_prefix("MPI_").or_else(|| name.strip_prefix("MPIX_"));
     let Some(mpi) = mpi else {
@@ -281,7 +285,8 @@ fn bytes_by_the_document(name: &str) -> Option<u64> {
             "allreduce" | "allreducewithbias" | "reduce" | "broadcast" | "bcast" | "send" | "recv" | "putsignal" => {
                 Some(128)
             }
-            // `sendcount` of all_gather and gather, `recvcount` of reduce_scatter and scatter, `count` of all-to-all: of one rank or pair.
+            // `sendcount` of all_gather and gather, `recvcount` of reduce_scatter and scatter,
+            // `count` of all-to-all: of one rank or pair.
             "allgather" | "gather" | "reducescatter" | "scatter" | "alltoall" => Some(128),
             // Each rank says for itself, or there is nothing in it.
             "alltoallv" | "alltoalld" | "barrier" | "signal" | "waitsignal" => Some(0),
@@ -296,7 +301,8 @@ fn bytes_by_the_document(name: &str) -> Option<u64> {
         "bcast" | "reduce" | "allreduce" | "scan" | "exscan" => Some(256),
         // What is sent to each rank, and what each rank sends to the root.
         "allgather" | "gather" | "alltoall" => Some(256),
-        // What each rank receives: `recvcount` in both, which is 32 for the one and 64 for the other.
+        // What each rank receives: `recvcount` in both, which is 32 for the one and 64 for the
+        // other.
         "scatter" => Some(128),
         "reduce_scatter_block" => Some(256),
         // Chapter 3. Partitioned, chapter 4: `count` elements in each of the two partitions.
@@ -321,7 +327,8 @@ fn sizes_are_those_of_the_documents() {
     };
     let mut compared = 0;
     for row in rows() {
-        // Only what is an operation of one size, in one communicator: its word, its type, and how many.
+        // Only what is an operation of one size, in one communicator: its word, its type, and how
+        // many.
         let words: Vec<&str> = row.left.split(' ').collect();
         let [_, dtype, count, ..] = words[..] else { continue };
         let Ok(count) = count.parse::<u64>() else { continue };

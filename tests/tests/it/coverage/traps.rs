@@ -1,5 +1,6 @@
-//! What the page says of a way that nothing reaches, another namespace of the linker, and of systems where code cannot be replaced;
-//! and libraries of the makes that today's distributions have.
+//! What the page says of a way that nothing reaches, another namespace of the linker, and of
+//! systems where code cannot be replaced; and libraries of the makes that today's distributions
+//! have.
 
 use super::*;
 
@@ -16,12 +17,22 @@ fn a_library_in_another_namespace_of_the_linker_is_not_seen() {
         let dir = TempDir::new().unwrap();
         let shared = ["-shared", "-fPIC"].map(String::from);
         let (inner, outer) = (dir.path().join("libnccl.so.2"), dir.path().join("libouter.so"));
-        gcc(&inner, "namespace.c", &[&shared[..], &["-DINNER".into(), "-Wl,-soname,libnccl.so.2".into()]].concat());
+        gcc_part(
+            &inner,
+            "traps.c",
+            "NAMESPACE",
+            &[&shared[..], &["-DINNER".into(), "-Wl,-soname,libnccl.so.2".into()]].concat(),
+        );
         // Before what the environment says of where libraries are.
         let found = format!("-Wl,--disable-new-dtags,-rpath,{}", dir.path().display());
-        gcc(&outer, "namespace.c", &[&shared[..], &["-DOUTER".into(), inner.display().to_string(), found]].concat());
+        gcc_part(
+            &outer,
+            "traps.c",
+            "NAMESPACE",
+            &[&shared[..], &["-DOUTER".into(), inner.display().to_string(), found]].concat(),
+        );
         let program = dir.path().join("program");
-        gcc(&program, "namespace.c", &[format!("-DOPEN(path)={open}")]);
+        gcc_part(&program, "traps.c", "NAMESPACE", &[format!("-DOPEN(path)={open}")]);
         let record = run_hooked(dir.path(), &program, &outer);
         assert_eq!(counted(&record, "NCCL"), seen, "{open}");
     }
@@ -38,7 +49,7 @@ fn libraries_of_every_make_opened_with_deepbind_count() {
     for make in MAKES {
         for layer in [LAYERS[0], NCCL, LAYERS[4]] {
             let dir = TempDir::new().unwrap();
-            let way = Way { flags: &["-DMODE=RTLD_DEEPBIND"], library: Some(("caller_library.c", make)), ..WAY };
+            let way = Way { flags: &["-DMODE=RTLD_DEEPBIND"], library: Some(("CALLER_LIBRARY", make)), ..WAY };
             let (program, opened) = build(dir.path(), &way, layer);
             let record = run_hooked(dir.path(), &program, &opened);
             assert_eq!(counted(&record, layer.0), CALLS, "{} {make:?}", layer.0);
@@ -53,12 +64,12 @@ fn who_asks_by_a_weak_reference_finds_what_would_be_there_without_the_hook() {
         let shared = |name: &str, flags: &[&str]| {
             let path = dir.path().join(format!("lib{name}.so"));
             let common = ["-shared", "-fPIC"].iter().chain(make).chain(flags).map(|flag| (*flag).to_string());
-            gcc(&path, "weak.c", &common.collect::<Vec<_>>());
+            gcc_part(&path, "traps.c", "WEAK", &common.collect::<Vec<_>>());
             path.display().to_string()
         };
         let (linked, opened) = (shared("linked", &["-DLIBRARY=linked"]), shared("opened", &["-DLIBRARY=opened"]));
         let program = dir.path().join("program");
-        gcc(&program, "weak.c", &[linked, shared("mpi", &["-DHAS"])]);
+        gcc_part(&program, "traps.c", "WEAK", &[linked, shared("mpi", &["-DHAS"])]);
         let asked = |hook: Option<PathBuf>| {
             let mut command = Command::new(&program);
             command.arg(&opened).env_remove("LD_PRELOAD").envs(hook.map(|hook| ("LD_PRELOAD", hook)));
@@ -69,15 +80,15 @@ fn who_asks_by_a_weak_reference_finds_what_would_be_there_without_the_hook() {
     }
 }
 
-/// The layer's calls that were seen through a library that is bound to itself and opened by the program, once the report says of a function
-/// whose library is not there why it would not be seen.
+/// The layer's calls that were seen through a library that is bound to itself and opened by the
+/// program, once the report says of a function whose library is not there why it would not be seen.
 fn seen_later(
     dir: &Path,
     (layer, absent): ((&str, &str, &str), &str),
     hook: &Path,
     wrap: impl FnOnce(PathBuf) -> PathBuf,
 ) -> u64 {
-    let library = ("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"][..]);
+    let library = ("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"][..]);
     let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(library), ..WAY };
     let (program, opened) = build(dir, &way, layer);
     let is_told = |record: &FlightRecord| reason(record, absent).contains("the linker does not tell of it");
@@ -95,13 +106,13 @@ fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
         let [dir, own] = [(); 2].map(|()| TempDir::new().unwrap());
         let forbids = |program: PathBuf| {
             let wrapper = program.with_file_name("forbids");
-            gcc(&wrapper, "forbids.c", &[format!("-DPROGRAM=\"{}\"", program.display())]);
+            gcc_part(&wrapper, "traps.c", "FORBIDS", &[format!("-DPROGRAM=\"{}\"", program.display())]);
             wrapper
         };
         assert_eq!(seen_later(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
 
         // A copy in the program itself.
-        let (program, opened) = build(own.path(), &Way { program: "copy.c", ..WAY }, layer);
+        let (program, opened) = build(own.path(), &Way { program: "PLT", flags: &["-DCOPY"], ..WAY }, layer);
         let is_told = |record: &FlightRecord| reason(record, name).contains("cannot be replaced");
         let record = run_under(&artifacts().hook(), own.path(), &forbids(program), &opened, "auto", |_| {}, is_told);
         assert_eq!(counted(&record, layer.0), 0, "{name}");
@@ -112,7 +123,7 @@ fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
 fn under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen() {
     let dir = TempDir::new().unwrap();
     let watches = dir.path().join("libwatches.so");
-    gcc(&watches, "watches.c", &["-shared", "-fPIC"].map(String::from));
+    gcc_part(&watches, "traps.c", "WATCHES", &["-shared", "-fPIC"].map(String::from));
     // Of two that are preloaded the second is initialized first.
     let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
     assert_eq!(seen_later(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);

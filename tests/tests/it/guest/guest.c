@@ -1,5 +1,5 @@
-/* What strange programs do around their device calls; the first argument says which. Each prints "ok" when all went as it would
- * without the hook. work.h stands in front of this. */
+/* What strange programs do around their device calls; the first argument says which. Each prints
+   "ok" when all went as it would without the hook. work.h stands in front of this. */
 #include <errno.h>
 #include <limits.h>
 #include <linux/filter.h>

@@ -1,5 +1,5 @@
-/* Programs that open and close the driver and the collective library themselves, from the folder of the second argument. Each prints
- * "ok" when all went as it would without the hook. */
+/* Programs that open and close the driver and the collective library themselves, from the folder of
+   the second argument. Each prints "ok" when all went as it would without the hook. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -24,7 +24,8 @@ static void *open_library(const char *name, int mode) {
     return library;
 }
 
-/* Launches, and closes everything while nobody has yet seen the last operation end; then the addresses are somebody else's. */
+/* Launches, and closes everything while nobody has yet seen the last operation end; then the
+   addresses are somebody else's. */
 static int closes(void) {
     for (int round = 0; round < 30; round++) {
         void *driver = open_library("libcuda.so.1", RTLD_LOCAL), *library = open_library("libnccl.so.2", RTLD_LOCAL);
@@ -42,7 +43,8 @@ static int closes(void) {
     return 0;
 }
 
-/* Finds a function in the default scope, and closes the library that it came from: who looked it up there keeps it. */
+/* Finds a function in the default scope, and closes the library that it came from: who looked it up
+   there keeps it. */
 static int closes_global(void) {
     void *library = open_library("libnccl.so.2", RTLD_GLOBAL), *driver = open_library("libcuda.so.1", RTLD_GLOBAL);
     AllReduce *all_reduce = (AllReduce *)dlsym(RTLD_DEFAULT, "ncclAllReduce");
@@ -54,7 +56,8 @@ static int closes_global(void) {
     return 0;
 }
 
-/* Asks for functions without calling one, closes, and asks again; what was found the first time is not there any more. */
+/* Asks for functions without calling one, closes, and asks again; what was found the first time is
+   not there any more. */
 static int asks_and_closes(void) {
     for (int round = 0; round < 30; round++) {
         void *driver = open_library("libcuda.so.1", RTLD_LOCAL);

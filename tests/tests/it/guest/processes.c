@@ -1,5 +1,6 @@
-/* What strange programs do with processes, stacks and tables around their device calls; the first argument says which. Each prints
- * "ok" when all went as it would without the hook. work.h stands in front of this. */
+/* What strange programs do with processes, stacks and tables around their device calls; the first
+   argument says which. Each prints "ok" when all went as it would without the hook. work.h stands
+   in front of this. */
 #include <elf.h>
 #include <fcntl.h>
 #include <link.h>
@@ -35,7 +36,8 @@ static void coroutine(int number) {
     alive--;
 }
 
-/* Two stacks of 16 KiB that take turns on one thread; the first device call is made on one of them. */
+/* Two stacks of 16 KiB that take turns on one thread; the first device call is made on one of them.
+   */
 static int switches(void) {
     for (int number = 0; number < 2; number++) {
         getcontext(&coroutines[number]);
@@ -104,7 +106,8 @@ static int shares_memory(void) {
     return 0;
 }
 
-/* A daemon: two forks, a session of its own, no descriptor that it does not know; it launches before and after. */
+/* A daemon: two forks, a session of its own, no descriptor that it does not know; it launches
+   before and after. */
 static int daemonises(void) {
     volatile int *done = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     work(10);
@@ -159,7 +162,8 @@ static int between(void *function, unsigned a, unsigned b, unsigned c, unsigned 
     return behind(function, a, b, c, d, e, f, shared, stream, parameters, extra);
 }
 
-/* Another tool that puts itself into the program's table of addresses, in front of whatever is there. */
+/* Another tool that puts itself into the program's table of addresses, in front of whatever is
+   there. */
 static int patched(void) {
     work(1);
     ElfW(Addr) strings = 0, symbols = 0, relocations = 0, bytes = 0;

@@ -1,6 +1,6 @@
-/* The libraries of a family whose runtime is the lowest layer, made from one source: FAMILY is the prefix of its functions, and
-   RUNTIME, COLLECTIVES or BLAS says which library this is. Everything completes at once, except what the variable
-   FAMILY_NEVER names, whose events stay "not ready". */
+/* The libraries of a family whose runtime is the lowest layer, made from one source: FAMILY is the
+   prefix of its functions, and RUNTIME, COLLECTIVES or BLAS says which library this is. Everything
+   completes at once, except what the variable FAMILY_NEVER names, whose events stay "not ready". */
 #include <stdlib.h>
 #include <string.h>
 
@@ -65,7 +65,8 @@ int F(blasSgemm)(P handle, int ta, int tb, int m, int n, int k, const float *alp
                  int ldb, const float *beta, float *c, int ldc) { return 0; }
 int hipblasGemmEx_v2(P handle, int ta, int tb, int m, int n, int k, P alpha, P a, int a_type, int lda, P b, int b_type, int ldb,
                      P beta, P c, int c_type, int ldc, int compute, int algorithm) { return 0; }
-/* A layout is its attributes by hipBLASLt's numbers: batch, stride, type, order, rows, columns; a product's are the transposes. */
+/* A layout is its attributes by hipBLASLt's numbers: batch, stride, type, order, rows, columns; a
+   product's are the transposes. */
 static int tell(const long *attributes, int number, int count, size_t bytes, void *place, size_t size, size_t *written) {
     if (number < 0 || number >= count || size != bytes)
         return 3;

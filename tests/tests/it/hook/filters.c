@@ -1,6 +1,7 @@
 /* Trains on a device that does nothing, shuts itself in by a filter of system calls, and goes on.
- * usage: filters prctl|seccomp|tsync|handle|strict|inline|inline-tsync|early|refused|exec|executed kill|errno|trap FOLDER
- * A call that is not in the list ends the program (kill), raises SIGSYS (trap), or fails and is counted by nobody (errno). */
+   usage: filters prctl|seccomp|tsync|handle|strict|inline|inline-tsync|early|refused|exec|executed
+   kill|errno|trap FOLDER A call that is not in the list ends the program (kill), raises SIGSYS
+   (trap), or fails and is counted by nobody (errno). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -39,7 +40,8 @@ static void await(const char *folder, const char *name) {
     while (access(path, F_OK) != 0) usleep(1000);
 }
 
-/* A byte of a file that another process writes; after the filter the program cannot open anything. */
+/* A byte of a file that another process writes; after the filter the program cannot open anything.
+   */
 static volatile char *file_of(const char *folder, const char *name) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
@@ -102,8 +104,9 @@ static void shut_in(const char *how, unsigned action) {
     if (result != 0 || errno != 77) abort();
 }
 
-/* Forbids what the linker and a program that trains have no need of, and executes this program again. With debug assertions, Rust's
- * standard library asks by fcntl whether a file that it closes is open. */
+/* Forbids what the linker and a program that trains have no need of, and executes this program
+   again. With debug assertions, Rust's standard library asks by fcntl whether a file that it closes
+   is open. */
 static void execute(char **arguments, unsigned action) {
     static const int forbidden[] = {
         SYS_prctl, SYS_socket, SYS_connect, SYS_sendmsg, SYS_recvmsg, SYS_memfd_create, SYS_eventfd2, SYS_poll, SYS_ppoll,
@@ -143,8 +146,8 @@ int main(int count, char **arguments) {
     }
     /* The program's own sleep is allowed. */
     struct timespec pause = {0, 10 * 1000 * 1000};
-    /* Nobody sees a bare instruction before the collector has looked. Until then the program does what a job does in its steady state:
-     * a burst would wake the watcher, by a call. */
+    /* Nobody sees a bare instruction before the collector has looked. Until then the program does
+       what a job does in its steady state: a burst would wake the watcher, by a call. */
     int bare_instruction = strncmp(arguments[1], "inline", 6) == 0;
     while (bare_instruction && *seen == 0) {
         train(1);

@@ -79,7 +79,8 @@ fn a_program_that_was_shut_in_before_its_first_launch_gets_nothing() {
     }
 }
 
-/// The filters of a program are those of the one that it executes, which cannot ask what they forbid.
+/// The filters of a program are those of the one that it executes, which cannot ask what they
+/// forbid.
 #[test]
 fn a_program_that_was_executed_by_one_that_shut_itself_in_gets_nothing() {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
@@ -115,8 +116,9 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
     assert_eq!(collector.header(pid)[header::FILTERS_SEEN], 0);
 }
 
-/// Of a filter that is installed without the C library only the collector can tell, within a second. Until then a job in its steady
-/// state makes no call for the hook; a burst does, when it overtakes the watcher.
+/// Of a filter that is installed without the C library only the collector can tell, within a
+/// second. Until then a job in its steady state makes no call for the hook; a burst does, when it
+/// overtakes the watcher.
 #[test]
 fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
     for (how, words) in [

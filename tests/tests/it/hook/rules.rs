@@ -58,7 +58,8 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
     let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
     assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
-    // The last one cannot know what the others call it; the one that made the id says that both are the same.
+    // The last one cannot know what the others call it; the one that made the id says that both are
+    // the same.
     assert_ne!(grown(3).id, grown(0).id);
     assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
 }
@@ -148,7 +149,8 @@ fn a_lost_device_is_an_error_and_no_hang() {
     let environment = [("XPU_SIM_FAULT", "lost:n=3"), ("XPU_TIMER_BRACKET", "all")];
     let records = check_until("a_lost_device_answers_its_error", 1, &environment, all_ended);
     let kernels = operations(&records[0], Op::Kernel);
-    // The third was launched with success, and its event told. The fourth met an error before anything of it was in a stream.
+    // The third was launched with success, and its event told. The fourth met an error before
+    // anything of it was in a stream.
     assert_eq!(kernels.len(), 3);
     assert_eq!((kernels[2].status(), kernels[2].error), (OpStatus::Failed, 700), "{kernels:#?}");
 }
@@ -200,7 +202,8 @@ fn work_of_green_contexts_is_timed_and_they_stay_their_threads() {
     let records = check_until("green_contexts", 2, &[("XPU_TIMER_BRACKET", "all")], all_ended);
     for record in &records {
         let (kernels, reduces) = (operations(record, Op::Kernel), operations(record, Op::AllReduce));
-        // Three, and two in each of twenty rounds, in two green contexts, and one in the primary one.
+        // Three, and two in each of twenty rounds, in two green contexts, and one in the primary
+        // one.
         assert_eq!((kernels.len(), reduces.len()), (2 * (3 + 2 * 20) + 1, 2));
         for operation in kernels.iter().chain(&reduces) {
             assert_eq!((operation.status(), operation.error), (OpStatus::Completed, 0), "{operation:?}");
@@ -361,7 +364,8 @@ fn matrix_products_of_every_form_have_their_shape() {
     }
 }
 
-/// Multiplies 300 times, two milliseconds apart or more, and prints how many milliseconds passed from the first to the last.
+/// Multiplies 300 times, two milliseconds apart or more, and prints how many milliseconds passed
+/// from the first to the last.
 const MANY_PRODUCTS: &str = r"
 import array, ctypes, os, time, cuda
 from ctypes import c_void_p as P, c_float, byref
@@ -412,7 +416,8 @@ fn every_product_counts_and_only_a_sample_is_timed_unless_all_are_asked_for() {
 
 #[test]
 fn the_watcher_breaks_no_capture_of_another_thread() {
-    // It asks for the end of the slow kernel all the time, which would be a mistake in a thread that is not relaxed.
+    // It asks for the end of the slow kernel all the time, which would be a mistake in a thread
+    // that is not relaxed.
     let job = Job::new();
     let collector = job.collector();
     let program = "import cuda, os, time; cuda.set_device(0)\n\

@@ -1,5 +1,6 @@
-/* Programs that end, fork, cancel threads and ask the linker in ways of their own, with a driver and a collective library that do nothing.
- * usage: safety CASE FOLDER; the test and the program tell each other by files in that folder how far they are. */
+/* Programs that end, fork, cancel threads and ask the linker in ways of their own, with a driver
+   and a collective library that do nothing. usage: safety CASE FOLDER; the test and the program
+   tell each other by files in that folder how far they are. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,5 +1,5 @@
-//! What the hook must not do to its host: turn often, lose what it saw last, speak for another process, be in the way of who cancels a
-//! thread or asks the linker.
+//! What the hook must not do to its host: turn often, lose what it saw last, speak for another
+//! process, be in the way of who cancels a thread or asks the linker.
 
 use std::{fs, path::Path, process::Command};
 
@@ -93,7 +93,8 @@ fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
 
 #[test]
 fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
-    // Without the bell every try loses most of its operations; a machine that has something else to do may lose a few of one.
+    // Without the bell every try loses most of its operations; a machine that has something else to
+    // do may lose a few of one.
     let tries: Vec<u64> = (0..3)
         .map(|_| Guest::start("bursts").end().1)
         .inspect(|record| assert_eq!(record.collectives_launched, 40_004))
@@ -184,7 +185,8 @@ fn a_variable_that_names_no_file_neither_stops_nor_prints_into_a_program() {
     }
 }
 
-/// A program with a large symbol table, which prints how many bytes it has read so far, and what else it is made of.
+/// A program with a large symbol table, which prints how many bytes it has read so far, and what
+/// else it is made of.
 fn bytes_read_by_a_large_program(more: &str, hooked: bool) -> u64 {
     let source = format!(
         r#"
@@ -220,6 +222,51 @@ fn a_large_program_is_searched_for_libraries_only_if_it_holds_code_for_a_device(
     assert!(with > SYMBOLS, "{with}: it is searched at all");
 }
 
+/// Trains with BYTES of thread-local variables, which the C library takes from the stack of each
+/// thread. Its argument is a folder. It ends when that has a file `go`, with status 7 when each
+/// thread got a stack beside them.
+const THREAD_LOCAL: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+typedef struct { char internal[128]; } Id;
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
+int ncclCommInitRank(void **, int, Id, int);
+
+static __thread volatile char variables[BYTES];
+
+static int is_short;
+
+/* In place of the C library's, for the hook too. */
+int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument) {
+    size_t stack = 0;
+    if (attributes == NULL || pthread_attr_getstacksize(attributes, &stack) != 0 || stack < BYTES + 128 * 1024) is_short = 1;
+    int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *) = dlsym(RTLD_NEXT, "pthread_create");
+    return real(thread, attributes, run, argument);
+}
+
+int main(int count, char **arguments) {
+    if (count != 2) return 2;
+    char path[4096];
+    snprintf(path, sizeof path, "%s/go", arguments[1]);
+    Id id = {{0}};
+    void *comm;
+    if (ncclCommInitRank(&comm, 4, id, 0) != 0) abort();
+    while (access(path, F_OK) != 0) {
+        if (cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) != 0) abort();
+        if (ncclAllReduce(comm, comm, 8, 7, 0, comm, (void *)0x100) != 0) abort();
+        usleep(1000);
+    }
+    variables[BYTES - 1] = is_short ? 8 : 7;
+    return variables[BYTES - 1];
+}
+"#;
+
 /// The C library takes them from the stack of each thread, also from the watcher's.
 #[test]
 fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
@@ -230,8 +277,7 @@ fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
         let (folder, size) = (format!("-L{}", job.dir.display()), format!("-DBYTES={bytes}"));
         let link = ["-O2", &size, &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
         let link = [&link[..], &["-rdynamic", "-ldl"]].concat();
-        let source = include_str!("thread_local.c");
-        let process = hooked_program(&job, "thread_local", source, &link, |command| {
+        let process = hooked_program(&job, "thread_local", THREAD_LOCAL, &link, |command| {
             command.arg(&job.dir);
         });
         assert_eq!(collector.wait_hello(), process.pid());
@@ -241,13 +287,57 @@ fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
     }
 }
 
-/// A program whose first thread has ended ends with its last thread, and the watcher is none of its threads.
+/// Its first thread trains and ends before the process does. With `exit`, it ends by pthread_exit,
+/// while another thread trains. With `raw`, it ends by the bare system call, with status 5.
+const LAST_THREAD: &str = r#"
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef struct { char internal[128]; } Id;
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
+int ncclCommInitRank(void **, int, Id, int);
+
+static void *comm;
+
+static void *train(void *unused) {
+    for (int index = 0; index < 300; index++) {
+        if (cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) != 0) abort();
+        if (ncclAllReduce(comm, comm, 8, 7, 0, comm, (void *)0x100) != 0) abort();
+        usleep(1000);
+    }
+    return unused;
+}
+
+static void say(void) {
+    if (write(1, "ended\n", 6) != 6) abort();
+}
+
+int main(int count, char **arguments) {
+    if (count != 2) return 2;
+    Id id = {{0}};
+    if (ncclCommInitRank(&comm, 4, id, 0) != 0) abort();
+    atexit(say);
+    train(NULL);
+    if (strcmp(arguments[1], "raw") == 0) syscall(SYS_exit, 5);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, train, NULL) != 0) abort();
+    pthread_exit(NULL);
+}
+"#;
+
+/// A program whose first thread has ended ends with its last thread, and the watcher is none of its
+/// threads.
 #[test]
 fn the_watcher_does_not_outlive_the_programs_last_thread() {
     for (how, ended) in [("exit", (0, "ended\n")), ("raw", (5, ""))] {
         let job = Job::new();
         let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
-        let process = idle_device(&job, "last_thread", include_str!("last_thread.c"), |command| {
+        let process = idle_device(&job, "last_thread", LAST_THREAD, |command| {
             command.arg(how);
         });
         assert_eq!(collector.wait_hello(), process.pid());

@@ -1,4 +1,5 @@
-//! Variables that name something else than a file: it costs one line and nothing else, and nobody waits for it.
+//! Variables that name something else than a file: it costs one line and nothing else, and nobody
+//! waits for it.
 
 use std::{
     fs::{self, File},
@@ -13,7 +14,8 @@ use xpu_timer_tests::{PATIENCE, Process, artifacts};
 use super::Place;
 use crate::namespaces::start_on_fuse;
 
-/// What a variable may name by mistake, and, where this machine has them, a file on a file system that never answers.
+/// What a variable may name by mistake, and, where this machine has them, a file on a file system
+/// that never answers.
 struct Traps {
     paths: Vec<PathBuf>,
     _socket: UnixListener,
@@ -112,8 +114,9 @@ fn other_variables_that_name_no_file_cost_one_line_each() {
     }
 }
 
-/// Whoever reads a secret or a certificate says which file is none, and ends. On a file system that never answers it says so in time; how
-/// long its end takes is then up to the kernel, which waits for the thread that is left behind.
+/// Whoever reads a secret or a certificate says which file is none, and ends. On a file system that
+/// never answers it says so in time; how long its end takes is then up to the kernel, which waits
+/// for the thread that is left behind.
 #[test]
 fn the_collector_and_its_clients_do_not_wait_for_what_is_no_file() {
     let place = Place::new();

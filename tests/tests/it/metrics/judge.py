@@ -1,7 +1,7 @@
 """Lets DLRover judge the page of the metrics port XPU_TIMER_PORT as its agent and its master would.
 
-The agent's collector fetches and filters the page; the master's judge gets seven such pages, a minute apart. Prints `hung` or
-`healthy` in its last line. The argument names the state for the log.
+The agent's collector fetches and filters the page; the master's judge gets seven such pages, a
+minute apart. Prints `hung` or `healthy` in its last line. The argument names the state for the log.
 """
 
 import sys

@@ -1,5 +1,5 @@
-//! Debian's Prometheus and PyPI's DLRover: found, or unpacked under `target`. Nothing is installed into the machine, because the
-//! package would start a service of its own.
+//! Debian's Prometheus and PyPI's DLRover: found, or unpacked under `target`. Nothing is installed
+//! into the machine, because the package would start a service of its own.
 
 use std::{
     fs,

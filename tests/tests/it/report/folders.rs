@@ -286,7 +286,8 @@ pub fn small(folder: &Path) {
     write_verdict(folder, 4, ranks);
 }
 
-/// A large job: one rank loads data, one is stopped, one in D state, one dead, one without a dump; the rest waits.
+/// A large job: one rank loads data, one is stopped, one in D state, one dead, one without a dump;
+/// the rest waits.
 pub fn large(folder: &Path, world: u32, threads: usize) {
     let (loader, stopped, sleeper, dead, absent) = (389, 17, 640, 901, 902);
     let ranks = (0..world).filter(|&rank| rank != absent).map(|rank| {

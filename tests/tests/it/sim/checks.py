@@ -1,5 +1,6 @@
-"""What the tests of the simulated device run: `checks.py NAME` runs the function NAME, in one process or as one of several
-ranks, and prints `ok` at its end. Everything goes through the public API of the libraries, without the hook.
+"""What the tests of the simulated device run: `checks.py NAME` runs the function NAME, in one
+process or as one of several ranks, and prints `ok` at its end. Everything goes through the public
+API of the libraries, without the hook.
 """
 
 import contextlib
@@ -139,7 +140,9 @@ def full_queue_blocks():
 
 
 def user_objects():
-    """As PyTorch uses them: a graph takes over an object while it is captured, and its last holder destroys it."""
+    """As PyTorch uses them: a graph takes over an object while it is captured, and its last holder
+    destroys it.
+    """
     stream, destroyed = cuda.Stream(), []
     callback = ctypes.CFUNCTYPE(None, c_void_p)(lambda data: destroyed.append(data))
     runtime, handle = cuda.runtime, c_void_p
@@ -234,7 +237,8 @@ def capture_rules():
     broken(forked, 904)
     assert broken(lambda: in_thread(lambda: cuda.runtime.cudaStreamEndCapture(stream.handle, byref(c_void_p()))), 0) == 908
 
-    # The legacy stream would depend on a blocking stream that captures; asking about it alone harms nothing.
+    # The legacy stream would depend on a blocking stream that captures; asking about it alone harms
+    # nothing.
     blocking = cuda.Stream(non_blocking=False)
     cuda._cuda("cudaStreamBeginCapture", blocking.handle, cuda.CAPTURE_RELAXED)
     assert capturing(cuda.Stream.default())[0] == 906 and capturing(blocking) == (0, 1)
@@ -264,7 +268,8 @@ def proc_addresses():
     assert find(b"cuNothing") == (0, None, 1)
     assert cuda.driver.cuGetProcAddress(b"cuNothing", byref(c_void_p()), 13020, c_uint64(0)) == 500
 
-    # XPU_SIM_FAULT holds the first kernel for ever: the legacy stream is stuck, the thread's own one is not.
+    # XPU_SIM_FAULT holds the first kernel for ever: the legacy stream is stuck, the thread's own
+    # one is not.
     kernel = cuda.Kernel("any", 0)
     kernel.launch(None)
     launch = ctypes.CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p)(find(b"cuLaunchKernel", flags=2)[1])
@@ -494,7 +499,8 @@ def collectives():
 def point_to_point():
     comm, stream = world()
     peers = [rank for rank in range(SIZE) if rank != RANK]
-    # Long messages to all and from all, in an order that would deadlock one after the other; two to the same peer.
+    # Long messages to all and from all, in an order that would deadlock one after the other; two to
+    # the same peer.
     count = 40_000
     out = {peer: [cuda.Buffer(count, "i32").fill(100 * RANK + peer + k) for k in (0, 1000)] for peer in peers}
     into = {peer: [cuda.Buffer(count, "i32") for _ in (0, 1)] for peer in peers}
@@ -541,7 +547,9 @@ def missing_rank():
 
 
 def gather(value):
-    """Meets all ranks outside the device, through files, so that no rank ends before the others have looked."""
+    """Meets all ranks outside the device, through files, so that no rank ends before the others
+    have looked.
+    """
     folder = os.environ["XPU_EXAMPLE_RENDEZVOUS"]
     with open(f"{folder}/done.{RANK}.tmp", "w") as file:
         file.write(str(value))
@@ -550,7 +558,9 @@ def gather(value):
 
 
 def skipped_pairs_with_the_next():
-    """Rank 1 skips its 2nd collective: its 3rd meets the others' 2nd, with wrong data, and only the last one hangs."""
+    """Rank 1 skips its 2nd collective: its 3rd meets the others' 2nd, with wrong data, and only the
+    last one hangs.
+    """
     comm, stream = world()
     results = []
     buffers = [cuda.Buffer(2).fill(10.0**step) for step in range(4)]
@@ -611,7 +621,9 @@ def stalled():
 
 
 def init_skipped():
-    """Rank 1's initialization does not happen: the others are blocked in ncclCommInitRank, and rank 1 gets nothing done."""
+    """Rank 1's initialization does not happen: the others are blocked in ncclCommInitRank, and rank
+    1 gets nothing done.
+    """
     cuda.set_device(RANK)
     done = []
     thread = threading.Thread(target=lambda: done.append(world()), daemon=True)
@@ -656,7 +668,9 @@ def slow_rank():
 
 
 def nonblocking():
-    """Rank 1 comes late: until then the others are in progress, and so is a collective that is launched."""
+    """Rank 1 comes late: until then the others are in progress, and so is a collective that is
+    launched.
+    """
     cuda.set_device(RANK)
     if RANK == 1:
         until(lambda: os.path.exists(os.environ["XPU_EXAMPLE_RENDEZVOUS"] + "/waiting"), "rank 0 has seen 7")
@@ -760,7 +774,10 @@ def split_and_shrink():
 
 
 def grow():
-    """Three ranks become four: the first makes the id, and the last has nothing but it. Returns the communicator of all."""
+    """Three ranks become four: the first makes the id, and the last has nothing but it.
+
+    Returns the communicator of all.
+    """
     def grown_from(comm, unique_id, rank):
         new = cuda.Communicator(c_void_p(), RANK, SIZE)
         nccl("ncclCommGrow", comm, SIZE, unique_id, rank, byref(new.handle), None)
@@ -793,8 +810,9 @@ def grown():
 
 
 def children_of_a_grown_one():
-    """All ranks of a grown communicator make others of it, and one of one of these; the environment says who stays away from the
-    last collective."""
+    """All ranks of a grown communicator make others of it, and one of one of these; the environment
+    says who stays away from the last collective.
+    """
     new, stream = grow(), cuda.Stream()
     copy = new.split(0)
     half = copy.split(RANK % 2)
@@ -816,7 +834,9 @@ def stay_away():
 
 
 def later_functions():
-    """What NCCL has had since 2.28: a configuration for each call, signals, windows, and a group that is only tried out."""
+    """What NCCL has had since 2.28: a configuration for each call, signals, windows, and a group
+    that is only tried out.
+    """
     comm, stream = world()
     left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
     send, receive = cuda.Buffer(4 * SIZE).fill(1), cuda.Buffer(4 * SIZE).fill(0)
@@ -851,7 +871,9 @@ def later_functions():
 
 
 def captured_collectives():
-    """Two collectives and an exchange in a graph, launched three times; the environment says on which rank one launch less."""
+    """Two collectives and an exchange in a graph, launched three times; the environment says on
+    which rank one launch less.
+    """
     comm, stream = world()
     buffer = cuda.Buffer(4).fill(1)
     comm.all_reduce(buffer, stream)
@@ -895,7 +917,9 @@ def a_destroyed_context_has_no_events():
 
 
 def per_thread_streams():
-    """Two threads use the same handle for two streams: the first's never goes on, the second's does."""
+    """Two threads use the same handle for two streams: the first's never goes on, the second's
+    does.
+    """
     cuda.set_device(0)
     kernel = cuda.Kernel("any", 0)
     launch, wait = cuda.driver.cuLaunchKernel_ptsz, cuda.driver.cuStreamSynchronize_ptsz
@@ -915,8 +939,10 @@ def per_thread_streams():
 
 
 def green_contexts():
-    """Kernels and collectives on streams of green contexts, whose thread has the primary one or the green one; twice, because the
-    second green context may be where the first was. Nobody but this thread may make a green one its own."""
+    """Kernels and collectives on streams of green contexts, whose thread has the primary one or the
+    green one; twice, because the second green context may be where the first was. Nobody but this
+    thread may make a green one its own.
+    """
     driver, comm, kernel = cuda.driver, None, None
     current = lambda: (context := c_void_p(), driver.cuCtxGetCurrent(byref(context)), context.value)[-1]
 
@@ -980,7 +1006,8 @@ def one_process_all_devices():
     assert stays_pending(last, 0.1), "a captured collective has not happened"
     graph.launch(streams[0])
     last.synchronize()
-    # The last rank has its sum; a copy waits for no stream that was made nonblocking, so the first one is waited for by name.
+    # The last rank has its sum; a copy waits for no stream that was made nonblocking, so the first
+    # one is waited for by name.
     streams[0].synchronize()
     assert buffers[0].to_list() == [24.0] * 4
     # A failed call inside a group is the group's failure, and nothing of it begins.
@@ -1032,5 +1059,6 @@ def calls_through_symbols():
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
     print("ok", flush=True)
-    # A hung stream must not be waited for, and it is not; the interpreter's own end is not what is tested.
+    # A hung stream must not be waited for, and it is not; the interpreter's own end is not what is
+    # tested.
     os._exit(0)

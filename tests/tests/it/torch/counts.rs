@@ -1,5 +1,5 @@
-//! Every launch, collective and matrix product of healthy training is seen once. The simulated device says what there was: it
-//! prints a line for every call.
+//! Every launch, collective and matrix product of healthy training is seen once. The simulated
+//! device says what there was: it prints a line for every call.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,8 @@ const OPERATIONS: [&str; 13] = [
     "ncclCommAbort",
 ];
 
-/// What one process did: its record, and how often each function returned success or each kernel ran, by the device's own words.
+/// What one process did: its record, and how often each function returned success or each kernel
+/// ran, by the device's own words.
 struct Told {
     record: FlightRecord,
     calls: BTreeMap<String, u64>,
@@ -50,7 +51,8 @@ impl Told {
         self.record.operations.iter().filter(|operation| operation.op() == op).collect()
     }
 
-    /// What holds of every healthy process, with so many kernels of NCCL inside graphs that were captured.
+    /// What holds of every healthy process, with so many kernels of NCCL inside graphs that were
+    /// captured.
     fn check(&self, captured: u64) {
         let health = self.record.health.as_ref().expect("health");
         assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0), "{:?}", self.record);
@@ -59,7 +61,8 @@ impl Told {
         assert!(launched > 0, "{:?}", self.calls);
         assert_eq!(self.record.kernels_launched, launched - of_nccl, "{:?}", self.calls);
         assert_eq!(self.record.graphs_launched, self.calls("cuGraphLaunch"));
-        // The hook calls NCCL by its second names, and NCCL broadcasts in place by its other broadcast.
+        // The hook calls NCCL by its second names, and NCCL broadcasts in place by its other
+        // broadcast.
         let in_place = self.seen("ncclBcast");
         for name in OPERATIONS {
             let told = self.calls(name) + self.calls(&format!("p{name}"));
@@ -74,7 +77,8 @@ impl Told {
     }
 }
 
-/// Runs ranks of the example to their end, with the hook and a collector that only listens; nothing when torch is not there.
+/// Runs ranks of the example to their end, with the hook and a collector that only listens; nothing
+/// when torch is not there.
 fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<Vec<Told>> {
     let torch = Torch::new()?;
     let socket = torch.job.dir.join("socket");
@@ -112,8 +116,9 @@ fn every_kind_of_training_and_communication_is_seen_once() {
     let Some(ranks) = run(RANKS, &[], &[&["--parts"], &parts[..]].concat()) else { return };
     for (rank, told) in ranks.iter().enumerate() {
         told.check(1);
-        // Two buckets a step, but one in the first, under autocast too; one captured and the one before it; one of the job's own;
-        // a barrier is an all_reduce, also the last; one in each of three groups.
+        // Two buckets a step, but one in the first, under autocast too; one captured and the one
+        // before it; one of the job's own; a barrier is an all_reduce, also the last; one in each
+        // of three groups.
         let all_reduces = 2 * (2 * STEPS - 1) + 2 + 2 * STEPS + 1 + 3 * STEPS;
         assert_eq!(told.seen("ncclAllReduce"), all_reduces);
         // Of one flat parameter, and of two layers; one of the job's own.
@@ -125,7 +130,8 @@ fn every_kind_of_training_and_communication_is_seen_once() {
         // Every launch of the graph is one more all_reduce, the capture is none.
         let on_world = collectives - 3 * STEPS - 1 + STEPS;
         assert_eq!((world.size, world.rank as usize, world.launched, world.completed), (4, rank, on_world, on_world));
-        // A ring and pairs; torch gathers and scatters with sends and receives, and its roots have one with each other rank.
+        // A ring and pairs; torch gathers and scatters with sends and receives, and its roots have
+        // one with each other rank.
         let rooted = [4, 4, 2, 2][rank];
         assert_eq!(world.point_to_point, (2 + 1 + rooted) * STEPS);
         for group in &told.record.communicators[1..] {
@@ -149,8 +155,8 @@ fn a_matrix_product_under_autocast_has_its_type_and_shape() {
         let Matmul { batch, m, n, k, trans_a, trans_b } = operation.matmul.expect("a shape");
         *products.entry((&operation.function, [batch, m, n, k, trans_a, trans_b])).or_default() += 1;
     }
-    // In the order of columns, 32 examples of 64 features: forward with the bias added by cuBLASLt, backward for the weights of both
-    // layers and the input of the second.
+    // In the order of columns, 32 examples of 64 features: forward with the bias added by cuBLASLt,
+    // backward for the weights of both layers and the input of the second.
     let expected = [
         (("cublasGemmEx", [1, 64, 8192, 32, 0, 1]), steps),
         (("cublasGemmEx", [1, 8192, 32, 64, 0, 0]), steps),

@@ -1,4 +1,5 @@
-//! Jobs that hang in NCCL: the rank that is to blame is named, long before torch's own watchdog speaks.
+//! Jobs that hang in NCCL: the rank that is to blame is named, long before torch's own watchdog
+//! speaks.
 
 use serde_json::json;
 use xpu_timer_tests::{Incident, PATIENCE, Process, tree, wait_until};
@@ -8,7 +9,8 @@ use super::{RANKS, Torch, text};
 /// How long four ranks on a busy machine may take from their start to a verdict.
 const LONG: std::time::Duration = PATIENCE.saturating_mul(4);
 
-/// Runs the example with a fault on rank 2 and checks the verdict; what each of `parts` says must be in its sentence.
+/// Runs the example with a fault on rank 2 and checks the verdict; what each of `parts` says must
+/// be in its sentence.
 #[track_caller]
 fn expect(fault: &[&str], cause: &str, parts: &[&str]) {
     let Some(torch) = Torch::new() else { return };
@@ -42,7 +44,8 @@ fn a_rank_does_not_come_to_a_step_of_fsdp() {
 
 #[test]
 fn a_rank_stays_away_from_its_tensor_parallel_group() {
-    // Rank 3 waits for it in their row; ranks 0 and 1 wait in the columns, the one for it and the other for rank 3.
+    // Rank 3 waits for it in their row; ranks 0 and 1 wait in the columns, the one for it and the
+    // other for rank 3.
     expect(
         &["tensor_parallel"],
         "missing_rank",
@@ -95,15 +98,16 @@ fn the_verdict_is_there_before_torch_ends_the_job_itself() {
     let ranks = torch.launch("torch_cuda.py", &arguments);
     check(&torch.job.wait_incident(1, LONG), "missing_rank", &["has not entered all_reduce", "in wait_for_shard"]);
     assert!(!ranks.stderr().contains(WATCHDOG), "{}", ranks.stderr());
-    // Nothing of ours keeps torch from what it does; the rank that stays away has nothing to time out.
+    // Nothing of ours keeps torch from what it does; the rank that stays away has nothing to time
+    // out.
     wait_until(LONG, "the watchdogs of three ranks", || ranks.stderr().matches(WATCHDOG).count() >= 3);
 }
 
 #[test]
 fn torchrun_restarts_a_job_on_the_device_that_hung_and_was_ended() {
     let Some(mut torch) = Torch::new() else { return };
-    // Ranks of a second attempt find NCCL's id of the first one in the store of the agent, and wait for ever, unless each attempt
-    // has a store of its own.
+    // Ranks of a second attempt find NCCL's id of the first one in the store of the agent, and wait
+    // for ever, unless each attempt has a store of its own.
     torch.job = torch.job.with("XPU_TIMER_HANG_KILL", "1").with("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let mut command = torch.job.launch(torch.torch.python());
     command.args(["-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1", "--local-addr=127.0.0.1"]);

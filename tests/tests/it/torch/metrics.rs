@@ -1,5 +1,6 @@
-//! Every metric of DESIGN section 9 on a running job of four ranks, with its labels and its level, and its value against what is
-//! known of the job: sizes of collectives, shapes of products, and what the ranks say that they have counted.
+//! Every metric on a running job of four ranks, with its labels and its level, and its value
+//! against what is known of the job: sizes of collectives, shapes of products, and what the ranks
+//! say that they have counted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +10,8 @@ use super::{RANKS, Torch};
 use crate::metrics::{Sample, page, samples};
 
 const COMMON: [&str; 5] = ["ip", "job_name", "local_rank", "pod_name", "rank"];
-/// What each rank moves with each operation of double precision, as nccl-tests counts it for four ranks: 262,144 bytes in all.
+/// What each rank moves with each operation of double precision, as nccl-tests counts it for four
+/// ranks: 262,144 bytes in all.
 const BUS_BYTES: [(&str, f64); 7] = [
     ("AllReduce", 262_144.0 * 1.5),
     ("Broadcast", 262_144.0),
@@ -19,7 +21,8 @@ const BUS_BYTES: [(&str, f64); 7] = [
     ("AllToAll", 262_144.0 * 0.75),
     ("SendRecv", 262_144.0),
 ];
-/// Each of the five products of a step, in whatever order its sides are: a multiplication and an addition a term.
+/// Each of the five products of a step, in whatever order its sides are: a multiplication and an
+/// addition a term.
 const FLOP: f64 = 2.0 * 64.0 * 8192.0 * 32.0;
 
 #[test]
@@ -33,7 +36,8 @@ fn every_metric_of_a_running_job_has_its_labels_its_level_and_the_right_value() 
         .with("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL", "1")
         .with("XPU_TIMER_COLL_BVAR_WINDOW_SIZE", "30")
         .with("XPU_TIMER_MM_BVAR_WINDOW_SIZE", "30")
-        // The levels of the simulated device's speed: one for each Gbps, as the original tool cuts off what is behind the point.
+        // The levels of the simulated device's speed: one for each Gbps, as the original tool cuts
+        // off what is behind the point.
         .with("XPU_TIMER_COMM_BUCKETING_COUNT", "400")
         .with("XPU_TIMER_DEVICE_NAME", "V100")
         .with("XPU_TIMER_JOB", "measured")
@@ -119,7 +123,8 @@ fn common(text: &str) {
     }
 }
 
-/// Average, shortest, longest and 99th percentile of each series in microseconds, with what it achieved.
+/// Average, shortest, longest and 99th percentile of each series in microseconds, with what it
+/// achieved.
 fn kernels(text: &str, prefix: &str, performance: &str, labels: &[&str]) -> Vec<(Sample, f64)> {
     let of = |part: &str| of_every_rank(text, &format!("{prefix}_{part}"), labels);
     let [average, max, p99, min, performance] =

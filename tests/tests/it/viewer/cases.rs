@@ -1,4 +1,5 @@
-//! Folders of every kind that a disk can hold, against `reference.py`: a second way to the same files, without our code.
+//! Folders of every kind that a disk can hold, against `reference.py`: a second way to the same
+//! files, without our code.
 
 use super::{FILES, Output, binary, copy_rank6, dump, put, run, view_ok};
 use std::ffi::OsStr;
@@ -8,7 +9,8 @@ use std::process::Command;
 use xpu_timer_proto::Message;
 use xpu_timer_tests::{PATIENCE, Process, python, tree};
 
-/// Fails unless the files in `written` are what the dumps in `folder` give; the names of the files that hold no dump.
+/// Fails unless the files in `written` are what the dumps in `folder` give; the names of the files
+/// that hold no dump.
 pub fn reference(folder: &Path, written: &Path) -> Vec<String> {
     let output = ask(folder, written);
     assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
@@ -54,7 +56,8 @@ fn broken_files_are_left_out_as_the_wire_format_says() {
     let (dir, output) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let whole = fs::read(tree().join("tests/fixtures/rank6/in/00006-00008.stacktrace")).unwrap();
     let mut files: Vec<Vec<u8>> = Vec::new();
-    // Cuts and changed bytes all over a real dump; some of them leave a shorter or another dump, which is one still.
+    // Cuts and changed bytes all over a real dump; some of them leave a shorter or another dump,
+    // which is one still.
     files.extend((0..60).map(|i| whole[..whole.len() * i / 60].to_vec()));
     files.extend((0..120).map(|i| {
         let mut bytes = whole.clone();
@@ -68,7 +71,8 @@ fn broken_files_are_left_out_as_the_wire_format_says() {
         state(b"caf\xe9"),
         state(&[0xed, 0xa0, 0x80]),
         state("\u{10ffff};\n".as_bytes()),
-        // A field of another type, a group, one that does not end, a number that is too long, a length beyond the end.
+        // A field of another type, a group, one that does not end, a number that is too long, a
+        // length beyond the end.
         vec![0x58, 1],
         [&[0xa3, 1, 8, 1, 0xa4, 1][..], &state(b"R")].concat(),
         vec![0xa3, 1, 8, 1],
@@ -106,7 +110,8 @@ fn odd_names_of_ranks_worlds_and_folders() {
     let native = ["main@a.c:1;ncclKernel@libnccl.so", "main@a.c:1;x::y@b"];
     let python = ["<module>@t.py:1;f@/opt/torch/x.py:2", "<module>@t.py:1"];
     for names in [
-        // Of one rank several files, a rank beyond its world, a world of none, mixed worlds, more ranks than five digits.
+        // Of one rank several files, a rank beyond its world, a world of none, mixed worlds, more
+        // ranks than five digits.
         &["00001-00002.stacktrace", "1-2.stacktrace", "0001-2.stacktrace"][..],
         &["00009-00004.stacktrace", "00000-00004.stacktrace"],
         &["0-0.stacktrace"],

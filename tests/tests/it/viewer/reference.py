@@ -1,9 +1,12 @@
-"""A second way to everything that the viewer writes for a folder of dumps, as the format is defined, without any tree.
+"""A second way to everything that the viewer writes for a folder of dumps, as the format is
+defined, without any tree.
 
-    reference.py DUMPS WRITTEN...    WRITTEN folders hold cpp_stack, py_stack, cpp_stack.svg and py_stack.svg of DUMPS
+    reference.py DUMPS WRITTEN...    WRITTEN folders hold cpp_stack, py_stack, cpp_stack.svg and
+                                     py_stack.svg of DUMPS
 
-Prints what differs, and the files that no dump can be read from; the exit code is 1 when something differs. It shares
-no code with the viewer: the wire format, the labels, the colours and the widths are done here once more, the slow way.
+Prints what differs, and the files that no dump can be read from; the exit code is 1 when something
+differs. It shares no code with the viewer: the wire format, the labels, the colours and the widths
+are done here once more, the slow way.
 """
 
 import os
@@ -188,7 +191,9 @@ def drawable(label, root):
 
 
 def picture(path, folded, title):
-    """What is wrong with a picture: each frame has its label, its colour, and a width of one for each end."""
+    """What is wrong with a picture: each frame has its label, its colour, and a width of one for
+    each end.
+    """
     root = ElementTree.parse(path).getroot()
     if root.get("width") != "1600":
         yield f"{path}: width {root.get('width')}"

@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use syn::{Attribute, Expr, ExprLit, Item, ItemMod, Lit, Meta};
 
-use super::modules::{Crate, Module, ModuleId};
-use super::paths;
+use super::modules::{Crate, Module, ModuleId, collect_paths};
 use crate::source::{self, is_test};
 
 /// Where the file of a child module is searched.
@@ -51,7 +50,7 @@ impl Crate {
                         self.macros.insert(name.to_string(), place.file.into());
                     }
                     self.modules[id].items.extend(name(item));
-                    paths::collect(item, &mut self.modules[id]);
+                    collect_paths(item, &mut self.modules[id]);
                 }
             }
         }

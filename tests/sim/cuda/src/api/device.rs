@@ -1,17 +1,20 @@
-//! Initialization, errors, devices and contexts.
+//! Initialization, errors, devices and contexts. The share of the device that a green context has
+//! has no effect here.
 
-use std::sync::{PoisonError, atomic::Ordering};
+use std::sync::{Arc, PoisonError, atomic::Ordering};
 
 use sim_abi::{
-    cuda::{CUDA_VERSION, ContextHandle, CuError, Device, driver_name, error_text},
+    cuda::{CUDA_VERSION, ContextHandle, CuError, Device, StreamHandle, driver_name, error_text},
     ffi::{Out, Text},
+    handles::Handles,
 };
 
-use super::entry::driver_api;
+use super::driver_api;
 use crate::{
     capture,
     context::{self, Context},
-    memory, process, stream,
+    memory, process,
+    stream::{self, NON_BLOCKING, Stream},
 };
 
 pub use any_time::ENTRIES as ANY_TIME;
@@ -245,6 +248,43 @@ driver_api! { call:
     fn cuCtxDisablePeerAccess(peer: ContextHandle) {
         Context::find(peer).map(drop)
     }
+
+    since 12040 fn cuGreenCtxCreate(green: Out<usize>, _resources: usize, number: Device, _flags: u32) {
+        Ok(green.set(GREEN.insert(Arc::new(Green(Context::create_green(context::device(number)?)))))?)
+    }
+
+    since 12040 fn cuGreenCtxDestroy(green: usize) {
+        let context = Arc::clone(&find_green(green)?.0);
+        GREEN.remove(green);
+        context.destroy();
+        Context::release_primary(context.device, false)
+    }
+
+    since 12040 fn cuCtxFromGreenCtx(context: Out<ContextHandle>, green: usize) {
+        Ok(context.set(find_green(green)?.0.handle())?)
+    }
+
+    since 12050 fn cuGreenCtxStreamCreate(stream: Out<StreamHandle>, green: usize, flags: u32, priority: i32) {
+        if flags & NON_BLOCKING == 0 {
+            return Err(CuError::INVALID_VALUE);
+        }
+        Ok(stream.set(Stream::create(&find_green(green)?.0, flags, priority))?)
+    }
+}
+
+/// A green context. Its handle is not the handle of a context.
+struct Green(Arc<Context>);
+
+static GREEN: Handles<Green> = Handles::new();
+
+/// The handle of the green context with this context, 0 for none.
+pub fn green_handle_of(context: &Arc<Context>) -> usize {
+    let all = GREEN.all();
+    all.iter().find(|green| Arc::ptr_eq(&green.0, context)).map_or(0, |green| Arc::as_ptr(green) as usize)
+}
+
+fn find_green(green: usize) -> Result<Arc<Green>, CuError> {
+    GREEN.get(green).ok_or(CuError::INVALID_CONTEXT)
 }
 
 fn uuid_of(device: Device) -> [u8; 16] {

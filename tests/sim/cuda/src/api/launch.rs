@@ -3,15 +3,16 @@
 use std::ffi::CStr;
 
 use sim_abi::{
-    cuda::{CuError, FunctionHandle, LaunchConfig, ModuleHandle, StreamHandle},
+    cuda::{CuError, FunctionHandle, LaunchConfig, ModuleHandle, StreamHandle, launch_buffer},
     ffi::{In, Out, Text},
 };
 
-use super::entry::driver_api;
+use super::driver_api;
 use crate::{
     context::Context,
-    module::{FUNCTIONS, Module, launch},
-    stream,
+    module::{FUNCTIONS, Module},
+    queue::Work,
+    stream::{self, Stream},
 };
 
 driver_api! { call:
@@ -160,4 +161,20 @@ type CStrByte = std::ffi::c_char;
 fn name_of(function: FunctionHandle) -> Result<*const CStrByte, CuError> {
     let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
     Ok(CStr::as_ptr(&function.name))
+}
+
+/// Launches a kernel. `params` is ignored: only host kernels have parameters, from `extra`.
+fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>) -> Result<(), CuError> {
+    let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+    if config.grid.contains(&0)
+        || config.block.contains(&0)
+        || config.block.iter().map(|n| u64::from(*n)).product::<u64>() > 1024
+    {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let arguments = match extra.is_null() {
+        true => None,
+        false => Some(launch_buffer(extra).ok_or(CuError::INVALID_VALUE)?.into()),
+    };
+    Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, fault: None })
 }

@@ -5,8 +5,7 @@ use sim_abi::{
     ffi::{Out, Text},
 };
 
-use super::entry::{Entry, driver_api};
-use super::{device, graph, green, launch, memory, stream};
+use super::{Entry, device, driver_api, launch, memory, stream};
 
 driver_api! { call_any_time:
     since 11030 fn cuGetProcAddress(symbol: Text, function: Out<*const ()>, version: i32, flags: u64) {
@@ -29,8 +28,8 @@ const PER_THREAD: u64 = 2;
 
 /// All exported functions.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
-    let others = [graph::ENTRIES, green::ENTRIES, launch::ENTRIES, memory::ENTRIES];
-    [device::ENTRIES, device::ANY_TIME, ENTRIES, stream::ENTRIES].into_iter().chain(others).flatten()
+    let all = [device::ENTRIES, device::ANY_TIME, ENTRIES, stream::ENTRIES, launch::ENTRIES, memory::ENTRIES];
+    all.into_iter().flatten()
 }
 
 /// CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND and _VERSION_NOT_SUFFICIENT.

@@ -1,17 +1,19 @@
 //! Memory: allocation, copies, fills, and the attributes of addresses.
 
+use std::sync::Arc;
+
 use sim_abi::{
     cuda::{ContextHandle, CuError, DevicePointer, StreamHandle},
-    ffi::Out,
+    ffi::{self, Out},
 };
 
-use super::entry::driver_api;
+use super::driver_api;
 use crate::{
     capture,
     context::Context,
-    memory::{self, Kind, copy_async, copy_now, run_now},
+    memory::{self, Kind},
+    queue::Work,
     stream::Stream,
-    work::Work,
 };
 
 /// The legacy and the per-thread default stream, for the synchronous functions and their `_ptds`
@@ -172,4 +174,49 @@ fn fill(to: DevicePointer, value: u32, width: usize, count: usize) -> Work {
 /// The pointer as one to an `int`, the type of most attributes.
 fn narrow(data: Out<u64>) -> Out<i32> {
     data.cast()
+}
+
+/// cuMemcpyAsync. Like the real driver, this reads pageable host memory before it returns, and
+/// writes to it before it returns.
+fn copy_async(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
+    let stream = Stream::find(stream)?;
+    if count == 0 {
+        return Ok(());
+    }
+    if to == 0 || from == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if memory::find(from).is_none() {
+        let bytes: Arc<[u8]> = ffi::bytes(from, count).into();
+        stream.submit(Work::Write { to, bytes })?;
+    } else {
+        stream.submit(Work::Copy { to, from, count })?;
+    }
+    if memory::find(to).is_none() && stream.capture().is_none() {
+        stream.queue.wait(stream.queue.last());
+    }
+    Ok(())
+}
+
+/// Puts work into a default stream and waits for it.
+fn run_now(work: Work, stream: StreamHandle) -> Result<(), CuError> {
+    let stream = Stream::find(stream)?;
+    if stream.is_legacy() {
+        stream.check_legacy_permitted()?;
+    }
+    capture::check_permitted()?;
+    stream.submit(work)?;
+    stream.queue.wait(stream.queue.last());
+    Ok(())
+}
+
+/// cuMemcpy and its variants.
+fn copy_now(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
+    if count == 0 {
+        return Ok(());
+    }
+    if to == 0 || from == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    run_now(Work::Copy { to, from, count }, stream)
 }

@@ -1,23 +1,26 @@
-//! Streams, events and stream capture.
+//! Streams, events, stream capture, and the graphs that it creates.
 
 use std::sync::Arc;
 
 use sim_abi::{
-    cuda::{ContextHandle, CuError, EventHandle, GraphHandle, StreamHandle},
+    cuda::{ContextHandle, CuError, EventHandle, ExecHandle, GraphHandle, StreamHandle},
     ffi::Out,
 };
 
-use super::{entry::driver_api, green};
+use super::{device::green_handle_of, driver_api};
 use crate::{
     capture::{self, Capture, Mode},
     context::Context,
     event::{EVENTS, Event},
-    stream::{NON_BLOCKING, Stream},
-    work::{HostCall, Work},
+    graph::{EXECS, GRAPHS, Graph, UserObject},
+    queue::{HostCall, Work},
+    stream::{NON_BLOCKING, Stream, blocking_streams},
 };
 
 /// CU_EVENT_RECORD_EXTERNAL.
 const RECORD_EXTERNAL: u32 = 1;
+/// CU_GRAPH_USER_OBJECT_MOVE: the graph takes over references of the caller.
+const MOVE: u32 = 1;
 
 driver_api! { call:
     fn cuStreamCreate(stream: Out<StreamHandle>, flags: u32) {
@@ -50,7 +53,7 @@ driver_api! { call:
         stream: StreamHandle, context: Out<ContextHandle>, green: Out<usize>
     ) {
         let of = Arc::clone(&Stream::find(stream)?.context);
-        green.set(green::handle_of(&of))?;
+        green.set(green_handle_of(&of))?;
         Ok(context.set(of.of_events().handle())?)
     }
 
@@ -132,11 +135,11 @@ driver_api! { call:
     }
 
     since 10010 ptsz cuStreamBeginCapture_v2_ptsz(stream) fn cuStreamBeginCapture_v2(stream: StreamHandle, mode: u32) {
-        Capture::begin(&Stream::find(stream)?, Mode::new(mode)?)
+        Capture::begin(&Stream::find(stream)?.participant, Mode::new(mode)?)
     }
 
     ptsz cuStreamEndCapture_ptsz(stream) fn cuStreamEndCapture(stream: StreamHandle, graph: Out<GraphHandle>) {
-        let captured = Capture::end(&Stream::find(stream)?);
+        let captured = Capture::end(&Stream::find(stream)?.participant);
         // After a failed capture, there is no graph.
         graph.set(*captured.as_ref().unwrap_or(&0))?;
         captured.map(drop)
@@ -185,6 +188,80 @@ driver_api! { call:
         let new = Mode::new(sim_abi::ffi::read(mode.address(), 0))?;
         Ok(mode.set(capture::exchange_thread_mode(new) as u32)?)
     }
+
+    fn cuGraphCreate(graph: Out<GraphHandle>, _flags: u32) {
+        Ok(graph.set(GRAPHS.insert(Arc::default()))?)
+    }
+
+    fn cuGraphClone(clone: Out<GraphHandle>, graph: GraphHandle) {
+        let copy = Graph::find(graph)?.duplicate();
+        Ok(clone.set(GRAPHS.insert(Arc::new(copy)))?)
+    }
+
+    fn cuGraphDestroy(graph: GraphHandle) {
+        GRAPHS.remove(graph).map(drop).ok_or(CuError::INVALID_VALUE)
+    }
+
+    fn cuGraphGetNodes(graph: GraphHandle, nodes: Out<usize>, count: Out<usize>) {
+        // Nodes have no handles here, so only their number is available.
+        if !nodes.is_null() {
+            return Err(CuError::NOT_SUPPORTED);
+        }
+        Ok(count.set(Graph::find(graph)?.nodes().len())?)
+    }
+
+    since 12000 fn cuGraphInstantiate_v2(
+        exec: Out<ExecHandle>, graph: GraphHandle, _node: usize, _log: usize, _log_bytes: usize
+    ) {
+        Ok(exec.set(Graph::find(graph)?.instantiate())?)
+    }
+
+    since 11040 fn cuGraphInstantiateWithFlags(exec: Out<ExecHandle>, graph: GraphHandle, _flags: u64) {
+        Ok(exec.set(Graph::find(graph)?.instantiate())?)
+    }
+
+    fn cuGraphExecDestroy(exec: ExecHandle) {
+        EXECS.remove(exec).map(drop).ok_or(CuError::INVALID_VALUE)
+    }
+
+    since 11010 ptsz cuGraphUpload_ptsz(stream) fn cuGraphUpload(exec: ExecHandle, stream: StreamHandle) {
+        EXECS.get(exec).ok_or(CuError::INVALID_VALUE)?;
+        Stream::find(stream).map(drop)
+    }
+
+    since 10000 ptsz cuGraphLaunch_ptsz(stream) fn cuGraphLaunch(exec: ExecHandle, stream: StreamHandle) {
+        let exec = EXECS.get(exec).ok_or(CuError::INVALID_VALUE)?;
+        Stream::find(stream)?.submit(Work::Graph(Arc::clone(&exec.nodes)))
+    }
+
+    since 11030 fn cuUserObjectCreate(
+        object: Out<usize>, data: usize, destroy: Option<extern "C" fn(usize)>, references: u32, _flags: u32
+    ) {
+        let destroy = destroy.filter(|_| references > 0).ok_or(CuError::INVALID_VALUE)?;
+        Ok(object.set(UserObject::create(data, destroy, references))?)
+    }
+
+    since 11030 fn cuUserObjectRetain(object: usize, count: u32) {
+        UserObject::find(object)?.retain(count);
+        Ok(())
+    }
+
+    since 11030 fn cuUserObjectRelease(object: usize, count: u32) {
+        UserObject::find(object)?.release(count)
+    }
+
+    since 11030 fn cuGraphRetainUserObject(graph: GraphHandle, object: usize, count: u32, flags: u32) {
+        let (graph, object) = (Graph::find(graph)?, UserObject::find(object)?);
+        if flags & MOVE == 0 {
+            object.retain(count);
+        }
+        graph.retain(&object, count);
+        Ok(())
+    }
+
+    since 11030 fn cuGraphReleaseUserObject(graph: GraphHandle, object: usize, _count: u32) {
+        Graph::find(graph)?.release(&UserObject::find(object)?)
+    }
 }
 
 /// CUstreamCaptureStatus.
@@ -209,7 +286,7 @@ fn capture_info(stream: StreamHandle, status: Out<i32>, id: Out<u64>, graph: Out
 /// effect.
 fn check_legacy_meaning(stream: &Stream) -> Result<(), CuError> {
     let capturing = |stream: &Arc<Stream>| stream.capture().is_some();
-    if stream.is_legacy() && stream.context.blocking_streams().iter().any(capturing) {
+    if stream.is_legacy() && blocking_streams(&stream.context).iter().any(capturing) {
         return Err(CuError::CAPTURE_IMPLICIT);
     }
     Ok(())

@@ -1,9 +1,9 @@
-//! Devices.
+//! Devices, and what works without a driver: errors and versions.
 
 use std::ffi::c_int;
 
 use sim_abi::{
-    cuda::{CuError, Device, check},
+    cuda::{CuError, Device, check, error_text, runtime_name},
     ffi::{Out, Text, write},
 };
 
@@ -177,4 +177,29 @@ fn fill_properties(d: &Driver, at: usize, device: Device) -> Result<(), CuError>
         }
     }
     Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetLastError() -> i32 {
+    state::last_error(true)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaPeekAtLastError() -> i32 {
+    state::last_error(false)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetErrorName(error: i32) -> Text {
+    runtime_name(error).unwrap_or(Text::of(c"unrecognized error code"))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetErrorString(error: i32) -> Text {
+    error_text(error).unwrap_or(Text::of(c"unrecognized error code"))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaRuntimeGetVersion(version: Out<i32>) -> i32 {
+    state::call("cudaRuntimeGetVersion", || Ok(version.set(super::VERSION)?))
 }

@@ -1,7 +1,7 @@
-//! Streams, events and stream capture.
+//! Streams, events, stream capture and graphs.
 
 use sim_abi::{
-    cuda::{EventHandle, GraphHandle, StreamHandle, check},
+    cuda::{EventHandle, ExecHandle, GraphHandle, StreamHandle, check},
     ffi::Out,
 };
 
@@ -153,5 +153,57 @@ runtime_api! { with_context:
 
     fn cudaThreadExchangeStreamCaptureMode(d; mode: Out<u32>) {
         check((d.exchange_capture_mode)(mode))
+    }
+
+    fn cudaGraphCreate(d; graph: Out<GraphHandle>, flags: u32) {
+        check((d.graph_create)(graph, flags))
+    }
+
+    fn cudaGraphDestroy(d; graph: GraphHandle) {
+        check((d.graph_destroy)(graph))
+    }
+
+    fn cudaGraphGetNodes(d; graph: GraphHandle, nodes: Out<usize>, count: Out<usize>) {
+        check((d.graph_nodes)(graph, nodes, count))
+    }
+
+    fn cudaGraphInstantiate(d; exec: Out<ExecHandle>, graph: GraphHandle, flags: u64) {
+        check((d.graph_instantiate)(exec, graph, flags))
+    }
+
+    fn cudaGraphInstantiateWithFlags(d; exec: Out<ExecHandle>, graph: GraphHandle, flags: u64) {
+        check((d.graph_instantiate)(exec, graph, flags))
+    }
+
+    fn cudaGraphExecDestroy(d; exec: ExecHandle) {
+        check((d.graph_exec_destroy)(exec))
+    }
+
+    ptsz cudaGraphUpload_ptsz fn cudaGraphUpload(d; exec: ExecHandle, stream: StreamHandle) {
+        check((d.graph_upload)(exec, stream))
+    }
+
+    ptsz cudaGraphLaunch_ptsz fn cudaGraphLaunch(d; exec: ExecHandle, stream: StreamHandle) {
+        check((d.graph_launch)(exec, stream))
+    }
+
+    fn cudaUserObjectCreate(d; object: Out<usize>, data: usize, destroy: usize, references: u32, flags: u32) {
+        check((d.object_create)(object, data, destroy, references, flags))
+    }
+
+    fn cudaUserObjectRetain(d; object: usize, count: u32) {
+        check((d.object_retain)(object, count))
+    }
+
+    fn cudaUserObjectRelease(d; object: usize, count: u32) {
+        check((d.object_release)(object, count))
+    }
+
+    fn cudaGraphRetainUserObject(d; graph: GraphHandle, object: usize, count: u32, flags: u32) {
+        check((d.graph_retain_object)(graph, object, count, flags))
+    }
+
+    fn cudaGraphReleaseUserObject(d; graph: GraphHandle, object: usize, count: u32) {
+        check((d.graph_release_object)(graph, object, count))
     }
 }

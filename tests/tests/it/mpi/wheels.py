@@ -1,4 +1,8 @@
-"""Four ranks in a ring, each with its two neighbours; rank 2 stays away from the call that is named."""
+"""Four ranks of mpi4py; rank 2 stays away from the call that is named.
+
+`bcast` and `gather` send objects of Python by the small letters of mpi4py. The other calls are
+those of a ring, where each rank has its two neighbours.
+"""
 
 import sys
 import time
@@ -16,6 +20,21 @@ HALVES, PLACES, BYTES, TYPES = [2, 2], [0, 2], [0, 16], [MPI.DOUBLE] * 2
 def stay_away():
     while True:
         time.sleep(0.5)
+
+
+def objects(call):
+    for turn in range(10):
+        assert WORLD.allreduce(RANK) == 6
+        assert WORLD.bcast({"turn": turn} if RANK == 1 else None, root=1) == {"turn": turn}
+        assert WORLD.gather("x" * RANK, root=0) == (["", "x", "xx", "xxx"] if RANK == 0 else None)
+        assert WORLD.allgather((RANK, turn))[3] == (3, turn)
+        assert WORLD.scatter([1, 2, 3, 4] if RANK == 2 else None, root=2) == RANK + 1
+        assert WORLD.sendrecv([RANK], dest=RIGHT, source=LEFT) == [LEFT]
+        WORLD.barrier()
+    if RANK == 2:
+        stay_away()
+    getattr(WORLD, call)(RANK, root=1)
+    WORLD.barrier()
 
 
 def exchange():
@@ -45,7 +64,9 @@ def prepared(call):
 
 
 def shown():
-    """What shows a window to the rank on the left, writes into that of the rank on the right, and asks until both are done."""
+    """What shows a window to the rank on the left, writes into that of the rank on the right, and
+    asks until both are done.
+    """
     window = MPI.Win.Create(FOUND, disp_unit=8, comm=WORLD)
     group = WORLD.Get_group()
     left, right = group.Incl([LEFT]), group.Incl([RIGHT])
@@ -62,8 +83,7 @@ def shown():
     return turn
 
 
-def main():
-    call = sys.argv[1]
+def neighbours(call):
     turn = {"exchange": lambda: exchange, "window": shown}.get(call, lambda: prepared(call))()
     for _ in range(10):
         turn()
@@ -71,6 +91,14 @@ def main():
         stay_away()
     turn()
     WORLD.Barrier()
+
+
+def main():
+    call = sys.argv[1]
+    if call in ("bcast", "gather"):
+        objects(call)
+    else:
+        neighbours(call)
 
 
 main()

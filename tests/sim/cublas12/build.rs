@@ -1,6 +1,0 @@
-//! Gives the library its real soname.
-
-fn main() {
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcublas.so.12");
-    println!("cargo:rerun-if-changed=build.rs");
-}

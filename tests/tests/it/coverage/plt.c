@@ -1,7 +1,0 @@
-#include "layer.h"
-#include "through.h"
-int main(int argc, char **argv) {
-    ready();
-    calls(through);
-    finish(argv);
-}
