@@ -3,7 +3,6 @@
 pub(crate) mod engine;
 pub(crate) mod folder;
 pub(crate) mod judging;
-pub(crate) mod leftovers;
 pub mod part;
 pub(crate) mod records;
 pub(crate) mod retention;

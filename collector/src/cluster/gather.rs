@@ -20,7 +20,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    cluster::{ids::NodeId, ranks::Ranks, service::Credit},
+    cluster::{ranks::Ranks, service::Credit},
     error::{Error, chain},
     incident::{
         folder::{Folder, rank_of},
@@ -28,9 +28,10 @@ use crate::{
         verdict_files::write_verdict,
         viewer,
     },
+    job::NodeId,
     os::{
         clock::{self, Now},
-        memory,
+        resources,
     },
 };
 
@@ -188,7 +189,7 @@ impl Gather {
             }
         }
         drop(self);
-        memory::trim();
+        resources::trim_heap();
     }
 
     fn part(&mut self, part: NodeDump) {
@@ -372,9 +373,9 @@ fn part_of(name: &str) -> String {
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// [`crate::job::key::JobKey::name`].
+    /// [`crate::job::JobKey::name`].
     pub job: String,
-    /// [`crate::job::key::JobKey::instance`].
+    /// [`crate::job::JobKey::instance`].
     pub instance: String,
     /// Attempt.
     pub attempt: u32,

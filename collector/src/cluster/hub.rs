@@ -4,7 +4,6 @@
 pub(crate) mod deadlines;
 mod delivery;
 mod events;
-mod files;
 mod opening;
 #[cfg(test)]
 mod tests;
@@ -13,26 +12,46 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use tokio::sync::mpsc;
 use tracing::info;
-use xpu_timer_analysis::{HangEvidence, Verdict};
+use xpu_timer_analysis::{HangEvidence, Verdict, stragglers::Comparison};
 use xpu_timer_proto::v1::Alarm;
 
-use crate::cluster::command::Command;
-use crate::cluster::gather::OpenIncident;
-use crate::cluster::{
-    comparing::Comparing,
-    config::Settings,
-    gather::Record,
-    ids::{NodeId, StreamId},
-    incident::{Incident, State},
-    nodes::Nodes,
-};
 use crate::{
     client::webhook::Webhook,
-    incident::throttle::{BY_HAND, Throttle},
-    job::key::JobKey,
+    cluster::{
+        comparison::ComparisonThread,
+        config::Settings,
+        gather::{Done, OpenIncident, Record},
+        incident::{Incident, State},
+        nodes::Nodes,
+    },
+    error::Error,
+    http::questions::Question,
+    incident::{
+        folder::Folder,
+        throttle::{BY_HAND, Throttle},
+    },
+    job::{JobKey, NodeId, StreamId},
     metrics::slow_ranks::SlowRanks,
     os::{clock::Now, disk::Disk},
 };
+
+/// A message to the hub that is not from a node's stream.
+#[derive(Debug)]
+pub enum Command {
+    /// A question of an HTTP page.
+    Question(Question),
+    /// The thread of an incident has finished a step.
+    Done(String, Done),
+    /// The ranks of a job in an attempt were compared.
+    Compared(JobKey, u32, Comparison),
+    /// Incidents that an earlier cluster collector left open, found after a delay.
+    Found(Vec<OpenIncident>),
+    /// The folder of an incident was made after a delay, or could not be made.
+    Made(String, MadeFolder),
+}
+
+/// A folder, with the reason if it is not in its intended place.
+pub type MadeFolder = Result<(Folder, Option<Error>), Error>;
 
 /// A delivery that a node was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +89,7 @@ pub struct Hub {
     // The last reason for refusing a stream, and when it was logged.
     turned_away: Option<(String, u64)>,
     forget_ns: u64,
-    comparing: Comparing,
+    comparison: ComparisonThread,
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
     webhook: Option<Webhook>,
@@ -88,6 +107,11 @@ impl Hub {
     #[must_use]
     pub fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
         let webhook = settings.webhook.as_deref().map(Webhook::new);
+        let to_hub = commands.clone();
+        let comparison = ComparisonThread::start(move |job, attempt, comparison| {
+            // Fails only if the hub has ended before the thread.
+            let _ = to_hub.send(Command::Compared(job, attempt, comparison));
+        });
         let mut hub = Hub {
             nodes: Nodes::default(),
             incidents: BTreeMap::new(),
@@ -104,7 +128,7 @@ impl Hub {
             refused: BTreeMap::new(),
             turned_away: None,
             forget_ns: 0,
-            comparing: Comparing::start(commands.clone()),
+            comparison,
             slow: SlowRanks::default(),
             webhook,
             commands,

@@ -7,13 +7,13 @@ use std::{
     sync::mpsc,
 };
 
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_analysis::{Status, Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
 use crate::{
-    cluster::{gather::Work, ids::NodeId},
+    cluster::gather::Work,
     http::questions::DumpReply,
-    job::key::JobKey,
+    job::{JobKey, NodeId},
     os::clock::Now,
 };
 
@@ -59,6 +59,16 @@ pub enum State {
 }
 
 impl State {
+    /// The status of the incident in its verdict.
+    #[must_use]
+    pub fn status(self) -> Status {
+        match self {
+            State::Gathering | State::Judged => Status::Open,
+            State::Resolved => Status::Resolved,
+            State::Ended => Status::Ended,
+        }
+    }
+
     /// Its name in `/status`.
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -15,11 +15,8 @@ use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
 use crate::{
-    cluster::{
-        ids::{NodeId, StreamId},
-        joins::{self, Unit},
-    },
-    job::key::{self, JobKey},
+    cluster::joins::{self, Unit},
+    job::{self, JobKey, NodeId, StreamId},
     os::process::TICK_NS,
 };
 
@@ -468,7 +465,7 @@ impl Nodes {
     /// The cluster's key of a job, given the node's key.
     #[must_use]
     pub fn key(&self, id: NodeId, job: &JobId) -> JobKey {
-        let own = key::key(job);
+        let own = job::cluster_key(job);
         self.nodes.get(&id).and_then(|node| node.keys.get(&own)).cloned().unwrap_or(own)
     }
 
@@ -529,7 +526,7 @@ impl Nodes {
                 .collect();
             let mut reported = node.reported.clone();
             for job in reported.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-                let current = key::key(job);
+                let current = job::cluster_key(job);
                 let own = before.get(&current).unwrap_or(&current);
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
@@ -638,7 +635,7 @@ impl Nodes {
     /// A node reports when each of its jobs last launched.
     pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            let own = key::key(job);
+            let own = job::cluster_key(job);
             let job = node.keys.get(&own).cloned().unwrap_or(own);
             node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
         }
@@ -683,7 +680,7 @@ fn is_of_node(job: &JobKey) -> bool {
 }
 
 fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
-    Some((key::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
+    Some((job::cluster_key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]

@@ -22,9 +22,9 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::cluster::{
-    ids::StreamId,
-    nodes::{Outbound, Outgoing},
+use crate::{
+    cluster::nodes::{Outbound, Outgoing},
+    job::StreamId,
 };
 
 /// Events on the streams.

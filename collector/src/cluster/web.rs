@@ -11,13 +11,13 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use crate::{
-    cluster::command::Command,
+    cluster::hub::Command,
     http::{
+        access::Token,
         is_local, is_same_origin,
         questions::{Answers, Question},
         refusal, routes,
         server::Caller,
-        token::Token,
     },
 };
 

@@ -4,9 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
+use xpu_timer_analysis::Status;
 use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
 
-use crate::{incident::throttle::Throttle, job::key::JobKey, os::clock::Now};
+use crate::{incident::throttle::Throttle, job::JobKey, os::clock::Now};
 
 /// A problem that keeps an incident open while it lasts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -101,6 +102,16 @@ pub enum State {
 }
 
 impl State {
+    /// The status of the incident in its verdict.
+    #[must_use]
+    pub fn status(self) -> Status {
+        match self {
+            State::Resolved => Status::Resolved,
+            State::Ended => Status::Ended,
+            State::Open | State::Dumped | State::Adopted => Status::Open,
+        }
+    }
+
     fn is_open(self) -> bool {
         matches!(self, State::Open | State::Dumped)
     }

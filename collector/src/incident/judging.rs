@@ -9,9 +9,9 @@ use std::{
 
 use tracing::error;
 use xpu_timer_analysis::{Activity, Cause, Confidence, HangEvidence, RankGroup, Verdict};
-use xpu_timer_proto::v1::{Evidence, Grounds};
+use xpu_timer_proto::v1::{Evidence, Grounds, RankEvidence};
 
-use xpu_timer_proto::v1::RankEvidence;
+use crate::os::clock::nanoseconds;
 
 /// Makes the verdict. Never panics.
 #[must_use]
@@ -60,7 +60,7 @@ const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 /// Nanoseconds until a job that may be healthy is dumped again, given the number of dumps so far.
 #[must_use]
 pub fn next_look_ns(hang_timeout: Duration, looks: u32) -> u64 {
-    let wait_ns = u64::try_from(hang_timeout.max(SHORTEST_WAIT).as_nanos()).unwrap_or(u64::MAX);
+    let wait_ns = nanoseconds(hang_timeout.max(SHORTEST_WAIT));
     wait_ns.saturating_mul(1 << looks.min(MOST_DOUBLINGS))
 }
 

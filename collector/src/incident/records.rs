@@ -14,10 +14,9 @@ use crate::{
     incident::{
         engine::{Cause, Record},
         folder::{folders, id, own_folders},
-        leftovers,
-        verdict_files::RECORD,
+        verdict_files::{self, RECORD},
     },
-    job::key::JobKey,
+    job::JobKey,
     json::pretty,
     os::clock::{self, Now},
 };
@@ -42,7 +41,7 @@ pub struct Left {
 /// folder a killed collector has left unfinished. Finishes such folders without a record.
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
-    leftovers::finish(root);
+    verdict_files::finish_leftovers(root);
     let mut folders = own_folders(root);
     folders.reverse();
     let of = |folder: PathBuf| {
@@ -51,7 +50,7 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
             return None;
         }
         if !record.writer.is_empty() {
-            return leftovers::is_gone(&record.writer).then_some(Left { folder, record, verdict: None });
+            return verdict_files::is_writer_gone(&record.writer).then_some(Left { folder, record, verdict: None });
         }
         let verdict = verdict(&folder)?;
         (verdict.timing.status == Status::Open).then_some(Left { folder, record, verdict: Some(verdict) })
@@ -295,7 +294,7 @@ mod tests {
                 seen: BTreeSet::new(),
                 writer: writer.into(),
             };
-            crate::incident::verdict_files::write_record(&folder.path, &record);
+            verdict_files::write_record(&folder.path, &record);
             if !file.is_empty() {
                 folder.write(file, b"").unwrap();
             }
@@ -311,8 +310,8 @@ mod tests {
         assert!(left.iter().all(|one| one.verdict.is_none()));
         assert!(open_in(root.path(), "another boot").is_empty() && other.exists());
 
-        leftovers::finish_folder(stacks.clone());
-        leftovers::finish_folder(empty.clone());
+        verdict_files::finish_leftover_folder(stacks.clone());
+        verdict_files::finish_leftover_folder(empty.clone());
         assert_eq!(verdict(&stacks).unwrap().timing.status, Status::Ended);
         assert!(!empty.exists(), "a folder without stacks says nothing");
     }

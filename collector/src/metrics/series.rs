@@ -1,14 +1,14 @@
 //! The series of one rank: the operations completed within the window, the published values, and
 //! the expiry of a series. The caller passes in the time.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    time::Duration,
-};
+use std::collections::{BTreeMap, VecDeque};
 
-use crate::metrics::{
-    meaning::{Done, Family, Key},
-    settings::MetricsSettings,
+use crate::{
+    metrics::{
+        meaning::{Done, Family, Key},
+        settings::MetricsSettings,
+    },
+    os::clock::nanoseconds,
 };
 
 /// The published values of a series.
@@ -101,10 +101,6 @@ fn values(family: Family, done: &VecDeque<Done>) -> Option<Values> {
         min,
         performance: family.performance(done.iter().map(|done| done.amount).sum(), us),
     })
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

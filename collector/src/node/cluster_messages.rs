@@ -19,14 +19,13 @@ use crate::{
         folder::{folder_name, is_of, is_own_folder, own_names},
         part::{Kept, PART},
     },
-    job::key::{JobKey, job_id, own_key},
+    job::{JobKey, job_id, local_key},
     node::{
-        delivery,
-        judged::Judged,
+        cluster_member::{self, Event},
         launched::{State, Unregistered},
-        link::Event,
         plan::ForCluster,
         registry::{Presence, Rank},
+        reports::Judged,
         state::NodeState,
     },
     os::{clock::Now, process},
@@ -98,7 +97,8 @@ impl NodeState {
             cluster_message::Message::Dump(request) => self.requested(request, now),
             cluster_message::Message::Deliver(wanted) => {
                 if let Some(kept) = self.member.parts.get(&wanted.incident).cloned() {
-                    self.member.bring(wanted.key, move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
+                    self.member
+                        .bring(wanted.key, move |sender| cluster_member::deliver(&wanted.incident, &kept, &sender));
                 }
             }
             cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
@@ -153,7 +153,7 @@ impl NodeState {
 
     /// Handles a dump request of the cluster.
     fn requested(&mut self, request: DumpRequest, now: Now) {
-        let Some(job) = request.job.as_ref().map(own_key) else { return };
+        let Some(job) = request.job.as_ref().map(local_key) else { return };
         let id = request.incident.clone();
         self.find_part(&id);
         if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
@@ -246,7 +246,7 @@ impl NodeState {
             _ => None,
         };
         self.member.bring(fetch.key, move |sender| {
-            delivery::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
+            cluster_member::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
         });
     }
 

@@ -14,15 +14,15 @@ use crate::{
         engine::{Cause, Incident, State},
         judging,
     },
-    job::key::JobKey,
+    job::JobKey,
     node::{
-        judged::{Judged, Signalled},
         launched::{self, Unregistered},
         registry::Rank,
-        state::{NodeState, nanoseconds},
+        reports::{Judged, Signalled},
+        state::NodeState,
     },
     os::{
-        clock::{Now, seconds},
+        clock::{Now, nanoseconds, seconds},
         process::Handle,
     },
 };

@@ -11,12 +11,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::{info, warn};
 
 use crate::{
-    job::key::{ConnectionId, RankId},
+    http::questions::Question,
+    job::{ConnectionId, RankId},
     node::{
         connections::{Connections, Event},
         inbox::{Command, Inbox},
+        metrics_page,
         socket::Endpoint,
         state::{NodeState, TICK},
+        status,
         supervisor::{News, Supervised},
     },
     os::{clock::Now, process::Handle},
@@ -179,6 +182,28 @@ impl EventLoop {
                 .collect(),
             processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
             unregistered_ended: events.any(|ready| ready),
+        }
+    }
+}
+
+impl NodeState {
+    /// Handles a message from another thread.
+    pub fn command(&mut self, command: Command, now: Now) {
+        match command {
+            // The requester may be gone by now; that does no harm.
+            Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),
+            Command::Question(Question::Metrics(reply)) => drop(reply.send(metrics_page::text(self, now))),
+            Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(status::without_folder(self)));
+            }
+            Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
+            Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
+            Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Written(id, result) => self.written(&id, result, now),
+            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
+            Command::Uplink(event) => self.uplink(event, now),
+            Command::Stop => self.hurry.set(),
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     error::Error,
     http::questions::{Answers, Question},
     incident::records,
-    node::{link, plan::Outcome},
+    node::{cluster_member, plan::Outcome},
 };
 
 /// A message to the loop.
@@ -29,7 +29,7 @@ pub enum Command {
     /// nanoseconds for a signal of its ranks.
     Found(Vec<records::Left>, u64),
     /// An event of the stream to the cluster collector.
-    Uplink(link::Event),
+    Uplink(cluster_member::Event),
     /// SIGTERM or SIGINT.
     Stop,
 }

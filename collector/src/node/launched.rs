@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::RankInfo;
 
 use crate::{
     job::{
-        key::JobKey,
+        JobKey,
         partition::{Member, ProcessId},
     },
     os::process::{self, Handle, Stat},

@@ -13,7 +13,7 @@ use xpu_timer_proto::ring::{header, lane};
 use crate::{
     incident::engine::{Incident, State},
     metrics::{
-        exposition::{Labels, Page},
+        Labels, Page,
         meaning::{Family, Key},
         sampler::Sampled,
         series::Values,

@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use crate::job::key::{JobKey, RankId};
+use crate::{
+    job::{JobKey, RankId},
+    os::clock::nanoseconds,
+};
 
 /// A watcher turns many times a second. A shorter silence would only reveal an overloaded machine.
 pub const SHORTEST_SILENCE: Duration = Duration::from_secs(3);
@@ -102,10 +105,6 @@ fn idle(observations: &[Observation], job: &JobKey, resumed_ns: u64, now_ns: u64
     let last = ranks().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(now_ns);
     let since = last.max(resumed_ns);
     (!timeout.is_zero() && now_ns.saturating_sub(since) > nanoseconds(timeout)).then_some(since)
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -14,18 +14,15 @@ use crate::{
         engine::{Cause, Incident, Raise, State},
         records,
     },
-    job::{
-        key::{ConnectionId, RankId},
-        partition::Place,
-    },
+    job::{ConnectionId, RankId, partition::Place},
     node::{
         inbox::Command,
-        judged::IncidentReport,
         registry::{Rank, Registered},
-        state::{NodeState, cause_pid, nanoseconds, raise, read_header},
+        reports::IncidentReport,
+        state::{NodeState, cause_pid, raise, read_header},
     },
     os::{
-        clock::{self, Now},
+        clock::{self, Now, nanoseconds},
         process::Handle,
         ring_file::RingFile,
     },
@@ -203,7 +200,7 @@ impl NodeState {
         let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
         self.rejoin(Some(&name), now);
         let Some(rank) = self.registry.get(id) else { return Ok(()) };
-        let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
+        let timeout = nanoseconds(rank.settings.hang_timeout);
         info!(
             "{}: {:?} with ticket {} is pending for {:.1} s",
             rank.title(),

@@ -15,7 +15,7 @@ use xpu_timer_proto::v1::{Hello, RankInfo};
 use crate::{
     config::Settings,
     job::{
-        key::{ConnectionId, JobKey, RankId},
+        ConnectionId, JobKey, RankId,
         partition::{self, Member, NOTICED_NS, Place, ProcessId, Seat},
     },
     metrics::sampler::LivingRank,

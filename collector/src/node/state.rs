@@ -17,20 +17,23 @@ use crate::{
         engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
         throttle::{BY_HAND, Throttle},
     },
-    job::key::{JobKey, RankId},
+    job::{JobKey, RankId},
     metrics::{sampler::Sampler, slow_ranks::SlowRanks},
     node::{
         captures::Captures,
+        cluster_member::Member,
         dump::Hurry,
         inbox::Inbox,
-        judged::{Ending, IncidentReport},
         launched::{Launched, Unregistered},
-        member::Member,
         monitor::Monitor,
         registry::{Rank, Registry},
-        unwritten_verdicts::Unwritten,
+        reports::{Ending, IncidentReport, Unwritten},
     },
-    os::{clock::Now, disk::Disk, process},
+    os::{
+        clock::{Now, nanoseconds},
+        disk::Disk,
+        process,
+    },
 };
 
 /// The event loop turns at least once in this time.
@@ -220,8 +223,4 @@ pub(super) fn raise(rank: &Rank, cause: Cause) -> Raise {
 
 pub(super) fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
     Some((rank.id, rank.ring.as_ref()?.header().ok()?))
-}
-
-pub(super) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

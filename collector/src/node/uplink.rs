@@ -27,12 +27,12 @@ use xpu_timer_proto::{
 use crate::{
     error::chain,
     http::{
-        address::{KEEPALIVE, check_url},
-        token::read_token,
+        access::{check_url, read_token},
+        watch::KEEPALIVE,
     },
     node::{
+        cluster_member::{Event, Link, Proof, words},
         inbox::{Command, Inbox},
-        link::{Event, Link, Proof, words},
     },
 };
 

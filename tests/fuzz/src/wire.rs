@@ -6,7 +6,7 @@ use std::io;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use clap::Parser;
 use tokio::sync::mpsc;
-use xpu_timer_collector::{cluster, config, http, http::token::Token};
+use xpu_timer_collector::{cluster, config, http, http::access::Token};
 use xpu_timer_proto::{
     Message,
     env::Source,

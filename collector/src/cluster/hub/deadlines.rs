@@ -7,14 +7,13 @@ use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
 use crate::{
     cluster::{
-        comparing::News,
+        comparison::ComparisonInput,
         hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
-        ids::NodeId,
         incident::{Part, Progress, State},
         nodes::Node,
     },
-    error::chain,
-    incident::verdict_files::change_verdict,
+    incident::verdict_files::set_status,
+    job::NodeId,
     os::clock::{self, Now},
 };
 
@@ -54,7 +53,7 @@ impl Hub {
             self.complete.retain(|job, _| nodes.job(job).ranks > 0);
             self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
-            self.comparing.tell(News::Running(running));
+            self.comparison.send(ComparisonInput::Running(running));
         }
         // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
@@ -190,31 +189,15 @@ impl Hub {
         incident.closed = None;
         incident.quiet_since_ns = Some(now.mono_ns);
         if let Some(folder) = incident.folder.clone() {
-            self.note_status(id, &folder, xpu_timer_analysis::Status::Open, None);
+            self.note_status(id, &folder, State::Judged, None);
         }
     }
 
-    /// Writes the status of an incident into its verdict.
-    fn note_status(&mut self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
+    /// Writes the status of an incident, and when it was closed, into its verdict.
+    pub(super) fn note_status(&mut self, id: &str, folder: &Path, state: State, closed_unix_ns: Option<u64>) {
         let (id, folder) = (id.to_string(), folder.to_path_buf());
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
-        self.disk.give(&root, move || {
-            let changed = change_verdict(&folder, |verdict| {
-                verdict.timing.status = status;
-                verdict.timing.resolved_at = at;
-            });
-            if let Err(error) = changed {
-                warn!("incident {id}: {}", chain(&error));
-            }
-        });
-    }
-
-    pub(super) fn note_closed(&mut self, id: &str, folder: &Path, state: State, unix_ns: u64) {
-        let status = match state {
-            State::Resolved => xpu_timer_analysis::Status::Resolved,
-            _ => xpu_timer_analysis::Status::Ended,
-        };
-        self.note_status(id, folder, status, Some(clock::rfc3339(unix_ns)));
+        self.disk.give(&root, move || set_status(&id, &folder, state.status(), closed_unix_ns));
     }
 
     /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
@@ -252,7 +235,7 @@ impl Hub {
         self.expected.retain(|_, expected| expected.incident != id || expected.files);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         if let Some(folder) = incident.folder.clone() {
-            self.note_closed(id, &folder, state, now.unix_ns);
+            self.note_status(id, &folder, state, Some(now.unix_ns));
         }
         for node in nodes {
             self.nodes.send(node, Message::Closed(IncidentClosed { incident: id.into() }), now.mono_ns);

@@ -10,17 +10,15 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        command::Command,
-        comparing::{self},
+        comparison::ComparisonInput,
         gather::Done,
-        hub::{CAPTURE_NS, Hub, SECOND},
-        ids::{NodeId, StreamId},
+        hub::{CAPTURE_NS, Command, Hub, SECOND},
         nodes::Outgoing,
         service::StreamEvent,
         status,
     },
     http::questions::Question,
-    job::key::JobKey,
+    job::{JobKey, NodeId, StreamId},
     os::clock::Now,
 };
 
@@ -172,7 +170,7 @@ impl Hub {
             }
         }
         for (job, ranks) in by_job {
-            self.comparing.tell(comparing::News::Paces(job, ranks));
+            self.comparison.send(ComparisonInput::Paces(job, ranks));
         }
     }
 

@@ -9,16 +9,14 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        command::{Command, MadeFolder},
         gather::Record,
-        hub::{CAPTURE_NS, Hub, SECOND},
-        ids::NodeId,
+        hub::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND},
         incident::{Incident, Part, Progress, State},
     },
     error::chain,
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::folder::Folder,
-    job::key::JobKey,
+    job::{JobKey, NodeId},
     os::clock::{self, Now},
 };
 

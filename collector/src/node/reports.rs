@@ -1,4 +1,5 @@
-//! The state of an incident after its verdict, and of the ranks that are being ended for it.
+//! The state of an incident after its verdict, of the ranks that are being ended for it, and of the
+//! verdicts that could not be written yet.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
@@ -111,4 +112,19 @@ impl Ending {
     pub(super) fn is_busy(&self) -> bool {
         !self.signalled.is_empty()
     }
+}
+
+/// The verdicts to be written, by incident.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten {
+    pub(super) waiting: BTreeMap<String, Waiting>,
+}
+
+/// A verdict that waits for its next attempt.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) root: PathBuf,
+    pub(super) due_ns: u64,
+    pub(super) pause_ns: u64,
+    pub(super) under_way: bool,
 }
