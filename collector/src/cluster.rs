@@ -93,7 +93,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
             _ = interrupt.recv() => break,
             Some(command) = commanded.recv() => hub.command(command, Now::get()),
             _ = ticks.tick() => hub.tick(Now::get()),
-            Some(event) = incoming.recv() => hub.stream(event, Now::get()),
+            Some(event) = incoming.recv() => hub.stream_event(event, Now::get()),
             else => break,
         }
         if server.is_finished() {

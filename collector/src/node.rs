@@ -6,9 +6,9 @@ mod cluster_member;
 mod cluster_messages;
 mod connections;
 mod dump;
-mod ending;
 mod event_loop;
 mod evidence;
+mod folder_writer;
 mod inbox;
 mod incidents;
 mod launched;
@@ -24,7 +24,7 @@ mod status;
 pub(crate) mod supervisor;
 mod tick;
 mod uplink;
-mod writing;
+mod verdict_actions;
 
 use std::{
     path::PathBuf,

@@ -62,7 +62,7 @@ impl Remote {
             ),
         };
         let url = named.unwrap_or_else(|| format!("http://127.0.0.1:{}", source.control_port()));
-        check_url(&url).map_err(anyhow::Error::msg)?;
+        check_url(&url)?;
         let token = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE").map(|path| read_token(&path)).transpose();
         let token = token.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         let authority = source.path("XPU_TIMER_COLLECTOR_CA_FILE");

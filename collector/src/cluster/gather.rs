@@ -76,14 +76,14 @@ pub enum Work {
     /// A piece of a `.stacktrace` file.
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
-    BrokeOff(RankSet),
+    TransferAborted(RankSet),
     /// No more files will arrive: draw.
     Draw,
 }
 
 /// Reports of the thread.
 #[derive(Debug)]
-pub enum Done {
+pub enum GatherEvent {
     /// The delivery of a node is merged: another one may start.
     Merged(NodeId),
     /// The verdict is made and written.
@@ -103,7 +103,7 @@ const VIEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(plan: Plan, tell: impl Fn(Done) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(plan: Plan, tell: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
     let (sender, work) = mpsc::channel();
     let run = move || Gather::new(plan).run(&work, &tell);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
@@ -159,7 +159,7 @@ impl Gather {
     }
 
     /// Loads the ranks into memory again to add to them.
-    fn recall(&mut self) {
+    fn reload_ranks(&mut self) {
         if !std::mem::take(&mut self.written) {
             return;
         }
@@ -169,22 +169,22 @@ impl Gather {
         }
     }
 
-    fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(Done)) {
+    fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(GatherEvent)) {
         for item in work {
             match item {
                 Work::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
-                        tell(Done::Merged(node));
+                        tell(GatherEvent::Merged(node));
                     }
                 }
-                Work::Judge(missing, errors) => tell(Done::Judged(Box::new(self.judge(missing, errors)))),
+                Work::Judge(missing, errors) => tell(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
                 Work::File(file, _credit) => self.file(*file),
-                Work::BrokeOff(ranks) => self.broke_off(&ranks),
+                Work::TransferAborted(ranks) => self.transfer_aborted(&ranks),
                 Work::Draw => {
                     self.draw();
-                    tell(Done::Drawn);
+                    tell(GatherEvent::Drawn);
                 }
             }
         }
@@ -195,7 +195,7 @@ impl Gather {
     fn part(&mut self, part: NodeDump) {
         self.merge(part.native.as_ref(), part.python.as_ref());
         self.errors.extend(part.errors);
-        self.recall();
+        self.reload_ranks();
         self.ranks.extend(part.ranks);
     }
 
@@ -213,7 +213,7 @@ impl Gather {
 
     fn judge(&mut self, missing: Vec<RankEvidence>, errors: Vec<String>) -> Verdict {
         let begun = Instant::now();
-        self.recall();
+        self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
         let mut evidence = Evidence {
@@ -259,7 +259,7 @@ impl Gather {
         let Some(folder) = self.folder() else { return Err("no folder could be made".into()) };
         let result = folder.write_with(EVIDENCE, |to| self.ranks.write(head, to));
         self.written = result.is_ok();
-        self.said(result)
+        self.log_error(result)
     }
 
     fn write_stacks(&self, world_size: u32) -> Vec<String> {
@@ -272,7 +272,7 @@ impl Gather {
         let folded = |name: &str, tree| folder.write(name, folded::folded(tree, world_size).as_bytes());
         let results =
             [folder.write(TREES, &trees()), folded("cpp_stack", &self.native), folded("py_stack", &self.python)];
-        results.into_iter().filter_map(|result| self.said(result).err()).collect()
+        results.into_iter().filter_map(|result| self.log_error(result).err()).collect()
     }
 
     fn folder(&self) -> Option<Folder> {
@@ -280,7 +280,7 @@ impl Gather {
     }
 
     /// Logs an error and returns its text for the verdict.
-    fn said(&self, result: Result<(), Error>) -> Result<(), String> {
+    fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
             warn!("incident {}: {problem}", self.plan.incident);
@@ -295,7 +295,7 @@ impl Gather {
         if self.files.get(&rank).is_some_and(|coming| coming.name != piece.name) {
             return;
         }
-        let part = folder.join(part_of(&piece.name));
+        let part = folder.join(partial_name(&piece.name));
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
             warn!("incident {}: {}: {error}", self.plan.incident, part.display());
             self.files.remove(&rank);
@@ -329,7 +329,7 @@ impl Gather {
     }
 
     /// The transfer of these files was cut off. If they are requested again, they start over.
-    fn broke_off(&mut self, ranks: &RankSet) {
+    fn transfer_aborted(&mut self, ranks: &RankSet) {
         let (gone, kept) = std::mem::take(&mut self.files).into_iter().partition(|(rank, _)| ranks.contains(*rank));
         self.files = kept;
         self.remove(gone);
@@ -339,7 +339,7 @@ impl Gather {
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
         let Some(folder) = &self.plan.folder else { return };
         for coming in files.into_values().filter(|coming| coming.file.is_some()) {
-            let _ = fs::remove_file(folder.join(part_of(&coming.name)));
+            let _ = fs::remove_file(folder.join(partial_name(&coming.name)));
         }
     }
 
@@ -363,7 +363,7 @@ impl Gather {
 }
 
 /// The temporary name of a file during its transfer.
-fn part_of(name: &str) -> String {
+fn partial_name(name: &str) -> String {
     format!(".{name}.new")
 }
 
@@ -463,7 +463,7 @@ mod tests {
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"ab");
         // The data before the cut must not precede the data of the next request.
         gather.file(piece(whole[0], b"half of it", false));
-        gather.broke_off(&[3].into_iter().collect());
+        gather.transfer_aborted(&[3].into_iter().collect());
         assert_eq!(names(), whole);
         gather.file(piece(whole[0], b"all of it", true));
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"all of it");

@@ -20,13 +20,14 @@ use crate::{
     cluster::{
         comparison::ComparisonThread,
         config::Settings,
-        gather::{Done, OpenIncident, Record},
-        incident::{Incident, State},
+        gather::{GatherEvent, OpenIncident, Record},
+        incident::Incident,
         nodes::Nodes,
     },
     error::Error,
     http::questions::Question,
     incident::{
+        State,
         folder::Folder,
         throttle::{BY_HAND, Throttle},
     },
@@ -41,13 +42,13 @@ pub enum Command {
     /// A question of an HTTP page.
     Question(Question),
     /// The thread of an incident has finished a step.
-    Done(String, Done),
+    Gather(String, GatherEvent),
     /// The ranks of a job in an attempt were compared.
     Compared(JobKey, u32, Comparison),
     /// Incidents that an earlier cluster collector left open, found after a delay.
-    Found(Vec<OpenIncident>),
+    OpenIncidentsFound(Vec<OpenIncident>),
     /// The folder of an incident was made after a delay, or could not be made.
-    Made(String, MadeFolder),
+    FolderMade(String, MadeFolder),
 }
 
 /// A folder, with the reason if it is not in its intended place.
@@ -87,7 +88,7 @@ pub struct Hub {
     // Nodes that claim ranks of another node: since when, and whether this was logged.
     refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
     // The last reason for refusing a stream, and when it was logged.
-    turned_away: Option<(String, u64)>,
+    last_refusal: Option<(String, u64)>,
     forget_ns: u64,
     comparison: ComparisonThread,
     /// Ranks that slow their job down.
@@ -126,7 +127,7 @@ impl Hub {
             disk: Disk::new(|| {}),
             complete: BTreeMap::new(),
             refused: BTreeMap::new(),
-            turned_away: None,
+            last_refusal: None,
             forget_ns: 0,
             comparison,
             slow: SlowRanks::default(),
@@ -136,8 +137,8 @@ impl Hub {
         };
         for root in hub.folders() {
             let (commands, below) = (hub.commands.clone(), root.clone());
-            let late = move |found| drop(commands.send(Command::Found(found)));
-            let found = hub.disk.ask(&root, move || Record::open_in(&below), late);
+            let late = move |found| drop(commands.send(Command::OpenIncidentsFound(found)));
+            let found = hub.disk.run(&root, move || Record::open_in(&below), late);
             hub.restore_all(found.unwrap_or_default(), now);
         }
         hub
@@ -167,7 +168,7 @@ impl Hub {
         incident.folder = Some(folder);
         incident.deadline_ns = now.mono_ns + RETURN_NS;
         if let Some(verdict) = verdict {
-            incident.state = State::Judged;
+            incident.state = State::Dumped;
             (incident.sentence, incident.cause) = (verdict.sentence, verdict.cause.to_string());
             (incident.culprits, incident.is_proven) = (verdict.culprits, verdict.hang != HangEvidence::None);
             incident.quiet_since_ns = Some(now.mono_ns + RETURN_NS);
@@ -179,14 +180,14 @@ impl Hub {
     /// incident is over then.
     fn is_over(&self, incident: &Incident) -> bool {
         let summary = self.nodes.job(&incident.job);
-        summary.alive && summary.born_ns > incident.opened.mono_ns
+        summary.alive && summary.first_start_ns > incident.opened.mono_ns
     }
 
     /// Whether an alarm of a node is about something other than this incident: none of its running
     /// ranks existed when the node was asked for its part. The other nodes may not have reported
     /// yet that the world of the incident is over.
     fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
-        let asked = incident.parts.get(&node).map(|part| part.asked_ns);
-        asked.is_some_and(|asked_ns| self.nodes.began_after(&incident.job, node, asked_ns))
+        let asked = incident.parts.get(&node).map(|part| part.requested_ns);
+        asked.is_some_and(|requested_ns| self.nodes.began_after(&incident.job, node, requested_ns))
     }
 }

@@ -183,7 +183,7 @@ impl Claims {
                 attempt: claim.attempt,
                 started_ns: claim.started_ns,
             });
-            let mut summary = JobSummary { world, born_ns: u64::MAX, ..JobSummary::default() };
+            let mut summary = JobSummary { world, first_start_ns: u64::MAX, ..JobSummary::default() };
             let mut last = None;
             for (rank, _) in self.ranks.keys() {
                 if last.replace(*rank) == Some(*rank) {
@@ -294,7 +294,7 @@ pub struct JobSummary {
     /// Idle timeout; 0 is off.
     pub idle_timeout_ms: u64,
     /// Start of the first of its living processes; `u64::MAX` if there is none.
-    pub born_ns: u64,
+    pub first_start_ns: u64,
     world: World,
     // Whether several nodes claim one rank.
     contested: bool,
@@ -318,7 +318,7 @@ impl JobSummary {
         self.alive |= claim.is_alive();
         self.ended |= !claim.is_alive();
         if claim.is_alive() {
-            self.born_ns = self.born_ns.min(claim.started_ns);
+            self.first_start_ns = self.first_start_ns.min(claim.started_ns);
             self.world.started_ns = self.world.started_ns.max(claim.started_ns);
         }
         self.hear(claim);
@@ -340,7 +340,7 @@ impl JobSummary {
 
 /// Ranks that a node claims and another node holds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Refused {
+pub struct RefusedClaim {
     /// The node that claims them.
     pub node: NodeId,
     /// The job.
@@ -375,12 +375,12 @@ impl Nodes {
         });
         node.stream = Some((stream, outgoing));
         self.away.remove(&id);
-        self.unsettle(id);
+        self.invalidate_summaries(id);
         id
     }
 
     /// Handles the end of a stream. Returns false if the node already has a newer one.
-    pub fn lose(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
+    pub fn disconnect(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
         if node.stream.as_ref().is_none_or(|(current, _)| *current != stream) {
             return false;
@@ -388,12 +388,12 @@ impl Nodes {
         node.stream = None;
         node.lost_ns = now_ns;
         self.away.insert(id);
-        self.unsettle(id);
+        self.invalidate_summaries(id);
         true
     }
 
     /// A node joined or left, which may change the holder of ranks that other nodes also claim.
-    fn unsettle(&mut self, id: NodeId) {
+    fn invalidate_summaries(&mut self, id: NodeId) {
         let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
         let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
         for job in jobs {
@@ -412,7 +412,7 @@ impl Nodes {
             node.stream = None;
             node.lost_ns = now_ns;
             self.away.insert(id);
-            self.unsettle(id);
+            self.invalidate_summaries(id);
         }
         sent
     }
@@ -450,7 +450,7 @@ impl Nodes {
             (job.name, job.instance) = (known.name, known.instance);
         }
         let names: BTreeSet<String> = ranks.iter().filter_map(|entry| Some(entry.job.as_ref()?.name.clone())).collect();
-        let mut others = self.take(id, ranks, now_ns);
+        let mut others = self.store_claims(id, ranks, now_ns);
         if !others.is_empty() {
             self.doubtful.extend(names.iter().cloned());
         }
@@ -531,12 +531,12 @@ impl Nodes {
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
             }
-            self.take(*id, reported, now_ns);
+            self.store_claims(*id, reported, now_ns);
         }
         moved
     }
 
-    fn take(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+    fn store_claims(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
         let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.reported)).unwrap_or_default();
         let mut others = BTreeSet::new();
@@ -566,7 +566,7 @@ impl Nodes {
 
     /// Other nodes that claim a rank which this one also claims.
     #[must_use]
-    pub fn rivals(&self, id: NodeId) -> BTreeSet<NodeId> {
+    pub fn competing_nodes(&self, id: NodeId) -> BTreeSet<NodeId> {
         let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
         let keys = reported.iter().filter_map(key_of);
         keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
@@ -576,7 +576,7 @@ impl Nodes {
 
     /// Living ranks that a node claims while another node holds them.
     #[must_use]
-    pub fn refused(&self) -> Vec<Refused> {
+    pub fn refused(&self) -> Vec<RefusedClaim> {
         let mut refused: BTreeMap<(NodeId, NodeId, &JobKey), RankSet> = BTreeMap::new();
         for (job, claims) in &self.claims {
             let summary = claims.summary(&self.away);
@@ -591,7 +591,7 @@ impl Nodes {
                 }
             }
         }
-        refused.into_iter().map(|((node, by, job), ranks)| Refused { node, by, job: job.clone(), ranks }).collect()
+        refused.into_iter().map(|((node, by, job), ranks)| RefusedClaim { node, by, job: job.clone(), ranks }).collect()
     }
 
     /// Jobs that have a rank.
@@ -610,12 +610,12 @@ impl Nodes {
     pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
         let reported = self.nodes.get(&node).map(|node| node.reported.as_slice()).unwrap_or_default();
         let listed = reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
-        listed.map(|(_, rank)| rank).filter(|rank| self.of_rank(job, *rank) == Some(node)).collect()
+        listed.map(|(_, rank)| rank).filter(|rank| self.node_of_rank(job, *rank) == Some(node)).collect()
     }
 
     /// The node that holds a rank.
     #[must_use]
-    pub fn of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
+    pub fn node_of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
         let claims = self.claims.get(job)?;
         let world = claims.summary(&self.away).world;
         holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)

@@ -83,7 +83,7 @@ fn incident(hub: &Hub, incident: &Incident) -> Value {
         "incident": incident.id,
         "job": incident.job.to_string(),
         "attempt": incident.attempt,
-        "state": incident.state.name(),
+        "state": incident.state,
         "opened_at": clock::rfc3339(incident.opened.unix_ns),
         "nodes": incident.parts.len(),
         "delivered": delivered,

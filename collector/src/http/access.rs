@@ -4,6 +4,7 @@
 
 use std::{fs, net::IpAddr, os::unix::fs::PermissionsExt, path::Path};
 
+use anyhow::{anyhow, bail};
 use axum::http::{HeaderMap, header};
 use tonic::transport::Uri;
 use tracing::warn;
@@ -15,18 +16,16 @@ use crate::error::Error;
 ///
 /// # Errors
 /// If it is invalid, or plain text would leave this machine.
-pub fn check_url(url: &str) -> Result<(Uri, bool), String> {
+pub fn check_url(url: &str) -> anyhow::Result<(Uri, bool)> {
     let shown = secrets::text(url);
-    let uri: Uri = url.parse().map_err(|error| format!("{shown}: {error}"))?;
+    let uri: Uri = url.parse().map_err(|error| anyhow!("{shown}: {error}"))?;
     let secure = match uri.scheme_str() {
         Some("https") => true,
         Some("http") => false,
-        _ => return Err(format!("{shown}: it must begin with https:// or http://")),
+        _ => bail!("{shown}: it must begin with https:// or http://"),
     };
     if !secure && !is_loopback(uri.host().unwrap_or_default()) {
-        return Err(format!(
-            "{shown}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
-        ));
+        bail!("{shown}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE");
     }
     Ok((uri, secure))
 }

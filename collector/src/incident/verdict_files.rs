@@ -79,7 +79,7 @@ pub fn write_record(path: &Path, record: &Record) {
     }
 }
 
-/// Upper limit for the first line of that file.
+/// Upper limit for the first line of the reserve file, which names its writer.
 const MAX_STAMP_BYTES: u64 = 512;
 
 /// Finishes the folders that a killed collector of this machine was writing. Written stacks are

@@ -80,8 +80,8 @@ impl Sampler {
     }
 
     /// Takes the blocks of a rank that were not reported to the cluster yet.
-    pub fn news_of(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
-        self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_news()).unwrap_or_default()
+    pub fn take_unreported(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
+        self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_unreported()).unwrap_or_default()
     }
 
     /// Reads all rings if it is time, and forgets ranks that are gone.

@@ -20,7 +20,7 @@ use xpu_timer_proto::v1::{
 use crate::{
     incident::{
         folder::rank_of,
-        part::{CHUNK_BYTES, Kept, pieces},
+        part::{CHUNK_BYTES, PartLocation, pieces},
     },
     job::JobKey,
     os::{clock::Now, process},
@@ -31,7 +31,7 @@ const PIECES: usize = 2;
 
 /// An event of the stream.
 #[derive(Debug)]
-pub enum Event {
+pub enum UplinkEvent {
     /// A stream is being opened; its first message must be the hello.
     Opened(Box<Link>),
     /// A message of the cluster.
@@ -50,8 +50,8 @@ pub struct Link {
 
 /// The channel for the pieces of one delivery. It is bounded, so that a slow cluster slows the
 /// delivery down.
-pub type Delivering = mpsc::Sender<Delivery>;
-pub(super) type Client = ClusterClient<InterceptedService<Channel, Proof>>;
+pub type DeliverySender = mpsc::Sender<Delivery>;
+pub(super) type Client = ClusterClient<InterceptedService<Channel, AuthInterceptor>>;
 
 impl Link {
     /// Sends a control message. Returns false when the stream has ended or is stuck, which ends it.
@@ -63,14 +63,14 @@ impl Link {
     /// Begins a delivery that the cluster requested with this key. It ends when the sender is
     /// dropped.
     #[must_use]
-    pub fn bring(&self, key: String) -> Delivering {
+    pub fn start_delivery(&self, key: String) -> DeliverySender {
         let (sender, pieces) = mpsc::channel(PIECES);
         let mut client = self.client.clone();
         let first = Delivery { message: Some(delivery::Message::Key(key)) };
         self.runtime.spawn(async move {
             let pieces = tokio_stream::once(first).chain(ReceiverStream::new(pieces));
             if let Err(status) = client.bring(pieces).await {
-                warn!("the cluster collector does not take what it asked for: {}", words(&status));
+                warn!("the cluster collector does not take what it asked for: {}", status_text(&status));
             }
         });
         sender
@@ -79,9 +79,9 @@ impl Link {
 
 /// Authenticates each call.
 #[derive(Debug, Clone)]
-pub(super) struct Proof(pub(super) Option<MetadataValue<Ascii>>);
+pub(super) struct AuthInterceptor(pub(super) Option<MetadataValue<Ascii>>);
 
-impl Interceptor for Proof {
+impl Interceptor for AuthInterceptor {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
         if let Some(token) = &self.0 {
             request.metadata_mut().insert("authorization", token.clone());
@@ -91,13 +91,13 @@ impl Interceptor for Proof {
 }
 
 /// The status of a call as one line.
-pub(crate) fn words(status: &Status) -> String {
+pub(crate) fn status_text(status: &Status) -> String {
     format!("{}: {}", status.code().description(), status.message())
 }
 
 /// Sends a part. Blocks while the cluster is slow, and returns when the stream ends.
-pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
-    let part = kept.read().unwrap_or_else(|problem| {
+pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
+    let part = part.read().unwrap_or_else(|problem| {
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });
@@ -110,7 +110,7 @@ pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
 }
 
 /// Sends the `.stacktrace` files of some ranks in pieces.
-pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Delivering) {
+pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &DeliverySender) {
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(delivery::Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -163,19 +163,19 @@ pub struct Member {
     // Requests that wait for ranks to reconnect.
     pub(super) deferred: Vec<DumpRequest>,
     // Parts of job-wide incidents.
-    pub(super) parts: BTreeMap<String, Arc<Kept>>,
+    pub(super) parts: BTreeMap<String, Arc<PartLocation>>,
     pub(super) rounds: BTreeMap<String, u32>,
     // Whether this node's ranks hang in an incident, as last reported to the cluster.
-    pub(super) told_hangs: BTreeMap<String, bool>,
+    pub(super) reported_hangs: BTreeMap<String, bool>,
     // The last reported entries without their ages, which always change.
-    pub(super) told_ranks: Vec<RankEntry>,
+    pub(super) reported_ranks: Vec<RankEntry>,
     // Jobs that the cluster does not consider idle, and until when that holds.
     pub(super) declined: BTreeMap<JobKey, u64>,
     pub(super) last_launch: BTreeMap<JobKey, u64>,
     pub(super) heartbeat_ns: u64,
     // Incidents that the cluster requested, and until when the node waits for its verdict. After
     // that the node's own verdict counts.
-    pub(super) asked: BTreeMap<String, u64>,
+    pub(super) awaiting_verdict: BTreeMap<String, u64>,
     // When the stream was lost, until the cluster's earlier messages are dropped.
     pub(super) lost_ns: Option<u64>,
 }
@@ -191,12 +191,12 @@ impl Default for Member {
             deferred: Vec::new(),
             parts: BTreeMap::new(),
             rounds: BTreeMap::new(),
-            told_hangs: BTreeMap::new(),
-            told_ranks: Vec::new(),
+            reported_hangs: BTreeMap::new(),
+            reported_ranks: Vec::new(),
             declined: BTreeMap::new(),
             last_launch: BTreeMap::new(),
             heartbeat_ns: 0,
-            asked: BTreeMap::new(),
+            awaiting_verdict: BTreeMap::new(),
             lost_ns: None,
         }
     }
@@ -216,8 +216,8 @@ impl Member {
 
     /// Whether the cluster decides the verdict of an incident.
     #[must_use]
-    pub fn is_asked(&self, id: &str) -> bool {
-        self.asked.contains_key(id)
+    pub fn awaits_verdict(&self, id: &str) -> bool {
+        self.awaiting_verdict.contains_key(id)
     }
 
     /// Sends if there is a stream. A stream that accepts no more is closed.
@@ -230,9 +230,10 @@ impl Member {
     }
 
     /// Starts the delivery that the cluster requested with this key, on a thread that may block.
-    pub(super) fn bring(&self, key: String, work: impl FnOnce(Delivering) + Send + 'static) {
+    pub(super) fn start_delivery(&self, key: String, work: impl FnOnce(DeliverySender) + Send + 'static) {
         let Some(link) = self.link.clone() else { return };
-        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.bring(key))) {
+        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.start_delivery(key)))
+        {
             warn!("no thread for a delivery: {error}");
         }
     }

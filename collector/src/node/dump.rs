@@ -16,8 +16,8 @@ use crate::{
     node::{
         captures::Captures,
         evidence::{Taken, elsewhere, has_stacks},
+        folder_writer::{self, Findings, WriteResult},
         plan::{Outcome, Plan, add_launched, add_unregistered, world},
-        writing::{self, Found, Written},
     },
     os::clock::{self, Now, nanoseconds},
 };
@@ -56,7 +56,7 @@ const BUDGET: Duration = Duration::from_millis(2700);
 pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let head = head(&plan);
     let timeline_path = plan.timeline_path.clone();
-    judging::survive(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
+    judging::catch_panic(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
         error!("incident {}: its dump failed: {why}", head.incident);
         let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
@@ -85,7 +85,8 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
     let deadline = begun + plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (plan.incident.clone(), plan.timeline_path.clone());
-    let Written { path, written, part, verdict } = writing::write(Found { plan, evidence }, verdict, deadline);
+    let WriteResult { path, written, part, verdict } =
+        folder_writer::write(Findings { plan, evidence }, verdict, deadline);
     Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 

@@ -20,7 +20,7 @@ use crate::{
         socket::Endpoint,
         state::{NodeState, TICK},
         status,
-        supervisor::{News, Supervised},
+        supervisor::{Supervised, SupervisorEvent},
     },
     os::{clock::Now, process::Handle},
 };
@@ -89,17 +89,17 @@ impl EventLoop {
                 self.connections.close_mute();
             }
             if let Some(supervised) = &mut self.supervised {
-                let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
+                let event = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
                 self.state.supervisor = supervised.pid();
-                match news {
-                    Some(News::Stop) => self.inbox.post(Command::Stop),
-                    Some(News::Alone) if is_tracing_restricted() => {
+                match event {
+                    Some(SupervisorEvent::Stop) => self.inbox.post(Command::Stop),
+                    Some(SupervisorEvent::Alone) if is_tracing_restricted() => {
                         info!("the hooks connect again, so that they let this process look into theirs");
                         for id in self.connections.close_all() {
                             self.state.disconnected(id, now);
                         }
                     }
-                    Some(News::Alone) | None => {}
+                    Some(SupervisorEvent::Alone) | None => {}
                 }
             }
             self.state.note_turn(now);
@@ -198,9 +198,9 @@ impl NodeState {
                 drop(reply.send(status::without_folder(self)));
             }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
-            Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
-            Command::Finished(outcome) => self.finished(*outcome, now),
-            Command::Written(id, result) => self.written(&id, result, now),
+            Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
+            Command::Finished(outcome) => self.dump_finished(*outcome, now),
+            Command::Written(id, result) => self.verdict_written(&id, result, now),
             Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),

@@ -27,9 +27,9 @@ pub enum Command {
     Written(String, Result<PathBuf, Error>),
     /// Open incidents of an earlier collector that were found late. Each waits this many
     /// nanoseconds for a signal of its ranks.
-    Found(Vec<records::Left>, u64),
+    Found(Vec<records::OpenIncident>, u64),
     /// An event of the stream to the cluster collector.
-    Uplink(cluster_member::Event),
+    Uplink(cluster_member::UplinkEvent),
     /// SIGTERM or SIGINT.
     Stop,
 }

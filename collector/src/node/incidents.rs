@@ -17,7 +17,8 @@ use crate::{
     error::{Error, chain},
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::{
-        engine::{Action, Cause, Incident, Raise, Record, State},
+        State,
+        engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
         verdict_files::{self, set_status, try_write_verdict, write_record},
@@ -27,7 +28,7 @@ use crate::{
         dump,
         inbox::Command,
         plan::{ForCluster, Outcome, Plan, registered_subjects},
-        reports::{IncidentReport, Judged, Waiting},
+        reports::{IncidentReport, VerdictSummary, Waiting},
         state::NodeState,
     },
     os::{
@@ -48,17 +49,17 @@ impl NodeState {
         folders.into_iter().collect()
     }
 
-    pub(super) fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+    pub(super) fn dump_by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
         let job = match wanted_job(&alive, name) {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        if self.engine.in_work(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
+        if self.engine.dump_in_progress(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
             return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
         }
         let attempt = self.attempt(&job);
-        let raise = Raise {
+        let raise = RaisedCause {
             attempt,
             rank: -1,
             cause: Cause::Manual,
@@ -68,12 +69,12 @@ impl NodeState {
             job: job.clone(),
         };
         self.raise(raise, now);
-        if let Some(incident) = self.engine.in_work(&job) {
+        if let Some(incident) = self.engine.dump_in_progress(&job) {
             self.waiting.entry(incident.id.clone()).or_default().push(reply);
         }
     }
 
-    pub(super) fn act(&mut self, action: Action, now: Now) {
+    pub(super) fn execute(&mut self, action: Action, now: Now) {
         match action {
             Action::Dump(id) if self.announce(&id, now) => {}
             Action::Dump(id) => self.dump_alone(&id),
@@ -154,13 +155,13 @@ impl NodeState {
         }
     }
 
-    pub(super) fn finished(&mut self, outcome: Outcome, now: Now) {
+    pub(super) fn dump_finished(&mut self, outcome: Outcome, now: Now) {
         let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part } = outcome;
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
-        let shared = self.member.is_asked(&id);
-        let judged = Judged::of(&verdict);
+        let shared = self.member.awaits_verdict(&id);
+        let judged = VerdictSummary::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look without news causes no notification.
         let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
@@ -177,21 +178,21 @@ impl NodeState {
         if !written {
             self.keep_unwritten(&id, timeline_path, now);
         }
-        let action = self.engine.dumped(&id, now);
+        let action = self.engine.dump_finished(&id, now);
         if let Some(path) = path {
             self.note_on_disk(&id, path);
         }
         if let Some(action) = action {
-            self.act(action, now);
+            self.execute(action, now);
         }
         for reply in self.waiting.remove(&id).unwrap_or_default() {
             drop(reply.send(Ok(answer.clone())));
         }
         if let Some(part) = part {
-            self.captured(&id, part);
+            self.part_captured(&id, part);
         }
         if !shared {
-            self.judged(&id, &judged, now);
+            self.apply_verdict(&id, &judged, now);
         }
         self.retire();
     }
@@ -201,7 +202,7 @@ impl NodeState {
         let Some(incident) = self.engine.get(id) else { return };
         let record = self.record_of(incident);
         let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.give(&root, move || write_record(&path, &record));
+        self.disk.submit(&root, move || write_record(&path, &record));
     }
 
     fn record_of(&self, incident: &Incident) -> Record {
@@ -229,16 +230,16 @@ impl NodeState {
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
-        self.tell_closed(id, resolved);
+        self.report_closed(id, resolved);
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
         if report.is_some_and(|report| report.is_unfinished) {
             let root = path.parent().unwrap_or(&path).to_path_buf();
-            return self.disk.give(&root, move || verdict_files::finish_leftover_folder(path));
+            return self.disk.submit(&root, move || verdict_files::finish_leftover_folder(path));
         }
         let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
-        self.disk.give(&root, move || set_status(&id, &path, state.status(), Some(now.unix_ns)));
+        self.disk.submit(&root, move || set_status(&id, &path, state.status(), Some(now.unix_ns)));
     }
 }
 
@@ -281,14 +282,14 @@ impl NodeState {
             let path = self.reports.get(id).and_then(|report| report.path.clone());
             let (root, fallback) = (waiting.root.clone(), self.settings.fallback_path.clone());
             let (name, inbox) = (id.clone(), self.inbox.clone());
-            self.disk.give(&waiting.root, move || {
+            self.disk.submit(&waiting.root, move || {
                 let result = write_verdict_late(path.as_deref(), &root, &fallback, &name, &verdict);
                 inbox.post(Command::Written(name, result));
             });
         }
     }
 
-    pub(super) fn written(&mut self, id: &str, result: Result<PathBuf, Error>, now: Now) {
+    pub(super) fn verdict_written(&mut self, id: &str, result: Result<PathBuf, Error>, now: Now) {
         match result {
             Ok(path) => {
                 info!("incident {id}: its verdict is written now: {}", path.display());

@@ -215,8 +215,8 @@ impl Launched {
     }
 
     /// The ranks that run here, or ended here without having registered, one entry for each rank.
-    /// `born_ns` returns when the first living registered process of a job was started: a rank that
-    /// ended before that belongs to another world.
+    /// `world_start_ns` returns when the first living registered process of a job was started: a
+    /// rank that ended before that belongs to another world.
     #[must_use]
     pub fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
         let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);

@@ -14,7 +14,7 @@ use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::v1::{Presence as Shown, RankInfo, Trigger};
 
 use crate::{
-    incident::{engine::Record, part::Kept},
+    incident::{engine::Record, part::PartLocation},
     job::{
         JobKey,
         partition::{self, Member},
@@ -102,7 +102,7 @@ pub struct Outcome {
     /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// What the cluster collector gets.
-    pub part: Option<Kept>,
+    pub part: Option<PartLocation>,
 }
 
 /// Records the time from the timeout until now.

@@ -4,10 +4,7 @@ use serde_json::{Value, json};
 use xpu_timer_proto::{ring::header, secrets};
 
 use crate::{
-    incident::{
-        engine::{Incident, State},
-        records::WithoutFolder,
-    },
+    incident::{State, engine::Incident, records::WithoutFolder},
     node::{registry::Rank, state::NodeState},
     os::clock::{self, Now},
 };
@@ -74,8 +71,8 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
 pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
     let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
     let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.id)?)));
-    let homeless = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
-    homeless
+    let without_folder = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
+    without_folder
         .map(|(incident, report)| {
             let status = incident.state.status();
             let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);

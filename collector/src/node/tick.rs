@@ -15,12 +15,12 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    incident::engine::{Cause, Raise},
+    incident::engine::{Cause, RaisedCause},
     job::{JobKey, RankId, job_id},
     node::{
         monitor::{Observation, SHORTEST_SILENCE},
         registry::Rank,
-        state::{ENDING_TIMEOUTS, NodeState, cause_pid, living_ranks, raise, read_header},
+        state::{ENDING_TIMEOUTS, NodeState, cause_pid, living_ranks, raised_by, read_header},
     },
     os::{
         clock::{Now, nanoseconds},
@@ -44,14 +44,14 @@ impl NodeState {
         self.raise_stuck(&observations, &conditions.stuck, now);
         self.raise_idle(living, &observations, &conditions.idle, now);
         for action in self.engine.tick(&self.registry, now) {
-            self.act(action, now);
+            self.execute(action, now);
         }
         self.tick_member(now);
         let engine = &self.engine;
         self.reports.retain(|id, _| engine.get(id).is_some());
         let folders = self.folders();
         self.searched.retain(|path| folders.contains(path));
-        self.tick_ending(now);
+        self.tick_verdict_actions(now);
         self.tick_unwritten(now);
         self.sampler.turn(living_ranks(&self.registry).map(Rank::living), now);
         self.compare(now);
@@ -84,9 +84,9 @@ impl NodeState {
             let cause = Cause::Heartbeat { pid: cause_pid(rank) };
             if let Some(since_ns) = stuck.get(&rank.id).copied() {
                 let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(rank.settings.hang_timeout));
-                self.raise(Raise { since_ns, late_ns, ..raise(rank, cause) }, now);
+                self.raise(RaisedCause { since_ns, late_ns, ..raised_by(rank, cause) }, now);
             } else {
-                self.engine.lift(&rank.job, &cause, now);
+                self.engine.clear_cause(&rank.job, &cause, now);
             }
         }
     }
@@ -109,9 +109,9 @@ impl NodeState {
                 let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(timeout));
                 let attempt = self.attempt(&job);
                 let cause = Cause::Idle;
-                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
+                self.raise(RaisedCause { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
             } else {
-                self.engine.lift(&job, &Cause::Idle, now);
+                self.engine.clear_cause(&job, &Cause::Idle, now);
                 self.forgive_deaths(&job, last, now);
             }
         }
@@ -126,7 +126,7 @@ impl NodeState {
             .map(cause_pid)
             .collect();
         for pid in over {
-            self.engine.lift(job, &Cause::Death { pid }, now);
+            self.engine.clear_cause(job, &Cause::Death { pid }, now);
         }
     }
 }
@@ -230,7 +230,7 @@ impl NodeState {
         let mut ranks = Vec::new();
         for rank in living_ranks(&self.registry) {
             let Ok(number) = u32::try_from(rank.info.rank) else { continue };
-            let communicators = self.sampler.news_of(rank.id);
+            let communicators = self.sampler.take_unreported(rank.id);
             if !communicators.is_empty() {
                 let (job, attempt) = (Some(job_id(&rank.job)), rank.info.attempt);
                 ranks.push(RankPace { job, attempt, rank: number, communicators });

@@ -9,10 +9,10 @@ use crate::{
     cluster::{
         comparison::ComparisonInput,
         hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
-        incident::{Part, Progress, State},
+        incident::{Part, Progress},
         nodes::Node,
     },
-    incident::verdict_files::set_status,
+    incident::{State, verdict_files::set_status},
     job::NodeId,
     os::clock::{self, Now},
 };
@@ -33,7 +33,7 @@ const MAX_CLOSED: usize = 500;
 impl Hub {
     /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
-        let ids = self.incidents.values().filter(|one| one.is_in_work()).map(|one| one.id.clone());
+        let ids = self.incidents.values().filter(|one| one.is_active()).map(|one| one.id.clone());
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
@@ -63,8 +63,8 @@ impl Hub {
                 self.incidents.remove(id);
             }
         }
-        self.complain(now);
-        self.deliver(now);
+        self.log_refused_claims(now);
+        self.request_parts(now);
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
@@ -82,7 +82,7 @@ impl Hub {
             let late = match part.progress {
                 // A part that was taken waits for its turn as long as its node is connected.
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
-                Progress::Asked | Progress::Captured if now.mono_ns > incident.deadline_ns => {
+                Progress::Requested | Progress::Captured if now.mono_ns > incident.deadline_ns => {
                     Some(match self.nodes.get(*node) {
                         Some(node) if node.is_joined() => "it took no dump in time".to_string(),
                         Some(node) => {
@@ -111,19 +111,19 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some((_, until)) = incident.files {
             if now.mono_ns > until {
-                let nodes = incident.files_coming.len() + incident.files_wanted.len();
+                let nodes = incident.files_in_transfer.len() + incident.files_pending.len();
                 warn!("incident {id}: {nodes} nodes did not send their files in time");
-                incident.files_wanted.clear();
-                incident.files_coming.clear();
+                incident.files_pending.clear();
+                incident.files_in_transfer.clear();
             }
-            self.fetch(id, now);
+            self.fetch_files(id, now);
         }
     }
 
     /// Judges late parts together: in a large job a verdict takes seconds.
     fn judge_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
+        if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Dumped && !incident.judging) {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
                 incident.late_since_ns = None;
@@ -143,17 +143,17 @@ impl Hub {
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
             // No node of its world reconnected after a restart.
-            State::Gathering if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
+            State::Open if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
-            State::Gathering => self.finish_if_complete(id, now),
-            State::Judged if settling => {}
+            State::Open => self.judge_if_complete(id, now),
+            State::Dumped if settling => {}
             // Drawings that were pending when an earlier collector ended are dropped.
-            State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
+            State::Dumped if incident.by_hand && restored && !incident.is_working() => {
                 self.close(id, State::Ended, now);
             }
-            State::Judged if incident.by_hand => {}
-            State::Judged => {
+            State::Dumped if incident.by_hand => {}
+            State::Dumped => {
                 let quiet = incident.hanging.is_empty()
                     && incident.quiet_since_ns.is_some_and(|since| now.mono_ns > since + QUIET_NS);
                 if quiet {
@@ -162,10 +162,10 @@ impl Hub {
                 } else if !summary.alive || is_over {
                     self.close(id, State::Ended, now);
                     self.open_successor(id, now);
-                } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
-                    && !(incident.is_at_work() || incident.hanging.is_empty())
+                } else if incident.next_round_ns.is_some_and(|due| now.mono_ns > due)
+                    && !(incident.is_working() || incident.hanging.is_empty())
                 {
-                    self.look_again(id, now);
+                    self.begin_round(id, now);
                 }
             }
             _ => {}
@@ -185,11 +185,11 @@ impl Hub {
             return;
         }
         info!("incident {id}: the job hangs again");
-        incident.state = State::Judged;
+        incident.state = State::Dumped;
         incident.closed = None;
         incident.quiet_since_ns = Some(now.mono_ns);
         if let Some(folder) = incident.folder.clone() {
-            self.note_status(id, &folder, State::Judged, None);
+            self.note_status(id, &folder, State::Dumped, None);
         }
     }
 
@@ -197,12 +197,12 @@ impl Hub {
     pub(super) fn note_status(&mut self, id: &str, folder: &Path, state: State, closed_unix_ns: Option<u64>) {
         let (id, folder) = (id.to_string(), folder.to_path_buf());
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
-        self.disk.give(&root, move || set_status(&id, &folder, state.status(), closed_unix_ns));
+        self.disk.submit(&root, move || set_status(&id, &folder, state.status(), closed_unix_ns));
     }
 
     /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
     /// happens for a moment.
-    fn complain(&mut self, now: Now) {
+    fn log_refused_claims(&mut self, now: Now) {
         let mut known = std::mem::take(&mut self.refused);
         for refused in self.nodes.refused() {
             let key = (refused.node, refused.by, refused.job.clone());
@@ -229,7 +229,7 @@ impl Hub {
         incident.captured.clear();
         incident.merging.clear();
         // Files in transfer still belong to its folder.
-        if !incident.is_in_work() {
+        if !incident.is_active() {
             incident.work = None;
         }
         self.expected.retain(|_, expected| expected.incident != id || expected.files);
