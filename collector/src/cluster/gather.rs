@@ -59,7 +59,7 @@ pub struct Plan {
     /// The folder of the incident; `None` if none could be made.
     pub folder: Option<PathBuf>,
     /// Whether a new round begins: the folder contains the files of an earlier round.
-    pub fresh: bool,
+    pub is_new_round: bool,
 }
 
 /// An incident that an earlier cluster collector left open: folder, record, and its verdict if
@@ -103,9 +103,9 @@ const VIEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(plan: Plan, tell: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(plan: Plan, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
     let (sender, work) = mpsc::channel();
-    let run = move || Gather::new(plan).run(&work, &tell);
+    let run = move || Gather::new(plan).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
     Ok(sender)
 }
@@ -145,7 +145,7 @@ impl Gather {
             files: BTreeMap::new(),
             plan,
         };
-        let kept = if gather.plan.fresh { None } else { gather.read(TREES) };
+        let kept = if gather.plan.is_new_round { None } else { gather.read(TREES) };
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
@@ -169,22 +169,22 @@ impl Gather {
         }
     }
 
-    fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(GatherEvent)) {
+    fn run(mut self, work: &mpsc::Receiver<Work>, report: &impl Fn(GatherEvent)) {
         for item in work {
             match item {
                 Work::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
-                        tell(GatherEvent::Merged(node));
+                        report(GatherEvent::Merged(node));
                     }
                 }
-                Work::Judge(missing, errors) => tell(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
+                Work::Judge(missing, errors) => report(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
                 Work::File(file, _credit) => self.file(*file),
                 Work::TransferAborted(ranks) => self.transfer_aborted(&ranks),
                 Work::Draw => {
                     self.draw();
-                    tell(GatherEvent::Drawn);
+                    report(GatherEvent::Drawn);
                 }
             }
         }
@@ -292,7 +292,7 @@ impl Gather {
     /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
         let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
-        if self.files.get(&rank).is_some_and(|coming| coming.name != piece.name) {
+        if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
         let part = folder.join(partial_name(&piece.name));
@@ -306,23 +306,23 @@ impl Gather {
 
     fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
         let new = || IncomingFile { name: piece.name.clone(), bytes: 0, file: None };
-        let coming = self.files.entry(rank).or_insert_with(new);
-        let file = match &mut coming.file {
+        let incoming = self.files.entry(rank).or_insert_with(new);
+        let file = match &mut incoming.file {
             Some(file) => file,
             // A node that is asked again starts over.
             none => {
-                coming.bytes = 0;
+                incoming.bytes = 0;
                 let _ = fs::remove_file(part);
                 none.insert(fs::File::create_new(part)?)
             }
         };
-        coming.bytes += piece.data.len() as u64;
-        if coming.bytes > MAX_FILE_BYTES {
+        incoming.bytes += piece.data.len() as u64;
+        if incoming.bytes > MAX_FILE_BYTES {
             return Err(io::Error::other("it has no end"));
         }
         file.write_all(&piece.data)?;
         if piece.last {
-            coming.file = None;
+            incoming.file = None;
             fs::rename(part, folder.join(&piece.name))?;
         }
         Ok(())
@@ -338,8 +338,8 @@ impl Gather {
     /// Removes incomplete files.
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
         let Some(folder) = &self.plan.folder else { return };
-        for coming in files.into_values().filter(|coming| coming.file.is_some()) {
-            let _ = fs::remove_file(folder.join(partial_name(&coming.name)));
+        for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
+            let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
         }
     }
 
@@ -434,7 +434,7 @@ mod tests {
             hang_timeout_ns: 1,
             sample_interval_ns: 1,
             folder: Some(folder.path().into()),
-            fresh: true,
+            is_new_round: true,
         });
         let piece = |name: &str, data: &[u8], last| DumpFile {
             name: name.into(),

@@ -51,7 +51,7 @@ fn hung(cause: Cause) -> (Engine, String) {
 }
 
 #[test]
-fn one_hang_is_one_incident_whoever_signals_and_whenever() {
+fn all_signals_of_one_hang_join_one_incident() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
     assert_eq!(id, "20261121T105510Z-00000000");
@@ -67,7 +67,7 @@ fn one_hang_is_one_incident_whoever_signals_and_whenever() {
 }
 
 #[test]
-fn it_is_resolved_when_all_signals_are_and_stay_so() {
+fn an_incident_resolves_when_all_its_causes_are_cleared() {
     let (mut engine, id) = hung(operation(1, 7));
     engine.raise(raise(operation(2, 7), 5), at(16));
     engine.clear_cause(&job("j"), &operation(1, 7), at(20));
@@ -333,7 +333,7 @@ fn a_job_that_is_killed_and_started_again_is_no_incident() {
 }
 
 #[test]
-fn what_is_wrong_with_a_new_world_is_another_incident_though_its_attempt_is_the_same() {
+fn a_hang_of_a_new_world_with_an_equal_attempt_opens_another_incident() {
     let mut engine = Engine::default();
     engine.open_for_cluster("1", &job("j"), 0, Trigger::default(), at(5));
     engine.dump_finished("1", at(6));
@@ -359,7 +359,7 @@ fn a_job_that_recovers_and_is_started_again_was_resolved() {
 }
 
 #[test]
-fn what_is_wrong_with_a_process_is_wrong_with_its_job() {
+fn causes_follow_their_process_to_another_job() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
     engine.raise(raise(operation(2, 7), 5), at(11));

@@ -143,7 +143,7 @@ impl Sampled {
             self.functions = ring::read_functions(read_at)?;
         }
         let mut operations: Vec<Operation> = Vec::new();
-        let slots = self.cursor.look(read_at, head[header::OPS])?;
+        let slots = self.cursor.read_completed(read_at, head[header::OPS])?;
         let unnamed = |words: &&[u64; ring::op::WORDS]| {
             let function = words[ring::op::FUNCTION];
             function != 0 && !self.names.contains_key(&function)

@@ -172,10 +172,10 @@ impl NodeState {
         if self.member.deferred.iter().any(|deferred| deferred.incident == id) {
             return;
         }
-        let young = now.mono_ns < self.started.mono_ns + RETURN_NS;
-        let came = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
-        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(came);
-        if young && !all {
+        let just_started = now.mono_ns < self.started.mono_ns + RETURN_NS;
+        let is_here = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
+        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(is_here);
+        if just_started && !all {
             self.member.deferred.push(request);
             return;
         }

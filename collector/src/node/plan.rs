@@ -193,13 +193,17 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns:
         .map(|(member, _)| member.clone())
         .chain(found.iter().map(|found| found.member(now_ns)))
         .collect();
-    let seats = partition::partition(&all);
-    let groups: BTreeSet<usize> =
-        members.iter().zip(&seats).filter(|((_, key), _)| key == job).map(|(_, seat)| seat.group).collect();
+    let assignments = partition::partition(&all);
+    let groups: BTreeSet<usize> = members
+        .iter()
+        .zip(&assignments)
+        .filter(|((_, key), _)| key == job)
+        .map(|(_, assignment)| assignment.group)
+        .collect();
     found
         .into_iter()
-        .zip(&seats[members.len()..])
-        .filter(|(_, seat)| groups.contains(&seat.group))
+        .zip(&assignments[members.len()..])
+        .filter(|(_, assignment)| groups.contains(&assignment.group))
         .map(|(found, _)| found)
         .collect()
 }

@@ -36,11 +36,11 @@ impl NodeState {
         self.registry.note_lingering(now.mono_ns);
         self.note_ended_unregistered(now);
         let registry = &self.registry;
-        self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        self.launched.scan(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
         self.rejoin(None, now);
         let living = self.registry.living_jobs();
         let observations = self.observe(&living, now);
-        let conditions = self.monitor.look(&observations, now.mono_ns);
+        let conditions = self.monitor.evaluate(&observations, now.mono_ns);
         self.raise_stuck(&observations, &conditions.stuck, now);
         self.raise_idle(living, &observations, &conditions.idle, now);
         for action in self.engine.tick(&self.registry, now) {

@@ -98,16 +98,16 @@ fn bearer(token: &str) -> anyhow::Result<MetadataValue<Ascii>> {
 /// Keeps a stream open for as long as the node runs.
 pub async fn run(address: Address, inbox: Inbox) {
     let mut pause = SHORTEST_PAUSE;
-    let mut said = (String::new(), Instant::now());
+    let mut last_logged = (String::new(), Instant::now());
     loop {
         let begun = Instant::now();
         let why = match stream(&address, &inbox).await {
             Ok(()) => "it ended the stream".to_string(),
             Err(why) => why,
         };
-        if said.0 != why || said.1.elapsed() > REPEAT {
+        if last_logged.0 != why || last_logged.1.elapsed() > REPEAT {
             warn!("the cluster collector {}: {why}", address.url);
-            said = (why.clone(), Instant::now());
+            last_logged = (why.clone(), Instant::now());
         }
         inbox.post(Command::Uplink(UplinkEvent::Lost(why)));
         if begun.elapsed() > LONGEST_PAUSE {

@@ -193,12 +193,12 @@ impl Hub {
                 hang_timeout_ns: milliseconds(summary.hang_timeout_ms),
                 sample_interval_ns: milliseconds(summary.sample_interval_ms),
                 folder: incident.folder.clone(),
-                fresh: incident.state == State::Open,
+                is_new_round: incident.state == State::Open,
             };
             let (commands, name) = (self.commands.clone(), id.to_string());
             // Fails only when the process ends.
-            let tell = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
-            match gather::start(plan, tell) {
+            let report = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
+            match gather::start(plan, report) {
                 Ok(sender) => incident.work = Some(sender),
                 Err(error) => {
                     warn!("incident {id}: {}", chain(&error));
