@@ -132,7 +132,7 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     match arguments.command {
         Role::Node { linger, supervise, tied, .. } => run_node(linger, supervise, tied),
         Role::Cluster { listen, .. } => {
-            let (settings, problems) = cluster::config::Settings::from_process(listen).map_err(anyhow::Error::msg)?;
+            let (settings, problems) = cluster::config::Settings::from_process(listen)?;
             for problem in problems {
                 warn!("{problem}");
             }

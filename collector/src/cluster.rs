@@ -1,19 +1,16 @@
 //! The cluster role. Each node connects and keeps a stream. A hang on one node becomes an incident
 //! of the job, and its verdict is made from the evidence of all nodes.
 
-pub(crate) mod command;
-pub(crate) mod comparing;
+pub(crate) mod comparison;
 pub mod config;
 pub(crate) mod gather;
 pub(crate) mod hub;
-pub(crate) mod ids;
 pub(crate) mod incident;
 pub(crate) mod joins;
 pub mod nodes;
 pub(crate) mod ranks;
 pub(crate) mod service;
 pub(crate) mod status;
-pub(crate) mod tls;
 pub(crate) mod web;
 
 use std::{
@@ -36,12 +33,12 @@ use crate::{
     cluster::{config::Settings, hub::Hub, service::Service, web::Pages},
     error::Error,
     http::{
-        server::Server,
-        token::{Token, read_token},
+        access::{Token, read_token},
+        server::{Server, tls_acceptor},
         watch::Limits,
     },
     incident::part::MAX_MESSAGE_BYTES,
-    os::{clock::Now, limits::raise_descriptor_limit, memory},
+    os::{clock::Now, resources},
 };
 
 /// Threads that read the streams. One task owns the state, so more threads would only wait for it.
@@ -53,8 +50,8 @@ const EVENTS: usize = 1024;
 /// # Errors
 /// If it cannot listen, or a file from its settings cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
-    let descriptors = raise_descriptor_limit();
-    memory::share_one_arena();
+    let descriptors = resources::raise_descriptor_limit();
+    resources::share_one_arena();
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(Error::system("start the runtime"))?;
@@ -66,7 +63,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
 async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
     let token = settings.token_file.as_deref().map(read_token).transpose()?;
     let tls = match &settings.identity {
-        Some((certificate, key)) => Some(tls::acceptor(certificate, key)?),
+        Some((certificate, key)) => Some(tls_acceptor(certificate, key)?),
         None => None,
     };
     let listener = listen(settings.listen).await?;
@@ -96,7 +93,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
             _ = interrupt.recv() => break,
             Some(command) = commanded.recv() => hub.command(command, Now::get()),
             _ = ticks.tick() => hub.tick(Now::get()),
-            Some(event) = incoming.recv() => hub.stream(event, Now::get()),
+            Some(event) = incoming.recv() => hub.stream_event(event, Now::get()),
             else => break,
         }
         if server.is_finished() {

@@ -3,13 +3,11 @@
 //! Only requests that name this machine as their host and come from no other origin are answered,
 //! so web pages from elsewhere reach neither endpoint.
 
-pub(crate) mod address;
-pub(crate) mod pages;
+pub mod access;
 pub(crate) mod peer;
 pub(crate) mod questions;
 pub(crate) mod routes;
 pub(crate) mod server;
-pub mod token;
 pub(crate) mod watch;
 
 use std::{
@@ -29,10 +27,10 @@ use rustix::process::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
 
 use crate::http::{
+    access::Token,
     peer::Owners,
     questions::Answers,
     server::{Caller, Server},
-    token::Token,
 };
 
 /// Listens on a loopback port.
@@ -171,8 +169,41 @@ fn is_loopback(authority: &str) -> bool {
         Some((host, port)) if !port.ends_with(']') => (host, port),
         _ => (authority, "0"),
     };
-    port.bytes().all(|byte| byte.is_ascii_digit()) && address::is_loopback(host)
+    port.bytes().all(|byte| byte.is_ascii_digit()) && access::is_loopback(host)
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_machine_is_loopback() {
+        for host in ["localhost", "localhost:18888", "127.0.0.1:1", "[::1]", "[::1]:80", "LOCALHOST:1"] {
+            assert!(is_loopback(host), "{host}");
+        }
+        for host in ["evil.example", "localhost.evil.example:18888", "127.0.0.1.evil:1", "", "localhost:1@evil", "::1"]
+        {
+            assert!(!is_loopback(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn pages_from_elsewhere_are_refused() {
+        let local = |pairs: &[(header::HeaderName, &str)]| {
+            let headers = pairs.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect();
+            is_local(&headers)
+        };
+        assert!(local(&[(header::HOST, "localhost:1")]));
+        assert!(local(&[(header::HOST, "127.0.0.1:1"), (header::ORIGIN, "http://127.0.0.1:1")]));
+        for origin in ["http://localhost:2", "http://127.0.0.1:1"] {
+            assert!(
+                !local(&[(header::HOST, "localhost:1"), (header::ORIGIN, origin)]),
+                "another program's page: {origin}"
+            );
+        }
+        assert!(!local(&[]));
+        assert!(!local(&[(header::HOST, "evil.example:1")]));
+        assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "http://evil.example")]));
+        assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "null")]));
+    }
+}

@@ -231,11 +231,13 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
                         format!("{number} lines were left out: what this log is written to is slow\n").as_bytes(),
                     );
                 }
-                repeats.look(&line, Instant::now()).iter().for_each(|line| target.write(line));
+                repeats.admit(&line, Instant::now()).iter().for_each(|line| target.write(line));
             }
             // The requester may have stopped waiting.
             Ok(Item::Flush(done)) => _ = done.send(()),
-            Err(RecvTimeoutError::Timeout) => repeats.rest(Instant::now()).iter().for_each(|line| target.write(line)),
+            Err(RecvTimeoutError::Timeout) => {
+                repeats.summarize(Instant::now()).iter().for_each(|line| target.write(line))
+            }
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }
@@ -285,8 +287,8 @@ const KEY_BYTES: usize = 120;
 
 impl Repeats {
     /// The lines to write when a line arrives.
-    fn look<'a>(&mut self, line: &'a [u8], now: Instant) -> Vec<Cow<'a, [u8]>> {
-        let mut write: Vec<Cow<'a, [u8]>> = self.rest(now).into_iter().map(Cow::Owned).collect();
+    fn admit<'a>(&mut self, line: &'a [u8], now: Instant) -> Vec<Cow<'a, [u8]>> {
+        let mut write: Vec<Cow<'a, [u8]>> = self.summarize(now).into_iter().map(Cow::Owned).collect();
         // The text after the time.
         let text = line.iter().position(|byte| *byte == b' ').map_or(line, |space| &line[space..]);
         let key: Vec<u8> = text.iter().take(KEY_BYTES).filter(|byte| !byte.is_ascii_digit()).copied().collect();
@@ -307,7 +309,7 @@ impl Repeats {
     }
 
     /// Reports the omitted lines of a window that is over, and starts the next one.
-    fn rest(&mut self, now: Instant) -> Vec<Vec<u8>> {
+    fn summarize(&mut self, now: Instant) -> Vec<Vec<u8>> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) < WINDOW) {
             return Vec::new();
         }
@@ -486,22 +488,22 @@ mod tests {
         let begun = Instant::now();
         let flood = |repeats: &mut Repeats, now: Instant| {
             let lines = (0..2000).map(|number| format!("2026-11-23T00:00:0{}Z  WARN a: pid {number}\n", number % 10));
-            lines.map(|line| repeats.look(line.as_bytes(), now).len() as u64).sum::<u64>()
+            lines.map(|line| repeats.admit(line.as_bytes(), now).len() as u64).sum::<u64>()
         };
         assert_eq!(flood(&mut repeats, begun), MOST_AT_FIRST);
-        assert_eq!(repeats.look(b"2026 INFO b: another\n", begun).len(), 1);
+        assert_eq!(repeats.admit(b"2026 INFO b: another\n", begun).len(), 1);
         assert_eq!(repeats.due(), Some(begun + WINDOW));
         // A flood that lasts gets a lower limit, and is reported once a window.
         assert_eq!(flood(&mut repeats, begun + WINDOW), MOST_REPEATS + 1);
-        let written = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
+        let written = repeats.admit(b"2026 INFO b: another\n", begun + WINDOW * 2);
         let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
         assert_eq!(text(&written[0]), "1900 more lines like this were left out: WARN a: pid\n");
         assert_eq!(written.len(), 2);
         assert_eq!(repeats.due(), None);
         // After a quiet window it is not a flood any more.
-        assert!(repeats.rest(begun + WINDOW * 3).is_empty());
+        assert!(repeats.summarize(begun + WINDOW * 3).is_empty());
         assert_eq!(flood(&mut repeats, begun + WINDOW * 3), MOST_AT_FIRST);
-        assert_eq!(repeats.rest(begun + WINDOW * 4).len(), 1, "it is told also when no other line comes");
+        assert_eq!(repeats.summarize(begun + WINDOW * 4).len(), 1, "it is told also when no other line comes");
     }
 
     #[test]

@@ -2,37 +2,29 @@
 //! signals.
 
 mod captures;
+mod cluster_member;
 mod cluster_messages;
-mod commands;
-mod comparing;
 mod connections;
-mod delivery;
 mod dump;
-mod ending;
 mod event_loop;
 mod evidence;
-mod filters;
+mod folder_writer;
 mod inbox;
-mod judged;
+mod incidents;
 mod launched;
-mod link;
-mod member;
 mod metrics_page;
 mod monitor;
 mod plan;
 mod registration;
 mod registry;
+mod reports;
 mod socket;
 mod state;
 mod status;
-mod subjects;
 pub(crate) mod supervisor;
 mod tick;
-mod unwritten;
-mod unwritten_verdicts;
 mod uplink;
-mod work;
-mod writing;
+mod verdict_actions;
 
 use std::{
     path::PathBuf,
@@ -54,8 +46,8 @@ use crate::{
     error::{Error, chain},
     http::{
         self,
+        access::{Token, read_token},
         server::Server,
-        token::{Token, read_token},
         watch::Limits,
     },
     logging,
@@ -69,7 +61,7 @@ use crate::{
         supervisor::Supervised,
         uplink::Address,
     },
-    os::{limits::raise_descriptor_limit, memory},
+    os::resources,
 };
 
 /// Time between two cleanups of the hooks' logs.
@@ -94,8 +86,8 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         true => Supervised::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
         false => (None, Endpoint::open(&settings.socket)?),
     };
-    let descriptors = raise_descriptor_limit();
-    memory::share_one_arena();
+    let descriptors = resources::raise_descriptor_limit();
+    resources::share_one_arena();
     let (inbox, commands) = Inbox::new()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)

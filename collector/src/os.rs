@@ -2,9 +2,7 @@
 
 pub(crate) mod clock;
 pub(crate) mod disk;
-pub(crate) mod limits;
-pub(crate) mod memory;
-mod pidfd;
 pub(crate) mod process;
+pub(crate) mod resources;
 pub(crate) mod ring_file;
 pub(crate) mod safe_path;

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{printable, secrets};
 
-use crate::client::web_client::{self, Peer};
+use crate::client::{self, Peer};
 
 /// The destination of verdicts.
 #[derive(Debug, Clone)]
@@ -97,7 +97,7 @@ fn without_url(problem: &str, url: &str) -> String {
 }
 
 fn send(url: &str, incident: &str, body: &Value) {
-    let agent = web_client::agent(DEADLINE, Peer::Service);
+    let agent = client::agent(DEADLINE, Peer::Service);
     let text = body.to_string();
     let text = printable::json(&text);
     let mut pauses = PAUSES.iter();

@@ -6,6 +6,7 @@ use std::{
     path::PathBuf,
 };
 
+use anyhow::{anyhow, bail};
 use rustix::process::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
@@ -39,7 +40,7 @@ impl Settings {
     /// # Errors
     /// One sentence that describes the problem: an invalid address, or an address that is not
     /// allowed with these settings.
-    pub fn from_process(listen: Option<String>) -> Result<(Self, Vec<Problem>), String> {
+    pub fn from_process(listen: Option<String>) -> anyhow::Result<(Self, Vec<Problem>)> {
         let source = Source::process();
         let settings = Self::new(&source, listen, env::temp_dir(), getuid().as_raw())?;
         Ok((settings, source.problems()))
@@ -49,22 +50,22 @@ impl Settings {
     ///
     /// # Errors
     /// As [`Settings::from_process`].
-    pub fn new(source: &Source, listen: Option<String>, temporary: PathBuf, uid: u32) -> Result<Self, String> {
+    pub fn new(source: &Source, listen: Option<String>, temporary: PathBuf, uid: u32) -> anyhow::Result<Self> {
         let text = listen.or_else(|| source.text("XPU_TIMER_CLUSTER_LISTEN")).unwrap_or_default();
         let listen = text.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
-        let listen = listen.ok_or_else(|| format!("{text}: not an address and port to listen on"))?;
+        let listen = listen.ok_or_else(|| anyhow!("{text}: not an address and port to listen on"))?;
         let files = ["XPU_TIMER_CLUSTER_CERT_FILE", "XPU_TIMER_CLUSTER_KEY_FILE"].map(|name| source.path(name));
         let identity = match files {
             [Some(certificate), Some(key)] => Some((certificate, key)),
             [None, None] => None,
-            _ => return Err("XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE go together".into()),
+            _ => bail!("XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE go together"),
         };
         let token_file = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE");
         if !listen.ip().is_loopback() && (identity.is_none() || token_file.is_none()) {
-            return Err(format!(
+            bail!(
                 "{listen} is beyond loopback, where TLS and a token are a must: give XPU_TIMER_CLUSTER_CERT_FILE, \
                  XPU_TIMER_CLUSTER_KEY_FILE and XPU_TIMER_COLLECTOR_TOKEN_FILE"
-            ));
+            );
         }
         Ok(Settings {
             listen,
@@ -82,7 +83,7 @@ impl Settings {
 mod tests {
     use super::*;
 
-    fn settings(pairs: &'static [(&str, &str)], listen: Option<&str>) -> Result<Settings, String> {
+    fn settings(pairs: &'static [(&str, &str)], listen: Option<&str>) -> anyhow::Result<Settings> {
         let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
         Settings::new(&Source::new(find, ""), listen.map(str::to_string), "/t".into(), 7)
     }
@@ -99,10 +100,10 @@ mod tests {
             (&[CERT, KEY], "TLS and a token are a must"),
             (&[CERT, TOKEN], "go together"),
         ] {
-            let error = settings(pairs, Some("0.0.0.0:18890")).unwrap_err();
+            let error = settings(pairs, Some("0.0.0.0:18890")).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
         }
         assert!(settings(&[CERT, KEY, TOKEN], Some("0.0.0.0:18890")).is_ok());
-        assert!(settings(&[], Some("nowhere")).unwrap_err().contains("nowhere"));
+        assert!(settings(&[], Some("nowhere")).unwrap_err().to_string().contains("nowhere"));
     }
 }

@@ -20,7 +20,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    cluster::{ids::NodeId, ranks::Ranks, service::Credit},
+    cluster::{ranks::Ranks, service::Credit},
     error::{Error, chain},
     incident::{
         folder::{Folder, rank_of},
@@ -28,9 +28,10 @@ use crate::{
         verdict_files::write_verdict,
         viewer,
     },
+    job::NodeId,
     os::{
         clock::{self, Now},
-        memory,
+        resources,
     },
 };
 
@@ -58,7 +59,7 @@ pub struct Plan {
     /// The folder of the incident; `None` if none could be made.
     pub folder: Option<PathBuf>,
     /// Whether a new round begins: the folder contains the files of an earlier round.
-    pub fresh: bool,
+    pub is_new_round: bool,
 }
 
 /// An incident that an earlier cluster collector left open: folder, record, and its verdict if
@@ -75,14 +76,14 @@ pub enum Work {
     /// A piece of a `.stacktrace` file.
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
-    BrokeOff(RankSet),
+    TransferAborted(RankSet),
     /// No more files will arrive: draw.
     Draw,
 }
 
 /// Reports of the thread.
 #[derive(Debug)]
-pub enum Done {
+pub enum GatherEvent {
     /// The delivery of a node is merged: another one may start.
     Merged(NodeId),
     /// The verdict is made and written.
@@ -102,9 +103,9 @@ const VIEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(plan: Plan, tell: impl Fn(Done) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(plan: Plan, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
     let (sender, work) = mpsc::channel();
-    let run = move || Gather::new(plan).run(&work, &tell);
+    let run = move || Gather::new(plan).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
     Ok(sender)
 }
@@ -144,7 +145,7 @@ impl Gather {
             files: BTreeMap::new(),
             plan,
         };
-        let kept = if gather.plan.fresh { None } else { gather.read(TREES) };
+        let kept = if gather.plan.is_new_round { None } else { gather.read(TREES) };
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
@@ -158,7 +159,7 @@ impl Gather {
     }
 
     /// Loads the ranks into memory again to add to them.
-    fn recall(&mut self) {
+    fn reload_ranks(&mut self) {
         if !std::mem::take(&mut self.written) {
             return;
         }
@@ -168,33 +169,33 @@ impl Gather {
         }
     }
 
-    fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(Done)) {
+    fn run(mut self, work: &mpsc::Receiver<Work>, report: &impl Fn(GatherEvent)) {
         for item in work {
             match item {
                 Work::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
-                        tell(Done::Merged(node));
+                        report(GatherEvent::Merged(node));
                     }
                 }
-                Work::Judge(missing, errors) => tell(Done::Judged(Box::new(self.judge(missing, errors)))),
+                Work::Judge(missing, errors) => report(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
                 Work::File(file, _credit) => self.file(*file),
-                Work::BrokeOff(ranks) => self.broke_off(&ranks),
+                Work::TransferAborted(ranks) => self.transfer_aborted(&ranks),
                 Work::Draw => {
                     self.draw();
-                    tell(Done::Drawn);
+                    report(GatherEvent::Drawn);
                 }
             }
         }
         drop(self);
-        memory::trim();
+        resources::trim_heap();
     }
 
     fn part(&mut self, part: NodeDump) {
         self.merge(part.native.as_ref(), part.python.as_ref());
         self.errors.extend(part.errors);
-        self.recall();
+        self.reload_ranks();
         self.ranks.extend(part.ranks);
     }
 
@@ -212,7 +213,7 @@ impl Gather {
 
     fn judge(&mut self, missing: Vec<RankEvidence>, errors: Vec<String>) -> Verdict {
         let begun = Instant::now();
-        self.recall();
+        self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
         let mut evidence = Evidence {
@@ -258,7 +259,7 @@ impl Gather {
         let Some(folder) = self.folder() else { return Err("no folder could be made".into()) };
         let result = folder.write_with(EVIDENCE, |to| self.ranks.write(head, to));
         self.written = result.is_ok();
-        self.said(result)
+        self.log_error(result)
     }
 
     fn write_stacks(&self, world_size: u32) -> Vec<String> {
@@ -271,7 +272,7 @@ impl Gather {
         let folded = |name: &str, tree| folder.write(name, folded::folded(tree, world_size).as_bytes());
         let results =
             [folder.write(TREES, &trees()), folded("cpp_stack", &self.native), folded("py_stack", &self.python)];
-        results.into_iter().filter_map(|result| self.said(result).err()).collect()
+        results.into_iter().filter_map(|result| self.log_error(result).err()).collect()
     }
 
     fn folder(&self) -> Option<Folder> {
@@ -279,7 +280,7 @@ impl Gather {
     }
 
     /// Logs an error and returns its text for the verdict.
-    fn said(&self, result: Result<(), Error>) -> Result<(), String> {
+    fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
             warn!("incident {}: {problem}", self.plan.incident);
@@ -291,10 +292,10 @@ impl Gather {
     /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
         let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
-        if self.files.get(&rank).is_some_and(|coming| coming.name != piece.name) {
+        if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
-        let part = folder.join(part_of(&piece.name));
+        let part = folder.join(partial_name(&piece.name));
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
             warn!("incident {}: {}: {error}", self.plan.incident, part.display());
             self.files.remove(&rank);
@@ -305,30 +306,30 @@ impl Gather {
 
     fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
         let new = || IncomingFile { name: piece.name.clone(), bytes: 0, file: None };
-        let coming = self.files.entry(rank).or_insert_with(new);
-        let file = match &mut coming.file {
+        let incoming = self.files.entry(rank).or_insert_with(new);
+        let file = match &mut incoming.file {
             Some(file) => file,
             // A node that is asked again starts over.
             none => {
-                coming.bytes = 0;
+                incoming.bytes = 0;
                 let _ = fs::remove_file(part);
                 none.insert(fs::File::create_new(part)?)
             }
         };
-        coming.bytes += piece.data.len() as u64;
-        if coming.bytes > MAX_FILE_BYTES {
+        incoming.bytes += piece.data.len() as u64;
+        if incoming.bytes > MAX_FILE_BYTES {
             return Err(io::Error::other("it has no end"));
         }
         file.write_all(&piece.data)?;
         if piece.last {
-            coming.file = None;
+            incoming.file = None;
             fs::rename(part, folder.join(&piece.name))?;
         }
         Ok(())
     }
 
     /// The transfer of these files was cut off. If they are requested again, they start over.
-    fn broke_off(&mut self, ranks: &RankSet) {
+    fn transfer_aborted(&mut self, ranks: &RankSet) {
         let (gone, kept) = std::mem::take(&mut self.files).into_iter().partition(|(rank, _)| ranks.contains(*rank));
         self.files = kept;
         self.remove(gone);
@@ -337,8 +338,8 @@ impl Gather {
     /// Removes incomplete files.
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
         let Some(folder) = &self.plan.folder else { return };
-        for coming in files.into_values().filter(|coming| coming.file.is_some()) {
-            let _ = fs::remove_file(folder.join(part_of(&coming.name)));
+        for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
+            let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
         }
     }
 
@@ -362,7 +363,7 @@ impl Gather {
 }
 
 /// The temporary name of a file during its transfer.
-fn part_of(name: &str) -> String {
+fn partial_name(name: &str) -> String {
     format!(".{name}.new")
 }
 
@@ -372,9 +373,9 @@ fn part_of(name: &str) -> String {
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// [`crate::job::key::JobKey::name`].
+    /// [`crate::job::JobKey::name`].
     pub job: String,
-    /// [`crate::job::key::JobKey::instance`].
+    /// [`crate::job::JobKey::instance`].
     pub instance: String,
     /// Attempt.
     pub attempt: u32,
@@ -433,7 +434,7 @@ mod tests {
             hang_timeout_ns: 1,
             sample_interval_ns: 1,
             folder: Some(folder.path().into()),
-            fresh: true,
+            is_new_round: true,
         });
         let piece = |name: &str, data: &[u8], last| DumpFile {
             name: name.into(),
@@ -462,7 +463,7 @@ mod tests {
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"ab");
         // The data before the cut must not precede the data of the next request.
         gather.file(piece(whole[0], b"half of it", false));
-        gather.broke_off(&[3].into_iter().collect());
+        gather.transfer_aborted(&[3].into_iter().collect());
         assert_eq!(names(), whole);
         gather.file(piece(whole[0], b"all of it", true));
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"all of it");

@@ -4,7 +4,6 @@
 pub(crate) mod deadlines;
 mod delivery;
 mod events;
-mod files;
 mod opening;
 #[cfg(test)]
 mod tests;
@@ -13,26 +12,47 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use tokio::sync::mpsc;
 use tracing::info;
-use xpu_timer_analysis::{HangEvidence, Verdict};
+use xpu_timer_analysis::{HangEvidence, Verdict, stragglers::Comparison};
 use xpu_timer_proto::v1::Alarm;
 
-use crate::cluster::command::Command;
-use crate::cluster::gather::OpenIncident;
-use crate::cluster::{
-    comparing::Comparing,
-    config::Settings,
-    gather::Record,
-    ids::{NodeId, StreamId},
-    incident::{Incident, State},
-    nodes::Nodes,
-};
 use crate::{
     client::webhook::Webhook,
-    incident::throttle::{BY_HAND, Throttle},
-    job::key::JobKey,
+    cluster::{
+        comparison::ComparisonThread,
+        config::Settings,
+        gather::{GatherEvent, OpenIncident, Record},
+        incident::Incident,
+        nodes::Nodes,
+    },
+    error::Error,
+    http::questions::Question,
+    incident::{
+        State,
+        folder::Folder,
+        throttle::{BY_HAND, Throttle},
+    },
+    job::{JobKey, NodeId, StreamId},
     metrics::slow_ranks::SlowRanks,
     os::{clock::Now, disk::Disk},
 };
+
+/// A message to the hub that is not from a node's stream.
+#[derive(Debug)]
+pub enum Command {
+    /// A question of an HTTP page.
+    Question(Question),
+    /// The thread of an incident has finished a step.
+    Gather(String, GatherEvent),
+    /// The ranks of a job in an attempt were compared.
+    Compared(JobKey, u32, Comparison),
+    /// Incidents that an earlier cluster collector left open, found after a delay.
+    OpenIncidentsFound(Vec<OpenIncident>),
+    /// The folder of an incident was made after a delay, or could not be made.
+    FolderMade(String, MadeFolder),
+}
+
+/// A folder, with the reason if it is not in its intended place.
+pub type MadeFolder = Result<(Folder, Option<Error>), Error>;
 
 /// A delivery that a node was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,9 +88,9 @@ pub struct Hub {
     // Nodes that claim ranks of another node: since when, and whether this was logged.
     refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
     // The last reason for refusing a stream, and when it was logged.
-    turned_away: Option<(String, u64)>,
+    last_refusal: Option<(String, u64)>,
     forget_ns: u64,
-    comparing: Comparing,
+    comparison: ComparisonThread,
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
     webhook: Option<Webhook>,
@@ -88,6 +108,11 @@ impl Hub {
     #[must_use]
     pub fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
         let webhook = settings.webhook.as_deref().map(Webhook::new);
+        let to_hub = commands.clone();
+        let comparison = ComparisonThread::start(move |job, attempt, comparison| {
+            // Fails only if the hub has ended before the thread.
+            let _ = to_hub.send(Command::Compared(job, attempt, comparison));
+        });
         let mut hub = Hub {
             nodes: Nodes::default(),
             incidents: BTreeMap::new(),
@@ -102,9 +127,9 @@ impl Hub {
             disk: Disk::new(|| {}),
             complete: BTreeMap::new(),
             refused: BTreeMap::new(),
-            turned_away: None,
+            last_refusal: None,
             forget_ns: 0,
-            comparing: Comparing::start(commands.clone()),
+            comparison,
             slow: SlowRanks::default(),
             webhook,
             commands,
@@ -112,8 +137,8 @@ impl Hub {
         };
         for root in hub.folders() {
             let (commands, below) = (hub.commands.clone(), root.clone());
-            let late = move |found| drop(commands.send(Command::Found(found)));
-            let found = hub.disk.ask(&root, move || Record::open_in(&below), late);
+            let late = move |found| drop(commands.send(Command::OpenIncidentsFound(found)));
+            let found = hub.disk.run(&root, move || Record::open_in(&below), late);
             hub.restore_all(found.unwrap_or_default(), now);
         }
         hub
@@ -143,7 +168,7 @@ impl Hub {
         incident.folder = Some(folder);
         incident.deadline_ns = now.mono_ns + RETURN_NS;
         if let Some(verdict) = verdict {
-            incident.state = State::Judged;
+            incident.state = State::Dumped;
             (incident.sentence, incident.cause) = (verdict.sentence, verdict.cause.to_string());
             (incident.culprits, incident.is_proven) = (verdict.culprits, verdict.hang != HangEvidence::None);
             incident.quiet_since_ns = Some(now.mono_ns + RETURN_NS);
@@ -155,14 +180,14 @@ impl Hub {
     /// incident is over then.
     fn is_over(&self, incident: &Incident) -> bool {
         let summary = self.nodes.job(&incident.job);
-        summary.alive && summary.born_ns > incident.opened.mono_ns
+        summary.alive && summary.first_start_ns > incident.opened.mono_ns
     }
 
     /// Whether an alarm of a node is about something other than this incident: none of its running
     /// ranks existed when the node was asked for its part. The other nodes may not have reported
     /// yet that the world of the incident is over.
     fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
-        let asked = incident.parts.get(&node).map(|part| part.asked_ns);
-        asked.is_some_and(|asked_ns| self.nodes.began_after(&incident.job, node, asked_ns))
+        let asked = incident.parts.get(&node).map(|part| part.requested_ns);
+        asked.is_some_and(|requested_ns| self.nodes.began_after(&incident.job, node, requested_ns))
     }
 }

@@ -11,9 +11,10 @@ use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
 use crate::{
-    cluster::{gather::Work, ids::NodeId},
+    cluster::gather::Work,
     http::questions::DumpReply,
-    job::key::JobKey,
+    incident::State,
+    job::{JobKey, NodeId},
     os::clock::Now,
 };
 
@@ -21,7 +22,7 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
     /// It was asked for a dump.
-    Asked,
+    Requested,
     /// It has taken its dump and waits for the request to deliver it.
     Captured,
     /// It is sending. Contains the deadline.
@@ -40,35 +41,9 @@ pub struct Part {
     /// Ranks that the node may report, including unregistered ranks that it found.
     pub ranks: RankSet,
     /// Number of deliveries that were cut off while the node was connected.
-    pub broken: u32,
+    pub interruptions: u32,
     /// When it was last asked for.
-    pub asked_ns: u64,
-}
-
-/// The state of an incident.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
-    /// Waits for parts.
-    Gathering,
-    /// The verdict is there and the hang lasts.
-    Judged,
-    /// The problem is over.
-    Resolved,
-    /// The job ended, or the dump was requested by hand.
-    Ended,
-}
-
-impl State {
-    /// Its name in `/status`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            State::Gathering => "open",
-            State::Judged => "dumped",
-            State::Resolved => "resolved",
-            State::Ended => "ended",
-        }
-    }
+    pub requested_ns: u64,
 }
 
 /// One incident.
@@ -93,7 +68,7 @@ pub struct Incident {
     /// Number of the round, from 0. An incident that may not be a hang gets another round.
     pub round: u32,
     /// When the next round begins.
-    pub again_ns: Option<u64>,
+    pub next_round_ns: Option<u64>,
     /// Final state and closing time in Unix nanoseconds.
     pub closed: Option<(State, u64)>,
     /// The parts by node.
@@ -133,9 +108,9 @@ pub struct Incident {
     /// When the first part arrived that is in no verdict yet.
     pub late_since_ns: Option<u64>,
     /// Nodes that are still to be asked for files, with the ranks of these files.
-    pub files_wanted: BTreeMap<NodeId, RankSet>,
+    pub files_pending: BTreeMap<NodeId, RankSet>,
     /// Nodes that are sending files, with the ranks of these files.
-    pub files_coming: BTreeMap<NodeId, RankSet>,
+    pub files_in_transfer: BTreeMap<NodeId, RankSet>,
     /// When files were requested, and the deadline without a new piece. `None` if no files are
     /// expected.
     pub files: Option<(u64, u64)>,
@@ -155,9 +130,9 @@ impl Incident {
             trigger,
             opened,
             late_ns,
-            state: State::Gathering,
+            state: State::Open,
             round: 0,
-            again_ns: None,
+            next_round_ns: None,
             closed: None,
             parts: BTreeMap::new(),
             captured: VecDeque::new(),
@@ -177,8 +152,8 @@ impl Incident {
             verdict: None,
             judging: false,
             late_since_ns: None,
-            files_wanted: BTreeMap::new(),
-            files_coming: BTreeMap::new(),
+            files_pending: BTreeMap::new(),
+            files_in_transfer: BTreeMap::new(),
             files: None,
             replies: Vec::new(),
         }
@@ -187,18 +162,18 @@ impl Incident {
     /// Whether it is open.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        matches!(self.state, State::Gathering | State::Judged)
+        self.state.is_open()
     }
 
     /// Whether data for its folder is still expected. It may already be closed then.
     #[must_use]
-    pub fn is_in_work(&self) -> bool {
-        self.is_open() || self.is_at_work()
+    pub fn is_active(&self) -> bool {
+        self.is_open() || self.is_working()
     }
 
     /// Whether a verdict is being made, files are arriving or the viewer is drawing.
     #[must_use]
-    pub fn is_at_work(&self) -> bool {
+    pub fn is_working(&self) -> bool {
         self.judging || self.files.is_some() || self.drawing
     }
 
@@ -219,13 +194,13 @@ impl Incident {
     /// whether there were any.
     pub fn interrupted(&mut self, node: NodeId) -> bool {
         self.captured.retain(|other| *other != node);
-        if let Some(ranks) = self.files_coming.remove(&node) {
-            self.files_wanted.insert(node, ranks);
+        if let Some(ranks) = self.files_in_transfer.remove(&node) {
+            self.files_pending.insert(node, ranks);
         }
         let begun =
             matches!(self.parts.get(&node), Some(Part { progress: Progress::Captured | Progress::Delivering(_), .. }));
         if begun {
-            self.progress(node, Progress::Asked);
+            self.progress(node, Progress::Requested);
         }
         begun
     }
@@ -233,39 +208,39 @@ impl Incident {
     /// Starts a new round: all evidence is outdated, and every node is asked again.
     pub fn begin_round(&mut self) {
         self.round += 1;
-        self.again_ns = None;
-        self.state = State::Gathering;
+        self.next_round_ns = None;
+        self.state = State::Open;
         self.late_since_ns = None;
         self.work = None;
         self.captured.clear();
         self.merging.clear();
-        self.files_wanted.clear();
+        self.files_pending.clear();
         let nodes: Vec<NodeId> = self.parts.keys().copied().collect();
         for node in nodes {
-            self.progress(node, Progress::Asked);
+            self.progress(node, Progress::Requested);
         }
     }
 
     /// Whether a node has not taken its dump yet or was not asked for one.
     #[must_use]
     pub fn awaits(&self, node: NodeId) -> bool {
-        self.parts.get(&node).is_none_or(|part| part.progress == Progress::Asked)
+        self.parts.get(&node).is_none_or(|part| part.progress == Progress::Requested)
     }
 
     /// Number of parts that are in transfer or wait to be merged.
     #[must_use]
-    pub fn under_way(&self) -> usize {
+    pub fn transfers(&self) -> usize {
         self.delivering.union(&self.merging).count()
     }
 
     /// Notes whether the ranks of a node hang.
-    pub fn hangs(&mut self, node: NodeId, hangs: bool, ended: bool, now_ns: u64) {
+    pub fn note_hang(&mut self, node: NodeId, hangs: bool, ended: bool, now_ns: u64) {
         if hangs {
             self.hanging.insert(node);
             self.quiet_since_ns = None;
-            if std::mem::take(&mut self.by_hand) && self.state == State::Judged {
+            if std::mem::take(&mut self.by_hand) && self.state == State::Dumped {
                 // The verdict does not include this node.
-                self.again_ns = Some(now_ns);
+                self.next_round_ns = Some(now_ns);
             }
         } else if self.hanging.remove(&node) {
             self.recovered |= !ended;
@@ -290,7 +265,12 @@ mod tests {
         let job = JobKey { name: "j".into(), instance: String::new() };
         let now = Now { mono_ns: 1, unix_ns: 1 };
         let mut incident = Incident::new("1", &job, 0, Trigger::default(), now, 0);
-        let part = Part { progress: Progress::Asked, ranks: RankSet::from_iter([0, 1]), broken: 0, asked_ns: 1 };
+        let part = Part {
+            progress: Progress::Requested,
+            ranks: RankSet::from_iter([0, 1]),
+            interruptions: 0,
+            requested_ns: 1,
+        };
         incident.parts.insert(7, part);
         incident
     }
@@ -305,13 +285,13 @@ mod tests {
         assert!(incident.interrupted(7) && incident.captured.is_empty());
         incident.progress(7, Progress::Delivering(5));
         incident.merging.insert(7);
-        assert_eq!(incident.under_way(), 1, "one part takes one place");
+        assert_eq!(incident.transfers(), 1, "one part takes one place");
         assert!(incident.interrupted(7) && incident.delivering.is_empty());
-        assert_eq!(incident.parts[&7].progress, Progress::Asked);
+        assert_eq!(incident.parts[&7].progress, Progress::Requested);
         incident.progress(7, Progress::Delivered);
-        incident.files_coming.insert(7, RankSet::from_iter([1]));
+        incident.files_in_transfer.insert(7, RankSet::from_iter([1]));
         assert!(!incident.interrupted(7), "its part is here");
-        assert_eq!(incident.files_wanted[&7], RankSet::from_iter([1]), "the same files are asked for again");
-        assert!(!incident.files_wanted.contains_key(&8) && incident.files_coming.is_empty());
+        assert_eq!(incident.files_pending[&7], RankSet::from_iter([1]), "the same files are asked for again");
+        assert!(!incident.files_pending.contains_key(&8) && incident.files_in_transfer.is_empty());
     }
 }

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{cluster::ids::NodeId, job::key::JobKey};
+use crate::job::{JobKey, NodeId};
 
 /// A job on one node.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -15,11 +15,8 @@ use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
 use crate::{
-    cluster::{
-        ids::{NodeId, StreamId},
-        joins::{self, Unit},
-    },
-    job::key::{self, JobKey},
+    cluster::joins::{self, Unit},
+    job::{self, JobKey, NodeId, StreamId},
     os::process::TICK_NS,
 };
 
@@ -186,7 +183,7 @@ impl Claims {
                 attempt: claim.attempt,
                 started_ns: claim.started_ns,
             });
-            let mut summary = JobSummary { world, born_ns: u64::MAX, ..JobSummary::default() };
+            let mut summary = JobSummary { world, first_start_ns: u64::MAX, ..JobSummary::default() };
             let mut last = None;
             for (rank, _) in self.ranks.keys() {
                 if last.replace(*rank) == Some(*rank) {
@@ -297,7 +294,7 @@ pub struct JobSummary {
     /// Idle timeout; 0 is off.
     pub idle_timeout_ms: u64,
     /// Start of the first of its living processes; `u64::MAX` if there is none.
-    pub born_ns: u64,
+    pub first_start_ns: u64,
     world: World,
     // Whether several nodes claim one rank.
     contested: bool,
@@ -321,7 +318,7 @@ impl JobSummary {
         self.alive |= claim.is_alive();
         self.ended |= !claim.is_alive();
         if claim.is_alive() {
-            self.born_ns = self.born_ns.min(claim.started_ns);
+            self.first_start_ns = self.first_start_ns.min(claim.started_ns);
             self.world.started_ns = self.world.started_ns.max(claim.started_ns);
         }
         self.hear(claim);
@@ -343,7 +340,7 @@ impl JobSummary {
 
 /// Ranks that a node claims and another node holds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Refused {
+pub struct RefusedClaim {
     /// The node that claims them.
     pub node: NodeId,
     /// The job.
@@ -378,12 +375,12 @@ impl Nodes {
         });
         node.stream = Some((stream, outgoing));
         self.away.remove(&id);
-        self.unsettle(id);
+        self.invalidate_summaries(id);
         id
     }
 
     /// Handles the end of a stream. Returns false if the node already has a newer one.
-    pub fn lose(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
+    pub fn disconnect(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
         if node.stream.as_ref().is_none_or(|(current, _)| *current != stream) {
             return false;
@@ -391,12 +388,12 @@ impl Nodes {
         node.stream = None;
         node.lost_ns = now_ns;
         self.away.insert(id);
-        self.unsettle(id);
+        self.invalidate_summaries(id);
         true
     }
 
     /// A node joined or left, which may change the holder of ranks that other nodes also claim.
-    fn unsettle(&mut self, id: NodeId) {
+    fn invalidate_summaries(&mut self, id: NodeId) {
         let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
         let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
         for job in jobs {
@@ -415,7 +412,7 @@ impl Nodes {
             node.stream = None;
             node.lost_ns = now_ns;
             self.away.insert(id);
-            self.unsettle(id);
+            self.invalidate_summaries(id);
         }
         sent
     }
@@ -453,7 +450,7 @@ impl Nodes {
             (job.name, job.instance) = (known.name, known.instance);
         }
         let names: BTreeSet<String> = ranks.iter().filter_map(|entry| Some(entry.job.as_ref()?.name.clone())).collect();
-        let mut others = self.take(id, ranks, now_ns);
+        let mut others = self.store_claims(id, ranks, now_ns);
         if !others.is_empty() {
             self.doubtful.extend(names.iter().cloned());
         }
@@ -468,7 +465,7 @@ impl Nodes {
     /// The cluster's key of a job, given the node's key.
     #[must_use]
     pub fn key(&self, id: NodeId, job: &JobId) -> JobKey {
-        let own = key::key(job);
+        let own = job::cluster_key(job);
         self.nodes.get(&id).and_then(|node| node.keys.get(&own)).cloned().unwrap_or(own)
     }
 
@@ -529,17 +526,17 @@ impl Nodes {
                 .collect();
             let mut reported = node.reported.clone();
             for job in reported.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-                let current = key::key(job);
+                let current = job::cluster_key(job);
                 let own = before.get(&current).unwrap_or(&current);
                 let key = node.keys.get(own).unwrap_or(own);
                 (job.name, job.instance) = (key.name.clone(), key.instance.clone());
             }
-            self.take(*id, reported, now_ns);
+            self.store_claims(*id, reported, now_ns);
         }
         moved
     }
 
-    fn take(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+    fn store_claims(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
         let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.reported)).unwrap_or_default();
         let mut others = BTreeSet::new();
@@ -569,7 +566,7 @@ impl Nodes {
 
     /// Other nodes that claim a rank which this one also claims.
     #[must_use]
-    pub fn rivals(&self, id: NodeId) -> BTreeSet<NodeId> {
+    pub fn competing_nodes(&self, id: NodeId) -> BTreeSet<NodeId> {
         let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
         let keys = reported.iter().filter_map(key_of);
         keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
@@ -579,7 +576,7 @@ impl Nodes {
 
     /// Living ranks that a node claims while another node holds them.
     #[must_use]
-    pub fn refused(&self) -> Vec<Refused> {
+    pub fn refused(&self) -> Vec<RefusedClaim> {
         let mut refused: BTreeMap<(NodeId, NodeId, &JobKey), RankSet> = BTreeMap::new();
         for (job, claims) in &self.claims {
             let summary = claims.summary(&self.away);
@@ -594,7 +591,7 @@ impl Nodes {
                 }
             }
         }
-        refused.into_iter().map(|((node, by, job), ranks)| Refused { node, by, job: job.clone(), ranks }).collect()
+        refused.into_iter().map(|((node, by, job), ranks)| RefusedClaim { node, by, job: job.clone(), ranks }).collect()
     }
 
     /// Jobs that have a rank.
@@ -613,12 +610,12 @@ impl Nodes {
     pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
         let reported = self.nodes.get(&node).map(|node| node.reported.as_slice()).unwrap_or_default();
         let listed = reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
-        listed.map(|(_, rank)| rank).filter(|rank| self.of_rank(job, *rank) == Some(node)).collect()
+        listed.map(|(_, rank)| rank).filter(|rank| self.node_of_rank(job, *rank) == Some(node)).collect()
     }
 
     /// The node that holds a rank.
     #[must_use]
-    pub fn of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
+    pub fn node_of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
         let claims = self.claims.get(job)?;
         let world = claims.summary(&self.away).world;
         holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)
@@ -638,7 +635,7 @@ impl Nodes {
     /// A node reports when each of its jobs last launched.
     pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            let own = key::key(job);
+            let own = job::cluster_key(job);
             let job = node.keys.get(&own).cloned().unwrap_or(own);
             node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
         }
@@ -683,7 +680,7 @@ fn is_of_node(job: &JobKey) -> bool {
 }
 
 fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
-    Some((key::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
+    Some((job::cluster_key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]

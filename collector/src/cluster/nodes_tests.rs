@@ -51,20 +51,20 @@ fn a_rank_belongs_to_one_living_node() {
     assert_eq!(others, BTreeSet::from([a]));
     assert_eq!(
         nodes.refused(),
-        [Refused { node: b, job: job("j"), by: a, ranks: RankSet::from_iter([1]) }],
+        [RefusedClaim { node: b, job: job("j"), by: a, ranks: RankSet::from_iter([1]) }],
         "the younger process does not take the place of the older one"
     );
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2".into()));
-    assert!(nodes.of_rank(&job("j"), 1) == Some(a) && nodes.of_rank(&job("j"), 3).is_none());
+    assert!(nodes.node_of_rank(&job("j"), 1) == Some(a) && nodes.node_of_rank(&job("j"), 3).is_none());
     // The first node leaves: its rank may have moved.
-    assert!(nodes.lose(a, 1, 5));
-    assert_eq!(nodes.rivals(a), BTreeSet::from([b]));
+    assert!(nodes.disconnect(a, 1, 5));
+    assert_eq!(nodes.competing_nodes(a), BTreeSet::from([b]));
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0".into(), "1-2".into()));
     // It reconnects and holds the rank again, because it claimed the rank first.
     let (again, _again) = node(&mut nodes, "a", 3);
     assert_eq!(again, a);
     assert_eq!((ranks(&nodes, a), nodes.refused().len()), ("0-1".into(), 1));
-    assert!(!nodes.lose(a, 1, 6), "the old stream is not the node's any more");
+    assert!(!nodes.disconnect(a, 1, 6), "the old stream is not the node's any more");
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn agents_with_different_attempts_have_one_world() {
     nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
     let summary = nodes.job(&job("j"));
     assert_eq!((summary.attempt, summary.ranks, summary.nodes.clone()), (1, 2, BTreeSet::from([a])));
-    assert_eq!(summary.born_ns, at(29), "the world before is not that one");
+    assert_eq!(summary.first_start_ns, at(29), "the world before is not that one");
     nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
     let summary = nodes.job(&job("j"));
     assert!(summary.is_complete() && summary.nodes.len() == 2 && summary.attempt == 1, "{summary:?}");
@@ -131,7 +131,7 @@ fn a_late_message_changes_no_start_time() {
     // The node was started 5 s before this collector.
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 2, 5, None))], at(10));
     nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
-    assert_eq!(nodes.job(&job("j")).born_ns, at(5));
+    assert_eq!(nodes.job(&job("j")).first_start_ns, at(5));
     let number = nodes.claims[&job("j")].ranks[&(0, a)].number;
     // Four seconds late and with another place in the world: it is the same process.
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 3, 10, None))], at(19));

@@ -22,9 +22,9 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::cluster::{
-    ids::StreamId,
-    nodes::{Outbound, Outgoing},
+use crate::{
+    cluster::nodes::{Outbound, Outgoing},
+    job::StreamId,
 };
 
 /// Events on the streams.
@@ -33,15 +33,15 @@ pub enum StreamEvent {
     /// A node sent its hello.
     Joined(StreamId, Box<NodeHello>, Outgoing),
     /// The node sent a message.
-    Said(StreamId, Box<Message>),
+    Message(StreamId, Box<Message>),
     /// The stream ended, with the reason.
     Ended(StreamId, String),
     /// A client starts a delivery. The reply says whether its key is expected.
-    Brings(Arc<str>, oneshot::Sender<bool>),
+    DeliveryStarted(Arc<str>, oneshot::Sender<bool>),
     /// A piece of the delivery.
-    Brought(Arc<str>, Box<delivery::Message>, Credit),
+    DeliveryPiece(Arc<str>, Box<delivery::Message>, Credit),
     /// The delivery ended, complete or not.
-    Ceased(Arc<str>),
+    DeliveryEnded(Arc<str>),
     /// A node of this name was refused, with the reason.
     Refused(String, String),
 }
@@ -117,35 +117,35 @@ impl cluster_server::Cluster for Service {
         let key: Arc<str> = key.into();
         let (reply, known) = oneshot::channel();
         // Fails only when the process ends.
-        let _ = self.events.send(StreamEvent::Brings(Arc::clone(&key), reply)).await;
+        let _ = self.events.send(StreamEvent::DeliveryStarted(Arc::clone(&key), reply)).await;
         if !known.await.unwrap_or(false) {
             return Err(Status::not_found("nothing is expected by this key, or no longer"));
         }
-        let _ceased = Ceased { events: self.events.clone(), key: Arc::clone(&key) };
+        let _guard = DeliveryGuard { events: self.events.clone(), key: Arc::clone(&key) };
         let pieces_here = Arc::new(Semaphore::new(PIECES));
         loop {
             // The semaphore is never closed.
             let credit = Credit(Arc::clone(&pieces_here).acquire_owned().await.ok());
             let Some(Delivery { message }) = pieces.message().await? else { break };
             let Some(message) = message else { continue };
-            let _ = self.events.send(StreamEvent::Brought(Arc::clone(&key), Box::new(message), credit)).await;
+            let _ = self.events.send(StreamEvent::DeliveryPiece(Arc::clone(&key), Box::new(message), credit)).await;
         }
         Ok(Response::new(Delivered {}))
     }
 }
 
 /// Reports the end of a delivery, even if its call is dropped in the middle.
-struct Ceased {
+struct DeliveryGuard {
     events: mpsc::Sender<StreamEvent>,
     key: Arc<str>,
 }
 
-impl Drop for Ceased {
+impl Drop for DeliveryGuard {
     fn drop(&mut self) {
         // Without a runtime the process is ending.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (events, key) = (self.events.clone(), Arc::clone(&self.key));
-        runtime.spawn(async move { events.send(StreamEvent::Ceased(key)).await });
+        runtime.spawn(async move { events.send(StreamEvent::DeliveryEnded(key)).await });
     }
 }
 
@@ -171,7 +171,7 @@ async fn listen(id: StreamId, messages: &mut Streaming<NodeMessage>, events: &mp
             Some(Err(status)) => return status.message().to_string(),
             Some(Ok(NodeMessage { message: None })) => {}
             Some(Ok(NodeMessage { message: Some(message) })) => {
-                if events.send(StreamEvent::Said(id, Box::new(message))).await.is_err() {
+                if events.send(StreamEvent::Message(id, Box::new(message))).await.is_err() {
                     return "this collector ends".into();
                 }
             }
@@ -227,8 +227,8 @@ mod tests {
         let mut credits = Vec::new();
         while let Some(event) = received.recv().await {
             match event {
-                StreamEvent::Brings(_, known) => known.send(true).unwrap(),
-                StreamEvent::Brought(_, _, credit) => credits.push(credit),
+                StreamEvent::DeliveryStarted(_, known) => known.send(true).unwrap(),
+                StreamEvent::DeliveryPiece(_, _, credit) => credits.push(credit),
                 _ => {}
             }
             if credits.len() == PIECES {
@@ -242,8 +242,8 @@ mod tests {
         credits.clear();
         while let Some(event) = received.recv().await {
             match event {
-                StreamEvent::Brought(..) => written += 1,
-                StreamEvent::Ceased(_) => break,
+                StreamEvent::DeliveryPiece(..) => written += 1,
+                StreamEvent::DeliveryEnded(_) => break,
                 _ => {}
             }
         }

@@ -1,16 +1,15 @@
 //! `/status` and `/metrics` of the cluster collector.
 
 use serde_json::{Value, json};
-use xpu_timer_analysis::Status;
 
 use crate::{
     cluster::{
         hub::Hub,
-        incident::{Incident, Progress, State},
+        incident::{Incident, Progress},
     },
     incident::records::WithoutFolder,
-    job::key::JobKey,
-    metrics::exposition::Page,
+    job::JobKey,
+    metrics::Page,
     os::clock::{self, Now},
 };
 
@@ -63,11 +62,7 @@ pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
     let without_folder = hub.incidents.values().filter(|incident| incident.folder.is_none());
     without_folder
         .map(|one| {
-            let status = match one.state {
-                State::Gathering | State::Judged => Status::Open,
-                State::Resolved => Status::Resolved,
-                State::Ended => Status::Ended,
-            };
+            let status = one.state.status();
             let closed_unix_ns = one.closed.map(|(_, unix_ns)| unix_ns);
             WithoutFolder::new(&one.id, &one.job, status, one.opened, closed_unix_ns, one.verdict.as_deref())
         })
@@ -88,7 +83,7 @@ fn incident(hub: &Hub, incident: &Incident) -> Value {
         "incident": incident.id,
         "job": incident.job.to_string(),
         "attempt": incident.attempt,
-        "state": incident.state.name(),
+        "state": incident.state,
         "opened_at": clock::rfc3339(incident.opened.unix_ns),
         "nodes": incident.parts.len(),
         "delivered": delivered,

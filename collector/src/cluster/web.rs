@@ -11,13 +11,13 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use crate::{
-    cluster::command::Command,
+    cluster::hub::Command,
     http::{
+        access::Token,
         is_local, is_same_origin,
         questions::{Answers, Question},
         refusal, routes,
         server::Caller,
-        token::Token,
     },
 };
 
@@ -47,10 +47,10 @@ pub fn router(pages: Pages, grpc: Router) -> Router {
         .merge(routes::metrics())
         .with_state(pages.clone())
         .merge(grpc)
-        .layer(middleware::from_fn_with_state(pages, door))
+        .layer(middleware::from_fn_with_state(pages, authorize))
 }
 
-async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Response {
+async fn authorize(State(pages): State<Pages>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let caller = request.extensions().get::<Caller>().cloned();
     let grpc = headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{incident::records::WithoutFolder, job::key::JobKey};
+use crate::{incident::records::WithoutFolder, job::JobKey};
 
 /// A handle to an event loop that answers questions.
 pub trait Answers: Clone + Send + Sync + 'static {

@@ -1,25 +1,32 @@
-//! The HTTP routes of both roles. Authentication happens before them; the event loop of the role
-//! provides the content.
+//! The HTTP routes and pages of both roles. Authentication happens before them. The event loop of
+//! the role answers questions about the present; the pages about incidents read the disk.
 
-use std::time::Duration;
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::PathBuf,
+    time::Duration,
+};
 
 use axum::{
     Router,
+    body::Body,
     extract::{Path, Query, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
 use serde::Deserialize;
-use serde_json::json;
-use tokio::{sync::oneshot, time::timeout};
+use serde_json::{Value, json};
+use tokio::{
+    sync::{Semaphore, SemaphorePermit, mpsc, oneshot},
+    time::timeout,
+};
+use tokio_stream::wrappers::ReceiverStream;
 
 use crate::{
-    http::{
-        pages,
-        questions::{Answers, Question, Refusal},
-    },
-    incident::records::WithoutFolder,
+    http::questions::{Answers, Question, Refusal},
+    incident::records::{self, WithoutFolder},
     json::Json,
 };
 
@@ -113,27 +120,160 @@ fn refusal(refused: Refusal) -> Response {
 
 /// The roots of incident folders, and the incidents without a folder; `None` if the loop does not
 /// answer.
-async fn known(answers: &impl Answers) -> Option<(pages::Roots, Vec<WithoutFolder>)> {
+async fn known(answers: &impl Answers) -> Option<(Roots, Vec<WithoutFolder>)> {
     let roots = ask(answers, ANSWER, Question::Folders).await?;
     Some((roots, ask(answers, ANSWER, Question::WithoutFolder).await?))
 }
 
 async fn incidents<A: Answers>(State(answers): State<A>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
-    pages::list(roots, others).await
+    incident_list(roots, others).await
 }
 
 async fn incident<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
-    pages::verdict(roots, others, id).await
+    verdict_page(roots, others, id).await
 }
 
 async fn files<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
-    pages::files(roots, others, id).await
+    file_list(roots, others, id).await
 }
 
 async fn file<A: Answers>(State(answers): State<A>, Path((id, name)): Path<(String, String)>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
-    pages::file(roots, others, id, name).await
+    file_page(roots, others, id, name).await
+}
+
+/// Roots of incident folders.
+type Roots = Vec<PathBuf>;
+
+/// `/incidents`: incidents on disk and others, sorted by name.
+async fn incident_list(roots: Roots, others: Vec<WithoutFolder>) -> Response {
+    let mut all: Vec<Value> = on_blocking_thread(move || records::list(&roots)).await.unwrap_or_default();
+    // An incident that is not on disk yet is newer.
+    all.retain(|one| !one["incident"].as_str().is_some_and(|id| others.iter().any(|other| other.is(id))));
+    all.extend(others.into_iter().map(|other| other.line));
+    all.sort_by(|one, other| one["incident"].as_str().cmp(&other["incident"].as_str()));
+    Json(all).into_response()
+}
+
+/// `/incidents/ID`: its `verdict.json`.
+async fn verdict_page(roots: Roots, others: Vec<WithoutFolder>, id: String) -> Response {
+    let name = "verdict.json";
+    let found =
+        on_blocking_thread(move || records::verdict_json(&roots, &id).or_else(|| file_of(&others, &id, name))).await;
+    match found.flatten() {
+        Some(json) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
+        None => not_found("no such incident"),
+    }
+}
+
+/// `/incidents/ID/files`: names and sizes.
+async fn file_list(roots: Roots, others: Vec<WithoutFolder>, id: String) -> Response {
+    let others = move |id: &str| {
+        let files = others.iter().find(|other| other.is(id))?.files();
+        Some(files.iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes.len() })).collect::<Vec<Value>>())
+    };
+    let found = move || {
+        let mut all = records::files(&roots, &id);
+        for other in others(&id).into_iter().flatten() {
+            let all = all.get_or_insert_default();
+            if all.iter().all(|file| file["name"] != other["name"]) {
+                all.push(other);
+            }
+        }
+        all
+    };
+    match on_blocking_thread(found).await.flatten() {
+        Some(files) => Json(files).into_response(),
+        None => not_found("no such incident"),
+    }
+}
+
+/// `/incidents/ID/NAME`: one file, for example `report.html`.
+async fn file_page(roots: Roots, others: Vec<WithoutFolder>, id: String, name: String) -> Response {
+    let kind = match name.rsplit_once('.').map(|(_, end)| end) {
+        Some("html") => "text/html; charset=utf-8",
+        Some("json") => "application/json",
+        Some("svg") => "image/svg+xml",
+        Some("stacktrace" | "bin") => "application/octet-stream",
+        _ => "text/plain; charset=utf-8",
+    };
+    let Ok(Ok(reader)) = timeout(QUEUE, READERS.acquire()).await else {
+        let busy = "too many files are being read";
+        return (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": busy }))).into_response();
+    };
+    let found = on_blocking_thread(move || {
+        if let Some((file, length)) = records::file(&roots, &id, &name) {
+            return Ok(Content::File(file, length));
+        }
+        let found = file_of(&others, &id, &name).map(Content::Bytes);
+        found.ok_or_else(|| records::files(&roots, &id).is_some() || others.iter().any(|other| other.is(&id)))
+    });
+    match found.await {
+        Some(Ok(Content::Bytes(bytes))) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
+        Some(Ok(Content::File(file, length))) => {
+            let head = [(header::CONTENT_TYPE, kind.to_string()), (header::CONTENT_LENGTH, length.to_string())];
+            (head, stream(file, length, reader)).into_response()
+        }
+        Some(Err(true)) => not_found("no such file"),
+        _ => not_found("no such incident"),
+    }
+}
+
+/// The content of a file, or a file to read it from.
+enum Content {
+    Bytes(Vec<u8>),
+    File(File, u64),
+}
+
+/// Files that are read at a time; each has a descriptor.
+static READERS: Semaphore = Semaphore::const_new(64);
+/// How long a request waits for its turn.
+const QUEUE: Duration = Duration::from_secs(10);
+/// Memory used for a file while it is sent.
+const PIECE_BYTES: u64 = 64 * 1024;
+
+/// Reads a file as fast as the peer receives it. If the peer receives nothing for long, the
+/// connection ends and the reading with it.
+fn stream(mut file: File, length: u64, reader: SemaphorePermit<'static>) -> Body {
+    let (sender, pieces) = mpsc::channel::<io::Result<Vec<u8>>>(1);
+    tokio::spawn(async move {
+        let _reader = reader;
+        let mut left = length;
+        while left > 0 {
+            let bytes = left.min(PIECE_BYTES);
+            let read = on_blocking_thread(move || {
+                let mut piece = vec![0; bytes as usize];
+                file.read_exact(&mut piece).map(|()| (file, piece))
+            });
+            let read = read.await.unwrap_or_else(|| Err(io::Error::other("the reader ended")));
+            let (same, piece) = match read {
+                Ok(read) => read,
+                // The peer notices that the file is incomplete.
+                Err(error) => return drop(sender.send(Err(error)).await),
+            };
+            (file, left) = (same, left - bytes);
+            if sender.send(Ok(piece)).await.is_err() {
+                return;
+            }
+        }
+    });
+    Body::from_stream(ReceiverStream::new(pieces))
+}
+
+/// A file of an incident without a folder.
+fn file_of(others: &[WithoutFolder], id: &str, name: &str) -> Option<Vec<u8>> {
+    let files = others.iter().find(|other| other.is(id))?.files();
+    files.into_iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes)
+}
+
+/// Runs work on a blocking thread: disks may be slow.
+async fn on_blocking_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    tokio::task::spawn_blocking(work).await.ok()
+}
+
+fn not_found(what: &str) -> Response {
+    (StatusCode::NOT_FOUND, Json(json!({ "error": what }))).into_response()
 }

@@ -1,7 +1,7 @@
 //! Serves a router on a listener, with or without TLS, within the limits and deadlines of
 //! [`watch`](super::watch).
 
-use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, body::Body, extract::Request, http::header, response::Response};
 use hyper::{
@@ -14,6 +14,10 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use rustix::process::getuid;
+use rustls::{
+    ServerConfig,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
@@ -21,11 +25,14 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
+use xpu_timer_proto::file;
 
-use crate::http::{
-    address::KEEPALIVE,
-    peer::Owners,
-    watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched},
+use crate::{
+    error::Error,
+    http::{
+        peer::Owners,
+        watch::{Answer, Class, InFlight, KEEPALIVE, Limits, Place, Slots, Watch, Watched},
+    },
 };
 
 /// How connections are served.
@@ -225,6 +232,28 @@ fn answered(answer: Result<Response, Infallible>, in_flight: InFlight) -> Respon
     let kind = head.headers.get(header::CONTENT_TYPE);
     let is_stream = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
     Response::from_parts(head, Answer::new(body, in_flight, is_stream))
+}
+
+/// Loads the certificate and key of a server from PEM files.
+///
+/// # Errors
+/// If a file cannot be read or contains no certificate or key, or if the two do not match.
+pub fn tls_acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error> {
+    let read = |path: &Path| file::read_within(path).map_err(Error::path("read", path));
+    let (certificates, private) = (read(certificate)?, read(key)?);
+    let chain: Result<Vec<CertificateDer<'_>>, _> = CertificateDer::pem_slice_iter(&certificates).collect();
+    let chain = chain.map_err(io::Error::other).and_then(|chain| match chain.is_empty() {
+        true => Err(io::Error::other("there is no certificate in it")),
+        false => Ok(chain.into_iter().map(CertificateDer::into_owned).collect::<Vec<_>>()),
+    });
+    let chain = chain.map_err(Error::path("use", certificate))?;
+    let private = PrivateKeyDer::from_pem_slice(&private).map_err(io::Error::other).map_err(Error::path("use", key))?;
+    let config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .and_then(|config| config.with_no_client_auth().with_single_cert(chain, private));
+    let mut config = config.map_err(io::Error::other).map_err(Error::path("use", certificate))?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
 #[cfg(test)]

@@ -173,7 +173,7 @@ async fn half_a_tls_handshake_has_a_deadline() {
     let [cert_file, key_file] = ["cert.pem", "key.pem"].map(|name| folder.path().join(name));
     std::fs::write(&cert_file, certificate.pem()).unwrap();
     std::fs::write(&key_file, key.serialize_pem()).unwrap();
-    let acceptor = crate::cluster::tls::acceptor(&cert_file, &key_file).unwrap();
+    let acceptor = tls_acceptor(&cert_file, &key_file).unwrap();
     let limits = Limits { head: PATIENCE * 2, ..short() };
     let (address, _) = served(limits, Some(acceptor), true).await;
     let mut half = TcpStream::connect(address).await.unwrap();
@@ -182,7 +182,7 @@ async fn half_a_tls_handshake_has_a_deadline() {
     let begun = Instant::now();
     rest(half).await;
     assert!(begun.elapsed() < PATIENCE, "by the deadline of the handshake");
-    let wrong = crate::cluster::tls::acceptor(&key_file, &key_file).map(drop).unwrap_err();
+    let wrong = tls_acceptor(&key_file, &key_file).map(drop).unwrap_err();
     assert!(crate::error::chain(&wrong).contains("there is no certificate in it"), "{wrong:?}");
 }
 

@@ -41,6 +41,9 @@ pub struct Limits {
 /// About one kilobyte per second over [`Limits::stall`].
 pub const STALL_BYTES: usize = 64 * 1024;
 
+/// A peer whose machine vanished is noticed after twice this time.
+pub const KEEPALIVE: Duration = Duration::from_secs(5);
+
 impl Limits {
     /// Limits for a process with this descriptor limit: most descriptors are for ranks, captures
     /// and incidents.

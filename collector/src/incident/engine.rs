@@ -6,7 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
 
-use crate::{incident::throttle::Throttle, job::key::JobKey, os::clock::Now};
+use crate::{
+    incident::{State, throttle::Throttle},
+    job::JobKey,
+    os::clock::Now,
+};
 
 /// A problem that keeps an incident open while it lasts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -50,7 +54,7 @@ impl Cause {
     }
 
     /// Whether it is a problem on this node.
-    fn is_own(&self) -> bool {
+    fn is_local(&self) -> bool {
         !matches!(self, Cause::Manual | Cause::Cluster)
     }
 
@@ -66,7 +70,7 @@ impl Cause {
 
 /// A new cause and its origin.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Raise {
+pub struct RaisedCause {
     /// The job.
     pub job: JobKey,
     /// Its attempt.
@@ -82,28 +86,6 @@ pub struct Raise {
     pub since_ns: u64,
     /// How long ago the timeout expired.
     pub late_ns: u64,
-}
-
-/// The state of an incident.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum State {
-    /// Its dump is in progress.
-    Open,
-    /// Its folder is finished; the hang lasts.
-    Dumped,
-    /// The problem is over.
-    Resolved,
-    /// The job ended, or a dump by hand is finished.
-    Ended,
-    /// Found on disk after a restart. Whether the hang lasts is not known yet.
-    Adopted,
-}
-
-impl State {
-    fn is_open(self) -> bool {
-        matches!(self, State::Open | State::Dumped)
-    }
 }
 
 /// One incident.
@@ -132,9 +114,9 @@ pub struct Incident {
     /// When it was closed.
     pub closed: Option<Now>,
     /// Whether the causes on this node ended because ranks went away.
-    pub went_away: bool,
+    pub ranks_left: bool,
     /// Whether its world is over on this node: another world has begun here.
-    pub past: bool,
+    pub superseded: bool,
     // Since when it has no cause.
     quiet_since_ns: Option<u64>,
     // How long an adopted incident waits for a signal.
@@ -157,8 +139,8 @@ impl Incident {
             dumped: None,
             closed: None,
             quiet_since_ns: None,
-            went_away: false,
-            past: false,
+            ranks_left: false,
+            superseded: false,
             adopted_until_ns: 0,
         }
     }
@@ -210,11 +192,11 @@ pub trait Jobs {
 pub struct Engine {
     incidents: BTreeMap<String, Incident>,
     // Deaths within their grace period, with its end.
-    deaths: Vec<(u64, Raise)>,
+    deaths: Vec<(u64, RaisedCause)>,
     throttle: Throttle<JobKey>,
     // Causes in jobs that have had too many incidents recently. If they last, they open an incident
     // later.
-    deferred: Vec<Raise>,
+    deferred: Vec<RaisedCause>,
 }
 
 /// After the death of one rank, the others may be about to end: the end of a whole job is not an
@@ -247,9 +229,10 @@ impl Engine {
 
     /// Whether ranks of a job on this node have a problem.
     #[must_use]
-    pub fn hangs_here(&self, job: &JobKey) -> bool {
-        let is_affected = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
-        self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_own)
+    pub fn has_local_problem(&self, job: &JobKey) -> bool {
+        let is_affected =
+            |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.superseded;
+        self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_local)
     }
 
     /// Whether a dump is in progress.
@@ -259,9 +242,10 @@ impl Engine {
     }
 
     /// A cause has come up: it joins the open incident of the job or opens one.
-    pub fn raise(&mut self, raise: Raise, now: Now) -> Option<Action> {
-        let of_job =
-            |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt && !incident.past;
+    pub fn raise(&mut self, raise: RaisedCause, now: Now) -> Option<Action> {
+        let of_job = |incident: &&mut Incident| {
+            incident.job == raise.job && incident.attempt == raise.attempt && !incident.superseded
+        };
         // A dumped hang takes its later signals even while a dump by hand is in progress.
         let mut open: Vec<&mut Incident> =
             self.incidents.values_mut().filter(of_job).filter(|incident| incident.state.is_open()).collect();
@@ -288,7 +272,7 @@ impl Engine {
             return None;
         }
         if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
-            let known = |deferred: &Raise| deferred.job == raise.job && deferred.cause == raise.cause;
+            let known = |deferred: &RaisedCause| deferred.job == raise.job && deferred.cause == raise.cause;
             if !self.deferred.iter().any(known) {
                 self.deferred.push(raise);
             }
@@ -299,18 +283,22 @@ impl Engine {
 
     /// The cluster collector requests a dump. The causes of the job on this node also become causes
     /// of this incident.
-    pub fn request(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
+    pub fn open_for_cluster(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
         let by_hand = trigger.kind() == TriggerKind::Manual;
         let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
         // The request may repeat an incident whose world is over here.
-        let past = self.incidents.get(id).is_some_and(|before| before.past);
-        if !past {
+        let superseded = self.incidents.get(id).is_some_and(|before| before.superseded);
+        if !superseded {
             let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
-            causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
+            causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_local()).cloned());
             self.deferred.retain(|deferred| deferred.job != *job);
         }
-        let incident =
-            Incident { causes: causes.clone(), seen: causes, past, ..Incident::new(id, job, attempt, trigger, now) };
+        let incident = Incident {
+            causes: causes.clone(),
+            seen: causes,
+            superseded,
+            ..Incident::new(id, job, attempt, trigger, now)
+        };
         self.incidents.insert(id.into(), incident);
     }
 
@@ -325,18 +313,18 @@ impl Engine {
     }
 
     /// The cluster collector adopts an incident that is already dumped.
-    pub fn take_part(&mut self, id: &str) {
+    pub fn join_cluster_incident(&mut self, id: &str) {
         if let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state.is_open() && one.is_hang()) {
             incident.add(Cause::Cluster);
         }
     }
 
     /// Removes an incident without a dump.
-    pub fn withdraw(&mut self, id: &str) {
+    pub fn discard(&mut self, id: &str) {
         self.incidents.remove(id);
     }
 
-    fn open(&mut self, raise: Raise, now: Now) -> Action {
+    fn open(&mut self, raise: RaisedCause, now: Now) -> Action {
         // The part after the seconds makes names sort by time.
         let nanos = now.unix_ns % 1_000_000_000;
         let mut id = format!("{}-{nanos:08x}", crate::os::clock::compact(now.unix_ns));
@@ -361,12 +349,12 @@ impl Engine {
 
     /// The incident whose dump a request by hand has joined or opened.
     #[must_use]
-    pub fn in_work(&self, job: &JobKey) -> Option<&Incident> {
+    pub fn dump_in_progress(&self, job: &JobKey) -> Option<&Incident> {
         self.incidents.values().rev().find(|incident| incident.job == *job && incident.state == State::Open)
     }
 
     /// A cause is over.
-    pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
+    pub fn clear_cause(&mut self, job: &JobKey, cause: &Cause, now: Now) {
         // A signal belongs to its process, whichever job the process is assigned to.
         let is_affected = |of: &JobKey| of == job || cause.pid().is_some();
         self.deferred.retain(|deferred| !is_affected(&deferred.job) || deferred.cause != *cause);
@@ -378,7 +366,7 @@ impl Engine {
 
     /// The assignment of processes to jobs changed: causes follow their processes. Returns the
     /// causes that were in an incident of another job and must be raised again.
-    pub fn follow(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
+    pub fn reassign_causes(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
         let deaths = self.deaths.iter_mut().map(|(_, death)| death);
         for raise in self.deferred.iter_mut().chain(deaths) {
             if let Some(job) = raise.cause.pid().and_then(&job_of) {
@@ -386,7 +374,8 @@ impl Engine {
             }
         }
         let mut strays = Vec::new();
-        for incident in self.incidents.values_mut().filter(|incident| incident.closed.is_none() && !incident.past) {
+        for incident in self.incidents.values_mut().filter(|incident| incident.closed.is_none() && !incident.superseded)
+        {
             let adopted = incident.state == State::Adopted;
             let causes = if adopted { &incident.seen } else { &incident.causes };
             let of_processes = causes.iter().filter_map(|cause| Some((cause.clone(), job_of(cause.pid()?)?)));
@@ -407,31 +396,31 @@ impl Engine {
     }
 
     /// A process left or died: its causes can no longer resolve.
-    pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
+    pub fn process_gone(&mut self, job: &JobKey, pid: i32, now: Now) {
         self.deferred.retain(|deferred| deferred.job != *job || deferred.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
-            if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
-                incident.went_away = true;
+            if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_local) {
+                incident.ranks_left = true;
             }
         }
     }
 
     /// A world begins on this node. The causes of the previous world are over, and causes of this
     /// world belong to another incident.
-    pub fn begins(&mut self, job: &JobKey) {
+    pub fn world_began(&mut self, job: &JobKey) {
         for incident in self.incidents.values_mut().filter(|one| one.job == *job && one.state.is_open()) {
-            incident.past = true;
+            incident.superseded = true;
             incident.causes.retain(|cause| *cause == Cause::Manual);
             // A job that recovered and was then restarted still counts as recovered.
-            incident.went_away |= incident.quiet_since_ns.replace(0).is_none();
+            incident.ranks_left |= incident.quiet_since_ns.replace(0).is_none();
         }
     }
 
     /// A new process replaced one that ended: a launcher restarts the job. Its other ranks get a
     /// new grace period, because they are replaced one by one.
-    pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
-        let is_affected = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
+    pub fn process_replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
+        let is_affected = |raise: &RaisedCause| raise.job == *job && raise.cause == Cause::Death { pid };
         self.deferred.retain(|deferred| !is_affected(deferred));
         let before = self.deaths.len();
         self.deaths.retain(|(_, death)| !is_affected(death));
@@ -444,7 +433,7 @@ impl Engine {
 
     /// Starts another dump of an incident whose folder is finished. Returns false if it is in
     /// another state.
-    pub fn again(&mut self, id: &str) -> bool {
+    pub fn restart_dump(&mut self, id: &str) -> bool {
         let dumped = self.incidents.get_mut(id).filter(|incident| incident.state == State::Dumped);
         dumped.is_some_and(|incident| {
             incident.state = State::Open;
@@ -453,7 +442,7 @@ impl Engine {
     }
 
     /// The folder of an incident is finished, or could not be made.
-    pub fn dumped(&mut self, id: &str, now: Now) -> Option<Action> {
+    pub fn dump_finished(&mut self, id: &str, now: Now) -> Option<Action> {
         let incident = self.incidents.get_mut(id)?;
         incident.dumped = Some(now);
         incident.state = State::Dumped;
@@ -469,7 +458,7 @@ impl Engine {
         let mut actions = Vec::new();
         let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
         self.deaths = waiting;
-        let due: Vec<(u64, Raise)> = due;
+        let due: Vec<(u64, RaisedCause)> = due;
         for (due_ns, death) in due {
             if !jobs.is_alive(&death.job, death.attempt) {
                 continue;
@@ -486,7 +475,7 @@ impl Engine {
         });
         self.deferred = deferred;
         self.deferred.retain(|deferred| jobs.is_alive(&deferred.job, deferred.attempt));
-        let free: Vec<Raise> = free;
+        let free: Vec<RaisedCause> = free;
         for raise in free {
             actions.extend(self.raise(raise, now));
         }
@@ -497,7 +486,7 @@ impl Engine {
                     let alive = jobs.is_alive(&incident.job, incident.attempt);
                     let quiet = incident.quiet_since_ns.filter(|since| !alive || since + QUIET_NS <= now.mono_ns);
                     match quiet {
-                        Some(_) if !incident.went_away => Some(State::Resolved),
+                        Some(_) if !incident.ranks_left => Some(State::Resolved),
                         Some(_) => Some(State::Ended),
                         None => (!alive).then_some(State::Ended),
                     }

@@ -32,9 +32,9 @@ fn operation(pid: i32, ticket: u64) -> Cause {
     Cause::Operation { pid, ticket }
 }
 
-fn raise(cause: Cause, since_s: u64) -> Raise {
+fn raise(cause: Cause, since_s: u64) -> RaisedCause {
     let since_ns = since_s * SECOND;
-    Raise { job: job("j"), attempt: 0, rank: 2, cause, operation: None, since_ns, late_ns: 0 }
+    RaisedCause { job: job("j"), attempt: 0, rank: 2, cause, operation: None, since_ns, late_ns: 0 }
 }
 
 fn opened(action: Option<Action>) -> String {
@@ -46,18 +46,18 @@ fn opened(action: Option<Action>) -> String {
 fn hung(cause: Cause) -> (Engine, String) {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(cause, 1), at(10)));
-    assert_eq!(engine.dumped(&id, at(15)), None);
+    assert_eq!(engine.dump_finished(&id, at(15)), None);
     (engine, id)
 }
 
 #[test]
-fn one_hang_is_one_incident_whoever_signals_and_whenever() {
+fn all_signals_of_one_hang_join_one_incident() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
     assert_eq!(id, "20261121T105510Z-00000000");
     assert_eq!(engine.raise(raise(operation(2, 7), 5), at(11)), None);
     assert!(engine.hangs(&job("j")) && engine.is_busy());
-    assert_eq!(engine.dumped(&id, at(15)), None);
+    assert_eq!(engine.dump_finished(&id, at(15)), None);
     assert_eq!(engine.raise(raise(Cause::Idle, 5), at(20)), None);
     assert_eq!(engine.raise(raise(operation(1, 7), 5), at(21)), None);
     assert_eq!(engine.tick(&alive(), at(100)), []);
@@ -67,12 +67,12 @@ fn one_hang_is_one_incident_whoever_signals_and_whenever() {
 }
 
 #[test]
-fn it_is_resolved_when_all_signals_are_and_stay_so() {
+fn an_incident_resolves_when_all_its_causes_are_cleared() {
     let (mut engine, id) = hung(operation(1, 7));
     engine.raise(raise(operation(2, 7), 5), at(16));
-    engine.lift(&job("j"), &operation(1, 7), at(20));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(20));
     assert_eq!(engine.tick(&alive(), at(30)), [], "rank 2 still waits");
-    engine.lift(&job("j"), &operation(2, 7), at(30));
+    engine.clear_cause(&job("j"), &operation(2, 7), at(30));
     assert_eq!(engine.tick(&alive(), at(30)), [], "not at once");
     assert_eq!(engine.tick(&alive(), at(31)), [Action::Close(id.clone(), State::Resolved)]);
     assert_eq!(engine.tick(&alive(), at(32)), [], "once");
@@ -84,7 +84,7 @@ fn it_is_resolved_when_all_signals_are_and_stay_so() {
 #[test]
 fn a_new_signal_right_after_the_last_one_resolved_belongs_to_the_same_incident() {
     let (mut engine, id) = hung(operation(1, 7));
-    engine.lift(&job("j"), &operation(1, 7), at(20));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(20));
     assert_eq!(engine.raise(raise(operation(1, 8), 5), at(20)), None);
     assert_eq!(engine.tick(&alive(), at(60)), []);
     assert_eq!(engine.get(&id).unwrap().state, State::Dumped);
@@ -94,9 +94,9 @@ fn a_new_signal_right_after_the_last_one_resolved_belongs_to_the_same_incident()
 fn a_hang_that_resolves_during_its_dump_is_closed_after_it() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
-    engine.lift(&job("j"), &operation(1, 7), at(11));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(11));
     assert_eq!(engine.tick(&alive(), at(14)), []);
-    engine.dumped(&id, at(15));
+    engine.dump_finished(&id, at(15));
     assert_eq!(engine.tick(&alive(), at(15)), [Action::Close(id, State::Resolved)]);
 }
 
@@ -112,8 +112,8 @@ fn the_end_of_the_job_ends_its_incident() {
 #[test]
 fn a_job_that_recovers_and_then_ends_was_resolved() {
     let (mut engine, id) = hung(operation(1, 7));
-    engine.lift(&job("j"), &operation(1, 7), at(20));
-    engine.gone(&job("j"), 1, at(20));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(20));
+    engine.process_gone(&job("j"), 1, at(20));
     let jobs = alive();
     jobs.0.set(false);
     assert_eq!(engine.tick(&jobs, at(20)), [Action::Close(id, State::Resolved)]);
@@ -122,7 +122,7 @@ fn a_job_that_recovers_and_then_ends_was_resolved() {
 #[test]
 fn a_rank_that_leaves_does_not_resolve_what_it_signalled() {
     let (mut engine, id) = hung(operation(1, 7));
-    engine.gone(&job("j"), 1, at(20));
+    engine.process_gone(&job("j"), 1, at(20));
     assert_eq!(engine.tick(&alive(), at(21)), [Action::Close(id, State::Ended)]);
 }
 
@@ -142,10 +142,10 @@ fn a_death_has_a_grace_in_which_the_job_may_end() {
     let actions = engine.tick(&jobs, at(22));
     let id = opened(actions.into_iter().next());
     assert_eq!(engine.get(&id).unwrap().trigger.kind(), TriggerKind::Death);
-    engine.dumped(&id, at(25));
-    engine.gone(&job("j"), 6, at(26));
+    engine.dump_finished(&id, at(25));
+    engine.process_gone(&job("j"), 6, at(26));
     assert_eq!(engine.tick(&jobs, at(60)), [], "a death does not resolve by being a death");
-    engine.lift(&job("j"), &Cause::Death { pid: 6 }, at(70));
+    engine.clear_cause(&job("j"), &Cause::Death { pid: 6 }, at(70));
     assert_eq!(engine.tick(&jobs, at(71)), [Action::Close(id, State::Resolved)]);
 }
 
@@ -161,10 +161,10 @@ fn a_death_joins_an_open_incident_at_once() {
 fn jobs_and_attempts_have_incidents_of_their_own() {
     let mut engine = Engine::default();
     let first = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
-    let other = Raise { job: job("k"), ..raise(operation(9, 7), 5) };
+    let other = RaisedCause { job: job("k"), ..raise(operation(9, 7), 5) };
     let second = opened(engine.raise(other, at(10)));
     assert_ne!(first, second);
-    let next = Raise { attempt: 1, ..raise(operation(3, 7), 5) };
+    let next = RaisedCause { attempt: 1, ..raise(operation(3, 7), 5) };
     opened(engine.raise(next, at(11)));
     assert_eq!(engine.incidents().count(), 3);
 }
@@ -175,9 +175,9 @@ fn a_dump_by_hand_is_no_hang_and_ends_with_itself() {
     let id = opened(engine.raise(raise(Cause::Manual, 10), at(10)));
     assert!(!engine.hangs(&job("j")));
     assert_eq!(engine.raise(raise(Cause::Manual, 11), at(11)), None, "one at a time");
-    assert_eq!(engine.in_work(&job("j")).unwrap().id, id);
-    assert_eq!(engine.dumped(&id, at(15)), Some(Action::Close(id, State::Ended)));
-    assert!(engine.in_work(&job("j")).is_none());
+    assert_eq!(engine.dump_in_progress(&job("j")).unwrap().id, id);
+    assert_eq!(engine.dump_finished(&id, at(15)), Some(Action::Close(id, State::Ended)));
+    assert!(engine.dump_in_progress(&job("j")).is_none());
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn a_hang_during_a_dump_by_hand_takes_it_over() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(Cause::Manual, 10), at(10)));
     assert_eq!(engine.raise(raise(operation(1, 7), 5), at(11)), None);
-    assert_eq!(engine.dumped(&id, at(15)), None);
+    assert_eq!(engine.dump_finished(&id, at(15)), None);
     assert!(engine.hangs(&job("j")));
 }
 
@@ -222,7 +222,7 @@ fn after_a_restart_the_same_hang_is_the_same_incident() {
     assert_eq!(engine.raise(raise(operation(1, 7), 5), at(101)), None);
     assert!(engine.hangs(&job("j")));
     assert_eq!(engine.tick(&alive(), at(200)), []);
-    engine.lift(&job("j"), &operation(1, 7), at(210));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(210));
     assert_eq!(engine.tick(&alive(), at(211)), [Action::Close(record(Cause::Idle).id, State::Resolved)]);
 }
 
@@ -251,7 +251,7 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
         let cause = operation(1, start);
         let action = engine.raise(raise(cause.clone(), start), at(start));
         if let Some(Action::Dump(id)) = &action {
-            engine.dumped(id, at(start + 1));
+            engine.dump_finished(id, at(start + 1));
         }
         assert!(engine.hangs(&job("j")), "it hangs, whether an incident is opened or not");
         (action, cause)
@@ -259,27 +259,27 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
     for start in [100, 110, 120, 130] {
         let (action, cause) = flap(&mut engine, start);
         opened(action);
-        engine.lift(&job("j"), &cause, at(start + 2));
+        engine.clear_cause(&job("j"), &cause, at(start + 2));
         assert_eq!(engine.tick(&jobs, at(start + 5)).len(), 1, "it resolves");
     }
     // The fifth is deferred, and dropped when its cause is over.
     let (action, cause) = flap(&mut engine, 140);
     assert_eq!((action, engine.deferred.len()), (None, 1));
-    engine.lift(&job("j"), &cause, at(142));
+    engine.clear_cause(&job("j"), &cause, at(142));
     assert!(!engine.hangs(&job("j")) && engine.tick(&jobs, at(2000)).is_empty());
     // A cause that lasts opens an incident as soon as the throttle allows it.
     let mut engine = Engine::default();
     for start in [100, 110, 120, 130] {
         let (action, cause) = flap(&mut engine, start);
         opened(action);
-        engine.lift(&job("j"), &cause, at(start + 2));
+        engine.clear_cause(&job("j"), &cause, at(start + 2));
         engine.tick(&jobs, at(start + 5));
     }
     flap(&mut engine, 140);
     assert_eq!(engine.tick(&jobs, at(900)), []);
     assert!(matches!(&engine.tick(&jobs, at(1001))[..], [Action::Dump(_)]));
     // The throttle affects neither another job nor a dump by hand.
-    let other = Raise { job: job("k"), ..raise(operation(9, 9), 1002) };
+    let other = RaisedCause { job: job("k"), ..raise(operation(9, 9), 1002) };
     opened(engine.raise(other, at(1002)));
     assert_eq!(engine.deferred.len(), 0);
 }
@@ -288,21 +288,21 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
 fn a_part_of_a_wide_incident_ends_with_its_cluster_and_its_own_causes() {
     let mut engine = Engine::default();
     let jobs = alive();
-    engine.request("wide", &job("j"), 0, Trigger::default(), at(10));
-    assert!(engine.hangs(&job("j")) && !engine.hangs_here(&job("j")));
+    engine.open_for_cluster("wide", &job("j"), 0, Trigger::default(), at(10));
+    assert!(engine.hangs(&job("j")) && !engine.has_local_problem(&job("j")));
     assert_eq!(engine.raise(raise(operation(1, 7), 5), at(11)), None, "it joins");
-    assert!(engine.hangs_here(&job("j")));
-    engine.dumped("wide", at(12));
-    engine.lift(&job("j"), &operation(1, 7), at(13));
+    assert!(engine.has_local_problem(&job("j")));
+    engine.dump_finished("wide", at(12));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(13));
     assert_eq!(engine.tick(&jobs, at(20)), [], "it still hangs elsewhere");
-    engine.lift(&job("j"), &Cause::Cluster, at(21));
+    engine.clear_cause(&job("j"), &Cause::Cluster, at(21));
     assert_eq!(engine.tick(&jobs, at(23)), [Action::Close("wide".into(), State::Resolved)]);
 
     // An incident of this node is renamed to the one that another node has opened.
     let own = opened(engine.raise(raise(operation(1, 8), 30), at(30)));
     engine.rename(&own, "other");
     assert!(engine.get(&own).is_none() && engine.get("other").is_some_and(|one| one.causes.len() == 2));
-    engine.withdraw("other");
+    engine.discard("other");
     assert!(!engine.hangs(&job("j")));
 }
 
@@ -313,68 +313,68 @@ fn a_job_that_is_killed_and_started_again_is_no_incident() {
     for pid in [5, 6] {
         assert_eq!(engine.raise(raise(Cause::Death { pid }, 10), at(10)), None);
     }
-    let other = Raise { job: job("k"), ..raise(Cause::Death { pid: 7 }, 10) };
+    let other = RaisedCause { job: job("k"), ..raise(Cause::Death { pid: 7 }, 10) };
     assert_eq!(engine.raise(other, at(10)), None);
-    engine.replaced(&job("j"), 5, at(11));
+    engine.process_replaced(&job("j"), 5, at(11));
     let actions = engine.tick(&jobs, at(12));
     let id = opened(actions.first().cloned());
     assert_eq!((actions.len(), &engine.get(&id).unwrap().job), (1, &job("k")));
-    engine.replaced(&job("j"), 6, at(12));
+    engine.process_replaced(&job("j"), 6, at(12));
     assert_eq!(engine.tick(&jobs, at(60)), []);
 
     // A rank that is not replaced is still missed.
     for pid in [8, 9] {
         assert_eq!(engine.raise(raise(Cause::Death { pid }, 70), at(70)), None);
     }
-    engine.replaced(&job("j"), 8, at(71));
+    engine.process_replaced(&job("j"), 8, at(71));
     assert_eq!(engine.tick(&jobs, at(72)), []);
     let id = opened(engine.tick(&jobs, at(73)).into_iter().next());
     assert_eq!(engine.get(&id).unwrap().seen, BTreeSet::from([Cause::Death { pid: 9 }]));
 }
 
 #[test]
-fn what_is_wrong_with_a_new_world_is_another_incident_though_its_attempt_is_the_same() {
+fn a_hang_of_a_new_world_with_an_equal_attempt_opens_another_incident() {
     let mut engine = Engine::default();
-    engine.request("1", &job("j"), 0, Trigger::default(), at(5));
-    engine.dumped("1", at(6));
+    engine.open_for_cluster("1", &job("j"), 0, Trigger::default(), at(5));
+    engine.dump_finished("1", at(6));
     // The ranks were told to end and those of the next world are running; the cluster has not
     // confirmed yet.
-    engine.begins(&job("j"));
+    engine.world_began(&job("j"));
     let second = opened(engine.raise(raise(operation(9, 1), 8), at(10)));
     assert_eq!(engine.tick(&alive(), at(10)), [Action::Close("1".into(), State::Ended)]);
     // It does not join a later round of the first one either.
-    engine.request("1", &job("j"), 0, Trigger::default(), at(11));
+    engine.open_for_cluster("1", &job("j"), 0, Trigger::default(), at(11));
     assert_eq!(engine.raise(raise(operation(9, 2), 9), at(12)), None);
     assert!(engine.get("1").unwrap().causes.iter().all(|cause| *cause == Cause::Cluster));
     assert_eq!(engine.get(&second).unwrap().causes.len(), 2);
-    assert!(engine.hangs_here(&job("j")));
+    assert!(engine.has_local_problem(&job("j")));
 }
 
 #[test]
 fn a_job_that_recovers_and_is_started_again_was_resolved() {
     let (mut engine, id) = hung(operation(1, 7));
-    engine.lift(&job("j"), &operation(1, 7), at(20));
-    engine.begins(&job("j"));
+    engine.clear_cause(&job("j"), &operation(1, 7), at(20));
+    engine.world_began(&job("j"));
     assert_eq!(engine.tick(&alive(), at(20)), [Action::Close(id, State::Resolved)]);
 }
 
 #[test]
-fn what_is_wrong_with_a_process_is_wrong_with_its_job() {
+fn causes_follow_their_process_to_another_job() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
     engine.raise(raise(operation(2, 7), 5), at(11));
     engine.raise(raise(Cause::Death { pid: 3 }, 11), at(11));
-    assert_eq!(engine.follow(|_| Some(job("j")), at(12)), []);
+    assert_eq!(engine.reassign_causes(|_| Some(job("j")), at(12)), []);
     // Two jobs of one name: process 2 belongs to the other one.
     let of = |pid: i32| Some(job(if pid == 2 { "k" } else { "j" }));
-    assert_eq!(engine.follow(of, at(12)), [operation(2, 7)]);
+    assert_eq!(engine.reassign_causes(of, at(12)), [operation(2, 7)]);
     assert_eq!(engine.get(&id).unwrap().causes, BTreeSet::from([operation(1, 7), Cause::Death { pid: 3 }]));
-    let other = opened(engine.raise(Raise { job: job("k"), ..raise(operation(2, 7), 12) }, at(12)));
+    let other = opened(engine.raise(RaisedCause { job: job("k"), ..raise(operation(2, 7), 12) }, at(12)));
     assert!(engine.hangs(&job("k")) && engine.get(&other).unwrap().job == job("k"));
     // The job of the first process gets another name: its incident follows.
-    assert_eq!(engine.follow(|pid| Some(job(if pid == 2 { "k" } else { "l" })), at(13)), []);
+    assert_eq!(engine.reassign_causes(|pid| Some(job(if pid == 2 { "k" } else { "l" })), at(13)), []);
     assert_eq!(engine.get(&id).unwrap().job, job("l"));
     // A process takes back its cause, whichever job it is assigned to.
-    engine.lift(&job("j"), &operation(2, 7), at(14));
+    engine.clear_cause(&job("j"), &operation(2, 7), at(14));
     assert_eq!(engine.get(&other).unwrap().causes, BTreeSet::new());
 }

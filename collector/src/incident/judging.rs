@@ -9,9 +9,9 @@ use std::{
 
 use tracing::error;
 use xpu_timer_analysis::{Activity, Cause, Confidence, HangEvidence, RankGroup, Verdict};
-use xpu_timer_proto::v1::{Evidence, Grounds};
+use xpu_timer_proto::v1::{Evidence, Grounds, RankEvidence};
 
-use xpu_timer_proto::v1::RankEvidence;
+use crate::os::clock::nanoseconds;
 
 /// Makes the verdict. Never panics.
 #[must_use]
@@ -23,9 +23,9 @@ pub fn judge(evidence: &Evidence) -> Verdict {
 ///
 /// # Errors
 /// The message of a panic.
-pub fn survive<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     // Nothing that the work has touched is used after a panic.
-    catch_unwind(AssertUnwindSafe(work)).map_err(|payload| words(&*payload))
+    catch_unwind(AssertUnwindSafe(work)).map_err(|payload| panic_message(&*payload))
 }
 
 /// A verdict with the cause `unknown` and this sentence, for an incident that cannot be judged.
@@ -59,8 +59,8 @@ const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 
 /// Nanoseconds until a job that may be healthy is dumped again, given the number of dumps so far.
 #[must_use]
-pub fn next_look_ns(hang_timeout: Duration, looks: u32) -> u64 {
-    let wait_ns = u64::try_from(hang_timeout.max(SHORTEST_WAIT).as_nanos()).unwrap_or(u64::MAX);
+pub fn recheck_delay_ns(hang_timeout: Duration, looks: u32) -> u64 {
+    let wait_ns = nanoseconds(hang_timeout.max(SHORTEST_WAIT));
     wait_ns.saturating_mul(1 << looks.min(MOST_DOUBLINGS))
 }
 
@@ -75,15 +75,15 @@ fn culprits_run(verdict: &Verdict) -> bool {
 }
 
 fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdict {
-    let why = match survive(|| judge(evidence)) {
+    let why = match catch_panic(|| judge(evidence)) {
         Ok(verdict) => return verdict,
         Err(why) => why,
     };
     error!("incident {}: the judge failed: {why}", evidence.incident);
     let sentence = format!("The verdict could not be made: the judge failed ({why}); the stacks and records are here.");
-    let bare = presences(evidence);
+    let bare = without_activity(evidence);
     // If the judge fails on all evidence, it may still work on the presence of the ranks alone.
-    let mut verdict = survive(|| judge(&bare)).unwrap_or_else(|_| unknown(evidence, String::new()));
+    let mut verdict = catch_panic(|| judge(&bare)).unwrap_or_else(|_| unknown(evidence, String::new()));
     (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
     verdict.culprits.clear();
     verdict.victims.clear();
@@ -93,7 +93,7 @@ fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdic
 }
 
 /// A copy without the activity of the ranks.
-fn presences(evidence: &Evidence) -> Evidence {
+fn without_activity(evidence: &Evidence) -> Evidence {
     let mut bare = without_dumps(evidence);
     for rank in &mut bare.ranks {
         (rank.flight, rank.host) = (None, None);
@@ -101,7 +101,7 @@ fn presences(evidence: &Evidence) -> Evidence {
     bare
 }
 
-fn words(payload: &(dyn Any + Send)) -> String {
+fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(ToString::to_string);
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
 }

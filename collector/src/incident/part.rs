@@ -53,18 +53,18 @@ impl Part {
 
 /// Location of a node's part.
 #[derive(Debug, Clone)]
-pub enum Kept {
+pub enum PartLocation {
     /// In its folder.
-    In(PathBuf),
+    InFolder(PathBuf),
     /// In memory, because no folder could be made.
-    Here(Box<NodeDump>),
+    InMemory(Box<NodeDump>),
 }
 
-impl Kept {
+impl PartLocation {
     pub(crate) fn read(&self) -> Result<NodeDump, String> {
         match self {
-            Kept::Here(part) => Ok((**part).clone()),
-            Kept::In(folder) => {
+            PartLocation::InMemory(part) => Ok((**part).clone()),
+            PartLocation::InFolder(folder) => {
                 let path = folder.join(PART);
                 let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
                 lenient::decode(&bytes).map_err(|error| format!("{}: {error}", path.display()))

@@ -14,10 +14,9 @@ use crate::{
     incident::{
         engine::{Cause, Record},
         folder::{folders, id, own_folders},
-        leftovers,
-        verdict_files::RECORD,
+        verdict_files::{self, RECORD},
     },
-    job::key::JobKey,
+    job::JobKey,
     json::pretty,
     os::clock::{self, Now},
 };
@@ -29,7 +28,7 @@ const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
 /// An incident that an earlier collector left open.
 #[derive(Debug)]
-pub struct Left {
+pub struct OpenIncident {
     /// Its folder.
     pub folder: PathBuf,
     /// The state that the earlier collector recorded.
@@ -41,8 +40,8 @@ pub struct Left {
 /// Returns the incidents of this boot whose verdict still has the status `open`, and those whose
 /// folder a killed collector has left unfinished. Finishes such folders without a record.
 #[must_use]
-pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
-    leftovers::finish(root);
+pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
+    verdict_files::finish_leftovers(root);
     let mut folders = own_folders(root);
     folders.reverse();
     let of = |folder: PathBuf| {
@@ -51,10 +50,14 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
             return None;
         }
         if !record.writer.is_empty() {
-            return leftovers::is_gone(&record.writer).then_some(Left { folder, record, verdict: None });
+            return verdict_files::is_writer_gone(&record.writer).then_some(OpenIncident {
+                folder,
+                record,
+                verdict: None,
+            });
         }
         let verdict = verdict(&folder)?;
-        (verdict.timing.status == Status::Open).then_some(Left { folder, record, verdict: Some(verdict) })
+        (verdict.timing.status == Status::Open).then_some(OpenIncident { folder, record, verdict: Some(verdict) })
     };
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }
@@ -295,7 +298,7 @@ mod tests {
                 seen: BTreeSet::new(),
                 writer: writer.into(),
             };
-            crate::incident::verdict_files::write_record(&folder.path, &record);
+            verdict_files::write_record(&folder.path, &record);
             if !file.is_empty() {
                 folder.write(file, b"").unwrap();
             }
@@ -305,14 +308,14 @@ mod tests {
         let stacks = make("1-stacks", &gone, "00000-00001.stacktrace");
         let empty = make("2-empty", &gone, "");
         let other = make("3-other", folder::own_stamp(), "");
-        let mut left: Vec<Left> = open_in(root.path(), "b");
+        let mut left: Vec<OpenIncident> = open_in(root.path(), "b");
         left.sort_by(|one, other| one.folder.cmp(&other.folder));
         assert_eq!(left.iter().map(|one| &one.folder).collect::<Vec<_>>(), [&stacks, &empty]);
         assert!(left.iter().all(|one| one.verdict.is_none()));
         assert!(open_in(root.path(), "another boot").is_empty() && other.exists());
 
-        leftovers::finish_folder(stacks.clone());
-        leftovers::finish_folder(empty.clone());
+        verdict_files::finish_leftover_folder(stacks.clone());
+        verdict_files::finish_leftover_folder(empty.clone());
         assert_eq!(verdict(&stacks).unwrap().timing.status, Status::Ended);
         assert!(!empty.exists(), "a folder without stacks says nothing");
     }

@@ -1,14 +1,26 @@
-//! The files of an incident folder with its verdict and the state of the incident.
+//! The verdict and the record in an incident folder: writes them, changes the status of an
+//! incident, and finishes what an earlier collector or an earlier attempt left unfinished on disk.
 
-use std::path::Path;
+use std::{
+    fs,
+    io::{self, BufRead, Read},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
 
 use tracing::{info, warn};
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::{Status, Verdict};
+use xpu_timer_proto::{Message, v1::Evidence};
 
 use crate::{
     error::{Error, chain},
-    incident::{engine::Record, folder::Folder},
+    incident::{
+        engine::Record,
+        folder::{Folder, RESERVE, incident_of, own_folders, own_stamp},
+        judging,
+    },
     json,
+    os::{clock::rfc3339, process::Stat},
 };
 
 /// Writes `verdict.json` and `verdict.txt` and logs errors. Returns whether both were written.
@@ -36,12 +48,24 @@ pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error
 /// If it cannot be read.
 pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
     let file = path.join("verdict.json");
-    let bytes = std::fs::read(&file).map_err(Error::path("read", &file))?;
+    let bytes = fs::read(&file).map_err(Error::path("read", &file))?;
     let mut verdict: Verdict =
         serde_json::from_slice(&bytes).map_err(|error| Error::path("read", &file)(error.into()))?;
     change(&mut verdict);
     write_verdict(&Folder { path: path.into() }, &verdict);
     Ok(())
+}
+
+/// Writes the status of an incident, and when it was closed, into the verdict of its folder. Logs
+/// errors.
+pub fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns: Option<u64>) {
+    let changed = change_verdict(folder, |verdict| {
+        verdict.timing.status = status;
+        verdict.timing.resolved_at = closed_unix_ns.map(rfc3339);
+    });
+    if let Err(error) = changed {
+        warn!("incident {incident}: {}", chain(&error));
+    }
 }
 
 /// Name of the file with the state of an incident for the next collector process.
@@ -53,4 +77,75 @@ pub fn write_record(path: &Path, record: &Record) {
     if let Err(error) = (Folder { path: path.into() }).write(RECORD, &json) {
         info!("incident {}: a restarted collector will not know it: {}", record.id, chain(&error));
     }
+}
+
+/// Upper limit for the first line of the reserve file, which names its writer.
+const MAX_STAMP_BYTES: u64 = 512;
+
+/// Finishes the folders that a killed collector of this machine was writing. Written stacks are
+/// useful; a folder without stacks contains no information.
+pub fn finish_leftovers(root: &Path) {
+    let without_record = |path: &PathBuf| is_leftover(path) && !path.join(RECORD).exists();
+    own_folders(root).into_iter().filter(without_record).for_each(finish_leftover_folder);
+}
+
+/// Finishes one folder that a killed collector was writing.
+pub fn finish_leftover_folder(path: PathBuf) {
+    let folder = Folder { path };
+    folder.release_reserve();
+    let has = |end: &str| {
+        let names = fs::read_dir(&folder.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        names.into_iter().any(|name| name.to_string_lossy().ends_with(end))
+    };
+    let done = if has("verdict.json") {
+        change_verdict(&folder.path, |verdict| verdict.timing.status = Status::Ended)
+    } else if has(".stacktrace") {
+        let incident = incident_of(&folder.path);
+        let evidence = Evidence { incident, ..Default::default() };
+        let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
+        let mut verdict = judging::unknown(&evidence, sentence.into());
+        verdict.timing.status = Status::Ended;
+        folder.write("evidence.bin", &evidence.encode_to_vec()).and(try_write_verdict(&folder, &verdict))
+    } else {
+        fs::remove_dir_all(&folder.path).map_err(Error::path("remove", &folder.path))
+    };
+    match done {
+        Ok(()) => info!("{} was left by a collector that was killed", folder.path.display()),
+        Err(error) => warn!("{}", chain(&error)),
+    }
+}
+
+/// Whether a folder was being written by a process of this machine that is gone.
+fn is_leftover(folder: &Path) -> bool {
+    let mut stamp = String::new();
+    let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
+    let line = reserve.and_then(|file| io::BufReader::new(file).take(MAX_STAMP_BYTES).read_line(&mut stamp));
+    line.is_ok() && is_writer_gone(stamp.trim_end())
+}
+
+/// Whether a stamp is of a process of this machine that is gone.
+pub fn is_writer_gone(stamp: &str) -> bool {
+    let Some((place, process)) = stamp.rsplit_once(' ') else { return false };
+    let lives = || {
+        let (pid, start) = process.split_once(':')?;
+        Some(Stat::of(pid.parse().ok()?)?.start == start.parse::<u64>().ok()?)
+    };
+    own_stamp().rsplit_once(' ').is_some_and(|(here, _)| here == place) && lives() != Some(true)
+}
+
+/// Makes the folder of an incident again if it could not be made, or was removed before its verdict
+/// was written, and writes the verdict.
+///
+/// # Errors
+/// If that is still not possible.
+pub fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
+    let (folder, _) = Folder::create(root, fallback, name)?;
+    folder.release_reserve();
+    let written = try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest());
+    if let Err(error) = written {
+        // Removes it only if it is empty.
+        let _ = fs::remove_dir(&folder.path);
+        return Err(error);
+    }
+    Ok(folder)
 }

@@ -60,8 +60,8 @@ fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(
     if status.success() {
         return Ok(());
     }
-    let said = stderr.and_then(|stderr| stderr.join().ok()).unwrap_or_default();
-    Err(format!("the viewer failed ({status}): {said}"))
+    let stderr_text = stderr.and_then(|stderr| stderr.join().ok()).unwrap_or_default();
+    Err(format!("the viewer failed ({status}): {stderr_text}"))
 }
 
 fn wait(child: &mut Child, deadline: Instant) -> Option<std::process::ExitStatus> {

@@ -55,7 +55,7 @@ pub struct Place {
 
 /// The job that a member belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seat {
+pub struct Assignment {
     /// Members of one job have the same number: the index of its first member.
     pub group: usize,
     /// Whether it is a helper that inherited the number of a rank.
@@ -248,10 +248,10 @@ impl<'m> Groups<'m> {
     }
 }
 
-/// Splits the processes of one name into jobs. The result has one seat for each member, in their
-/// order.
+/// Splits the processes of one name into jobs. The result has one assignment for each member, in
+/// their order.
 #[must_use]
-pub fn partition(members: &[Member]) -> Vec<Seat> {
+pub fn partition(members: &[Member]) -> Vec<Assignment> {
     let host = |helper: &Member| {
         let is_host = |other: &Member| {
             helper.descends_from(other)
@@ -277,16 +277,16 @@ pub fn partition(members: &[Member]) -> Vec<Seat> {
         groups.join_by(&communicators);
         groups.join_relatives(&mains);
     }
-    let seat = |index: usize| {
+    let assignment = |index: usize| {
         // A helper may have helpers.
         let mut main = index;
         for _ in 0..members.len() {
             let Some(host) = hosts[main] else { break };
             main = host;
         }
-        Seat { group: groups.group_of[main], helper: main != index, place: groups.places[index] }
+        Assignment { group: groups.group_of[main], helper: main != index, place: groups.places[index] }
     };
-    (0..members.len()).map(seat).collect()
+    (0..members.len()).map(assignment).collect()
 }
 
 /// The usual case, which is checked fast: nothing contradicts.
@@ -328,7 +328,7 @@ mod tests {
     }
 
     fn groups(members: &[Member]) -> Vec<usize> {
-        partition(members).iter().map(|seat| seat.group).collect()
+        partition(members).iter().map(|assignment| assignment.group).collect()
     }
 
     /// Every order of the members must give the same jobs.
@@ -432,24 +432,33 @@ mod tests {
         let helpers = [member(11, 0, &[10, 5]), member(12, 0, &[10, 5]), member(13, 0, &[12, 10, 5])];
         let all = [&[rank.clone()][..], &helpers].concat();
         check(&all, &[0, 0, 0, 0]);
-        assert_eq!(partition(&all).iter().map(|seat| seat.helper).collect::<Vec<_>>(), [false, true, true, true]);
+        assert_eq!(
+            partition(&all).iter().map(|assignment| assignment.helper).collect::<Vec<_>>(),
+            [false, true, true, true]
+        );
         // Ranks that another rank has started itself, as Lightning does, with the number that they
         // inherited.
         let ranks = [inside(rank, &[(7, 2, 0)]), inside(member(11, 0, &[10, 5]), &[(7, 2, 1)])];
         check(&ranks, &[0, 0]);
-        let seats = partition(&ranks);
-        assert_eq!(seats.iter().map(|seat| seat.place).collect::<Vec<_>>(), [Some((0, 2)), Some((1, 2))]);
-        assert!(seats.iter().all(|seat| !seat.helper));
+        let assignments = partition(&ranks);
+        assert_eq!(
+            assignments.iter().map(|assignment| assignment.place).collect::<Vec<_>>(),
+            [Some((0, 2)), Some((1, 2))]
+        );
+        assert!(assignments.iter().all(|assignment| !assignment.helper));
     }
 
     #[test]
     fn a_communicator_that_holds_all_numbers_them_anew_and_a_smaller_one_joins_nothing_that_clashes() {
         // All were started with the same number and got their own rank as an argument.
         let spawned_with_argument = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
-        let seats =
+        let assignments =
             partition(&[spawned_with_argument(10, 2), spawned_with_argument(11, 0), spawned_with_argument(12, 1)]);
-        assert!(seats.iter().all(|seat| seat.group == 0));
-        assert_eq!(seats.iter().filter_map(|seat| seat.place).collect::<Vec<_>>(), [(2, 3), (0, 3), (1, 3)]);
+        assert!(assignments.iter().all(|assignment| assignment.group == 0));
+        assert_eq!(
+            assignments.iter().filter_map(|assignment| assignment.place).collect::<Vec<_>>(),
+            [(2, 3), (0, 3), (1, 3)]
+        );
         // A trainer sends its weights to the ranks of a server, which also count from 0.
         let trainer = [inside(member(10, 0, &[5]), &[(1, 2, 0), (3, 3, 0)]), inside(member(11, 1, &[5]), &[(1, 2, 1)])];
         let server = [

@@ -30,7 +30,7 @@ impl Cursor {
     ///
     /// # Errors
     /// The errors of `read_at`.
-    pub fn look(
+    pub fn read_completed(
         &mut self,
         read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
         tickets: u64,
@@ -103,7 +103,7 @@ mod tests {
                 }
                 Ok(())
             };
-            cursor.look(read, tickets).unwrap().iter().map(|words| words[op::TICKET] - 1).collect()
+            cursor.read_completed(read, tickets).unwrap().iter().map(|words| words[op::TICKET] - 1).collect()
         }
     }
 

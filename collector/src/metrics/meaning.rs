@@ -29,7 +29,7 @@ pub struct Key {
 
 /// Duration and amount of work of one operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Done {
+pub struct Measurement {
     /// When it completed, CLOCK_MONOTONIC.
     pub at_ns: u64,
     /// Device time in microseconds.
@@ -64,7 +64,7 @@ pub fn collective(
     together: &[(&Operation, &Communicator)],
     spans_nodes: bool,
     settings: &MetricsSettings,
-) -> Option<(Key, Done)> {
+) -> Option<(Key, Measurement)> {
     let (first, _) = together.first()?;
     let timed = first.kind() == OpKind::Collective && first.status() == OpStatus::Completed && first.device_ns > 0;
     let moving = || together.iter().filter(|(_, communicator)| timed && communicator.size > 1);
@@ -80,11 +80,11 @@ pub fn collective(
     // Both directions of a link are used at once, and nccl-tests counts one of them.
     let exchanged = bytes_of(&|op| op == Op::Send).max(bytes_of(&|op| op == Op::Recv));
     let bits = (exchanged + bytes_of(&|op| !matches!(op, Op::Send | Op::Recv))) * 8.0;
-    let done = Done { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
+    let done = Measurement { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
     (bits > 0.0).then(|| (collective_key(first, spans_nodes, &done, settings), done))
 }
 
-fn collective_key(operation: &Operation, spans_nodes: bool, done: &Done, settings: &MetricsSettings) -> Key {
+fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, settings: &MetricsSettings) -> Key {
     let mut labels = vec![("dtype", dtype_name(operation.dtype()).to_string())];
     labels.push(("operation", operation_name(operation.op()).to_string()));
     if let Some((levels, _)) = settings.levels {
@@ -99,12 +99,12 @@ fn collective_key(operation: &Operation, spans_nodes: bool, done: &Done, setting
 
 /// Series and amount of a completed matrix product.
 #[must_use]
-pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Done)> {
+pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Measurement)> {
     let shape = operation.matmul.as_ref()?;
     if operation.status() != OpStatus::Completed || operation.device_ns == 0 {
         return None;
     }
-    let done = Done {
+    let done = Measurement {
         at_ns: operation.completed_ns,
         us: operation.device_ns as f64 / 1e3,
         amount: flops(shape, operation.dtype()),

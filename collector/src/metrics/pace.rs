@@ -14,7 +14,7 @@ pub struct Recorder {
     pub pace: Pace,
     open: BTreeMap<(u64, bool), Open>,
     // Blocks since the last report to the cluster.
-    news: BTreeMap<(u64, bool), CommunicatorPace>,
+    unreported: BTreeMap<(u64, bool), CommunicatorPace>,
 }
 
 /// The block in progress.
@@ -37,7 +37,7 @@ const LONGEST_BLOCK_NS: u64 = 10 * SECOND;
 const RANKS_PER_SECOND: u64 = 1024;
 const HIGHEST_LEVEL: u32 = 20;
 /// Maximum number of unreported blocks of one communicator.
-const MAX_NEWS: usize = 64;
+const MAX_UNREPORTED: usize = 64;
 
 impl Recorder {
     /// Adds operations of one launch, which share its time.
@@ -61,8 +61,8 @@ impl Recorder {
             series.push(block, now_ns);
             let (id, size) = (communicator.id, communicator.size);
             let news =
-                self.news.entry(key).or_insert(CommunicatorPace { id, size, point_to_point, blocks: Vec::new() });
-            if news.blocks.len() < MAX_NEWS {
+                self.unreported.entry(key).or_insert(CommunicatorPace { id, size, point_to_point, blocks: Vec::new() });
+            if news.blocks.len() < MAX_UNREPORTED {
                 news.blocks.push(block);
             }
         }
@@ -73,12 +73,12 @@ impl Recorder {
         self.pace.forget(now_ns);
         self.open.retain(|_, open| now_ns.saturating_sub(open.last_ns) < SILENCE_NS);
         // Without a cluster collector, nobody takes the news.
-        self.news.retain(|key, _| self.open.contains_key(key));
+        self.unreported.retain(|key, _| self.open.contains_key(key));
     }
 
     /// Takes the blocks since the last call, for the cluster collector.
-    pub fn take_news(&mut self) -> Vec<CommunicatorPace> {
-        std::mem::take(&mut self.news).into_values().collect()
+    pub fn take_unreported(&mut self) -> Vec<CommunicatorPace> {
+        std::mem::take(&mut self.unreported).into_values().collect()
     }
 }
 
@@ -237,11 +237,11 @@ mod tests {
     fn news_are_taken_once() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=10).map(|seq| all_reduce(seq, seq * 5000, 700)));
-        let news = recorder.take_news();
+        let news = recorder.take_unreported();
         assert_eq!((news.len(), news[0].id, news[0].size, news[0].blocks.len()), (1, 7, 8, 8));
-        assert!(recorder.take_news().is_empty());
+        assert!(recorder.take_unreported().is_empty());
         record(&mut recorder, [all_reduce(11, 55_000, 700)]);
-        assert_eq!(recorder.take_news()[0].blocks.len(), 1);
+        assert_eq!(recorder.take_unreported()[0].blocks.len(), 1);
         recorder.forget(u64::MAX);
         assert!(recorder.pace == Pace::default() && recorder.open.is_empty());
     }

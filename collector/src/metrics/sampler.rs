@@ -1,22 +1,24 @@
-//! Reads the rings of living ranks and maintains their series for `/metrics`.
+//! Reads the rings of living ranks and maintains their series for `/metrics`, and reads the
+//! counters of their Python interpreters.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    thread,
+    time::Duration,
 };
 
-use tracing::debug;
+use tracing::{debug, warn};
+use xpu_timer_capture::{Counter, Counts};
 use xpu_timer_proto::{
     ring::{self, header, lane},
     v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
 };
 
 use crate::{
-    job::key::RankId,
-    metrics::{
-        cursor::Cursor, interpreters::Interpreters, meaning, pace::Recorder, series::AllSeries,
-        settings::MetricsSettings,
-    },
+    job::RankId,
+    metrics::{cursor::Cursor, meaning, pace::Recorder, series::AllSeries, settings::MetricsSettings},
     os::{clock::Now, ring_file::RingFile},
 };
 
@@ -78,8 +80,8 @@ impl Sampler {
     }
 
     /// Takes the blocks of a rank that were not reported to the cluster yet.
-    pub fn news_of(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
-        self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_news()).unwrap_or_default()
+    pub fn take_unreported(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
+        self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_unreported()).unwrap_or_default()
     }
 
     /// Reads all rings if it is time, and forgets ranks that are gone.
@@ -95,7 +97,7 @@ impl Sampler {
         if search {
             self.searched_ns = now.mono_ns;
         }
-        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
+        self.interpreters.request(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         let mut completed = Vec::new();
         for rank in &living {
             let Some(ring) = rank.ring else { continue };
@@ -141,7 +143,7 @@ impl Sampled {
             self.functions = ring::read_functions(read_at)?;
         }
         let mut operations: Vec<Operation> = Vec::new();
-        let slots = self.cursor.look(read_at, head[header::OPS])?;
+        let slots = self.cursor.read_completed(read_at, head[header::OPS])?;
         let unnamed = |words: &&[u64; ring::op::WORDS]| {
             let function = words[ring::op::FUNCTION];
             function != 0 && !self.names.contains_key(&function)
@@ -208,4 +210,65 @@ fn spans_nodes(rank: &LivingRank<'_>, communicator: &Communicator, here: &HashMa
         return world > local;
     }
     here.get(&communicator.id).copied().unwrap_or(0) < communicator.size
+}
+
+/// Time limit of one read.
+const COUNT_DEADLINE: Duration = Duration::from_secs(2);
+
+/// A request to the thread.
+struct CountRequest {
+    ranks: Vec<(RankId, i32)>,
+    search: bool,
+}
+
+type Latest = Arc<Mutex<BTreeMap<RankId, Counts>>>;
+
+/// Reads the counters of the ranks' Python interpreters on a thread of its own. The kernel may
+/// block a reader of another process's memory, and the collector must not block. The first request
+/// starts the thread; it ends when this is dropped.
+#[derive(Default)]
+pub struct Interpreters {
+    requests: Option<mpsc::SyncSender<CountRequest>>,
+    latest: Latest,
+    failed: bool,
+}
+
+impl Interpreters {
+    /// The counts in the process of a rank; `None` if it does not run CPython or cannot be read.
+    pub fn of(&self, rank: RankId) -> Option<Counts> {
+        lock(&self.latest).get(&rank).copied()
+    }
+
+    /// Requests a read of these processes unless the thread is still busy, and forgets all others.
+    pub fn request(&mut self, ranks: Vec<(RankId, i32)>, search: bool) {
+        if self.failed || (ranks.is_empty() && self.requests.is_none()) {
+            return;
+        }
+        let requests = self.requests.get_or_insert_with(|| {
+            let (sender, requests) = mpsc::sync_channel(1);
+            let latest = Arc::clone(&self.latest);
+            let started = thread::Builder::new().name("counting".into()).spawn(move || count(&requests, &latest));
+            if let Err(error) = started {
+                warn!("collections of garbage and data loaders are not counted, there is no thread: {error}");
+                self.failed = true;
+            }
+            sender
+        });
+        // A request that is not accepted is repeated at the next turn.
+        let _ = requests.try_send(CountRequest { ranks, search });
+    }
+}
+
+fn count(requests: &mpsc::Receiver<CountRequest>, latest: &Latest) {
+    let mut counter = Counter::default();
+    while let Ok(CountRequest { ranks, search }) = requests.recv() {
+        let pids: Vec<i32> = ranks.iter().map(|(_, pid)| *pid).collect();
+        let counts = counter.read(&pids, search, COUNT_DEADLINE);
+        let known = ranks.iter().zip(counts).filter_map(|((rank, _), counts)| Some((*rank, counts?)));
+        *lock(latest) = known.collect();
+    }
+}
+
+fn lock(latest: &Latest) -> MutexGuard<'_, BTreeMap<RankId, Counts>> {
+    latest.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,14 +1,14 @@
 //! The series of one rank: the operations completed within the window, the published values, and
 //! the expiry of a series. The caller passes in the time.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    time::Duration,
-};
+use std::collections::{BTreeMap, VecDeque};
 
-use crate::metrics::{
-    meaning::{Done, Family, Key},
-    settings::MetricsSettings,
+use crate::{
+    metrics::{
+        meaning::{Family, Key, Measurement},
+        settings::MetricsSettings,
+    },
+    os::clock::nanoseconds,
 };
 
 /// The published values of a series.
@@ -35,7 +35,7 @@ const MAX_OPERATIONS: usize = 8192;
 
 #[derive(Debug, Default)]
 struct Series {
-    done: VecDeque<Done>,
+    done: VecDeque<Measurement>,
     heard_ns: u64,
     published_ns: u64,
     values: Option<Values>,
@@ -49,7 +49,7 @@ pub struct AllSeries {
 
 impl AllSeries {
     /// Adds a completed operation to its series.
-    pub fn add(&mut self, key: Key, done: Done, now_ns: u64) {
+    pub fn add(&mut self, key: Key, done: Measurement, now_ns: u64) {
         if self.series.len() >= MAX_SERIES && !self.series.contains_key(&key) {
             return;
         }
@@ -87,7 +87,7 @@ impl AllSeries {
     }
 }
 
-fn values(family: Family, done: &VecDeque<Done>) -> Option<Values> {
+fn values(family: Family, done: &VecDeque<Measurement>) -> Option<Values> {
     let mut latencies: Vec<f64> = done.iter().map(|done| done.us).collect();
     latencies.sort_by(f64::total_cmp);
     let (min, max) = (*latencies.first()?, *latencies.last()?);
@@ -101,10 +101,6 @@ fn values(family: Family, done: &VecDeque<Done>) -> Option<Values> {
         min,
         performance: family.performance(done.iter().map(|done| done.amount).sum(), us),
     })
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -123,8 +119,8 @@ mod tests {
         Key { family: Family::Collective, labels: vec![("operation", operation.into())] }
     }
 
-    fn done(at_s: u64, us: f64, bits: f64) -> Done {
-        Done { at_ns: at_s * SECOND, us, amount: bits }
+    fn done(at_s: u64, us: f64, bits: f64) -> Measurement {
+        Measurement { at_ns: at_s * SECOND, us, amount: bits }
     }
 
     fn only(series: &AllSeries) -> Values {

@@ -11,7 +11,7 @@ use xpu_timer_analysis::{
 };
 
 use crate::{
-    job::key::JobKey,
+    job::JobKey,
     os::clock::{self, Now},
 };
 

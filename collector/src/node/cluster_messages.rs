@@ -15,18 +15,18 @@ use xpu_timer_proto::{
 
 use crate::{
     incident::{
-        engine::{self, Cause, Incident},
+        self,
+        engine::{Cause, Incident},
         folder::{folder_name, is_of, is_own_folder, own_names},
-        part::{Kept, PART},
+        part::{PART, PartLocation},
     },
-    job::key::{JobKey, job_id, own_key},
+    job::{JobKey, job_id, local_key},
     node::{
-        delivery,
-        judged::Judged,
+        cluster_member::{self, UplinkEvent},
         launched::{State, Unregistered},
-        link::Event,
         plan::ForCluster,
         registry::{Presence, Rank},
+        reports::VerdictSummary,
         state::NodeState,
     },
     os::{clock::Now, process},
@@ -53,27 +53,27 @@ const MAX_COMMUNICATORS: usize = 4;
 
 impl NodeState {
     /// Handles an event of the stream.
-    pub fn uplink(&mut self, event: Event, now: Now) {
+    pub fn uplink(&mut self, event: UplinkEvent, now: Now) {
         match event {
-            Event::Opened(link) => {
+            UplinkEvent::Opened(link) => {
                 self.member.link = Some(*link);
-                self.hello_cluster(now);
+                self.send_hello(now);
             }
-            Event::Lost(why) => {
+            UplinkEvent::Lost(why) => {
                 self.member.link = None;
                 self.member.welcomed = false;
                 self.member.problem = why;
                 self.member.lost_ns.get_or_insert(now.mono_ns);
             }
-            Event::Message(message) => self.cluster_says(*message, now),
+            UplinkEvent::Message(message) => self.cluster_message(*message, now),
         }
     }
 
-    fn hello_cluster(&mut self, now: Now) {
+    fn send_hello(&mut self, now: Now) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
         let ranks = self.rank_entries(now);
-        self.member.told_ranks = without_ages(&ranks);
+        self.member.reported_ranks = without_ages(&ranks);
         let hello = NodeHello {
             protocol: PROTOCOL_VERSION,
             node: self.node.clone(),
@@ -81,31 +81,33 @@ impl NodeState {
             ranks: Some(NodeRanks { ranks }),
             incidents,
         };
-        self.member.told_hangs.clear();
+        self.member.reported_hangs.clear();
         self.member.send(Message::Hello(hello));
     }
 
-    fn cluster_says(&mut self, message: cluster_message::Message, now: Now) {
+    fn cluster_message(&mut self, message: cluster_message::Message, now: Now) {
         match message {
             cluster_message::Message::Welcome(welcome) => {
                 self.member.welcomed = true;
                 self.member.problem.clear();
                 self.member.lost_ns = None;
                 for request in welcome.open {
-                    self.requested(request, now);
+                    self.dump_requested(request, now);
                 }
             }
-            cluster_message::Message::Dump(request) => self.requested(request, now),
+            cluster_message::Message::Dump(request) => self.dump_requested(request, now),
             cluster_message::Message::Deliver(wanted) => {
                 if let Some(kept) = self.member.parts.get(&wanted.incident).cloned() {
-                    self.member.bring(wanted.key, move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
+                    self.member.start_delivery(wanted.key, move |sender| {
+                        cluster_member::send_part(&wanted.incident, &kept, &sender)
+                    });
                 }
             }
             cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
-            cluster_message::Message::Verdict(verdict) => self.verdict(verdict, now),
+            cluster_message::Message::Verdict(verdict) => self.cluster_verdict(verdict, now),
             cluster_message::Message::Closed(closed) => {
                 if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.job.clone()) {
-                    self.engine.lift(&job, &Cause::Cluster, now);
+                    self.engine.clear_cause(&job, &Cause::Cluster, now);
                 }
             }
             cluster_message::Message::Declined(declined) => {
@@ -119,7 +121,7 @@ impl NodeState {
                 if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.job.clone()) {
                     self.member.declined.insert(job, now.mono_ns + DECLINED_NS);
                 }
-                self.engine.withdraw(&declined.incident);
+                self.engine.discard(&declined.incident);
             }
         }
     }
@@ -129,7 +131,7 @@ impl NodeState {
     pub fn announce(&mut self, id: &str, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
         let Some(alarm) = self.alarm(incident) else { return false };
-        self.tell_ranks(now);
+        self.report_ranks(now);
         if !self.member.send(Message::Alarm(alarm)) {
             return false;
         }
@@ -146,14 +148,16 @@ impl NodeState {
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
             late_ns: incident.late_ns,
-            hangs: !incident.past && self.engine.hangs_here(&incident.job) && incident.state != engine::State::Adopted,
+            hangs: !incident.superseded
+                && self.engine.has_local_problem(&incident.job)
+                && incident.state != incident::State::Adopted,
             captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
         })
     }
 
     /// Handles a dump request of the cluster.
-    fn requested(&mut self, request: DumpRequest, now: Now) {
-        let Some(job) = request.job.as_ref().map(own_key) else { return };
+    fn dump_requested(&mut self, request: DumpRequest, now: Now) {
+        let Some(job) = request.job.as_ref().map(local_key) else { return };
         let id = request.incident.clone();
         self.find_part(&id);
         if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
@@ -161,23 +165,23 @@ impl NodeState {
             self.member.parts.remove(&id);
         }
         if self.member.parts.contains_key(&id) {
-            self.engine.take_part(&id);
+            self.engine.join_cluster_incident(&id);
             self.member.send(Message::Captured(Captured { incident: id, round: request.round }));
             return;
         }
         if self.member.deferred.iter().any(|deferred| deferred.incident == id) {
             return;
         }
-        let young = now.mono_ns < self.started.mono_ns + RETURN_NS;
-        let came = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
-        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(came);
-        if young && !all {
+        let just_started = now.mono_ns < self.started.mono_ns + RETURN_NS;
+        let is_here = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
+        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(is_here);
+        if just_started && !all {
             self.member.deferred.push(request);
             return;
         }
         let operations = request.operations as usize;
         self.member.rounds.insert(id.clone(), request.round);
-        let is_past = self.engine.get(&id).is_some_and(|incident| incident.past);
+        let is_past = self.engine.get(&id).is_some_and(|incident| incident.superseded);
         let is_of_job = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
         let announced = self.member.announced.keys().find(is_of_job);
         if let Some(own) = announced.cloned() {
@@ -187,16 +191,16 @@ impl NodeState {
             if let Some(waiting) = self.waiting.remove(&own) {
                 self.waiting.entry(id.clone()).or_default().extend(waiting);
             }
-        } else if self.engine.get(&id).is_some_and(|incident| incident.state == engine::State::Open) {
+        } else if self.engine.get(&id).is_some_and(|incident| incident.state == incident::State::Open) {
             return;
-        } else if request.round == 0 || !self.engine.again(&id) {
+        } else if request.round == 0 || !self.engine.restart_dump(&id) {
             let of_job = self.registry.of_job(&job);
             let unregistered =
                 || self.unregistered_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
             let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(unregistered).unwrap_or(request.attempt);
-            self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
+            self.engine.open_for_cluster(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
-        self.member.asked.insert(id.clone(), now.mono_ns + VERDICT_NS);
+        self.member.awaiting_verdict.insert(id.clone(), now.mono_ns + VERDICT_NS);
         self.dump(&id, Some(ForCluster { operations, alone: false }));
     }
 
@@ -219,15 +223,15 @@ impl NodeState {
                 let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
                 folders.find(|folder| folder.join(PART).is_file() && own(folder))
             };
-            if let Some(folder) = self.disk.ask(&root, find, drop).flatten() {
-                self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+            if let Some(folder) = self.disk.run(&root, find, drop).flatten() {
+                self.member.parts.insert(id.into(), Arc::new(PartLocation::InFolder(folder)));
                 return;
             }
         }
     }
 
     /// This node's part has been captured.
-    pub fn captured(&mut self, id: &str, part: Kept) {
+    pub fn part_captured(&mut self, id: &str, part: PartLocation) {
         self.member.parts.insert(id.into(), Arc::new(part));
         while self.member.parts.len() > MAX_PARTS {
             self.member.parts.pop_first();
@@ -242,31 +246,31 @@ impl NodeState {
     fn fetch(&mut self, fetch: FetchFiles) {
         self.find_part(&fetch.incident);
         let folder = match self.member.parts.get(&fetch.incident).map(|kept| &**kept) {
-            Some(Kept::In(folder)) => Some(folder.clone()),
+            Some(PartLocation::InFolder(folder)) => Some(folder.clone()),
             _ => None,
         };
-        self.member.bring(fetch.key, move |sender| {
-            delivery::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
+        self.member.start_delivery(fetch.key, move |sender| {
+            cluster_member::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
         });
     }
 
-    fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
+    fn cluster_verdict(&mut self, verdict: IncidentVerdict, now: Now) {
         warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
         let grounds = verdict.grounds();
         if let Some(report) = self.reports.get_mut(&verdict.incident) {
             (report.sentence, report.cause) = (verdict.sentence, verdict.cause);
         }
-        if self.member.asked.remove(&verdict.incident).is_some() {
+        if self.member.awaiting_verdict.remove(&verdict.incident).is_some() {
             let mut hanging = RankSet::new();
             verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
-            let judged = Judged { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
-            self.judged(&verdict.incident, &judged, now);
+            let summary = VerdictSummary { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
+            self.apply_verdict(&verdict.incident, &summary, now);
         }
     }
 
     /// Reports to the cluster that an incident is closed here.
-    pub fn tell_closed(&mut self, id: &str, resolved: bool) {
-        self.member.told_hangs.insert(id.into(), false);
+    pub fn report_closed(&mut self, id: &str, resolved: bool) {
+        self.member.reported_hangs.insert(id.into(), false);
         self.member.send(Message::Update(IncidentUpdate { incident: id.into(), hangs: false, ended: !resolved }));
     }
 
@@ -284,24 +288,24 @@ impl NodeState {
         let (living, engine) = (self.registry.living_jobs(), &self.engine);
         self.member.last_launch.retain(|job, _| living.contains(job));
         self.member.declined.retain(|_, until| *until > now.mono_ns);
-        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
+        self.member.reported_hangs.retain(|id, _| engine.get(id).is_some());
         for request in std::mem::take(&mut self.member.deferred) {
-            self.requested(request, now);
+            self.dump_requested(request, now);
         }
         let late = |due: &u64| *due <= now.mono_ns;
         let over: Vec<String> =
-            self.member.asked.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+            self.member.awaiting_verdict.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
         for id in over {
-            self.member.asked.remove(&id);
+            self.member.awaiting_verdict.remove(&id);
             if let Some(own) = self.reports.get(&id).and_then(|report| report.own.clone()) {
                 warn!("incident {id}: no verdict of the cluster collector came; that of this node counts");
-                self.judged(&id, &own, now);
+                self.apply_verdict(&id, &own, now);
             }
         }
         if self.member.lost_ns.is_some_and(|since| now.mono_ns > since + FORGET_NS) {
             // It is no longer known whether the job hangs on other nodes.
             for job in self.registry.jobs() {
-                self.engine.lift(&job, &Cause::Cluster, now);
+                self.engine.clear_cause(&job, &Cause::Cluster, now);
             }
         }
         let jobs = self.registry.jobs();
@@ -309,8 +313,8 @@ impl NodeState {
         if !self.member.welcomed {
             return;
         }
-        self.tell_ranks(now);
-        self.tell_hangs();
+        self.report_ranks(now);
+        self.report_hangs();
         if now.mono_ns >= self.member.heartbeat_ns + HEARTBEAT_NS {
             self.member.heartbeat_ns = now.mono_ns;
             let activity = |(job, last): (&JobKey, &u64)| JobActivity {
@@ -325,27 +329,28 @@ impl NodeState {
         }
     }
 
-    fn tell_ranks(&mut self, now: Now) {
+    fn report_ranks(&mut self, now: Now) {
         let ranks = self.rank_entries(now);
         let report = without_ages(&ranks);
-        if report != self.member.told_ranks {
-            self.member.told_ranks = report;
+        if report != self.member.reported_ranks {
+            self.member.reported_ranks = report;
             self.member.send(Message::Ranks(NodeRanks { ranks }));
         }
     }
 
-    fn tell_hangs(&mut self) {
+    fn report_hangs(&mut self) {
         let open =
-            self.engine.incidents().filter(|one| matches!(one.state, engine::State::Open | engine::State::Dumped));
-        let now: Vec<(String, bool, bool)> =
-            open.map(|one| (one.id.clone(), !one.past && self.engine.hangs_here(&one.job), one.went_away)).collect();
+            self.engine.incidents().filter(|one| matches!(one.state, incident::State::Open | incident::State::Dumped));
+        let now: Vec<(String, bool, bool)> = open
+            .map(|one| (one.id.clone(), !one.superseded && self.engine.has_local_problem(&one.job), one.ranks_left))
+            .collect();
         for (incident, hangs, ended) in now {
-            if self.member.told_hangs.insert(incident.clone(), hangs) != Some(hangs) {
+            if self.member.reported_hangs.insert(incident.clone(), hangs) != Some(hangs) {
                 self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended }));
             }
         }
         let engine = &self.engine;
-        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
+        self.member.reported_hangs.retain(|id, _| engine.get(id).is_some());
     }
 
     /// The entries of the ranks that know their rank.

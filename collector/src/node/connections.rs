@@ -12,7 +12,7 @@ use tracing::warn;
 use xpu_timer_proto::v1::HookMessage;
 
 use crate::{
-    job::key::ConnectionId,
+    job::ConnectionId,
     node::socket::{self, Endpoint, Peer, Received},
     os::process::Handle,
 };

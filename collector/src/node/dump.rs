@@ -16,11 +16,10 @@ use crate::{
     node::{
         captures::Captures,
         evidence::{Taken, elsewhere, has_stacks},
-        plan::{Outcome, Plan},
-        subjects,
-        writing::{self, Found, Written},
+        folder_writer::{self, Findings, WriteResult},
+        plan::{Outcome, Plan, add_launched, add_unregistered, world},
     },
-    os::clock::{self, Now},
+    os::clock::{self, Now, nanoseconds},
 };
 
 /// Ends the waits of running dumps when the collector stops.
@@ -57,7 +56,7 @@ const BUDGET: Duration = Duration::from_millis(2700);
 pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let head = head(&plan);
     let timeline_path = plan.timeline_path.clone();
-    judging::survive(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
+    judging::catch_panic(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
         error!("incident {}: its dump failed: {why}", head.incident);
         let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
@@ -68,8 +67,8 @@ pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
-    subjects::add_unregistered(&mut plan);
-    subjects::add_launched(&mut plan.subjects, std::mem::take(&mut plan.unregistered), &plan.node);
+    add_unregistered(&mut plan);
+    add_launched(&mut plan.subjects, std::mem::take(&mut plan.unregistered), &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut plan, captures, 0, first_deadline, &mut taken);
@@ -86,7 +85,8 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
     let deadline = begun + plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (plan.incident.clone(), plan.timeline_path.clone());
-    let Written { path, written, part, verdict } = writing::write(Found { plan, evidence }, verdict, deadline);
+    let WriteResult { path, written, part, verdict } =
+        folder_writer::write(Findings { plan, evidence }, verdict, deadline);
     Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 
@@ -131,7 +131,7 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
 }
 
 fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
-    let (world_size, here) = subjects::world(&plan.subjects);
+    let (world_size, here) = world(&plan.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, plan.subjects.len())) {
         ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
@@ -154,8 +154,4 @@ fn head(plan: &Plan) -> Evidence {
         hang_timeout_ns: nanoseconds(plan.hang_timeout),
         sample_interval_ns: nanoseconds(plan.sample_interval),
     }
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -11,13 +11,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::{info, warn};
 
 use crate::{
-    job::key::{ConnectionId, RankId},
+    http::questions::Question,
+    job::{ConnectionId, RankId},
     node::{
         connections::{Connections, Event},
         inbox::{Command, Inbox},
+        metrics_page,
         socket::Endpoint,
         state::{NodeState, TICK},
-        supervisor::{News, Supervised},
+        status,
+        supervisor::{Supervised, SupervisorEvent},
     },
     os::{clock::Now, process::Handle},
 };
@@ -86,17 +89,17 @@ impl EventLoop {
                 self.connections.close_mute();
             }
             if let Some(supervised) = &mut self.supervised {
-                let news = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
+                let event = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
                 self.state.supervisor = supervised.pid();
-                match news {
-                    Some(News::Stop) => self.inbox.post(Command::Stop),
-                    Some(News::Alone) if is_tracing_restricted() => {
+                match event {
+                    Some(SupervisorEvent::Stop) => self.inbox.post(Command::Stop),
+                    Some(SupervisorEvent::Alone) if is_tracing_restricted() => {
                         info!("the hooks connect again, so that they let this process look into theirs");
                         for id in self.connections.close_all() {
                             self.state.disconnected(id, now);
                         }
                     }
-                    Some(News::Alone) | None => {}
+                    Some(SupervisorEvent::Alone) | None => {}
                 }
             }
             self.state.note_turn(now);
@@ -179,6 +182,28 @@ impl EventLoop {
                 .collect(),
             processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
             unregistered_ended: events.any(|ready| ready),
+        }
+    }
+}
+
+impl NodeState {
+    /// Handles a message from another thread.
+    pub fn command(&mut self, command: Command, now: Now) {
+        match command {
+            // The requester may be gone by now; that does no harm.
+            Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),
+            Command::Question(Question::Metrics(reply)) => drop(reply.send(metrics_page::text(self, now))),
+            Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(status::without_folder(self)));
+            }
+            Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
+            Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
+            Command::Finished(outcome) => self.dump_finished(*outcome, now),
+            Command::Written(id, result) => self.verdict_written(&id, result, now),
+            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
+            Command::Uplink(event) => self.uplink(event, now),
+            Command::Stop => self.hurry.set(),
         }
     }
 }

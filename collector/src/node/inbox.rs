@@ -13,7 +13,7 @@ use crate::{
     error::Error,
     http::questions::{Answers, Question},
     incident::records,
-    node::{link, plan::Outcome},
+    node::{cluster_member, plan::Outcome},
 };
 
 /// A message to the loop.
@@ -27,9 +27,9 @@ pub enum Command {
     Written(String, Result<PathBuf, Error>),
     /// Open incidents of an earlier collector that were found late. Each waits this many
     /// nanoseconds for a signal of its ranks.
-    Found(Vec<records::Left>, u64),
+    Found(Vec<records::OpenIncident>, u64),
     /// An event of the stream to the cluster collector.
-    Uplink(link::Event),
+    Uplink(cluster_member::UplinkEvent),
     /// SIGTERM or SIGINT.
     Stop,
 }

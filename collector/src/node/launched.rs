@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::RankInfo;
 
 use crate::{
     job::{
-        key::JobKey,
+        JobKey,
         partition::{Member, ProcessId},
     },
     os::process::{self, Handle, Stat},
@@ -153,7 +153,7 @@ impl Launched {
 
     /// Looks for new ranks below the commands that use the collector of this socket.
     /// `is_registered` takes a pid and a start time.
-    pub fn look(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
+    pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
         self.commands.retain(|command| !command.is_dead());
         for command in self.commands.clone() {
             // The descendants of a rank are its helpers, which may be many.
@@ -215,8 +215,8 @@ impl Launched {
     }
 
     /// The ranks that run here, or ended here without having registered, one entry for each rank.
-    /// `born_ns` returns when the first living registered process of a job was started: a rank that
-    /// ended before that belongs to another world.
+    /// `world_start_ns` returns when the first living registered process of a job was started: a
+    /// rank that ended before that belongs to another world.
     #[must_use]
     pub fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
         let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
@@ -277,7 +277,7 @@ mod tests {
         let mut launched = Launched::default();
         let handles = [command(&first), command(&second)];
         handles.iter().for_each(|handle| launched.add(Arc::clone(handle)));
-        launched.look(Path::new("/s"), |_, _| false);
+        launched.scan(Path::new("/s"), |_, _| false);
         assert_eq!(
             ranks_and_ends(&launched, None, Now::get()),
             [(0, false), (1, false)],
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(ranks_and_ends(&launched, Some(1), later), [(1, true)], "as long as the job lives");
         assert!(launched.is_needed());
         wait(&mut first);
-        launched.look(Path::new("/s"), |_, _| false);
+        launched.scan(Path::new("/s"), |_, _| false);
         assert!(!launched.is_needed());
     }
 
@@ -314,11 +314,11 @@ mod tests {
         let pid: i32 = lines.next().expect("a line").expect("text").parse().expect("a pid");
         let mut launched = Launched::default();
         launched.add(command(&agent));
-        launched.look(Path::new("/other"), |_, _| false);
+        launched.scan(Path::new("/other"), |_, _| false);
         assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
-        launched.look(Path::new("/s"), |other, _| other == pid);
+        launched.scan(Path::new("/s"), |other, _| other == pid);
         assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "who has registered speaks for itself");
-        launched.look(Path::new("/s"), |_, _| false);
+        launched.scan(Path::new("/s"), |_, _| false);
         assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(4, false)]);
         let fds = launched.fds().count();
         std::io::Write::write_all(agent.stdin.as_mut().expect("piped"), b"\n").expect("it reads");

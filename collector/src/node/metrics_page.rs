@@ -2,18 +2,17 @@
 //!
 //! The names in capitals, their labels and their levels come from the original tool; its dashboards
 //! and DLRover's master read them. The `xpu_timer_*` names are ours. The kernel metrics come from
-//! the ranks' rings ([`metrics::sampler`](crate::metrics::sampler)), the counts of garbage
-//! collections and batches from the memory of their interpreters
-//! ([`metrics::interpreters`](crate::metrics::interpreters)). Both cost the ranks nothing.
+//! the ranks' rings, the counts of garbage collections and batches from the memory of their
+//! interpreters ([`metrics::sampler`](crate::metrics::sampler)). Both cost the ranks nothing.
 
 use std::collections::BTreeMap;
 
 use xpu_timer_proto::ring::{header, lane};
 
 use crate::{
-    incident::engine::{Incident, State},
+    incident::{State, engine::Incident},
     metrics::{
-        exposition::{Labels, Page},
+        Labels, Page,
         meaning::{Family, Key},
         sampler::Sampled,
         series::Values,

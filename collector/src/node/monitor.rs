@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use crate::job::key::{JobKey, RankId};
+use crate::{
+    job::{JobKey, RankId},
+    os::clock::nanoseconds,
+};
 
 /// A watcher turns many times a second. A shorter silence would only reveal an overloaded machine.
 pub const SHORTEST_SILENCE: Duration = Duration::from_secs(3);
@@ -58,7 +61,7 @@ const GAP: Duration = Duration::from_secs(4);
 
 impl Monitor {
     /// Evaluates one observation of all living ranks.
-    pub fn look(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
+    pub fn evaluate(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
         let before_ns = self.looked_ns.replace(now_ns);
         let stood_still = before_ns.is_some_and(|before_ns| now_ns.saturating_sub(before_ns) > nanoseconds(GAP));
         let jobs: BTreeSet<&JobKey> = observations.iter().map(|rank| &rank.job).collect();
@@ -104,10 +107,6 @@ fn idle(observations: &[Observation], job: &JobKey, resumed_ns: u64, now_ns: u64
     (!timeout.is_zero() && now_ns.saturating_sub(since) > nanoseconds(timeout)).then_some(since)
 }
 
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,10 +134,10 @@ mod tests {
     fn a_watcher_is_stuck_when_seen_silent_twice() {
         let mut monitor = Monitor::default();
         let ranks = [rank(1, 94, 100), rank(2, 99, 100)];
-        assert_eq!(monitor.look(&ranks, 100 * SECOND), Conditions::default());
-        assert_eq!(monitor.look(&ranks, 101 * SECOND).stuck, BTreeMap::from([(1, 94 * SECOND)]));
+        assert_eq!(monitor.evaluate(&ranks, 100 * SECOND), Conditions::default());
+        assert_eq!(monitor.evaluate(&ranks, 101 * SECOND).stuck, BTreeMap::from([(1, 94 * SECOND)]));
         let ranks = [rank(1, 102, 100), rank(2, 102, 100)];
-        assert_eq!(monitor.look(&ranks, 102 * SECOND), Conditions::default());
+        assert_eq!(monitor.evaluate(&ranks, 102 * SECOND), Conditions::default());
     }
 
     #[test]
@@ -146,7 +145,7 @@ mod tests {
         let mut monitor = Monitor::default();
         let ranks = [Observation { stopped: true, ..rank(1, 2, 2) }, rank(2, 100, 100)];
         for _ in 0..3 {
-            assert_eq!(monitor.look(&ranks, 100 * SECOND), Conditions::default());
+            assert_eq!(monitor.evaluate(&ranks, 100 * SECOND), Conditions::default());
         }
     }
 
@@ -154,32 +153,32 @@ mod tests {
     fn a_short_hang_timeout_keeps_the_shortest_silence() {
         let mut monitor = Monitor::default();
         let ranks = [Observation { hang_timeout: Duration::from_millis(100), ..rank(1, 98, 100) }];
-        monitor.look(&ranks, 100 * SECOND);
-        assert_eq!(monitor.look(&ranks, 100 * SECOND), Conditions::default());
-        assert_eq!(monitor.look(&ranks, 102 * SECOND).stuck.len(), 0);
-        assert_eq!(monitor.look(&ranks, 102 * SECOND).stuck.len(), 1);
+        monitor.evaluate(&ranks, 100 * SECOND);
+        assert_eq!(monitor.evaluate(&ranks, 100 * SECOND), Conditions::default());
+        assert_eq!(monitor.evaluate(&ranks, 102 * SECOND).stuck.len(), 0);
+        assert_eq!(monitor.evaluate(&ranks, 102 * SECOND).stuck.len(), 1);
     }
 
     #[test]
     fn a_watcher_that_never_turned_is_stuck_after_the_timeout() {
         let mut monitor = Monitor::default();
         let ranks = [rank(1, 0, 8)];
-        monitor.look(&ranks, 5 * SECOND);
-        assert_eq!(monitor.look(&ranks, 5 * SECOND), Conditions::default());
-        monitor.look(&ranks, 7 * SECOND);
-        assert_eq!(monitor.look(&ranks, 7 * SECOND).stuck, BTreeMap::from([(1, SECOND)]));
+        monitor.evaluate(&ranks, 5 * SECOND);
+        assert_eq!(monitor.evaluate(&ranks, 5 * SECOND), Conditions::default());
+        monitor.evaluate(&ranks, 7 * SECOND);
+        assert_eq!(monitor.evaluate(&ranks, 7 * SECOND).stuck, BTreeMap::from([(1, SECOND)]));
     }
 
     #[test]
     fn idle_needs_all_ranks_and_can_be_off() {
         let mut monitor = Monitor::default();
-        assert_eq!(monitor.look(&[rank(1, 100, 80), rank(2, 100, 95)], 100 * SECOND).idle, BTreeMap::new());
+        assert_eq!(monitor.evaluate(&[rank(1, 100, 80), rank(2, 100, 95)], 100 * SECOND).idle, BTreeMap::new());
         let quiet = [rank(1, 100, 80), rank(2, 100, 89)];
-        assert_eq!(monitor.look(&quiet, 100 * SECOND).idle, BTreeMap::from([(job(), 89 * SECOND)]));
+        assert_eq!(monitor.evaluate(&quiet, 100 * SECOND).idle, BTreeMap::from([(job(), 89 * SECOND)]));
         let off = quiet.clone().map(|rank| Observation { idle_timeout: Duration::ZERO, ..rank });
-        assert_eq!(monitor.look(&off, 100 * SECOND), Conditions::default());
+        assert_eq!(monitor.evaluate(&off, 100 * SECOND), Conditions::default());
         let stopped = quiet.map(|rank| Observation { stopped: true, ..rank });
-        assert_eq!(monitor.look(&stopped, 100 * SECOND), Conditions::default());
+        assert_eq!(monitor.evaluate(&stopped, 100 * SECOND), Conditions::default());
     }
 
     #[test]
@@ -187,7 +186,7 @@ mod tests {
         let mut monitor = Monitor::default();
         let look = |monitor: &mut Monitor, stopped: bool, now_s: u64| {
             let ranks = [1, 2].map(|id| Observation { stopped, ..rank(id, 10, 10) });
-            monitor.look(&ranks, now_s * SECOND)
+            monitor.evaluate(&ranks, now_s * SECOND)
         };
         for now_s in 10..60 {
             assert_eq!(look(&mut monitor, true, now_s), Conditions::default());
@@ -207,9 +206,9 @@ mod tests {
     fn time_in_which_the_collector_stood_still_does_not_count() {
         let mut monitor = Monitor::default();
         let ranks = [rank(1, 10, 10)];
-        monitor.look(&ranks, 11 * SECOND);
+        monitor.evaluate(&ranks, 11 * SECOND);
         for now_s in 50..=53 {
-            assert_eq!(monitor.look(&ranks, now_s * SECOND), Conditions::default(), "{now_s}");
+            assert_eq!(monitor.evaluate(&ranks, now_s * SECOND), Conditions::default(), "{now_s}");
         }
     }
 
@@ -217,7 +216,7 @@ mod tests {
     fn one_stopped_rank_does_not_excuse_other_ranks() {
         let mut monitor = Monitor::default();
         let ranks = [Observation { stopped: true, ..rank(1, 10, 10) }, rank(2, 100, 20)];
-        monitor.look(&ranks, 99 * SECOND);
-        assert_eq!(monitor.look(&ranks, 100 * SECOND).idle, BTreeMap::from([(job(), 20 * SECOND)]));
+        monitor.evaluate(&ranks, 99 * SECOND);
+        assert_eq!(monitor.evaluate(&ranks, 100 * SECOND).idle, BTreeMap::from([(job(), 20 * SECOND)]));
     }
 }

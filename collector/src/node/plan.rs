@@ -1,15 +1,33 @@
-//! The input and the outcome of one dump of a job's ranks on this node.
+//! The input and the outcome of one dump of a job's ranks on this node, and the choice of these
+//! ranks: the registered ones, and those that never registered because they made no device call.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
+use rustix::process::getuid;
 use xpu_timer_analysis::Verdict;
-use xpu_timer_proto::v1::Trigger;
+use xpu_timer_proto::v1::{Presence as Shown, RankInfo, Trigger};
 
 use crate::{
-    incident::{engine::Record, part::Kept},
-    job::{key::JobKey, partition::Member},
-    node::{evidence::Subject, launched::Unregistered},
-    os::clock::{self, Now},
+    incident::{engine::Record, part::PartLocation},
+    job::{
+        JobKey,
+        partition::{self, Member},
+    },
+    node::{
+        evidence::{self, Subject},
+        launched::{State, Unregistered},
+        registry::{Presence, Rank, Registry},
+    },
+    os::{
+        clock::{self, Now},
+        process::{self, Found, Handle},
+    },
 };
 
 /// The input of a dump.
@@ -84,11 +102,260 @@ pub struct Outcome {
     /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// What the cluster collector gets.
-    pub part: Option<Kept>,
+    pub part: Option<PartLocation>,
 }
 
 /// Records the time from the timeout until now.
 pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
     let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
     verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
+}
+
+/// The registered ranks of a job.
+#[must_use]
+pub fn registered_subjects(registry: &Registry, job: &JobKey, node: &str) -> Vec<Subject> {
+    registry.of_job(job).into_iter().map(|rank| subject(rank, node)).collect()
+}
+
+fn subject(rank: &Rank, node: &str) -> Subject {
+    let named = !matches!(rank.info.node.as_str(), "" | "NOT_SET");
+    Subject {
+        // A process that does not know its rank is a job of its own, and its only rank.
+        rank: u32::try_from(rank.info.rank).unwrap_or(0),
+        presence: match rank.presence {
+            // A process that is stuck in its exit is still there to be captured.
+            Presence::Present | Presence::Detached => Shown::Present,
+            Presence::Left if rank.lingers => Shown::Present,
+            Presence::Dead => Shown::Dead,
+            Presence::Left => Shown::Left,
+        },
+        info: rank.info.clone(),
+        process: rank.process.clone(),
+        ring: rank.ring.clone(),
+        exit: rank.exit.clone(),
+        node: if named { rank.info.node.clone() } else { node.to_string() },
+        lingers: rank.lingers,
+        registered: true,
+    }
+}
+
+/// Adds the processes of the job's other ranks that run under our hook and never registered. They
+/// must use this collector's socket, because another job of the same name may run on this node.
+pub fn add_unregistered(plan: &mut Plan) {
+    let world_size = known_size(&plan.subjects);
+    let is_known = |found: &Found| {
+        let mut known = plan.members.iter().filter_map(|(member, _)| member.process);
+        known.any(|process| process == (found.pid, found.start))
+    };
+    let may_be = |found: &Found| {
+        found.info.job == plan.key.name
+            && found.info.attempt == plan.attempt
+            && may_be_of_world(&found.info, world_size)
+            && found.socket == plan.socket
+            && !is_known(found)
+    };
+    let now_ns = Now::get().mono_ns;
+    let found: Vec<Found> = process::scan(getuid().as_raw()).into_iter().filter(may_be).collect();
+    let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
+    for found in of_job(&plan.key, &plan.members, found, now_ns) {
+        if !plan.subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
+            by_rank.entry(found.info.rank).or_default().push(found);
+        }
+    }
+    let (subjects, node) = (&mut plan.subjects, &plan.node);
+    for (_, mut candidates) in by_rank {
+        let pid = main_process(&candidates, is_shell);
+        let Some(index) = candidates.iter().position(|found| found.pid == pid) else { continue };
+        let found = candidates.swap_remove(index);
+        let Ok(handle) = Handle::open(found.pid) else { continue };
+        if handle.start != found.start {
+            continue;
+        }
+        subjects.push(Subject {
+            rank: found.info.rank as u32,
+            presence: Shown::Unregistered,
+            info: found.info,
+            process: Some(Arc::new(handle)),
+            ring: None,
+            exit: None,
+            node: node.to_string(),
+            lingers: false,
+            registered: false,
+        });
+    }
+    subjects.sort_by_key(|subject| subject.rank);
+}
+
+/// Selects the processes that belong to a job, by all that is known about the jobs of its name.
+fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns: u64) -> Vec<Found> {
+    let all: Vec<Member> = members
+        .iter()
+        .map(|(member, _)| member.clone())
+        .chain(found.iter().map(|found| found.member(now_ns)))
+        .collect();
+    let assignments = partition::partition(&all);
+    let groups: BTreeSet<usize> = members
+        .iter()
+        .zip(&assignments)
+        .filter(|((_, key), _)| key == job)
+        .map(|(_, assignment)| assignment.group)
+        .collect();
+    found
+        .into_iter()
+        .zip(&assignments[members.len()..])
+        .filter(|(_, assignment)| groups.contains(&assignment.group))
+        .map(|(found, _)| found)
+        .collect()
+}
+
+/// Adds the job's other ranks that a launcher of this node has started. Only the launcher's entry
+/// still shows a rank that has ended.
+pub fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, node: &str) {
+    let world_size = known_size(subjects);
+    for rank in unregistered {
+        if !may_be_of_world(&rank.info, world_size)
+            || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank)
+        {
+            continue;
+        }
+        let (presence, process, exit) = match rank.state {
+            State::Runs(process) => (Shown::Unregistered, Some(process), None),
+            State::Ended(_, how) => (Shown::Dead, None, Some(evidence::before_its_first_device_call(how))),
+        };
+        subjects.push(Subject {
+            rank: rank.info.rank as u32,
+            presence,
+            info: rank.info,
+            process,
+            ring: None,
+            exit,
+            node: node.to_string(),
+            lingers: false,
+            registered: false,
+        });
+    }
+    subjects.sort_by_key(|subject| subject.rank);
+}
+
+/// All descendants of a rank inherit its variables. The rank is the topmost process, below the
+/// shells that only started it.
+fn main_process(candidates: &[Found], is_shell: impl Fn(i32) -> bool) -> i32 {
+    let is_candidate = |pid: i32| candidates.iter().any(|found| found.pid == pid);
+    let Some(top) = candidates.iter().filter(|found| !is_candidate(found.parent)).min_by_key(|found| found.start)
+    else {
+        return candidates.first().map_or(0, |found| found.pid);
+    };
+    let mut pid = top.pid;
+    while is_shell(pid) {
+        let mut below = candidates.iter().filter(|found| found.parent == pid);
+        match (below.next(), below.next()) {
+            (Some(only), None) => pid = only.pid,
+            _ => break,
+        }
+    }
+    pid
+}
+
+fn is_shell(pid: i32) -> bool {
+    let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy().into_owned();
+    ["sh", "bash", "dash", "zsh", "ksh", "busybox"].contains(&name.as_str())
+}
+
+/// World size of a job, and the range of its ranks on this node; `None` when that is unknown.
+#[must_use]
+pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
+    let known = known_size(subjects);
+    let highest = subjects.iter().map(|subject| subject.rank + 1).max().unwrap_or(0);
+    let size = known.max(highest);
+    let here = subjects.iter().find_map(|subject| {
+        let local = u32::try_from(subject.info.local_rank).ok()?;
+        let count = subject.info.local_world_size;
+        let first = subject.rank.checked_sub(local)?;
+        let end = first.checked_add(count).filter(|end| *end <= size)?;
+        (count > local).then_some(first..end)
+    });
+    (size, here)
+}
+
+/// Whether a process may be a rank of a world of this size; 0 is unknown. An agent in a pod may
+/// have variables that number the agents instead.
+fn may_be_of_world(info: &RankInfo, world_size: u32) -> bool {
+    world_size == 0 || info.world_size == 0 || info.world_size == world_size
+}
+
+/// World size of a job as its ranks report it; 0 when none does.
+fn known_size(subjects: &[Subject]) -> u32 {
+    subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(pid: i32, parent: i32) -> Found {
+        Found {
+            pid,
+            parent,
+            start: pid as u64,
+            info: RankInfo::default(),
+            instance: String::new(),
+            ancestors: Vec::new(),
+            socket: "/s".into(),
+        }
+    }
+
+    #[test]
+    fn main_process_is_below_shells_and_above_workers() {
+        let family = [found(12, 11), found(10, 1), found(13, 11), found(11, 10)];
+        assert_eq!(main_process(&family, |pid| pid == 10), 11);
+        assert_eq!(main_process(&family, |_| false), 10);
+        assert_eq!(main_process(&family[..2], |pid| pid == 10), 10, "a shell with no child of its own");
+        assert_eq!(main_process(&[found(12, 11), found(13, 11), found(11, 1)], |_| true), 11, "two children");
+    }
+
+    fn subject(rank: u32, local_rank: i32, local_world_size: u32, world_size: u32) -> Subject {
+        let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
+        let node = String::new();
+        let (presence, registered) = (Shown::Present, true);
+        Subject { rank, presence, info, process: None, ring: None, exit: None, node, lingers: false, registered }
+    }
+
+    #[test]
+    fn a_rank_that_ended_before_its_first_device_call_joins_the_world() {
+        let ended = |rank: i32, world_size: u32, exit: Option<&str>| Unregistered {
+            job: JobKey { name: "j".into(), instance: String::new() },
+            info: RankInfo { rank, world_size, ..Default::default() },
+            start: 1,
+            instance: String::new(),
+            ancestors: Vec::new(),
+            state: State::Ended(1, exit.map(Into::into)),
+        };
+        let mut subjects = vec![subject(0, 0, 2, 4), subject(1, 1, 2, 4)];
+        let unregistered =
+            vec![ended(1, 4, None), ended(2, 4, Some("exit code 3")), ended(3, 4, None), ended(3, 2, None)];
+        add_launched(&mut subjects, unregistered, "n");
+        let added: Vec<_> = subjects.iter().map(|one| (one.rank, one.presence, one.exit.as_deref())).collect();
+        assert_eq!(
+            added,
+            [
+                (0, Shown::Present, None),
+                (1, Shown::Present, None),
+                (2, Shown::Dead, Some("exit code 3, before its first device call")),
+                (3, Shown::Dead, Some("before its first device call")),
+            ]
+        );
+        let evidence = subjects[3].evidence(Default::default());
+        assert_eq!(evidence.errors, ["the process is gone: before its first device call"]);
+    }
+
+    #[test]
+    fn world_finds_the_ranks_of_this_node() {
+        assert_eq!(world(&[subject(9, 1, 8, 16)]), (16, Some(8..16)));
+        assert_eq!(world(&[subject(0, -1, 0, 0), subject(3, -1, 0, 0)]), (4, None));
+        assert_eq!(world(&[subject(0, 0, 0, 2)]), (2, None));
+        assert_eq!(world(&[]), (0, None));
+        assert_eq!(world(&[subject(2, 0, u32::MAX, 4)]), (4, None), "more ranks here than there are");
+        assert_eq!(world(&[subject(i32::MAX as u32, 0, u32::MAX, u32::MAX)]), (u32::MAX, None));
+    }
 }

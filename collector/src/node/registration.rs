@@ -11,21 +11,19 @@ use xpu_timer_proto::{
 
 use crate::{
     incident::{
-        engine::{Cause, Incident, Raise, State},
+        State,
+        engine::{Cause, Incident, RaisedCause},
         records,
     },
-    job::{
-        key::{ConnectionId, RankId},
-        partition::Place,
-    },
+    job::{ConnectionId, RankId, partition::Place},
     node::{
         inbox::Command,
-        judged::IncidentReport,
         registry::{Rank, Registered},
-        state::{NodeState, cause_pid, nanoseconds, raise, read_header},
+        reports::IncidentReport,
+        state::{NodeState, cause_pid, raised_by, read_header},
     },
     os::{
-        clock::{self, Now},
+        clock::{self, Now, nanoseconds},
         process::Handle,
         ring_file::RingFile,
     },
@@ -60,7 +58,7 @@ impl NodeState {
                 if let Some(rank) = self.registry.get(id) {
                     let cause = Cause::Operation { pid: cause_pid(rank), ticket: resolved.ticket };
                     info!("{}: the operation with ticket {} completed after all", rank.title(), resolved.ticket);
-                    self.engine.lift(&rank.job, &cause, now);
+                    self.engine.clear_cause(&rank.job, &cause, now);
                 }
                 Ok(())
             }
@@ -123,7 +121,7 @@ impl NodeState {
     }
 
     pub(super) fn registered(&mut self, registered: &Registered, what: &str, now: Now) {
-        self.follow(now);
+        self.reassign_incidents(now);
         if let Some(rank) = self.registry.get(registered.id) {
             let helper = if rank.auxiliary { ", a helper of it" } else { "" };
             info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
@@ -135,9 +133,9 @@ impl NodeState {
             warn!("{remark}");
         }
         for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
-            self.engine.replaced(&old.job, cause_pid(old), now);
+            self.engine.process_replaced(&old.job, cause_pid(old), now);
             if registered.new_world {
-                self.engine.begins(&old.job);
+                self.engine.world_began(&old.job);
             }
         }
     }
@@ -153,17 +151,18 @@ impl NodeState {
         let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
         places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
         if self.registry.rejoin(self.launched.unregistered(), now.mono_ns) {
-            self.follow(now);
+            self.reassign_incidents(now);
         }
     }
 
     /// Moves each incident to the job of the processes that caused it.
-    pub(super) fn follow(&mut self, now: Now) {
+    pub(super) fn reassign_incidents(&mut self, now: Now) {
         let registry = &self.registry;
         let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
-        let strays = self.engine.follow(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
-        let raise = |cause: Cause| Some(Raise { since_ns: now.mono_ns, ..raise(of_pid(cause.pid()?)?, cause) });
-        let raises: Vec<Raise> = strays.into_iter().filter_map(raise).collect();
+        let strays = self.engine.reassign_causes(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
+        let raise =
+            |cause: Cause| Some(RaisedCause { since_ns: now.mono_ns, ..raised_by(of_pid(cause.pid()?)?, cause) });
+        let raises: Vec<RaisedCause> = strays.into_iter().filter_map(raise).collect();
         raises.into_iter().for_each(|raise| self.raise(raise, now));
     }
 
@@ -179,13 +178,13 @@ impl NodeState {
             let wait_ns = nanoseconds(wait);
             let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
             let late = move |found| inbox.post(Command::Found(found, wait_ns));
-            let found = self.disk.ask(&path, move || records::open_in(&root, &boot), late);
+            let found = self.disk.run(&path, move || records::open_in(&root, &boot), late);
             self.adopt(found.unwrap_or_default(), wait_ns, now);
         }
     }
 
-    pub(super) fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
-        for records::Left { folder, record, verdict } in found {
+    pub(super) fn adopt(&mut self, found: Vec<records::OpenIncident>, wait_ns: u64, now: Now) {
+        for records::OpenIncident { folder, record, verdict } in found {
             info!("incident {} was left open by an earlier collector", record.id);
             let known = match verdict {
                 Some(verdict) => IncidentReport::of(verdict, record.dumped_mono_ns),
@@ -203,7 +202,7 @@ impl NodeState {
         let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
         self.rejoin(Some(&name), now);
         let Some(rank) = self.registry.get(id) else { return Ok(()) };
-        let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
+        let timeout = nanoseconds(rank.settings.hang_timeout);
         info!(
             "{}: {:?} with ticket {} is pending for {:.1} s",
             rank.title(),
@@ -212,11 +211,11 @@ impl NodeState {
             clock::seconds(hang.pending_ns)
         );
         let cause = Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket };
-        let raise = Raise {
+        let raise = RaisedCause {
             since_ns: operation.entered_ns,
             late_ns: hang.pending_ns.saturating_sub(timeout),
             operation: Some(operation),
-            ..raise(rank, cause)
+            ..raised_by(rank, cause)
         };
         self.raise(raise, now);
         Ok(())
@@ -225,7 +224,7 @@ impl NodeState {
     pub(super) fn goodbye(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         info!("{} says goodbye", rank.title());
-        self.engine.gone(&rank.job, cause_pid(rank), now);
+        self.engine.process_gone(&rank.job, cause_pid(rank), now);
     }
 
     /// A rank under a system call filter can only write its goodbye into its ring.
@@ -255,8 +254,8 @@ impl NodeState {
         let Some(rank) = self.registry.get(id) else { return };
         let how = rank.exit.as_deref().unwrap_or("it is not known how");
         warn!("{} ended without a goodbye: {how}", rank.title());
-        let raise = Raise { since_ns: now.mono_ns, ..raise(rank, Cause::Death { pid: cause_pid(rank) }) };
-        self.engine.gone(&raise.job, process.pid, now);
+        let raise = RaisedCause { since_ns: now.mono_ns, ..raised_by(rank, Cause::Death { pid: cause_pid(rank) }) };
+        self.engine.process_gone(&raise.job, process.pid, now);
         if !rank.auxiliary {
             self.raise(raise, now);
         }
@@ -267,24 +266,27 @@ impl NodeState {
         self.launched.note_ended(self.happened_ns(now));
     }
 
-    pub(super) fn raise(&mut self, raise: Raise, now: Now) {
+    pub(super) fn raise(&mut self, raise: RaisedCause, now: Now) {
         let is_adopted = |one: &&Incident| one.state == State::Adopted && one.job == raise.job;
         let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.id.clone()).collect();
         if let Some(action) = self.engine.raise(raise, now) {
-            self.act(action, now);
+            self.execute(action, now);
         }
         for id in adopted {
             // The hang lasts. The end of the earlier collector may have cut off what its verdict
             // started.
             let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
-            if lasts && self.reports.get(&id).is_some_and(|report| report.is_unfinished) && self.engine.again(&id) {
+            if lasts
+                && self.reports.get(&id).is_some_and(|report| report.is_unfinished)
+                && self.engine.restart_dump(&id)
+            {
                 info!("incident {id}: its folder is unfinished; its ranks are captured again");
                 self.capture_alone(&id);
                 continue;
             }
             let judged = self.reports.get(&id).and_then(|report| report.own.clone());
             if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
-                self.judged(&id, &judged, now);
+                self.apply_verdict(&id, &judged, now);
             }
         }
     }

@@ -15,8 +15,8 @@ use xpu_timer_proto::v1::{Hello, RankInfo};
 use crate::{
     config::Settings,
     job::{
-        key::{ConnectionId, JobKey, RankId},
-        partition::{self, Member, NOTICED_NS, Place, ProcessId, Seat},
+        ConnectionId, JobKey, RankId,
+        partition::{self, Assignment, Member, NOTICED_NS, Place, ProcessId},
     },
     metrics::sampler::LivingRank,
     node::launched::{FORGET_AFTER_NS, Unregistered},
@@ -410,15 +410,15 @@ impl Registry {
                 .map(|id| self.ranks[id].job.clone())
                 .chain(unregistered.iter().map(|rank| rank.job.clone()))
                 .collect();
-            let seats = partition::partition(&members);
-            let job_keys = job_keys(&name, &members, &seats, &old);
+            let assignments = partition::partition(&members);
+            let job_keys = job_keys(&name, &members, &assignments, &old);
             moved |= job_keys != old;
             let (of_ranks, of_unregistered) = job_keys.split_at(ids.len());
-            for ((id, seat), job) in ids.iter().zip(&seats).zip(of_ranks) {
+            for ((id, assignment), job) in ids.iter().zip(&assignments).zip(of_ranks) {
                 let Some(rank) = self.ranks.get_mut(id) else { continue };
                 rank.job.clone_from(job);
-                rank.auxiliary = seat.helper;
-                let (number, world_size) = seat.place.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
+                rank.auxiliary = assignment.helper;
+                let (number, world_size) = assignment.place.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
                 (rank.info.rank, rank.info.world_size) = (number, world_size);
             }
             unregistered.iter_mut().zip(of_unregistered).for_each(|(rank, job)| rank.job.clone_from(job));
@@ -573,11 +573,11 @@ fn initial_key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
 /// The keys of the jobs of one name, one for each member. A job keeps the key of its oldest member.
 /// When jobs would share a key, the others are named after the process of each that is known
 /// longest.
-fn job_keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> Vec<JobKey> {
+fn job_keys(name: &str, members: &[Member], assignments: &[Assignment], old: &[JobKey]) -> Vec<JobKey> {
     let mut of_group: BTreeMap<usize, JobKey> = BTreeMap::new();
-    let groups: BTreeSet<usize> = seats.iter().map(|seat| seat.group).collect();
+    let groups: BTreeSet<usize> = assignments.iter().map(|assignment| assignment.group).collect();
     for group in groups {
-        let inside: Vec<usize> = (0..members.len()).filter(|index| seats[*index].group == group).collect();
+        let inside: Vec<usize> = (0..members.len()).filter(|index| assignments[*index].group == group).collect();
         let named = inside.iter().map(|index| members[*index].instance.as_str()).find(|instance| !instance.is_empty());
         let instance = named.unwrap_or_default();
         let is_free = |key: &JobKey| of_group.values().all(|taken| taken != key);
@@ -591,7 +591,7 @@ fn job_keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> V
         let key = if is_free(&key) { key } else { known_by().unwrap_or(key) };
         of_group.insert(group, key);
     }
-    seats.iter().map(|seat| of_group[&seat.group].clone()).collect()
+    assignments.iter().map(|assignment| of_group[&assignment.group].clone()).collect()
 }
 
 #[cfg(test)]

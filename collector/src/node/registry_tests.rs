@@ -41,7 +41,7 @@ fn ranks(registry: &Registry) -> Vec<(i32, Presence)> {
 }
 
 #[test]
-fn goodbye_is_left_silence_is_detached_then_dead() {
+fn a_goodbye_leaves_and_a_lost_connection_detaches_until_the_process_ends() {
     let (a, b) = (Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     registry.hello(10, a.handle(), (&hello(1, 0), None), &settings(), &mut [], 5);

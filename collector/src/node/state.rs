@@ -14,23 +14,27 @@ use crate::{
     config::Settings,
     http::questions::DumpReply,
     incident::{
-        engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
+        State,
+        engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, RaisedCause},
         throttle::{BY_HAND, Throttle},
     },
-    job::key::{JobKey, RankId},
+    job::{JobKey, RankId},
     metrics::{sampler::Sampler, slow_ranks::SlowRanks},
     node::{
         captures::Captures,
+        cluster_member::Member,
         dump::Hurry,
         inbox::Inbox,
-        judged::{Ending, IncidentReport},
         launched::{Launched, Unregistered},
-        member::Member,
         monitor::Monitor,
         registry::{Rank, Registry},
-        unwritten_verdicts::Unwritten,
+        reports::{IncidentReport, Unwritten, VerdictActions},
     },
-    os::{clock::Now, disk::Disk, process},
+    os::{
+        clock::{Now, nanoseconds},
+        disk::Disk,
+        process,
+    },
 };
 
 /// The event loop turns at least once in this time.
@@ -77,7 +81,7 @@ pub struct NodeState {
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
     pub(super) compared_ns: u64,
-    pub(super) ending: Ending,
+    pub(super) verdict_actions: VerdictActions,
     pub(super) filtered: BTreeMap<RankId, u32>,
     // Time of the loop's last turn.
     pub(super) turned_ns: u64,
@@ -141,7 +145,7 @@ impl NodeState {
             webhook,
             slow: SlowRanks::default(),
             compared_ns: 0,
-            ending: Ending::default(),
+            verdict_actions: VerdictActions::default(),
             filtered: BTreeMap::new(),
             turned_ns: 0,
         }
@@ -183,7 +187,7 @@ impl NodeState {
     /// Whether any work must not be cut off.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.engine.is_busy() || self.ending.is_busy()
+        self.engine.is_busy() || self.verdict_actions.is_busy()
     }
 
     /// Whether something is being written.
@@ -206,8 +210,8 @@ pub(super) fn cause_pid(rank: &Rank) -> i32 {
     }
 }
 
-pub(super) fn raise(rank: &Rank, cause: Cause) -> Raise {
-    Raise {
+pub(super) fn raised_by(rank: &Rank, cause: Cause) -> RaisedCause {
+    RaisedCause {
         job: rank.job.clone(),
         attempt: rank.info.attempt,
         rank: rank.info.rank,
@@ -220,8 +224,4 @@ pub(super) fn raise(rank: &Rank, cause: Cause) -> Raise {
 
 pub(super) fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
     Some((rank.id, rank.ring.as_ref()?.header().ok()?))
-}
-
-pub(super) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

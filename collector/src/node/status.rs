@@ -1,14 +1,10 @@
 //! `/status`: ranks, incidents and problems of a node as JSON.
 
 use serde_json::{Value, json};
-use xpu_timer_analysis::Status;
 use xpu_timer_proto::{ring::header, secrets};
 
 use crate::{
-    incident::{
-        engine::{Incident, State},
-        records::WithoutFolder,
-    },
+    incident::{State, engine::Incident, records::WithoutFolder},
     node::{registry::Rank, state::NodeState},
     os::clock::{self, Now},
 };
@@ -75,25 +71,15 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
 pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
     let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
     let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.id)?)));
-    let homeless = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
-    homeless
+    let without_folder = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
+    without_folder
         .map(|(incident, report)| {
-            let status = status_of(incident.state);
+            let status = incident.state.status();
             let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);
             let verdict = report.verdict.as_deref();
             WithoutFolder::new(&incident.id, &incident.job, status, incident.opened, closed_unix_ns, verdict)
         })
         .collect()
-}
-
-/// The status as a verdict shows it.
-#[must_use]
-pub fn status_of(state: State) -> Status {
-    match state {
-        State::Resolved => Status::Resolved,
-        State::Ended => Status::Ended,
-        State::Open | State::Dumped | State::Adopted => Status::Open,
-    }
 }
 
 fn incident(state: &NodeState, incident: &Incident) -> Value {

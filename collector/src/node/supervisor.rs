@@ -326,7 +326,7 @@ pub struct Supervised {
 
 /// What a worker learned from its supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
+pub enum SupervisorEvent {
     /// The worker must end.
     Stop,
     /// The supervisor has ended; another one has been started, or will be.
@@ -376,13 +376,13 @@ impl Supervised {
     }
 
     /// Handles messages of the supervisor, and starts another one when it has ended.
-    pub fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<News> {
+    pub fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<SupervisorEvent> {
         if self.gone {
             self.start(settings, endpoint);
             return None;
         }
         match self.link.receive() {
-            ReadResult::Message(LinkMessage::Stop, ..) => Some(News::Stop),
+            ReadResult::Message(LinkMessage::Stop, ..) => Some(SupervisorEvent::Stop),
             ReadResult::Message(..) | ReadResult::Nothing => None,
             ReadResult::Gone => {
                 warn!("the supervisor is gone; another one is started");
@@ -394,7 +394,7 @@ impl Supervised {
                     warn!("{error}");
                 }
                 self.start(settings, endpoint);
-                Some(News::Alone)
+                Some(SupervisorEvent::Alone)
             }
         }
     }

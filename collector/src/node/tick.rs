@@ -1,21 +1,31 @@
-//! The checks of the node that run once a second.
+//! The checks of the node that run once a second: stuck watchers, idle jobs, system call filters
+//! and slow ranks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     sync::Arc,
 };
 
-use xpu_timer_proto::ring::header;
+use tracing::warn;
+use xpu_timer_analysis::stragglers;
+use xpu_timer_proto::{
+    ring::{self, filtered, header},
+    v1::{Paces, RankPace},
+};
 
 use crate::{
-    incident::engine::{Cause, Raise},
-    job::key::{JobKey, RankId},
+    incident::engine::{Cause, RaisedCause},
+    job::{JobKey, RankId, job_id},
     node::{
         monitor::{Observation, SHORTEST_SILENCE},
         registry::Rank,
-        state::{ENDING_TIMEOUTS, NodeState, cause_pid, living_ranks, nanoseconds, raise, read_header},
+        state::{ENDING_TIMEOUTS, NodeState, cause_pid, living_ranks, raised_by, read_header},
     },
-    os::{clock::Now, process::Handle},
+    os::{
+        clock::{Now, nanoseconds},
+        process::Handle,
+    },
 };
 
 impl NodeState {
@@ -26,22 +36,22 @@ impl NodeState {
         self.registry.note_lingering(now.mono_ns);
         self.note_ended_unregistered(now);
         let registry = &self.registry;
-        self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        self.launched.scan(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
         self.rejoin(None, now);
         let living = self.registry.living_jobs();
         let observations = self.observe(&living, now);
-        let conditions = self.monitor.look(&observations, now.mono_ns);
+        let conditions = self.monitor.evaluate(&observations, now.mono_ns);
         self.raise_stuck(&observations, &conditions.stuck, now);
         self.raise_idle(living, &observations, &conditions.idle, now);
         for action in self.engine.tick(&self.registry, now) {
-            self.act(action, now);
+            self.execute(action, now);
         }
         self.tick_member(now);
         let engine = &self.engine;
         self.reports.retain(|id, _| engine.get(id).is_some());
         let folders = self.folders();
         self.searched.retain(|path| folders.contains(path));
-        self.tick_ending(now);
+        self.tick_verdict_actions(now);
         self.tick_unwritten(now);
         self.sampler.turn(living_ranks(&self.registry).map(Rank::living), now);
         self.compare(now);
@@ -74,9 +84,9 @@ impl NodeState {
             let cause = Cause::Heartbeat { pid: cause_pid(rank) };
             if let Some(since_ns) = stuck.get(&rank.id).copied() {
                 let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(rank.settings.hang_timeout));
-                self.raise(Raise { since_ns, late_ns, ..raise(rank, cause) }, now);
+                self.raise(RaisedCause { since_ns, late_ns, ..raised_by(rank, cause) }, now);
             } else {
-                self.engine.lift(&rank.job, &cause, now);
+                self.engine.clear_cause(&rank.job, &cause, now);
             }
         }
     }
@@ -99,9 +109,9 @@ impl NodeState {
                 let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(timeout));
                 let attempt = self.attempt(&job);
                 let cause = Cause::Idle;
-                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
+                self.raise(RaisedCause { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
             } else {
-                self.engine.lift(&job, &Cause::Idle, now);
+                self.engine.clear_cause(&job, &Cause::Idle, now);
                 self.forgive_deaths(&job, last, now);
             }
         }
@@ -116,7 +126,7 @@ impl NodeState {
             .map(cause_pid)
             .collect();
         for pid in over {
-            self.engine.lift(job, &Cause::Death { pid }, now);
+            self.engine.clear_cause(job, &Cause::Death { pid }, now);
         }
     }
 }
@@ -135,5 +145,97 @@ fn observation(rank: &Rank, words: &[u64; header::WORDS], now: Now) -> Observati
         registered_ns: rank.registered_ns,
         hang_timeout: rank.settings.hang_timeout,
         idle_timeout: rank.settings.idle_timeout,
+    }
+}
+
+// System call filters that ranks install on themselves. The hook must not make a call that such a
+// filter may forbid, and it cannot see a filter that a bare instruction installs. The collector
+// sees it in `/proc` and notes it in the rank's ring.
+
+impl NodeState {
+    /// Checks ranks for filters. Writes to their rings that the collector checks, and what it
+    /// found.
+    pub(super) fn check_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
+        for id in ids {
+            let Some(rank) = self.registry.get(id) else { continue };
+            let Some(bits) = filter_bits(rank, now) else { continue };
+            if bits & !self.filtered.insert(id, bits).unwrap_or(0) != 0 {
+                let what = match bits & filtered::WATCHER {
+                    0 => "its threads make no system call for the hook",
+                    _ => "the hook falls silent, so a hang of this rank is seen by its peers alone",
+                };
+                warn!("{} has put itself under a filter of system calls; {what}", rank.title());
+            }
+        }
+    }
+
+    /// Whether a system call filter is a reason for the watcher of this rank to stand still.
+    pub(super) fn watcher_is_filtered(&self, id: RankId) -> bool {
+        self.filtered.get(&id).is_some_and(|bits| bits & filtered::WATCHER != 0)
+    }
+}
+
+/// The filter bits of a rank; `None` when this collector cannot see the process or its ring.
+fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
+    let process = rank.process.as_ref().filter(|process| !process.is_dead())?;
+    let ring = rank.ring.as_ref()?;
+    let read = |offset: u64, buffer: &mut [u8]| ring.read_at(offset, buffer);
+    let words = ring.header().ok()?;
+    let at_load = words[header::FILTERS_AT_LOAD];
+    let grew = |tid: u64| {
+        // A ring holds thread ids of the process's own namespace. A thread that is not visible
+        // under its id here adds nothing.
+        let status = fs::read(format!("/proc/{}/task/{tid}/status", process.pid)).unwrap_or_default();
+        u64::from(ring::filters(&status)) > at_load
+    };
+    let owners = ring::lane::owners(&read).ok()?;
+    let program = grew(process.pid as u64) || owners.into_iter().any(grew);
+    let watcher = words[header::WATCHER_TID] != 0 && grew(words[header::WATCHER_TID]);
+    // A filter stays in force even after its thread has ended.
+    let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
+    let found = [(program, filtered::PROGRAM), (watcher, filtered::WATCHER)];
+    let bits = found.into_iter().filter(|(holds, _)| *holds).fold(before, |bits, (_, bit)| bits | bit);
+    // The result is written before the note that the collector has checked. A ring that cannot be
+    // written is the fault of its process.
+    let _ = ring.write(header::FILTERED, u64::from(bits)).and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
+    Some(bits)
+}
+
+/// Time between two comparisons of the ranks of a job with each other.
+const COMPARE_NS: u64 = 5_000_000_000;
+
+impl NodeState {
+    /// Runs once a second.
+    pub(super) fn compare(&mut self, now: Now) {
+        if now.mono_ns < self.compared_ns + COMPARE_NS {
+            return;
+        }
+        self.compared_ns = now.mono_ns;
+        let jobs: BTreeSet<(JobKey, u32)> =
+            living_ranks(&self.registry).map(|rank| (rank.job.clone(), rank.info.attempt)).collect();
+        self.slow.retain(|job, attempt| jobs.contains(&(job.clone(), attempt)));
+        for (job, attempt) in &jobs {
+            let ranks = living_ranks(&self.registry).filter(|rank| rank.job == *job && rank.info.attempt == *attempt);
+            let paces = ranks.filter_map(|rank| {
+                let number = u32::try_from(rank.info.rank).ok()?;
+                Some((number, &self.sampler.of(rank.id)?.recorder.pace))
+            });
+            let comparison = stragglers::compare(paces);
+            self.slow.note(job, *attempt, comparison, |_| self.node.clone(), now);
+        }
+    }
+
+    /// The progress of the ranks' collectives since the last call; `None` when there was none.
+    pub(crate) fn paces(&mut self) -> Option<Paces> {
+        let mut ranks = Vec::new();
+        for rank in living_ranks(&self.registry) {
+            let Ok(number) = u32::try_from(rank.info.rank) else { continue };
+            let communicators = self.sampler.take_unreported(rank.id);
+            if !communicators.is_empty() {
+                let (job, attempt) = (Some(job_id(&rank.job)), rank.info.attempt);
+                ranks.push(RankPace { job, attempt, rank: number, communicators });
+            }
+        }
+        (!ranks.is_empty()).then_some(Paces { ranks })
     }
 }

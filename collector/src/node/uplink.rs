@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::anyhow;
 use tokio::{
     runtime::Handle,
     sync::mpsc,
@@ -27,12 +28,12 @@ use xpu_timer_proto::{
 use crate::{
     error::chain,
     http::{
-        address::{KEEPALIVE, check_url},
-        token::read_token,
+        access::{check_url, read_token},
+        watch::KEEPALIVE,
     },
     node::{
+        cluster_member::{AuthInterceptor, Link, UplinkEvent, status_text},
         inbox::{Command, Inbox},
-        link::{Event, Link, Proof, words},
     },
 };
 
@@ -64,11 +65,11 @@ impl Address {
     /// # Errors
     /// A sentence about what is wrong with them. A token never travels in plain text beyond this
     /// machine.
-    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
+    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
         let (uri, secure) = check_url(url)?;
-        let read = |path: &Path| file::read_within(path).map_err(|error| format!("{}: {error}", path.display()));
+        let read = |path: &Path| file::read_within(path).map_err(|error| anyhow!("{}: {error}", path.display()));
         let token = match token_file {
-            Some(path) => Some(bearer(&read_token(path).map_err(|error| chain(&error))?)?),
+            Some(path) => Some(bearer(&read_token(path).map_err(|error| anyhow!(chain(&error)))?)?),
             None => None,
         };
         let mut endpoint = Endpoint::from(uri.clone())
@@ -84,31 +85,31 @@ impl Address {
             };
             endpoint = endpoint
                 .tls_config(tls)
-                .map_err(|error| format!("XPU_TIMER_COLLECTOR={}: {}", secrets::text(url), chain(&error)))?;
+                .map_err(|error| anyhow!("XPU_TIMER_COLLECTOR={}: {}", secrets::text(url), chain(&error)))?;
         }
         Ok(Address { endpoint, token, url: secrets::text(url).into_owned() })
     }
 }
 
-fn bearer(token: &str) -> Result<MetadataValue<Ascii>, String> {
-    format!("Bearer {token}").parse().map_err(|_| "the token holds characters that a header cannot".to_string())
+fn bearer(token: &str) -> anyhow::Result<MetadataValue<Ascii>> {
+    format!("Bearer {token}").parse().map_err(|_| anyhow!("the token holds characters that a header cannot"))
 }
 
 /// Keeps a stream open for as long as the node runs.
 pub async fn run(address: Address, inbox: Inbox) {
     let mut pause = SHORTEST_PAUSE;
-    let mut said = (String::new(), Instant::now());
+    let mut last_logged = (String::new(), Instant::now());
     loop {
         let begun = Instant::now();
         let why = match stream(&address, &inbox).await {
             Ok(()) => "it ended the stream".to_string(),
             Err(why) => why,
         };
-        if said.0 != why || said.1.elapsed() > REPEAT {
+        if last_logged.0 != why || last_logged.1.elapsed() > REPEAT {
             warn!("the cluster collector {}: {why}", address.url);
-            said = (why.clone(), Instant::now());
+            last_logged = (why.clone(), Instant::now());
         }
-        inbox.post(Command::Uplink(Event::Lost(why)));
+        inbox.post(Command::Uplink(UplinkEvent::Lost(why)));
         if begun.elapsed() > LONGEST_PAUSE {
             pause = SHORTEST_PAUSE;
         }
@@ -128,21 +129,21 @@ async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
     let late = |_| format!("no answer within {JOIN:?}");
     let channel = timeout(JOIN, address.endpoint.connect()).await.map_err(late)?;
     let channel: Channel = channel.map_err(|error| chain(&error))?;
-    let client = ClusterClient::with_interceptor(channel, Proof(address.token.clone()));
+    let client = ClusterClient::with_interceptor(channel, AuthInterceptor(address.token.clone()));
     let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
     let (sender, messages) = mpsc::channel(BACKLOG);
     let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
-    inbox.post(Command::Uplink(Event::Opened(Box::new(link))));
+    inbox.post(Command::Uplink(UplinkEvent::Opened(Box::new(link))));
     let answer = timeout(JOIN, client.join(ReceiverStream::new(messages))).await.map_err(late)?;
-    let answer = answer.map_err(|status| words(&status))?;
+    let answer = answer.map_err(|status| status_text(&status))?;
     let mut answers = answer.into_inner();
     while let Some(answer) = answers.next().await {
-        let ClusterMessage { message } = answer.map_err(|status| words(&status))?;
+        let ClusterMessage { message } = answer.map_err(|status| status_text(&status))?;
         if let Some(message) = message {
             if matches!(message, cluster_message::Message::Welcome(_)) {
                 info!("joined the cluster collector {}", address.url);
             }
-            inbox.post(Command::Uplink(Event::Message(Box::new(message))));
+            inbox.post(Command::Uplink(UplinkEvent::Message(Box::new(message))));
         }
     }
     Ok(())
@@ -163,7 +164,7 @@ mod tests {
             ("collector:18890", "must begin with https://"),
             ("ftp://x", "must begin with https://"),
         ] {
-            let error = Address::new(url, None, None).unwrap_err();
+            let error = Address::new(url, None, None).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains(url), "{error}");
         }
     }
@@ -171,7 +172,8 @@ mod tests {
     #[test]
     fn a_token_file_that_is_not_there_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let error = Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err();
+        let error =
+            Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err().to_string();
         assert!(error.contains("none"), "{error}");
     }
 

@@ -1,6 +1,8 @@
 //! The two clocks: CLOCK_MONOTONIC, which rings and deadlines use, and the wall clock, which people
 //! read.
 
+use std::time::Duration;
+
 use jiff::Timestamp;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -43,6 +45,12 @@ pub fn rfc3339(unix_ns: u64) -> String {
 #[must_use]
 pub fn compact(unix_ns: u64) -> String {
     timestamp(unix_ns).strftime("%Y%m%dT%H%M%SZ").to_string()
+}
+
+/// A duration in nanoseconds, at most [`u64::MAX`].
+#[must_use]
+pub fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Seconds between two moments of one clock, rounded to milliseconds.

@@ -21,13 +21,13 @@ type Work = Box<dyn FnOnce() + Send>;
 pub struct Disk {
     roots: BTreeMap<PathBuf, Thread>,
     // Shared by the roots without a thread of their own. There can be as many roots as processes.
-    others: Option<Thread>,
+    shared: Option<Thread>,
     done: Arc<dyn Fn() + Send + Sync>,
 }
 
 #[derive(Debug)]
 struct Thread {
-    give: mpsc::Sender<Work>,
+    sender: mpsc::Sender<Work>,
     under_way: Arc<AtomicUsize>,
 }
 
@@ -41,30 +41,30 @@ impl Thread {
 /// shared thread.
 const MAX_THREADS: usize = 16;
 /// The loop waits this long for work that a healthy disk finishes in a moment.
-const SOON: Duration = Duration::from_secs(1);
+const RUN_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Disk {
     /// Starts no thread yet. `done` is called each time a piece of work is done.
     #[must_use]
     pub fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
-        Disk { roots: BTreeMap::new(), others: None, done: Arc::new(done) }
+        Disk { roots: BTreeMap::new(), shared: None, done: Arc::new(done) }
     }
 
     /// Whether any work is unfinished.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.roots.values().chain(&self.others).any(Thread::is_busy)
+        self.roots.values().chain(&self.shared).any(Thread::is_busy)
     }
 
     /// Runs work in or below a folder, after the work that was submitted for it before. If that
     /// takes long, the work finishes in the background.
-    pub fn give(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
-        let _ = self.ask(root, work, drop);
+    pub fn submit(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
+        let _ = self.run(root, work, drop);
     }
 
     /// Runs work in or below a folder and returns its result. If it takes long, returns `None` and
     /// passes the result to `late`. Does not wait for a root that is still busy with earlier work.
-    pub fn ask<T: Send + 'static>(
+    pub fn run<T: Send + 'static>(
         &mut self,
         root: &Path,
         work: impl FnOnce() -> T + Send + 'static,
@@ -72,26 +72,26 @@ impl Disk {
     ) -> Option<T> {
         let done = Arc::clone(&self.done);
         let Some(thread) = self.thread(root) else { return Some(work()) };
-        let wait = if thread.is_busy() { Duration::ZERO } else { SOON };
-        let (found, take) = mpsc::sync_channel(0);
+        let wait = if thread.is_busy() { Duration::ZERO } else { RUN_TIMEOUT };
+        let (reply, answer) = mpsc::sync_channel(0);
         let under_way = Arc::clone(&thread.under_way);
         under_way.fetch_add(1, Ordering::AcqRel);
         let work = move || {
             let result = work();
             // Decremented before the result is sent, so that the next caller finds the thread free.
             under_way.fetch_sub(1, Ordering::AcqRel);
-            if let Err(mpsc::SendError(result)) = found.send(result) {
+            if let Err(mpsc::SendError(result)) = reply.send(result) {
                 late(result);
             }
             done();
         };
         // The thread runs as long as there is a sender.
-        let _ = thread.give.send(Box::new(work));
-        let found = take.recv_timeout(wait).ok();
-        if found.is_none() {
+        let _ = thread.sender.send(Box::new(work));
+        let result = answer.recv_timeout(wait).ok();
+        if result.is_none() {
             warn!("{} does not answer", root.display());
         }
-        found
+        result
     }
 
     fn thread(&mut self, root: &Path) -> Option<&Thread> {
@@ -101,18 +101,18 @@ impl Disk {
                 self.roots.retain(|_, thread| thread.is_busy());
             }
             let is_full = self.roots.len() >= MAX_THREADS;
-            if !(is_full && self.others.is_some()) {
-                let (give, take) = mpsc::channel::<Work>();
-                let turn = move || take.into_iter().for_each(|work| work());
-                let thread = Thread { give, under_way: Arc::default() };
+            if !(is_full && self.shared.is_some()) {
+                let (sender, work) = mpsc::channel::<Work>();
+                let turn = move || work.into_iter().for_each(|work| work());
+                let thread = Thread { sender, under_way: Arc::default() };
                 match thread::Builder::new().name("disk".into()).spawn(turn) {
-                    Ok(_) if is_full => self.others = Some(thread),
+                    Ok(_) if is_full => self.shared = Some(thread),
                     Ok(_) => _ = self.roots.insert(root.into(), thread),
                     Err(error) => warn!("no thread for {}: {error}", root.display()),
                 }
             }
         }
-        self.roots.get(root).or(self.others.as_ref())
+        self.roots.get(root).or(self.shared.as_ref())
     }
 }
 
@@ -126,14 +126,14 @@ mod tests {
         let (answer, stuck) = mpsc::channel();
         let (late, heard) = mpsc::channel();
         let slow = Path::new("/slow");
-        let found = disk.ask(slow, move || stuck.recv().unwrap(), move |found: u8| late.send(found).unwrap());
+        let found = disk.run(slow, move || stuck.recv().unwrap(), move |found: u8| late.send(found).unwrap());
         assert!(found.is_none() && disk.is_busy());
-        assert_eq!(disk.ask(Path::new("/quick"), || 2, drop), Some(2));
+        assert_eq!(disk.run(Path::new("/quick"), || 2, drop), Some(2));
         let (done, order) = mpsc::channel();
-        disk.give(slow, move || done.send(()).unwrap());
+        disk.submit(slow, move || done.send(()).unwrap());
         assert!(order.try_recv().is_err(), "one after the other");
         let (done, written) = mpsc::channel();
-        disk.give(Path::new("/quick"), move || done.send(()).unwrap());
+        disk.submit(Path::new("/quick"), move || done.send(()).unwrap());
         assert!(written.try_recv().is_ok(), "a healthy one is waited for");
         answer.send(1).unwrap();
         assert_eq!(heard.recv(), Ok(1));
@@ -144,7 +144,7 @@ mod tests {
     fn the_number_of_threads_is_bounded() {
         let mut disk = Disk::new(|| {});
         for number in 0..1000 {
-            assert_eq!(disk.ask(Path::new(&format!("/{number}")), move || number, drop), Some(number));
+            assert_eq!(disk.run(Path::new(&format!("/{number}")), move || number, drop), Some(number));
             assert!(disk.roots.len() <= MAX_THREADS);
         }
         // Make all threads busy.
@@ -157,16 +157,16 @@ mod tests {
             let under_way = Arc::clone(&thread.under_way);
             under_way.fetch_add(1, Ordering::AcqRel);
             thread
-                .give
+                .sender
                 .send(Box::new(move || {
                     let _ = held.recv();
                     under_way.fetch_sub(1, Ordering::AcqRel);
                 }))
                 .unwrap();
         }
-        assert_eq!(disk.ask(Path::new("/other"), || 1, drop), Some(1));
-        assert_eq!(disk.ask(Path::new("/one_more"), || 2, drop), Some(2));
-        assert_eq!((disk.roots.len(), disk.others.is_some()), (MAX_THREADS, true));
+        assert_eq!(disk.run(Path::new("/other"), || 1, drop), Some(1));
+        assert_eq!(disk.run(Path::new("/one_more"), || 2, drop), Some(2));
+        assert_eq!((disk.roots.len(), disk.shared.is_some()), (MAX_THREADS, true));
         drop(holds);
     }
 }

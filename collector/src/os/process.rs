@@ -4,7 +4,10 @@
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
 };
 
@@ -23,7 +26,7 @@ use xpu_timer_proto::{
 
 use crate::{
     job::partition::{Member, ProcessId},
-    os::{clock, pidfd},
+    os::clock,
 };
 
 /// Fields of `/proc/PID/stat` that the collector uses.
@@ -194,7 +197,7 @@ impl Handle {
             return None;
         }
         let zombie = self.stat().filter(Stat::is_dead).map(|stat| stat.wait_status);
-        pidfd::wait_status(&self.fd).or(zombie).map(describe)
+        reaped_status(&self.fd).or(zombie).map(describe)
     }
 
     /// Why a killed process still exists: its state and, if readable, the kernel function in which
@@ -225,6 +228,34 @@ pub(crate) fn describe(status: i32) -> String {
     let name = signal::Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |s| s.as_str().into());
     let core = if status & 0x80 == 0 { "" } else { " (core dumped)" };
     format!("killed by {name}{core}")
+}
+
+/// `struct pidfd_info` of `linux/pidfd.h`, first published size (64 bytes).
+#[repr(C)]
+#[derive(Default)]
+struct PidfdInfo {
+    mask: u64,
+    cgroup: u64,
+    /// pid, tgid, ppid and eight user and group ids.
+    ids: [u32; 11],
+    exit_code: i32,
+}
+
+const PIDFD_INFO_EXIT: u64 = 1 << 3;
+
+/// `_IOWR(0xff, 11, struct pidfd_info)`. The kernel takes the size of the structure from it.
+const PIDFD_GET_INFO: libc::Ioctl = 0xc000_ff0b | (size_of::<PidfdInfo>() as libc::Ioctl) << 16;
+const _: () = assert!(size_of::<PidfdInfo>() == 64);
+
+/// Asks a pidfd for the wait status of a process that was reaped. `None` if it has not been reaped
+/// or the kernel is older than 6.15.
+#[allow(unsafe_code, reason = "this ioctl has no safe wrapper")]
+fn reaped_status(fd: &OwnedFd) -> Option<i32> {
+    let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..Default::default() };
+    // SAFETY: the request number encodes the size of PidfdInfo, the kernel writes no more than that
+    // into `info`, which lives across the call; every bit pattern is a valid PidfdInfo.
+    let failed = unsafe { libc::ioctl(fd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) } != 0;
+    (!failed && info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code)
 }
 
 /// A process of this user that has the environment of a rank and was started under our launcher.

@@ -6,7 +6,7 @@ use std::io;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use clap::Parser;
 use tokio::sync::mpsc;
-use xpu_timer_collector::{cluster, config, http, http::token::Token};
+use xpu_timer_collector::{cluster, config, http, http::access::Token};
 use xpu_timer_proto::{
     Message,
     env::Source,
@@ -49,7 +49,7 @@ pub fn cluster_message(bytes: &[u8]) {
             }
             Some(node_message::Message::Ranks(ranks)) => _ = nodes.claim(id, ranks.ranks, now_ns),
             Some(node_message::Message::Heartbeat(_)) => nodes.forget(now_ns),
-            Some(_) => _ = nodes.lose(id, now_ns, now_ns),
+            Some(_) => _ = nodes.disconnect(id, now_ns, now_ns),
             None => {}
         }
         let jobs: Vec<_> = nodes.jobs().cloned().collect();

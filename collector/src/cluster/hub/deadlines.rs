@@ -7,14 +7,13 @@ use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 
 use crate::{
     cluster::{
-        comparing::News,
+        comparison::ComparisonInput,
         hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
-        ids::NodeId,
-        incident::{Part, Progress, State},
+        incident::{Part, Progress},
         nodes::Node,
     },
-    error::chain,
-    incident::verdict_files::change_verdict,
+    incident::{State, verdict_files::set_status},
+    job::NodeId,
     os::clock::{self, Now},
 };
 
@@ -34,7 +33,7 @@ const MAX_CLOSED: usize = 500;
 impl Hub {
     /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
-        let ids = self.incidents.values().filter(|one| one.is_in_work()).map(|one| one.id.clone());
+        let ids = self.incidents.values().filter(|one| one.is_active()).map(|one| one.id.clone());
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
@@ -54,7 +53,7 @@ impl Hub {
             self.complete.retain(|job, _| nodes.job(job).ranks > 0);
             self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
-            self.comparing.tell(News::Running(running));
+            self.comparison.send(ComparisonInput::Running(running));
         }
         // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
@@ -64,8 +63,8 @@ impl Hub {
                 self.incidents.remove(id);
             }
         }
-        self.complain(now);
-        self.deliver(now);
+        self.log_refused_claims(now);
+        self.request_parts(now);
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
@@ -83,7 +82,7 @@ impl Hub {
             let late = match part.progress {
                 // A part that was taken waits for its turn as long as its node is connected.
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
-                Progress::Asked | Progress::Captured if now.mono_ns > incident.deadline_ns => {
+                Progress::Requested | Progress::Captured if now.mono_ns > incident.deadline_ns => {
                     Some(match self.nodes.get(*node) {
                         Some(node) if node.is_joined() => "it took no dump in time".to_string(),
                         Some(node) => {
@@ -112,19 +111,19 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some((_, until)) = incident.files {
             if now.mono_ns > until {
-                let nodes = incident.files_coming.len() + incident.files_wanted.len();
+                let nodes = incident.files_in_transfer.len() + incident.files_pending.len();
                 warn!("incident {id}: {nodes} nodes did not send their files in time");
-                incident.files_wanted.clear();
-                incident.files_coming.clear();
+                incident.files_pending.clear();
+                incident.files_in_transfer.clear();
             }
-            self.fetch(id, now);
+            self.fetch_files(id, now);
         }
     }
 
     /// Judges late parts together: in a large job a verdict takes seconds.
     fn judge_late_parts(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
+        if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Dumped && !incident.judging) {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
                 incident.late_since_ns = None;
@@ -144,17 +143,17 @@ impl Hub {
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
             // No node of its world reconnected after a restart.
-            State::Gathering if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
+            State::Open if incident.parts.is_empty() && (summary.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
-            State::Gathering => self.finish_if_complete(id, now),
-            State::Judged if settling => {}
+            State::Open => self.judge_if_complete(id, now),
+            State::Dumped if settling => {}
             // Drawings that were pending when an earlier collector ended are dropped.
-            State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
+            State::Dumped if incident.by_hand && restored && !incident.is_working() => {
                 self.close(id, State::Ended, now);
             }
-            State::Judged if incident.by_hand => {}
-            State::Judged => {
+            State::Dumped if incident.by_hand => {}
+            State::Dumped => {
                 let quiet = incident.hanging.is_empty()
                     && incident.quiet_since_ns.is_some_and(|since| now.mono_ns > since + QUIET_NS);
                 if quiet {
@@ -163,10 +162,10 @@ impl Hub {
                 } else if !summary.alive || is_over {
                     self.close(id, State::Ended, now);
                     self.open_successor(id, now);
-                } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
-                    && !(incident.is_at_work() || incident.hanging.is_empty())
+                } else if incident.next_round_ns.is_some_and(|due| now.mono_ns > due)
+                    && !(incident.is_working() || incident.hanging.is_empty())
                 {
-                    self.look_again(id, now);
+                    self.begin_round(id, now);
                 }
             }
             _ => {}
@@ -186,40 +185,24 @@ impl Hub {
             return;
         }
         info!("incident {id}: the job hangs again");
-        incident.state = State::Judged;
+        incident.state = State::Dumped;
         incident.closed = None;
         incident.quiet_since_ns = Some(now.mono_ns);
         if let Some(folder) = incident.folder.clone() {
-            self.note_status(id, &folder, xpu_timer_analysis::Status::Open, None);
+            self.note_status(id, &folder, State::Dumped, None);
         }
     }
 
-    /// Writes the status of an incident into its verdict.
-    fn note_status(&mut self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
+    /// Writes the status of an incident, and when it was closed, into its verdict.
+    pub(super) fn note_status(&mut self, id: &str, folder: &Path, state: State, closed_unix_ns: Option<u64>) {
         let (id, folder) = (id.to_string(), folder.to_path_buf());
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
-        self.disk.give(&root, move || {
-            let changed = change_verdict(&folder, |verdict| {
-                verdict.timing.status = status;
-                verdict.timing.resolved_at = at;
-            });
-            if let Err(error) = changed {
-                warn!("incident {id}: {}", chain(&error));
-            }
-        });
-    }
-
-    pub(super) fn note_closed(&mut self, id: &str, folder: &Path, state: State, unix_ns: u64) {
-        let status = match state {
-            State::Resolved => xpu_timer_analysis::Status::Resolved,
-            _ => xpu_timer_analysis::Status::Ended,
-        };
-        self.note_status(id, folder, status, Some(clock::rfc3339(unix_ns)));
+        self.disk.submit(&root, move || set_status(&id, &folder, state.status(), closed_unix_ns));
     }
 
     /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
     /// happens for a moment.
-    fn complain(&mut self, now: Now) {
+    fn log_refused_claims(&mut self, now: Now) {
         let mut known = std::mem::take(&mut self.refused);
         for refused in self.nodes.refused() {
             let key = (refused.node, refused.by, refused.job.clone());
@@ -246,13 +229,13 @@ impl Hub {
         incident.captured.clear();
         incident.merging.clear();
         // Files in transfer still belong to its folder.
-        if !incident.is_in_work() {
+        if !incident.is_active() {
             incident.work = None;
         }
         self.expected.retain(|_, expected| expected.incident != id || expected.files);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         if let Some(folder) = incident.folder.clone() {
-            self.note_closed(id, &folder, state, now.unix_ns);
+            self.note_status(id, &folder, state, Some(now.unix_ns));
         }
         for node in nodes {
             self.nodes.send(node, Message::Closed(IncidentClosed { incident: id.into() }), now.mono_ns);

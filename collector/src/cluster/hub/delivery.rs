@@ -1,25 +1,27 @@
-//! The deliveries of the nodes for an incident, some at a time, and the start of its verdict.
+//! The deliveries of the nodes for an incident, some at a time: first their parts for the verdict,
+//! and after it the `.stacktrace` files.
 
 use std::time::Duration;
 
+use serde_json::json;
 use tracing::{info, warn};
 use xpu_timer_analysis::{HangEvidence, Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
-    Captured, Deliver, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree,
-    cluster_message::Message, delivery::Message as Brought,
+    Captured, Deliver, DumpFile, FetchFiles, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun,
+    StackTree, cluster_message::Message, delivery::Message as DeliveryMessage,
 };
 
 use crate::{
     cluster::{
-        command::Command,
         gather::{self, Plan, Work},
-        hub::{Expected, Hub, SECOND, opening::runs},
-        ids::NodeId,
-        incident::{Progress, State},
+        hub::{Command, Expected, Hub, SECOND, opening::runs},
+        incident::Progress,
+        nodes::Node,
         service::Credit,
     },
     error::chain,
-    incident::judging,
+    incident::{State, folder::rank_of, judging, part::ALL_FILES, retention},
+    job::NodeId,
     os::{clock::Now, process},
 };
 
@@ -29,7 +31,7 @@ pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 /// one by one.
 const DELIVERIES: usize = 32;
 /// How often a part is requested again if its delivery was cut off while its node was connected.
-pub(super) const RETRIES: u32 = 2;
+const RETRIES: u32 = 2;
 
 impl Hub {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
@@ -39,42 +41,42 @@ impl Hub {
     }
 
     /// A node has taken its dump.
-    pub(super) fn captured(&mut self, said: &Captured, node: NodeId, now: Now) {
-        let open = self.incidents.get_mut(&said.incident).filter(|incident| incident.is_open());
-        let Some(incident) = open.filter(|incident| incident.round == said.round) else { return };
+    pub(super) fn part_captured(&mut self, captured: &Captured, node: NodeId, now: Now) {
+        let open = self.incidents.get_mut(&captured.incident).filter(|incident| incident.is_open());
+        let Some(incident) = open.filter(|incident| incident.round == captured.round) else { return };
         let progress = incident.parts.get(&node).map(|part| &part.progress);
-        if matches!(progress, Some(Progress::Asked | Progress::Failed(_))) {
+        if matches!(progress, Some(Progress::Requested | Progress::Failed(_))) {
             incident.progress(node, Progress::Captured);
         }
-        self.deliver(now);
+        self.request_parts(now);
     }
 
     /// Requests as many parts as may be in transfer.
-    pub(super) fn deliver(&mut self, now: Now) {
+    pub(super) fn request_parts(&mut self, now: Now) {
         let waiting = self.incidents.values().filter(|one| !one.captured.is_empty());
         let waiting: Vec<String> = waiting.map(|one| one.id.clone()).collect();
         for id in waiting {
             // Each incident has its own limit: a stuck thread of one does not block the others.
-            while let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.under_way() < DELIVERIES)
+            while let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.transfers() < DELIVERIES)
                 && let Some(node) = incident.captured.pop_front()
             {
-                let key = self.expect(Expected { incident: id.clone(), node, files: false });
+                let key = self.expect_delivery(Expected { incident: id.clone(), node, files: false });
                 if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
                     self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
                 } else {
                     warn!("incident {id}: node {} takes no message any more", self.nodes.name(node));
-                    self.lost(node, now);
+                    self.node_lost(node, now);
                 }
             }
         }
     }
 
     /// A delivery ended. If it is incomplete, it is requested again, a few times.
-    pub(super) fn ceased(&mut self, key: &str, now: Now) {
+    pub(super) fn delivery_ended(&mut self, key: &str, now: Now) {
         // A complete delivery is no longer expected, nor one that was replaced by a new request.
         let Some(Expected { incident: id, node, files }) = self.expected.remove(key) else { return };
         if files {
-            return self.files_ceased(&id, node, now);
+            return self.file_transfer_ended(&id, node, now);
         }
         let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
@@ -82,19 +84,19 @@ impl Hub {
             return;
         }
         warn!("incident {id}: the delivery of node {} broke off", self.nodes.name(node));
-        part.broken += 1;
-        let broken = part.broken;
+        part.interruptions += 1;
+        let broken = part.interruptions;
         if broken > RETRIES {
             incident.progress(node, Progress::Failed(format!("its delivery broke off {broken} times")));
-            self.finish_if_complete(&id, now);
+            self.judge_if_complete(&id, now);
         } else {
             incident.progress(node, Progress::Captured);
         }
-        self.deliver(now);
+        self.request_parts(now);
     }
 
     /// Draws the key of a delivery and voids an older key for the same delivery.
-    pub(super) fn expect(&mut self, expected: Expected) -> String {
+    pub(super) fn expect_delivery(&mut self, expected: Expected) -> String {
         self.expected.retain(|_, other| *other != expected);
         let key = process::random_id();
         self.expected.insert(key.clone(), expected);
@@ -102,13 +104,13 @@ impl Hub {
     }
 
     /// A node delivers a message.
-    pub(super) fn brought(&mut self, expected: &Expected, message: Brought, credit: Credit, now: Now) {
+    pub(super) fn delivery_message(&mut self, expected: &Expected, message: DeliveryMessage, credit: Credit, now: Now) {
         let (id, node) = (&expected.incident, expected.node);
         match message {
-            Brought::Key(_) => {}
-            Brought::Dump(dump) if !expected.files => self.delivered(id, node, dump, credit, now),
-            Brought::File(file) if expected.files => self.file(id, node, file, credit, now),
-            Brought::Dump(_) | Brought::File(_) => {
+            DeliveryMessage::Key(_) => {}
+            DeliveryMessage::Dump(dump) if !expected.files => self.part_received(id, node, dump, credit, now),
+            DeliveryMessage::File(file) if expected.files => self.file_received(id, node, file, credit, now),
+            DeliveryMessage::Dump(_) | DeliveryMessage::File(_) => {
                 warn!("node {} brings what it was not asked for", self.nodes.name(node));
             }
         }
@@ -116,7 +118,7 @@ impl Hub {
 
     /// A piece of the part of a node. A node reports its own ranks, and ranks that no node has
     /// registered even if they are gone.
-    fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, credit: Credit, now: Now) {
+    fn part_received(&mut self, id: &str, node: NodeId, mut dump: NodeDump, credit: Credit, now: Now) {
         let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
         if !matches!(part.progress, Progress::Delivering(_) | Progress::Failed(_)) {
@@ -127,7 +129,7 @@ impl Hub {
         dump.ranks.retain(|rank| {
             let found = matches!(rank.presence(), Presence::Unregistered | Presence::Dead)
                 && rank.rank < world
-                && self.nodes.of_rank(&incident.job, rank.rank).is_none_or(|of| of == node);
+                && self.nodes.node_of_rank(&incident.job, rank.rank).is_none_or(|of| of == node);
             if found {
                 part.ranks.insert(rank.rank);
             }
@@ -135,7 +137,7 @@ impl Hub {
         });
         let mut foreign = before - dump.ranks.len();
         for tree in [&mut dump.native, &mut dump.python] {
-            if tree.as_ref().is_some_and(|tree| !speaks_for(tree, &part.ranks)) {
+            if tree.as_ref().is_some_and(|tree| !contains_only(tree, &part.ranks)) {
                 *tree = None;
                 foreign += 1;
             }
@@ -154,8 +156,8 @@ impl Hub {
         let last = dump.last;
         let until = Progress::Delivering(now.mono_ns + DELIVERY_NS);
         incident.progress(node, if last { Progress::Delivered } else { until });
-        let late = incident.state == State::Judged;
-        let merged = self.work(id, Work::Part(node, Box::new(dump), credit));
+        let late = incident.state == State::Dumped;
+        let merged = self.send_work(id, Work::Part(node, Box::new(dump), credit));
         if last {
             self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
             if let Some(incident) = self.incidents.get_mut(id).filter(|_| merged) {
@@ -167,15 +169,15 @@ impl Hub {
                     incident.late_since_ns.get_or_insert(now.mono_ns);
                 }
             } else {
-                self.finish_if_complete(id, now);
+                self.judge_if_complete(id, now);
             }
-            self.deliver(now);
+            self.request_parts(now);
         }
     }
 
     /// Sends work to the thread of the incident and starts the thread if there is none. Returns
     /// false if that fails.
-    pub(super) fn work(&mut self, id: &str, work: Work) -> bool {
+    pub(super) fn send_work(&mut self, id: &str, work: Work) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
             let summary = self.nodes.job(&incident.job);
@@ -191,12 +193,12 @@ impl Hub {
                 hang_timeout_ns: milliseconds(summary.hang_timeout_ms),
                 sample_interval_ns: milliseconds(summary.sample_interval_ms),
                 folder: incident.folder.clone(),
-                fresh: incident.state == State::Gathering,
+                is_new_round: incident.state == State::Open,
             };
             let (commands, name) = (self.commands.clone(), id.to_string());
             // Fails only when the process ends.
-            let tell = move |done| drop(commands.send(Command::Done(name.clone(), done)));
-            match gather::start(plan, tell) {
+            let report = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
+            match gather::start(plan, report) {
                 Ok(sender) => incident.work = Some(sender),
                 Err(error) => {
                     warn!("incident {id}: {}", chain(&error));
@@ -215,8 +217,8 @@ impl Hub {
         given
     }
 
-    pub(super) fn finish_if_complete(&mut self, id: &str, now: Now) {
-        let Some(incident) = self.incidents.get(id).filter(|one| one.state == State::Gathering && !one.judging) else {
+    pub(super) fn judge_if_complete(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get(id).filter(|one| one.state == State::Open && !one.judging) else {
             return;
         };
         if !incident.is_complete() || incident.parts.is_empty() {
@@ -251,12 +253,12 @@ impl Hub {
                 ..Default::default()
             }));
         }
-        self.work(id, Work::Judge(missing, errors));
+        self.send_work(id, Work::Judge(missing, errors));
     }
 
-    pub(super) fn judged(&mut self, id: &str, verdict: &Verdict, now: Now) {
+    pub(super) fn apply_verdict(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let (first, grounds) = (incident.state == State::Gathering, judging::grounds(verdict));
+        let (first, grounds) = (incident.state == State::Open, judging::grounds(verdict));
         incident.judging = false;
         incident.is_proven = verdict.hang != HangEvidence::None;
         let is_news = incident.cause != verdict.cause.to_string();
@@ -267,15 +269,15 @@ impl Hub {
         let path = incident.folder.as_ref().map_or(String::new(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {path}]", verdict.sentence, verdict.cause);
         if first {
-            incident.state = State::Judged;
+            incident.state = State::Dumped;
             if incident.hanging.is_empty() && incident.quiet_since_ns.is_none() {
                 incident.quiet_since_ns = Some(now.mono_ns);
             }
-            incident.again_ns = None;
+            incident.next_round_ns = None;
             if grounds != Grounds::Proven && !incident.by_hand {
                 let timeout = Duration::from_millis(self.nodes.job(&incident.job).hang_timeout_ms);
-                let wait_ns = judging::next_look_ns(timeout, incident.round);
-                incident.again_ns = Some(now.mono_ns.saturating_add(wait_ns));
+                let wait_ns = judging::recheck_delay_ns(timeout, incident.round);
+                incident.next_round_ns = Some(now.mono_ns.saturating_add(wait_ns));
             }
             if let Some(webhook) = self.webhook.as_ref().filter(|_| is_news) {
                 webhook.post(verdict, incident.folder.as_deref());
@@ -286,7 +288,7 @@ impl Hub {
         if let Some((state, at)) = incident.closed
             && let Some(folder) = incident.folder.clone()
         {
-            self.note_closed(id, &folder, state, at);
+            self.note_status(id, &folder, state, Some(at));
         }
         let Some(incident) = self.incidents.get(id) else { return };
         let message = IncidentVerdict {
@@ -302,12 +304,129 @@ impl Hub {
         for node in nodes {
             self.nodes.send(node, Message::Verdict(message.clone()), now.mono_ns);
         }
-        self.want_files(id, verdict, now);
+        self.select_files(id, verdict, now);
+    }
+}
+
+// The `.stacktrace` files of an incident are fetched after its verdict.
+
+/// In a job beyond [`ALL_FILES`] ranks: number of culprits, and of groups, whose files are fetched.
+const SOME_FILES: usize = 16;
+/// Number of nodes that send files at a time.
+const FILE_NODES: usize = 8;
+/// Time limit for one piece.
+const PIECE_NS: u64 = 20 * SECOND;
+/// Time limit for all files.
+const FILES_NS: u64 = 120 * SECOND;
+
+impl Hub {
+    /// Chooses the ranks whose `.stacktrace` files are fetched.
+    pub(super) fn select_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= ALL_FILES as u64;
+        let some: Vec<u32> = verdict
+            .culprits
+            .iter()
+            .take(SOME_FILES)
+            .chain(verdict.ranks.iter().filter_map(|group| group.ranks.first()).take(SOME_FILES))
+            .copied()
+            .collect();
+        for (node, part) in &incident.parts {
+            if part.progress != Progress::Delivered {
+                continue;
+            }
+            let wanted: RankSet = part.ranks.iter().filter(|rank| all || some.contains(rank)).collect();
+            if !wanted.is_empty() {
+                incident.files_pending.insert(*node, wanted);
+            }
+        }
+        incident.files = Some((now.mono_ns, now.mono_ns + PIECE_NS));
+        self.fetch_files(id, now);
+    }
+
+    /// Requests files from some nodes at a time, and starts the viewer when all have arrived. A
+    /// disconnected node is waited for.
+    pub(super) fn fetch_files(&mut self, id: &str, now: Now) {
+        loop {
+            let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files.is_some()) else { return };
+            if incident.files_in_transfer.len() >= FILE_NODES {
+                return;
+            }
+            let is_here = |node: &NodeId| self.nodes.get(*node).is_some_and(Node::is_joined);
+            let Some(node) = incident.files_pending.keys().copied().find(is_here) else { break };
+            let Some(ranks) = incident.files_pending.remove(&node) else { break };
+            let key = self.expect_delivery(Expected { incident: id.into(), node, files: true });
+            let request = FetchFiles { incident: id.into(), ranks: runs(&ranks), key };
+            let sent = self.nodes.send(node, Message::Fetch(request), now.mono_ns);
+            let Some(incident) = self.incidents.get_mut(id) else { return };
+            if sent { &mut incident.files_in_transfer } else { &mut incident.files_pending }.insert(node, ranks);
+        }
+        if let Some(incident) = self.incidents.get_mut(id)
+            && incident.files_in_transfer.is_empty()
+            && incident.files_pending.is_empty()
+        {
+            incident.files = None;
+            self.send_work(id, Work::Draw);
+        }
+    }
+
+    /// A transfer ended before its last message. It is started over, a few times.
+    pub(super) fn file_transfer_ended(&mut self, id: &str, node: NodeId, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let Some(ranks) = incident.files_in_transfer.remove(&node) else { return };
+        warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
+        self.send_work(id, Work::TransferAborted(ranks.clone()));
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.interruptions < RETRIES) {
+            part.interruptions += 1;
+            incident.files_pending.insert(node, ranks);
+        }
+        self.fetch_files(id, now);
+    }
+
+    /// A piece of a file. It carries its credit: the node sends the next piece when this one is
+    /// written.
+    pub(super) fn file_received(&mut self, id: &str, node: NodeId, file: DumpFile, credit: Credit, now: Now) {
+        let coming = self.incidents.get_mut(id).filter(|one| one.files_in_transfer.contains_key(&node));
+        let Some(incident) = coming else { return };
+        if let Some((begun, until)) = &mut incident.files {
+            *until = (now.mono_ns + PIECE_NS).min(*begun + FILES_NS);
+        }
+        if file.name.is_empty() {
+            incident.files_in_transfer.remove(&node);
+            self.expected.retain(|_, expected| !expected.files || expected.node != node || expected.incident != id);
+            self.fetch_files(id, now);
+            return;
+        }
+        let own =
+            incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
+        if own {
+            self.send_work(id, Work::File(Box::new(file), credit));
+        }
+    }
+
+    pub(super) fn drawing_finished(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let path = incident.folder.clone();
+        for reply in std::mem::take(&mut incident.replies) {
+            // The receiver may be gone.
+            drop(reply.send(Ok(json!({ "incident": id, "path": path }))));
+        }
+        // The merged evidence is on disk, and a late part loads it again. A part that arrived in
+        // the meantime exists only in the thread.
+        if std::mem::take(&mut incident.drawing) {
+            incident.work = None;
+        }
+        if incident.by_hand {
+            self.close(id, State::Ended, now);
+        }
+        let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
+        retention::start(self.folders(), self.settings.keep, open);
     }
 }
 
 /// Whether a tree contains only these ranks.
-fn speaks_for(tree: &StackTree, ranks: &RankSet) -> bool {
+fn contains_only(tree: &StackTree, ranks: &RankSet) -> bool {
     let allowed = |run: &RankRun| ranks.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
     tree.nodes.iter().flat_map(|node| &node.ranks).all(|run| run.first <= run.last && allowed(run))
 }

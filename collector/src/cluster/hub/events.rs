@@ -5,22 +5,20 @@ use std::collections::BTreeMap;
 use tracing::{info, warn};
 use xpu_timer_analysis::stragglers::Comparison;
 use xpu_timer_proto::v1::{
-    NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
+    NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as NodeMessage,
 };
 
 use crate::{
     cluster::{
-        command::Command,
-        comparing::{self},
-        gather::Done,
-        hub::{CAPTURE_NS, Hub, SECOND},
-        ids::{NodeId, StreamId},
+        comparison::ComparisonInput,
+        gather::GatherEvent,
+        hub::{CAPTURE_NS, Command, Hub, SECOND},
         nodes::Outgoing,
         service::StreamEvent,
         status,
     },
     http::questions::Question,
-    job::key::JobKey,
+    job::{JobKey, NodeId, StreamId},
     os::clock::Now,
 };
 
@@ -29,64 +27,64 @@ const AGAIN_NS: u64 = 600 * SECOND;
 
 impl Hub {
     /// Handles an event of a node's stream.
-    pub fn stream(&mut self, event: StreamEvent, now: Now) {
+    pub fn stream_event(&mut self, event: StreamEvent, now: Now) {
         match event {
-            StreamEvent::Joined(stream, hello, outgoing) => self.joined(stream, *hello, outgoing, now),
-            StreamEvent::Said(stream, message) => {
+            StreamEvent::Joined(stream, hello, outgoing) => self.node_joined(stream, *hello, outgoing, now),
+            StreamEvent::Message(stream, message) => {
                 // The stream may have been replaced by a newer one of the node.
                 if let Some(node) = self.streams.get(&stream).copied() {
-                    self.said(node, *message, now);
+                    self.node_message(node, *message, now);
                 }
             }
-            StreamEvent::Brings(key, known) => {
+            StreamEvent::DeliveryStarted(key, known) => {
                 // The sender of the question may be gone.
                 let _ = known.send(self.expected.contains_key(&*key));
             }
-            StreamEvent::Brought(key, message, credit) => {
+            StreamEvent::DeliveryPiece(key, message, credit) => {
                 // The key may have become void in the meantime.
                 if let Some(expected) = self.expected.get(&*key).cloned() {
-                    self.brought(&expected, *message, credit, now);
+                    self.delivery_message(&expected, *message, credit, now);
                 }
             }
-            StreamEvent::Refused(node, why) => self.turned_away(&node, why, now),
-            StreamEvent::Ceased(key) => self.ceased(&key, now),
+            StreamEvent::Refused(node, why) => self.log_refused_stream(&node, why, now),
+            StreamEvent::DeliveryEnded(key) => self.delivery_ended(&key, now),
             StreamEvent::Ended(stream, why) => {
                 let Some(node) = self.streams.remove(&stream) else { return };
                 // A full stream was given up before it ended; its remaining cleanup is done here.
                 let given_up = self.nodes.get(node).is_some_and(|node| !node.is_joined());
-                if self.nodes.lose(node, stream, now.mono_ns) || given_up {
+                if self.nodes.disconnect(node, stream, now.mono_ns) || given_up {
                     info!("node {} is gone: {why}", self.nodes.name(node));
-                    self.lost(node, now);
+                    self.node_lost(node, now);
                 }
             }
         }
     }
 
     /// A refused node reconnects again and again; after an update of one side, all nodes do.
-    pub(super) fn turned_away(&mut self, node: &str, why: String, now: Now) {
-        let last_logged = self.turned_away.as_ref();
+    pub(super) fn log_refused_stream(&mut self, node: &str, why: String, now: Now) {
+        let last_logged = self.last_refusal.as_ref();
         if last_logged.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
             warn!("node {node} is refused: {why}");
-            self.turned_away = Some((why, now.mono_ns));
+            self.last_refusal = Some((why, now.mono_ns));
         }
     }
 
-    pub(super) fn joined(&mut self, stream: StreamId, hello: NodeHello, outgoing: Outgoing, now: Now) {
+    pub(super) fn node_joined(&mut self, stream: StreamId, hello: NodeHello, outgoing: Outgoing, now: Now) {
         let node = self.nodes.join(&hello.node, &hello.identity, stream, outgoing);
         self.streams.retain(|_, other| *other != node);
         self.streams.insert(stream, node);
         // Transfers on its old stream are lost.
-        self.interrupted(node, now);
+        self.transfers_interrupted(node, now);
         let lasts = |id: &String| hello.incidents.iter().any(|alarm| alarm.incident == *id);
         for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.id)) {
             // The hang ended there while the node was away.
-            incident.hangs(node, false, false, now.mono_ns);
+            incident.note_hang(node, false, false, now.mono_ns);
         }
         let ranks = hello.ranks.unwrap_or_default().ranks;
         info!("node {} joined with {} ranks", hello.node, ranks.len());
         self.claim(node, ranks, now);
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
-        let requests = open.iter().filter_map(|id| self.ask(id, node, now)).collect();
+        let requests = open.iter().filter_map(|id| self.dump_request(id, node, now)).collect();
         self.nodes.send(node, Message::Welcome(NodeWelcome { open: requests }), now.mono_ns);
         for alarm in hello.incidents {
             self.alarm(node, alarm, now);
@@ -108,20 +106,20 @@ impl Hub {
             }
         }
         for other in others {
-            self.ask_all_of(other, now);
+            self.request_for_open_incidents(other, now);
         }
     }
 
     /// A node has lost its stream.
-    pub(super) fn lost(&mut self, node: NodeId, now: Now) {
-        self.interrupted(node, now);
-        for other in self.nodes.rivals(node) {
-            self.ask_all_of(other, now);
+    pub(super) fn node_lost(&mut self, node: NodeId, now: Now) {
+        self.transfers_interrupted(node, now);
+        for other in self.nodes.competing_nodes(node) {
+            self.request_for_open_incidents(other, now);
         }
     }
 
     /// The deliveries of a node end with its stream. They start over when it reconnects.
-    pub(super) fn interrupted(&mut self, node: NodeId, now: Now) {
+    pub(super) fn transfers_interrupted(&mut self, node: NodeId, now: Now) {
         for incident in self.incidents.values_mut() {
             if incident.interrupted(node) {
                 incident.deadline_ns = incident.deadline_ns.max(now.mono_ns + CAPTURE_NS);
@@ -130,16 +128,16 @@ impl Hub {
         self.expected.retain(|_, expected| expected.node != node);
     }
 
-    pub(super) fn said(&mut self, node: NodeId, message: Said, now: Now) {
+    pub(super) fn node_message(&mut self, node: NodeId, message: NodeMessage, now: Now) {
         match message {
-            Said::Hello(_) => warn!("node {} said hello twice", self.nodes.name(node)),
-            Said::Ranks(ranks) => {
+            NodeMessage::Hello(_) => warn!("node {} said hello twice", self.nodes.name(node)),
+            NodeMessage::Ranks(ranks) => {
                 self.claim(node, ranks.ranks, now);
-                self.ask_all_of(node, now);
+                self.request_for_open_incidents(node, now);
             }
-            Said::Alarm(alarm) => self.alarm(node, alarm, now),
-            Said::Captured(captured) => self.captured(&captured, node, now),
-            Said::Update(update) => {
+            NodeMessage::Alarm(alarm) => self.alarm(node, alarm, now),
+            NodeMessage::Captured(captured) => self.part_captured(&captured, node, now),
+            NodeMessage::Update(update) => {
                 if !update.hangs {
                     self.deferred.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
                 }
@@ -147,39 +145,39 @@ impl Hub {
                     self.reopen(&update.incident, now);
                 }
                 if let Some(incident) = self.incidents.get_mut(&update.incident) {
-                    incident.hangs(node, update.hangs, update.ended, now.mono_ns);
+                    incident.note_hang(node, update.hangs, update.ended, now.mono_ns);
                 }
             }
-            Said::Heartbeat(beat) => {
+            NodeMessage::Heartbeat(beat) => {
                 for activity in beat.jobs {
                     let job = activity.job.unwrap_or_default();
                     self.nodes.launched(node, &job, activity.launch_age_ms, now.mono_ns);
                 }
             }
-            Said::Paces(paces) => self.paces(node, paces.ranks),
+            NodeMessage::Paces(paces) => self.add_paces(node, paces.ranks),
         }
     }
 
     /// New blocks for the comparison of ranks. Only blocks of the node's own ranks count.
-    pub(super) fn paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
+    pub(super) fn add_paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
         let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
         for mut rank in ranks {
             let Some(job) = rank.job.take().map(|job| self.nodes.key(node, &job)) else { continue };
-            if self.nodes.of_rank(&job, rank.rank) == Some(node) {
+            if self.nodes.node_of_rank(&job, rank.rank) == Some(node) {
                 // Agents may count the attempts independently.
                 rank.attempt = self.nodes.job(&job).attempt;
                 by_job.entry(job).or_default().push(rank);
             }
         }
         for (job, ranks) in by_job {
-            self.comparing.tell(comparing::News::Paces(job, ranks));
+            self.comparison.send(ComparisonInput::Paces(job, ranks));
         }
     }
 
-    pub(super) fn compared(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
+    pub(super) fn note_comparison(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
         let nodes = &self.nodes;
         if nodes.job(job).attempt == attempt {
-            let node_of = |rank| nodes.of_rank(job, rank).map_or(String::new(), |id| nodes.name(id).to_string());
+            let node_of = |rank| nodes.node_of_rank(job, rank).map_or(String::new(), |id| nodes.name(id).to_string());
             self.slow.note(job, attempt, comparison, node_of, now);
         }
     }
@@ -195,18 +193,18 @@ impl Hub {
                 drop(reply.send(status::without_folder(self)));
             }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
-            Command::Question(Question::Dump { job, reply }) => self.by_hand(job.as_deref(), reply, now),
-            Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),
-            Command::Done(id, Done::Drawn) => self.drawn(&id, now),
-            Command::Done(id, Done::Merged(node)) => {
+            Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
+            Command::Gather(id, GatherEvent::Judged(verdict)) => self.apply_verdict(&id, &verdict, now),
+            Command::Gather(id, GatherEvent::Drawn) => self.drawing_finished(&id, now),
+            Command::Gather(id, GatherEvent::Merged(node)) => {
                 if let Some(incident) = self.incidents.get_mut(&id) {
                     incident.merging.remove(&node);
                 }
-                self.deliver(now);
+                self.request_parts(now);
             }
-            Command::Compared(job, attempt, comparison) => self.compared(&job, attempt, comparison, now),
-            Command::Found(found) => self.restore_all(found, now),
-            Command::Made(id, made) => self.made(&id, made),
+            Command::Compared(job, attempt, comparison) => self.note_comparison(&job, attempt, comparison, now),
+            Command::OpenIncidentsFound(found) => self.restore_all(found, now),
+            Command::FolderMade(id, made) => self.folder_made(&id, made),
         }
     }
 }

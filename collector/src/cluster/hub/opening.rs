@@ -9,16 +9,14 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        command::{Command, MadeFolder},
         gather::Record,
-        hub::{CAPTURE_NS, Hub, SECOND},
-        ids::NodeId,
-        incident::{Incident, Part, Progress, State},
+        hub::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND},
+        incident::{Incident, Part, Progress},
     },
     error::chain,
     http::questions::{DumpReply, Refusal, wanted_job},
-    incident::folder::Folder,
-    job::key::JobKey,
+    incident::{State, folder::Folder},
+    job::{JobKey, NodeId},
     os::clock::{self, Now},
 };
 
@@ -31,11 +29,11 @@ const OPERATIONS: u32 = 1_000_000;
 
 impl Hub {
     /// A node with new ranks joins the open incidents of their jobs.
-    pub(super) fn ask_all_of(&mut self, node: NodeId, now: Now) {
+    pub(super) fn request_for_open_incidents(&mut self, node: NodeId, now: Now) {
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
         for id in open {
             let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
-            if !known && let Some(request) = self.ask(&id, node, now) {
+            if !known && let Some(request) = self.dump_request(&id, node, now) {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             }
         }
@@ -54,7 +52,7 @@ impl Hub {
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
         // A node may report only its own ranks. The rest of its alarm still counts.
-        if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, rank) != Some(node)) {
+        if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.node_of_rank(&job, rank) != Some(node)) {
             warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
             (trigger.rank, trigger.operation) = (-1, None);
         }
@@ -74,11 +72,11 @@ impl Hub {
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.id.clone();
             if alarm.hangs {
-                incident.hangs(node, true, false, now.mono_ns);
+                incident.note_hang(node, true, false, now.mono_ns);
             }
             // An alarm long after the other nodes have delivered: the node missed the request or is
             // new.
-            if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node, now)).flatten() {
+            if let Some(request) = incident.awaits(node).then(|| self.dump_request(&id, node, now)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
                 self.nodes.send(node, decline(format!("it is a part of incident {id}"), false), now.mono_ns);
@@ -136,7 +134,7 @@ impl Hub {
         };
         self.incidents.insert(id.clone(), incident);
         self.make_folder(&id, record);
-        self.ask_all(&id, now);
+        self.request_dumps(&id, now);
         id
     }
 
@@ -152,14 +150,14 @@ impl Hub {
             made
         };
         let (commands, name) = (self.commands.clone(), id.to_string());
-        let late = move |made| drop(commands.send(Command::Made(name, made)));
-        if let Some(made) = self.disk.ask(&self.settings.timeline_path, make, late) {
-            self.made(id, made);
+        let late = move |made| drop(commands.send(Command::FolderMade(name, made)));
+        if let Some(made) = self.disk.run(&self.settings.timeline_path, make, late) {
+            self.folder_made(id, made);
         }
     }
 
     /// The folder of an incident was made, or could not be made.
-    pub(super) fn made(&mut self, id: &str, made: MadeFolder) {
+    pub(super) fn folder_made(&mut self, id: &str, made: MadeFolder) {
         let folder = match made {
             Ok((folder, problem)) => {
                 if let Some(problem) = problem {
@@ -170,25 +168,25 @@ impl Hub {
             Err(error) => return warn!("incident {id}: no folder could be made: {}", chain(&error)),
         };
         match self.incidents.get_mut(id) {
-            Some(incident) if incident.state == State::Gathering && incident.work.is_none() => {
+            Some(incident) if incident.state == State::Open && incident.work.is_none() => {
                 incident.folder = Some(folder.path);
             }
             // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {
                 warn!("incident {id}: {} was made too late and is removed", folder.path.display());
                 let root = self.settings.timeline_path.clone();
-                self.disk.give(&root, move || drop(std::fs::remove_dir_all(&folder.path)));
+                self.disk.submit(&root, move || drop(std::fs::remove_dir_all(&folder.path)));
             }
         }
     }
 
     /// Asks every node of the job for a dump.
-    fn ask_all(&mut self, id: &str, now: Now) {
+    fn request_dumps(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let nodes = self.nodes.job(&incident.job).nodes.clone();
         for node in nodes {
             let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
-            let request = self.ask(id, node, now);
+            let request = self.dump_request(id, node, now);
             match (away, request) {
                 (Some(away_ns), _) if away_ns > AWAY_NS => {
                     let why = format!("it has been away for {:.0} s", clock::seconds(away_ns));
@@ -198,23 +196,23 @@ impl Hub {
                 _ => {}
             }
         }
-        self.finish_if_complete(id, now);
+        self.judge_if_complete(id, now);
     }
 
     /// Starts another round for a hang that lasts but may not have been one.
-    pub(super) fn look_again(&mut self, id: &str, now: Now) {
+    pub(super) fn begin_round(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let summary = self.nodes.job(&incident.job);
         info!("incident {id}: it lasts; the ranks are looked at again");
         incident.begin_round();
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         self.expected.retain(|_, expected| expected.incident != id);
-        self.ask_all(id, now);
+        self.request_dumps(id, now);
     }
 
     /// Adds a node to an incident and returns the request for it. Returns `None` if the node has no
     /// rank of the job or has delivered.
-    pub(super) fn ask(&mut self, id: &str, node: NodeId, now: Now) -> Option<DumpRequest> {
+    pub(super) fn dump_request(&mut self, id: &str, node: NodeId, now: Now) -> Option<DumpRequest> {
         let is_over = self.is_over(self.incidents.get(id)?);
         let incident = self.incidents.get_mut(id)?;
         let ranks = match is_over {
@@ -238,12 +236,12 @@ impl Hub {
             operations: (OPERATIONS / summary.world_size.max(1)).clamp(10, 1024),
             round: incident.round,
         };
-        let new = || Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0, asked_ns: 0 };
+        let new = || Part { progress: Progress::Requested, ranks: RankSet::new(), interruptions: 0, requested_ns: 0 };
         let part = incident.parts.entry(node).or_insert_with(new);
         part.ranks.union_with(&ranks);
-        part.asked_ns = now.mono_ns;
+        part.requested_ns = now.mono_ns;
         incident.captured.retain(|other| *other != node);
-        incident.progress(node, Progress::Asked);
+        incident.progress(node, Progress::Requested);
         if is_over {
             return Some(request);
         }
@@ -282,14 +280,13 @@ impl Hub {
         }
     }
 
-    pub(super) fn by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+    pub(super) fn dump_by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
         let job = match wanted_job(&alive, name) {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        let open =
-            self.incidents.values().find(|one| one.state == State::Gathering && one.job == job && !self.is_over(one));
+        let open = self.incidents.values().find(|one| one.state == State::Open && one.job == job && !self.is_over(one));
         let open = open.map(|incident| incident.id.clone());
         if open.is_none() && !self.dumps.allows(&job, now.mono_ns) {
             return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));

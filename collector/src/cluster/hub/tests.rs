@@ -5,13 +5,14 @@ use xpu_timer_proto::{
     env::Source,
     v1::{
         Alarm, Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks, Presence,
-        RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery, node_message::Message as Said,
+        RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery,
+        node_message::Message as NodeMessage,
     },
 };
 
 use super::*;
 use crate::cluster::{
-    gather::Done,
+    gather::GatherEvent,
     incident::Progress,
     nodes::Outbound,
     service::{Credit, StreamEvent},
@@ -39,7 +40,7 @@ fn entry(rank: i32, now: Now) -> RankEntry {
     }
 }
 
-struct News {
+struct TestHub {
     hub: Hub,
     folder: tempfile::TempDir,
     commands: mpsc::UnboundedReceiver<Command>,
@@ -49,18 +50,18 @@ fn at(seconds: u64) -> Now {
     Now { mono_ns: seconds * SECOND, unix_ns: (1_795_258_500 + seconds) * SECOND }
 }
 
-fn hub() -> News {
+fn hub() -> TestHub {
     hub_in(tempfile::tempdir().unwrap(), at(1))
 }
 
-fn hub_in(folder: tempfile::TempDir, now: Now) -> News {
+fn hub_in(folder: tempfile::TempDir, now: Now) -> TestHub {
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
     let (sender, commands) = mpsc::unbounded_channel();
-    News { hub: Hub::new(settings, sender, now), folder, commands }
+    TestHub { hub: Hub::new(settings, sender, now), folder, commands }
 }
 
-impl News {
+impl TestHub {
     /// A node with one rank joins on the stream of its number.
     fn join(&mut self, rank: i32) -> mpsc::Receiver<Outbound> {
         self.join_at(rank, at(2))
@@ -76,12 +77,12 @@ impl News {
         let ranks = Some(NodeRanks { ranks: vec![entry(rank, now)] });
         let (node, identity) = (format!("n{rank}"), rank.to_string());
         let hello = NodeHello { node, identity, ranks, incidents, ..Default::default() };
-        self.hub.stream(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
+        self.hub.stream_event(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
         messages
     }
 
-    fn say(&mut self, stream: StreamId, message: Said, now: Now) {
-        self.hub.stream(StreamEvent::Said(stream, Box::new(message)), now);
+    fn say(&mut self, stream: StreamId, message: NodeMessage, now: Now) {
+        self.hub.stream_event(StreamEvent::Message(stream, Box::new(message)), now);
     }
 
     /// The node of a rank, started together with this collector, reports a new process for the
@@ -92,24 +93,24 @@ impl News {
             age_ms: (now.mono_ns - started.mono_ns) / 1_000_000,
             ..entry(rank, now)
         };
-        self.say(rank as u64, Said::Ranks(NodeRanks { ranks: vec![entry] }), now);
+        self.say(rank as u64, NodeMessage::Ranks(NodeRanks { ranks: vec![entry] }), now);
     }
 
     /// The first node alarms.
     fn alarm(&mut self, rank: i32) -> String {
-        self.say(0, Said::Alarm(alarm(rank)), at(10));
+        self.say(0, NodeMessage::Alarm(alarm(rank)), at(10));
         self.hub.incidents.keys().next().unwrap().clone()
     }
 
     /// Requests a dump by hand.
     fn by_hand(&mut self, now: Now) -> String {
         let (reply, _) = oneshot::channel();
-        self.hub.by_hand(None, reply, now);
+        self.hub.dump_by_hand(None, reply, now);
         self.hub.incidents.keys().next_back().unwrap().clone()
     }
 
     fn hangs(&mut self, id: &str, now: Now) {
-        self.say(0, Said::Update(IncidentUpdate { incident: id.into(), hangs: true, ended: false }), now);
+        self.say(0, NodeMessage::Update(IncidentUpdate { incident: id.into(), hangs: true, ended: false }), now);
     }
 
     fn progress_of(&self, id: &str, name: &str) -> Progress {
@@ -118,20 +119,20 @@ impl News {
     }
 
     fn captured(&mut self, id: &str, stream: StreamId, now: Now) {
-        self.say(stream, Said::Captured(Captured { incident: id.into(), round: 0 }), now);
+        self.say(stream, NodeMessage::Captured(Captured { incident: id.into(), round: 0 }), now);
     }
 
     /// Delivers a piece of a part.
     fn dump(&mut self, key: &std::sync::Arc<str>, last: bool, now: Now) {
         let dump = delivery::Message::Dump(NodeDump { last, ..Default::default() });
-        self.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), now);
+        self.hub.stream_event(StreamEvent::DeliveryPiece(key.clone(), Box::new(dump), Credit::default()), now);
     }
 
     /// Waits for the next verdict of the thread.
     fn verdict(&mut self) -> Verdict {
         loop {
             match self.commands.blocking_recv() {
-                Some(Command::Done(_, Done::Judged(verdict))) => return *verdict,
+                Some(Command::Gather(_, GatherEvent::Judged(verdict))) => return *verdict,
                 Some(_) => {}
                 None => panic!("no verdict"),
             }
@@ -159,8 +160,8 @@ impl News {
     fn finish_files(&mut self, id: &str) {
         let incident = self.hub.incidents.get_mut(id).unwrap();
         (incident.files, incident.drawing) = (None, false);
-        incident.files_coming.clear();
-        incident.files_wanted.clear();
+        incident.files_in_transfer.clear();
+        incident.files_pending.clear();
     }
 
     /// An incident of two nodes where only the first one delivers, up to a verdict that the hub has
@@ -186,7 +187,7 @@ impl News {
         }
         let key: std::sync::Arc<str> = key.expect("the node is asked for its part").into();
         let (reply, mut known) = oneshot::channel();
-        self.hub.stream(StreamEvent::Brings(key.clone(), reply), at(12));
+        self.hub.stream_event(StreamEvent::DeliveryStarted(key.clone(), reply), at(12));
         assert!(known.try_recv().unwrap());
         key
     }
@@ -199,8 +200,8 @@ fn a_node_that_dies_before_its_delivery_does_not_block_the_verdict() {
     let id = cluster.alarm(0);
     drop(second);
     cluster.captured(&id, 1, at(11));
-    assert_eq!(cluster.progress_of(&id, "n1"), Progress::Asked, "the request did not reach it");
-    cluster.hub.stream(StreamEvent::Ended(1, "reset".into()), at(12));
+    assert_eq!(cluster.progress_of(&id, "n1"), Progress::Requested, "the request did not reach it");
+    cluster.hub.stream_event(StreamEvent::Ended(1, "reset".into()), at(12));
     cluster.hub.tick(at(100));
     assert!(matches!(cluster.progress_of(&id, "n1"), Progress::Failed(_)));
     assert!(cluster.folder.path().join("timeline").join(format!("incident-{id}")).is_dir());
@@ -214,14 +215,14 @@ fn an_interrupted_delivery_is_retried_a_few_times() {
     cluster.captured(&id, 0, at(11));
     for _ in 0..2 {
         let key = cluster.bring(&mut first);
-        cluster.hub.stream(StreamEvent::Ceased(key), at(12));
+        cluster.hub.stream_event(StreamEvent::DeliveryEnded(key), at(12));
         assert!(matches!(cluster.progress_of(&id, "n0"), Progress::Delivering(_)));
     }
     let key = cluster.bring(&mut first);
-    cluster.hub.stream(StreamEvent::Ceased(key.clone()), at(12));
+    cluster.hub.stream_event(StreamEvent::DeliveryEnded(key.clone()), at(12));
     let Progress::Failed(why) = cluster.progress_of(&id, "n0") else { panic!("it is given up") };
     assert!(why.contains("broke off 3 times"), "{why}");
-    cluster.hub.stream(StreamEvent::Ceased(key), at(13));
+    cluster.hub.stream_event(StreamEvent::DeliveryEnded(key), at(13));
 }
 
 #[test]
@@ -232,8 +233,8 @@ fn the_end_of_a_complete_delivery_changes_nothing() {
     cluster.captured(&id, 0, at(11));
     let key = cluster.bring(&mut first);
     let dump = delivery::Message::Dump(NodeDump { last: true, ..Default::default() });
-    cluster.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), at(12));
-    cluster.hub.stream(StreamEvent::Ceased(key), at(12));
+    cluster.hub.stream_event(StreamEvent::DeliveryPiece(key.clone(), Box::new(dump), Credit::default()), at(12));
+    cluster.hub.stream_event(StreamEvent::DeliveryEnded(key), at(12));
     assert_eq!(cluster.progress_of(&id, "n0"), Progress::Delivered);
 }
 
@@ -269,7 +270,7 @@ fn a_late_verdict_does_not_reopen_a_closed_incident() {
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
     let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     // A part arrives late, and the hang ends while it is judged.
     cluster.hub.judge(&id);
     let _ = cluster.verdict();
@@ -278,7 +279,7 @@ fn a_late_verdict_does_not_reopen_a_closed_incident() {
     let verdict = cluster.verdict();
     let status = || crate::incident::records::verdict(&folder).unwrap().timing.status;
     assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
-    cluster.hub.judged(&id, &verdict, at(43));
+    cluster.hub.apply_verdict(&id, &verdict, at(43));
     assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
     assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
 }
@@ -288,7 +289,7 @@ fn files_are_fetched_after_the_job_has_ended() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     cluster.hub.close(&id, State::Ended, at(42));
     let key = cluster.fetched(&mut first);
     let file = |name: &str| {
@@ -297,14 +298,14 @@ fn files_are_fetched_after_the_job_has_ended() {
     };
     for name in ["00000-00002.stacktrace", ""] {
         let (key, file) = file(name);
-        cluster.hub.stream(StreamEvent::Brought(key, file, Credit::default()), at(43));
+        cluster.hub.stream_event(StreamEvent::DeliveryPiece(key, file, Credit::default()), at(43));
     }
     assert!(cluster.hub.incidents[&id].drawing, "all have come");
     // The thread writes them before it draws.
-    while !matches!(cluster.commands.blocking_recv(), Some(Command::Done(_, Done::Drawn))) {}
+    while !matches!(cluster.commands.blocking_recv(), Some(Command::Gather(_, GatherEvent::Drawn))) {}
     let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
     assert_eq!(std::fs::read(folder.join("00000-00002.stacktrace")).unwrap(), b"x");
-    cluster.hub.drawn(&id, at(44));
+    cluster.hub.drawing_finished(&id, at(44));
     assert!(cluster.hub.incidents[&id].work.is_none(), "its thread is let go");
 }
 
@@ -313,9 +314,9 @@ fn files_are_requested_again_when_a_node_reconnects() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     let _ = cluster.fetched(&mut first);
-    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.tick(at(43));
     assert!(!cluster.hub.incidents[&id].drawing, "they are waited for");
     let mut again = cluster.join_at(0, at(44));
@@ -331,33 +332,33 @@ fn an_unproven_hang_gets_another_round_if_it_lasts() {
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, mut verdict) = cluster.judged_without_the_second(&mut first);
     verdict.hang = HangEvidence::None;
-    cluster.hub.judged(&id, &verdict, at(41));
-    assert!(cluster.hub.incidents[&id].again_ns.is_some());
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    assert!(cluster.hub.incidents[&id].next_round_ns.is_some());
     assert_eq!(cluster.job_hang(), "0", "nothing proves it");
     // Work in progress is finished first.
     cluster.hub.tick(at(50));
     assert_eq!(cluster.hub.incidents[&id].round, 0);
-    cluster.hub.stream(StreamEvent::Ended(1, "reset".into()), at(51));
+    cluster.hub.stream_event(StreamEvent::Ended(1, "reset".into()), at(51));
     cluster.finish_files(&id);
     let _ = std::iter::from_fn(|| first.try_recv().ok()).count();
     cluster.hub.tick(at(52));
     let incident = &cluster.hub.incidents[&id];
-    assert_eq!((incident.round, incident.state, incident.again_ns), (1, State::Gathering, None));
-    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Asked);
+    assert_eq!((incident.round, incident.state, incident.next_round_ns), (1, State::Open, None));
+    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Requested);
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
         Some(Message::Dump(request)) => Some(request.round),
         _ => None,
     });
     assert_eq!(asked, Some(1));
     // The part of the first round does not count for the second.
-    cluster.say(0, Said::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
-    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Asked);
-    cluster.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
+    cluster.say(0, NodeMessage::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
+    assert_eq!(cluster.progress_of(&id, "n0"), Progress::Requested);
+    cluster.say(0, NodeMessage::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
     assert!(matches!(cluster.progress_of(&id, "n0"), Progress::Delivering(_)));
     // A later verdict with a proven hang is final.
     verdict.hang = HangEvidence::PendingOperation;
-    cluster.hub.judged(&id, &verdict, at(60));
-    assert!(cluster.hub.incidents[&id].again_ns.is_none());
+    cluster.hub.apply_verdict(&id, &verdict, at(60));
+    assert!(cluster.hub.incidents[&id].next_round_ns.is_none());
     assert_eq!(cluster.job_hang(), "1");
 }
 
@@ -383,9 +384,9 @@ fn a_hang_during_a_dump_by_hand_takes_it_over() {
     cluster.dump(&key, true, at(12));
     cluster.hub.tick(at(40));
     let verdict = cluster.verdict();
-    cluster.hub.judged(&id, &verdict, at(41));
-    cluster.hub.drawn(&id, at(42));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Judged, "it lasts");
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.hub.drawing_finished(&id, at(42));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped, "it lasts");
 }
 
 #[test]
@@ -393,10 +394,10 @@ fn a_hang_reported_for_an_ended_incident_reopens_it() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     cluster.hub.close(&id, State::Ended, at(42));
     cluster.hangs(&id, at(43));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Judged);
+    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped);
 }
 
 #[test]
@@ -404,8 +405,8 @@ fn a_reconnecting_node_learns_that_its_incident_was_closed() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
-    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.close(&id, State::Resolved, at(43));
     let mut again = cluster.join_with(0, vec![Alarm { incident: id.clone(), hangs: false, ..alarm(0) }], at(44));
     let closed = std::iter::from_fn(|| again.try_recv().ok())
@@ -418,11 +419,11 @@ fn a_hang_that_ended_while_its_node_was_away_is_resolved() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     cluster.finish_files(&id);
-    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.tick(at(60));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Judged, "nobody knows");
+    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped, "nobody knows");
     let _again = cluster.join_at(0, at(62));
     cluster.hub.tick(at(65));
     assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
@@ -433,13 +434,13 @@ fn after_a_restart_a_hang_resolves_when_all_nodes_report_it() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&id, &verdict, at(41));
+    cluster.hub.apply_verdict(&id, &verdict, at(41));
     let mut cluster = hub_in(cluster.folder, at(50));
     let open = Alarm { incident: id.clone(), captured: true, ..alarm(0) };
     let (_first, _second) = (cluster.join_with(0, vec![open], at(51)), cluster.join_at(1, at(51)));
     cluster.hub.tick(at(52));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Judged);
-    cluster.say(0, Said::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
+    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped);
+    cluster.say(0, NodeMessage::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
     cluster.hub.tick(at(56));
     assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
 }
@@ -449,12 +450,12 @@ fn an_early_alarm_of_a_new_world_is_a_separate_incident() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (old, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&old, &verdict, at(41));
+    cluster.hub.apply_verdict(&old, &verdict, at(41));
     // The agents restart the job, and the second node has not reported that yet.
     cluster.restarts(0, at(42), at(43));
     assert!(!cluster.hub.is_over(&cluster.hub.incidents[&old]));
     let new = Alarm { incident: "20261121T105544Z-00000002".into(), ..alarm(0) };
-    cluster.say(0, Said::Alarm(new.clone()), at(44));
+    cluster.say(0, NodeMessage::Alarm(new.clone()), at(44));
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
         Some(Message::Dump(request)) => Some(request.incident),
         _ => None,
@@ -464,9 +465,9 @@ fn an_early_alarm_of_a_new_world_is_a_separate_incident() {
     cluster.restarts(1, at(42), at(45));
     cluster.hub.tick(at(46));
     assert_eq!(cluster.hub.incidents[&old].state, State::Ended);
-    assert_eq!((cluster.hub.incidents[&new.incident].state, cluster.hub.incidents.len()), (State::Gathering, 2));
+    assert_eq!((cluster.hub.incidents[&new.incident].state, cluster.hub.incidents.len()), (State::Open, 2));
     // A second alarm of that world joins that incident.
-    cluster.say(1, Said::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
+    cluster.say(1, NodeMessage::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
     assert_eq!((cluster.hub.incidents.len(), cluster.hub.incidents[&new.incident].hanging.len()), (2, 2));
 }
 
@@ -475,21 +476,21 @@ fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (old, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.judged(&old, &verdict, at(41));
+    cluster.hub.apply_verdict(&old, &verdict, at(41));
     cluster.finish_files(&old);
     // Another node replaces the first one, and was asked for its part before it hung.
     let _third = cluster.join_with(2, Vec::new(), at(42));
-    cluster.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     let of_rank_0 = |now: Now| RankEntry {
         info: Some(RankInfo { rank: 0, world_size: 2, ..Default::default() }),
         start: at(42).mono_ns / crate::os::process::TICK_NS,
         age_ms: (now.mono_ns - at(42).mono_ns) / 1_000_000,
         ..entry(0, now)
     };
-    cluster.say(2, Said::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
-    cluster.say(2, Said::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
+    cluster.say(2, NodeMessage::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
+    cluster.say(2, NodeMessage::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
     cluster.hub.tick(at(45));
-    assert_eq!(cluster.hub.incidents[&old].state, State::Judged);
+    assert_eq!(cluster.hub.incidents[&old].state, State::Dumped);
     cluster.restarts(1, at(42), at(46));
     cluster.hub.tick(at(47));
     assert_eq!((cluster.hub.incidents[&old].state, cluster.hub.incidents.len()), (State::Ended, 2));

@@ -9,14 +9,14 @@ use std::{
 };
 
 use tracing::warn;
-use xpu_timer_analysis::stragglers::{self, Pace};
+use xpu_timer_analysis::stragglers::{self, Comparison, Pace};
 use xpu_timer_proto::v1::RankPace;
 
-use crate::{cluster::command::Command, job::key::JobKey};
+use crate::{job::JobKey, os::clock::nanoseconds};
 
 /// Messages to the thread.
 #[derive(Debug)]
-pub enum News {
+pub enum ComparisonInput {
     /// New blocks of the ranks of a job.
     Paces(JobKey, Vec<RankPace>),
     /// The running jobs; all others are forgotten.
@@ -25,17 +25,17 @@ pub enum News {
 
 /// The channel to the thread, which ends when this is dropped.
 #[derive(Debug)]
-pub struct Comparing {
-    thread: Option<mpsc::SyncSender<News>>,
+pub struct ComparisonThread {
+    inputs: Option<mpsc::SyncSender<ComparisonInput>>,
     // Whether the thread was too slow; logged once.
     fell_behind: bool,
 }
 
 /// Time between two comparisons.
-const EVERY: Duration = Duration::from_secs(5);
+const COMPARE_INTERVAL: Duration = Duration::from_secs(5);
 /// Messages that may queue during a comparison. Later ones are dropped, and fewer blocks are
 /// compared.
-const NEWS: usize = 20_000;
+const MAX_QUEUED_INPUTS: usize = 20_000;
 /// Communicators kept per rank; if there are more, the most recently used ones.
 const MAX_COMMUNICATORS: usize = 64;
 
@@ -45,57 +45,57 @@ struct Job {
     attempt: u32,
     ranks: BTreeMap<u32, Pace>,
     // Whether data has arrived since the last comparison.
-    news: bool,
+    is_changed: bool,
 }
 
-impl Comparing {
-    /// Starts the thread. If that fails, nothing is compared.
+impl ComparisonThread {
+    /// Starts the thread, which passes each comparison of a job in an attempt to `report`. If that
+    /// fails, nothing is compared.
     #[must_use]
-    pub fn start(commands: tokio::sync::mpsc::UnboundedSender<Command>) -> Self {
-        let (sender, told) = mpsc::sync_channel(NEWS);
-        let work = move || run(&told, &commands);
-        let thread = match thread::Builder::new().name("comparing".into()).spawn(work) {
+    pub fn start(report: impl Fn(JobKey, u32, Comparison) + Send + 'static) -> Self {
+        let (sender, received) = mpsc::sync_channel(MAX_QUEUED_INPUTS);
+        let work = move || run(&received, &report);
+        let inputs = match thread::Builder::new().name("comparing".into()).spawn(work) {
             Ok(_) => Some(sender),
             Err(error) => {
                 warn!("slow ranks will not be found, there is no thread: {error}");
                 None
             }
         };
-        Comparing { thread, fell_behind: false }
+        ComparisonThread { inputs, fell_behind: false }
     }
 
     /// Sends a message to the thread.
-    pub fn tell(&mut self, told: News) {
+    pub fn send(&mut self, input: ComparisonInput) {
         // The thread lives as long as this, so sending fails only if it is too slow.
-        let lost = self.thread.as_ref().is_some_and(|thread| thread.try_send(told).is_err());
+        let lost = self.inputs.as_ref().is_some_and(|inputs| inputs.try_send(input).is_err());
         if lost && !std::mem::replace(&mut self.fell_behind, true) {
             warn!("the comparison of ranks falls behind; slow ranks may be found late");
         }
     }
 }
 
-fn run(told: &mpsc::Receiver<News>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
+fn run(received: &mpsc::Receiver<ComparisonInput>, report: &impl Fn(JobKey, u32, Comparison)) {
     let begun = Instant::now();
     let mut jobs: BTreeMap<JobKey, Job> = BTreeMap::new();
-    let mut next = begun + EVERY;
+    let mut next = begun + COMPARE_INTERVAL;
     loop {
-        let now_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        match told.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Ok(News::Paces(key, ranks)) => {
+        let now_ns = nanoseconds(begun.elapsed());
+        match received.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Ok(ComparisonInput::Paces(key, ranks)) => {
                 let job = jobs.entry(key).or_default();
                 ranks.into_iter().for_each(|rank| job.add(rank, now_ns));
             }
-            Ok(News::Running(running)) => jobs.retain(|job, _| running.contains(job)),
+            Ok(ComparisonInput::Running(running)) => jobs.retain(|job, _| running.contains(job)),
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
-                for (key, job) in jobs.iter_mut().filter(|(_, job)| job.news) {
-                    job.news = false;
+                for (key, job) in jobs.iter_mut().filter(|(_, job)| job.is_changed) {
+                    job.is_changed = false;
                     job.ranks.values_mut().for_each(|pace| pace.forget(now_ns));
                     let comparison = stragglers::compare(job.ranks.iter().map(|(rank, pace)| (*rank, pace)));
-                    // Fails only if the hub has ended before this thread.
-                    let _ = commands.send(Command::Compared(key.clone(), job.attempt, comparison));
+                    report(key.clone(), job.attempt, comparison);
                 }
-                next = Instant::now() + EVERY;
+                next = Instant::now() + COMPARE_INTERVAL;
             }
         }
     }
@@ -109,7 +109,7 @@ impl Job {
         if rank.attempt > self.attempt {
             *self = Job { attempt: rank.attempt, ..Job::default() };
         }
-        self.news = true;
+        self.is_changed = true;
         let pace = self.ranks.entry(rank.rank).or_default();
         for communicator in rank.communicators {
             let series = pace.series(communicator.id, communicator.point_to_point);

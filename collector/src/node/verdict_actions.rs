@@ -11,18 +11,19 @@ use xpu_timer_proto::v1::Grounds;
 
 use crate::{
     incident::{
-        engine::{Cause, Incident, State},
+        State,
+        engine::{Cause, Incident},
         judging,
     },
-    job::key::JobKey,
+    job::JobKey,
     node::{
-        judged::{Judged, Signalled},
         launched::{self, Unregistered},
         registry::Rank,
-        state::{NodeState, nanoseconds},
+        reports::{Signalled, VerdictSummary},
+        state::NodeState,
     },
     os::{
-        clock::{Now, seconds},
+        clock::{Now, nanoseconds, seconds},
         process::Handle,
     },
 };
@@ -34,7 +35,7 @@ impl NodeState {
     /// Applies a verdict, which decides the ranks that hang. The ranks of the job are ended if the
     /// user wants that and the verdict allows it. A verdict without evidence, or with doubtful
     /// evidence, is made again for as long as the incident lasts.
-    pub(crate) fn judged(&mut self, id: &str, judged: &Judged, now: Now) {
+    pub(crate) fn apply_verdict(&mut self, id: &str, judged: &VerdictSummary, now: Now) {
         let Some(report) = self.reports.get_mut(id) else { return };
         report.culprits.clone_from(&judged.culprits);
         report.hanging.clone_from(&judged.hanging);
@@ -43,35 +44,35 @@ impl NodeState {
         let is_ending = self.registry.is_ending(&job, attempt);
         let grounds = if is_ending { judged.grounds.min(Grounds::Doubtful) } else { judged.grounds };
 
-        let watch = self.ending.watched.entry(id.into()).or_default();
-        let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && watch.suspected);
-        watch.suspected = grounds != Grounds::Unspecified;
-        (watch.postponed, watch.due_ns) = (false, None);
+        let recheck = self.verdict_actions.rechecks.entry(id.into()).or_default();
+        let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && recheck.suspected);
+        recheck.suspected = grounds != Grounds::Unspecified;
+        (recheck.postponed, recheck.due_ns) = (false, None);
         let since_ns = self.reports.get(id).map_or(0, |report| report.sampled_ns);
         let postponed = is_confirmed && !self.kill(id, since_ns, now);
         if (is_confirmed || judged.by_cluster) && !postponed {
             return;
         }
-        self.look_again(id, postponed && judged.by_cluster, now);
+        self.schedule_recheck(id, postponed && judged.by_cluster, now);
     }
 
     /// Schedules another look at the incident after one more hang timeout. The wait grows with the
     /// number of looks.
-    fn look_again(&mut self, id: &str, postponed: bool, now: Now) {
+    fn schedule_recheck(&mut self, id: &str, postponed: bool, now: Now) {
         let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
         let timeout = self.hang_timeout(&job);
         let quiet_ns = self.quiet_at_ns(id, now).map(|quiet_ns| quiet_ns - now.mono_ns);
-        let watch = self.ending.watched.entry(id.into()).or_default();
+        let recheck = self.verdict_actions.rechecks.entry(id.into()).or_default();
         let wait_ns = match quiet_ns {
             Some(wait_ns) if !postponed => wait_ns,
             _ => {
-                let wait_ns = judging::next_look_ns(timeout, watch.looks);
-                watch.looks += 1;
+                let wait_ns = judging::recheck_delay_ns(timeout, recheck.count);
+                recheck.count += 1;
                 wait_ns
             }
         };
-        watch.postponed = postponed;
-        watch.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
+        recheck.postponed = postponed;
+        recheck.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
         info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
     }
 
@@ -140,7 +141,7 @@ impl NodeState {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
                 let due_ns = now.mono_ns + KILL_AFTER_NS;
-                self.ending.signalled.push(Signalled { rank, process, due_ns, was_killed: false });
+                self.verdict_actions.signalled.push(Signalled { rank, process, due_ns, was_killed: false });
             }
         }
         true
@@ -170,7 +171,7 @@ impl NodeState {
     pub fn is_hanging(&self, rank: &Rank) -> bool {
         let is_open_here = |incident: &&Incident| {
             matches!(incident.state, State::Open | State::Dumped)
-                && !incident.past
+                && !incident.superseded
                 && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
         };
         // A process that names no rank is a job of its own, and its only rank.
@@ -181,8 +182,8 @@ impl NodeState {
     }
 
     /// Runs once a second.
-    pub(super) fn tick_ending(&mut self, now: Now) {
-        self.ending.signalled.retain_mut(|signalled| {
+    pub(super) fn tick_verdict_actions(&mut self, now: Now) {
+        self.verdict_actions.signalled.retain_mut(|signalled| {
             if signalled.due_ns > now.mono_ns {
                 return true;
             }
@@ -205,29 +206,29 @@ impl NodeState {
             true
         });
         let engine = &self.engine;
-        self.ending.watched.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));
-        let due = self.ending.watched.iter_mut().filter_map(|(id, watch)| {
-            watch.due_ns.take_if(|due_ns| *due_ns <= now.mono_ns).map(|_| (id.clone(), watch.postponed))
+        self.verdict_actions.rechecks.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));
+        let due = self.verdict_actions.rechecks.iter_mut().filter_map(|(id, recheck)| {
+            recheck.due_ns.take_if(|due_ns| *due_ns <= now.mono_ns).map(|_| (id.clone(), recheck.postponed))
         });
         for (id, postponed) in due.collect::<Vec<_>>() {
             if !self.hangs_now(&id) {
-                self.ending.watched.remove(&id);
+                self.verdict_actions.rechecks.remove(&id);
             } else if postponed {
                 let Some(job) = self.engine.get(&id).map(|incident| incident.job.clone()) else { continue };
                 // Nothing may have completed for a full timeout.
                 if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
-                    self.look_again(&id, true, now);
+                    self.schedule_recheck(&id, true, now);
                 }
             } else if let Some(quiet_ns) = self.quiet_at_ns(&id, now) {
                 // Another verdict would only repeat that these ranks use their devices.
-                if let Some(watch) = self.ending.watched.get_mut(&id) {
-                    watch.due_ns = Some(quiet_ns);
+                if let Some(recheck) = self.verdict_actions.rechecks.get_mut(&id) {
+                    recheck.due_ns = Some(quiet_ns);
                 }
-            } else if self.engine.again(&id) {
+            } else if self.engine.restart_dump(&id) {
                 info!("incident {id}: it lasts; its ranks are looked at again");
                 self.capture_alone(&id);
             } else {
-                self.look_again(&id, false, now);
+                self.schedule_recheck(&id, false, now);
             }
         }
     }

@@ -22,7 +22,7 @@ use crate::{
     incident::{
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
-        part::{Kept, PART, Part},
+        part::{PART, Part, PartLocation},
         verdict_files::{write_record, write_verdict},
         viewer,
     },
@@ -32,7 +32,7 @@ use crate::{
 
 /// The findings of a dump.
 #[derive(Debug)]
-pub struct Found {
+pub struct Findings {
     /// The input of the dump.
     pub plan: Plan,
     /// The collected evidence.
@@ -41,13 +41,13 @@ pub struct Found {
 
 /// The result of writing the folder.
 #[derive(Debug)]
-pub struct Written {
+pub struct WriteResult {
     /// The folder; `None` when none could be created.
     pub path: Option<PathBuf>,
     /// Whether it has the verdict.
     pub written: bool,
     /// What the cluster collector gets.
-    pub part: Option<Kept>,
+    pub part: Option<PartLocation>,
     /// The verdict, with any errors added.
     pub verdict: Verdict,
 }
@@ -59,18 +59,18 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Writes the folder, and waits for it as long as the file system answers.
-pub fn write(found: Found, verdict: Verdict, deadline: Instant) -> Written {
+pub fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResult {
     write_with(&Arc::new(found), verdict, deadline, STEP_TIMEOUT)
 }
 
-fn write_with(found: &Arc<Found>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> Written {
+fn write_with(found: &Arc<Findings>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> WriteResult {
     let (root, fallback) = (&found.plan.timeline_path, &found.plan.fallback_path);
-    for place in [Place::Wanted, Place::Fallback] {
-        let path = if place == Place::Wanted { root } else { fallback };
+    for root_choice in [RootChoice::Preferred, RootChoice::Fallback] {
+        let path = if root_choice == RootChoice::Preferred { root } else { fallback };
         if !ABANDONED.has(path) {
             let (found, verdict) = (Arc::clone(found), verdict.clone());
-            let work = move |steps: &Steps| attempt(&found, place, verdict, deadline, steps);
-            if let Some(written) = within(path, silence, work) {
+            let work = move |steps: &Steps| write_in_root(&found, root_choice, verdict, deadline, steps);
+            if let Some(written) = run_with_stall_timeout(path, silence, work) {
                 return written;
             }
         }
@@ -79,41 +79,47 @@ fn write_with(found: &Arc<Found>, mut verdict: Verdict, deadline: Instant, silen
         verdict.timing.errors.push(problem);
     }
     finish_times(&found.plan, &mut verdict);
-    let part = judging::survive(|| part_of(found, verdict.timing.errors.clone())).ok().flatten();
-    Written { path: None, written: false, part: part.map(Kept::Here), verdict }
+    let part = judging::catch_panic(|| part_of(found, verdict.timing.errors.clone())).ok().flatten();
+    WriteResult { path: None, written: false, part: part.map(PartLocation::InMemory), verdict }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Wanted,
+enum RootChoice {
+    Preferred,
     /// The wanted folder does not answer.
     Fallback,
 }
 
-fn attempt(found: &Found, place: Place, mut verdict: Verdict, deadline: Instant, steps: &Steps) -> Written {
-    let done = judging::survive(|| write_folder(found, place, &mut verdict, deadline, steps));
+fn write_in_root(
+    found: &Findings,
+    root_choice: RootChoice,
+    mut verdict: Verdict,
+    deadline: Instant,
+    steps: &Steps,
+) -> WriteResult {
+    let done = judging::catch_panic(|| write_folder(found, root_choice, &mut verdict, deadline, steps));
     let (path, written, part) = done.unwrap_or_else(|why| {
         error!("incident {}: its folder could not be finished: {why}", found.plan.incident);
         verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
         (None, false, None)
     });
-    Written { path, written, part, verdict }
+    WriteResult { path, written, part, verdict }
 }
 
 /// Writes the folder. The log and the verdict name what cannot be written. The second part of the
 /// result is whether the verdict was written.
 fn write_folder(
-    found: &Found,
-    place: Place,
+    found: &Findings,
+    root_choice: RootChoice,
     verdict: &mut Verdict,
     deadline: Instant,
     steps: &Steps,
-) -> (Option<PathBuf>, bool, Option<Kept>) {
-    let Found { plan, evidence } = found;
+) -> (Option<PathBuf>, bool, Option<PartLocation>) {
+    let Findings { plan, evidence } = found;
     let incident = &plan.incident;
-    let folder = make_or_report(plan, place, verdict);
+    let folder = make_or_report(plan, root_choice, verdict);
     let Some(folder) = folder else {
-        return (None, false, part_of(found, verdict.timing.errors.clone()).map(Kept::Here));
+        return (None, false, part_of(found, verdict.timing.errors.clone()).map(PartLocation::InMemory));
     };
     if !plan.is_part() {
         write_record(&folder.path, &plan.record);
@@ -129,21 +135,21 @@ fn write_folder(
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
         let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
         problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
-        if !steps.done() {
+        if !steps.step() {
             return given_up();
         }
     }
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
     let part =
         part_of(found, verdict.timing.errors.clone()).map(|part| match folder.write(PART, &part.encode_to_vec()) {
-            Ok(()) => Kept::In(folder.path.clone()),
+            Ok(()) => PartLocation::InFolder(folder.path.clone()),
             Err(error) => {
                 problems.note(Err(error));
-                Kept::Here(part)
+                PartLocation::InMemory(part)
             }
         });
     folder.release_reserve();
-    if !steps.done() {
+    if !steps.step() {
         return given_up();
     }
     verdict.timing.errors.extend(problems.report(incident));
@@ -154,7 +160,7 @@ fn write_folder(
         return (Some(folder.path), written, part);
     }
 
-    if !steps.done() {
+    if !steps.step() {
         return given_up();
     }
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
@@ -162,12 +168,12 @@ fn write_folder(
         warn!("incident {incident}: {problem}");
         verdict.timing.errors.push(problem);
     }
-    if !steps.done() {
+    if !steps.step() {
         return given_up();
     }
     finish_times(plan, verdict);
     written = write_verdict(&folder, verdict);
-    if !steps.done() {
+    if !steps.step() {
         return given_up();
     }
     if let Err(error) = folder.link_latest() {
@@ -177,9 +183,9 @@ fn write_folder(
 }
 
 /// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.
-fn make_or_report(plan: &Plan, place: Place, verdict: &mut Verdict) -> Option<Folder> {
+fn make_or_report(plan: &Plan, root_choice: RootChoice, verdict: &mut Verdict) -> Option<Folder> {
     let incident = &plan.incident;
-    let (folder, problem) = match make(plan, place) {
+    let (folder, problem) = match make(plan, root_choice) {
         Ok((folder, None)) => return Some(folder),
         Ok((folder, Some(error))) => {
             let problem = format!(
@@ -197,23 +203,23 @@ fn make_or_report(plan: &Plan, place: Place, verdict: &mut Verdict) -> Option<Fo
     folder
 }
 
-fn make(plan: &Plan, place: Place) -> Result<(Folder, Option<Error>), Error> {
+fn make(plan: &Plan, root_choice: RootChoice) -> Result<(Folder, Option<Error>), Error> {
     let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
     let home = plan.is_part().then(|| process::home(&plan.socket));
     let name = folder_name(&plan.incident, plan.is_part().then_some(plan.node.as_str()));
-    match (place, &home) {
-        (Place::Fallback, home) => {
+    match (root_choice, &home) {
+        (RootChoice::Fallback, home) => {
             let folder = Folder::create_in_fallback(fallback, &name, home.as_deref())?;
             Ok((folder, Some(Error::path("write", root)(file::unanswered()))))
         }
-        (Place::Wanted, Some(home)) => Folder::create_own(root, fallback, &name, home),
-        (Place::Wanted, None) => Folder::create(root, fallback, &name),
+        (RootChoice::Preferred, Some(home)) => Folder::create_own(root, fallback, &name, home),
+        (RootChoice::Preferred, None) => Folder::create(root, fallback, &name),
     }
 }
 
 /// What the cluster collector gets, if there is one.
-fn part_of(found: &Found, errors: Vec<String>) -> Option<Box<NodeDump>> {
-    let Found { plan, evidence } = found;
+fn part_of(found: &Findings, errors: Vec<String>) -> Option<Box<NodeDump>> {
+    let Findings { plan, evidence } = found;
     let operations = plan.for_cluster?.operations;
     let mut part = Part::default();
     for subject in &plan.subjects {
@@ -228,7 +234,7 @@ type Work<T> = Box<dyn FnOnce(&Steps) -> T + Send>;
 /// Runs work in a folder on a thread of its own. Returns `None` when the work makes no step for
 /// `silence`. The thread is then abandoned, and no other work starts in that folder until it has
 /// ended.
-fn within<T: Send + 'static>(
+fn run_with_stall_timeout<T: Send + 'static>(
     path: &Path,
     silence: Duration,
     work: impl FnOnce(&Steps) -> T + Send + 'static,
@@ -241,7 +247,7 @@ fn within<T: Send + 'static>(
         let (steps, result, path) = (Arc::clone(&steps), Arc::clone(&result), path.to_path_buf());
         move || {
             let work = take.recv().ok().map(|work: Work<T>| work(&steps));
-            *locked(&result) = work;
+            *lock(&result) = work;
             if !steps.end() {
                 ABANDONED.remove(&path);
             }
@@ -252,7 +258,7 @@ fn within<T: Send + 'static>(
         return Some(work(&steps));
     }
     let _ = give.send(Box::new(work));
-    if steps.wait(silence, || ABANDONED.insert(path)) { locked(&result).take() } else { None }
+    if steps.wait(silence, || ABANDONED.insert(path)) { lock(&result).take() } else { None }
 }
 
 /// The progress of some work, for the thread that waits for it.
@@ -271,8 +277,8 @@ struct State {
 
 impl Steps {
     /// Records a step. Returns whether the other thread still waits.
-    fn done(&self) -> bool {
-        let mut state = locked(&self.state);
+    fn step(&self) -> bool {
+        let mut state = lock(&self.state);
         state.count += 1;
         self.changed.notify_all();
         !state.given_up
@@ -280,14 +286,14 @@ impl Steps {
 
     /// Records the last step. Returns whether the other thread still waits.
     fn end(&self) -> bool {
-        locked(&self.state).ended = true;
-        self.done()
+        lock(&self.state).ended = true;
+        self.step()
     }
 
     /// Waits for the end. Returns false after `silence` without a step, after it has called
     /// `give_up` before the worker could end.
     fn wait(&self, silence: Duration, give_up: impl FnOnce()) -> bool {
-        let mut state = locked(&self.state);
+        let mut state = lock(&self.state);
         while !state.ended {
             let before = state.count;
             let waited = self.changed.wait_timeout_while(state, silence, |state| state.count == before);
@@ -311,15 +317,15 @@ struct Abandoned {
 
 impl Abandoned {
     fn has(&self, path: &Path) -> bool {
-        locked(&self.folders).contains_key(path)
+        lock(&self.folders).contains_key(path)
     }
 
     fn insert(&self, path: &Path) {
-        *locked(&self.folders).entry(path.into()).or_default() += 1;
+        *lock(&self.folders).entry(path.into()).or_default() += 1;
     }
 
     fn remove(&self, path: &Path) {
-        let mut folders = locked(&self.folders);
+        let mut folders = lock(&self.folders);
         if let Some(count) = folders.get_mut(path) {
             *count -= 1;
             if *count == 0 {
@@ -329,7 +335,7 @@ impl Abandoned {
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -370,20 +376,20 @@ mod tests {
         let slow = move |steps: &Steps| {
             for _ in 0..5 {
                 thread::sleep(silence / 2);
-                assert!(steps.done());
+                assert!(steps.step());
             }
             7
         };
-        assert_eq!(within(path, silence, slow), Some(7));
+        assert_eq!(run_with_stall_timeout(path, silence, slow), Some(7));
         assert!(!ABANDONED.has(path));
 
         let (answer, stuck) = mpsc::channel::<()>();
         let (report, waiter) = mpsc::channel();
         let dead = move |steps: &Steps| {
             stuck.recv().unwrap();
-            report.send(steps.done()).unwrap();
+            report.send(steps.step()).unwrap();
         };
-        assert_eq!(within(path, silence, dead), None);
+        assert_eq!(run_with_stall_timeout(path, silence, dead), None);
         assert!(ABANDONED.has(path), "nothing else is begun there");
         answer.send(()).unwrap();
         assert_eq!(waiter.recv(), Ok(false), "it learns that nobody waits");

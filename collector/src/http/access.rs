@@ -1,13 +1,41 @@
-//! The token of a request: required from nodes and users at the cluster collector, and from other
-//! users at the control port of a node.
+//! What protects the way to a collector: the rule for its address, and the token of a request. The
+//! token is required from nodes and users at the cluster collector, and from other users at the
+//! control port of a node.
 
-use std::{fs, os::unix::fs::PermissionsExt, path::Path};
+use std::{fs, net::IpAddr, os::unix::fs::PermissionsExt, path::Path};
 
+use anyhow::{anyhow, bail};
 use axum::http::{HeaderMap, header};
+use tonic::transport::Uri;
 use tracing::warn;
-use xpu_timer_proto::file;
+use xpu_timer_proto::{file, secrets};
 
 use crate::error::Error;
+
+/// Parses the address of a collector. Returns it and whether it uses TLS.
+///
+/// # Errors
+/// If it is invalid, or plain text would leave this machine.
+pub fn check_url(url: &str) -> anyhow::Result<(Uri, bool)> {
+    let shown = secrets::text(url);
+    let uri: Uri = url.parse().map_err(|error| anyhow!("{shown}: {error}"))?;
+    let secure = match uri.scheme_str() {
+        Some("https") => true,
+        Some("http") => false,
+        _ => bail!("{shown}: it must begin with https:// or http://"),
+    };
+    if !secure && !is_loopback(uri.host().unwrap_or_default()) {
+        bail!("{shown}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE");
+    }
+    Ok((uri, secure))
+}
+
+/// `localhost` or a loopback address of this machine.
+#[must_use]
+pub fn is_loopback(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || bare.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
 
 /// An optional token. Its text is never logged.
 #[derive(Clone)]

@@ -1,4 +1,5 @@
-//! The state of an incident after its verdict, and of the ranks that are being ended for it.
+//! The state of an incident after its verdict, of the ranks that are being ended for it, and of the
+//! verdicts that could not be written yet.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
@@ -23,7 +24,7 @@ pub struct IncidentReport {
     /// When the first sample of the newest dump began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// This node's own verdict, for when the cluster's does not come.
-    pub own: Option<Judged>,
+    pub own: Option<VerdictSummary>,
     /// What went wrong.
     pub errors: Vec<String>,
     /// The verdict, as long as no folder has it.
@@ -36,7 +37,7 @@ impl IncidentReport {
     /// The report of a verdict that was made here, from a dump that began at this CLOCK_MONOTONIC
     /// time.
     pub(super) fn of(verdict: Verdict, sampled_ns: u64) -> Self {
-        let judged = Judged::of(&verdict);
+        let judged = VerdictSummary::of(&verdict);
         IncidentReport {
             path: None,
             sentence: verdict.sentence,
@@ -54,7 +55,7 @@ impl IncidentReport {
 
 /// What a verdict says about the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Judged {
+pub struct VerdictSummary {
     /// Whether the verdict is a reason to end the ranks.
     pub grounds: Grounds,
     /// Culprit ranks.
@@ -66,10 +67,10 @@ pub struct Judged {
     pub by_cluster: bool,
 }
 
-impl Judged {
+impl VerdictSummary {
     /// The summary of a verdict that was made on this node.
     pub(super) fn of(verdict: &Verdict) -> Self {
-        Judged {
+        VerdictSummary {
             grounds: judging::grounds(verdict),
             culprits: verdict.culprits.clone(),
             hanging: verdict.hanging_ranks().into_iter().collect(),
@@ -80,9 +81,9 @@ impl Judged {
 
 /// Processes that are being ended, and incidents with another look pending.
 #[derive(Debug, Default)]
-pub(super) struct Ending {
+pub(super) struct VerdictActions {
     pub(super) signalled: Vec<Signalled>,
-    pub(super) watched: BTreeMap<String, Watch>,
+    pub(super) rechecks: BTreeMap<String, Recheck>,
 }
 
 /// A process that received a signal to end.
@@ -98,8 +99,8 @@ pub(super) struct Signalled {
 
 /// An incident whose ranks the last verdict did not end.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
-    pub(super) looks: u32,
+pub(super) struct Recheck {
+    pub(super) count: u32,
     pub(super) due_ns: Option<u64>,
     // The last verdict had evidence of a hang: a second one in a row with evidence is enough.
     pub(super) suspected: bool,
@@ -107,8 +108,23 @@ pub(super) struct Watch {
     pub(super) postponed: bool,
 }
 
-impl Ending {
+impl VerdictActions {
     pub(super) fn is_busy(&self) -> bool {
         !self.signalled.is_empty()
     }
+}
+
+/// The verdicts to be written, by incident.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten {
+    pub(super) waiting: BTreeMap<String, Waiting>,
+}
+
+/// A verdict that waits for its next attempt.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) root: PathBuf,
+    pub(super) due_ns: u64,
+    pub(super) pause_ns: u64,
+    pub(super) under_way: bool,
 }

@@ -1,36 +1,39 @@
-//! The work of incidents on a node: starts dumps, handles their outcome, and notifies.
+//! The incidents of a node: starts dumps, handles their outcome, and notifies. Verdicts without a
+//! folder, because the disk was full, read-only or unavailable, are served from memory and written
+//! as soon as possible.
 
 use std::{
     collections::BTreeSet,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, mpsc},
     thread,
 };
 
 use serde_json::json;
 use tracing::{info, warn};
+use xpu_timer_analysis::Verdict;
 
 use crate::{
-    error::chain,
+    error::{Error, chain},
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::{
-        engine::{Action, Cause, Incident, Raise, Record, State},
-        folder::own_stamp,
-        leftovers, retention,
-        verdict_files::{change_verdict, write_record},
+        State,
+        engine::{Action, Cause, Incident, RaisedCause, Record},
+        folder::{Folder, folder_name, own_stamp},
+        retention,
+        verdict_files::{self, set_status, try_write_verdict, write_record},
     },
-    job::key::JobKey,
+    job::JobKey,
     node::{
         dump,
         inbox::Command,
-        judged::{IncidentReport, Judged},
-        plan::{ForCluster, Outcome, Plan},
+        plan::{ForCluster, Outcome, Plan, registered_subjects},
+        reports::{IncidentReport, VerdictSummary, Waiting},
         state::NodeState,
-        subjects,
     },
     os::{
         clock::{self, Now},
-        memory,
+        resources,
     },
 };
 
@@ -46,17 +49,17 @@ impl NodeState {
         folders.into_iter().collect()
     }
 
-    pub(super) fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+    pub(super) fn dump_by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
         let job = match wanted_job(&alive, name) {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        if self.engine.in_work(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
+        if self.engine.dump_in_progress(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
             return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
         }
         let attempt = self.attempt(&job);
-        let raise = Raise {
+        let raise = RaisedCause {
             attempt,
             rank: -1,
             cause: Cause::Manual,
@@ -66,12 +69,12 @@ impl NodeState {
             job: job.clone(),
         };
         self.raise(raise, now);
-        if let Some(incident) = self.engine.in_work(&job) {
+        if let Some(incident) = self.engine.dump_in_progress(&job) {
             self.waiting.entry(incident.id.clone()).or_default().push(reply);
         }
     }
 
-    pub(super) fn act(&mut self, action: Action, now: Now) {
+    pub(super) fn execute(&mut self, action: Action, now: Now) {
         match action {
             Action::Dump(id) if self.announce(&id, now) => {}
             Action::Dump(id) => self.dump_alone(&id),
@@ -105,7 +108,7 @@ impl NodeState {
 
     fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
-        let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
+        let subjects = registered_subjects(&self.registry, &incident.job, &self.node);
         let now = Now::get();
         let unregistered = self.unregistered_ranks(now);
         let members = self.registry.members(&incident.job.name, &unregistered, now.mono_ns);
@@ -138,7 +141,7 @@ impl NodeState {
         let work = move || {
             if let Ok(plan) = take.recv() {
                 inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
-                memory::trim();
+                resources::trim_heap();
             }
         };
         match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
@@ -152,13 +155,13 @@ impl NodeState {
         }
     }
 
-    pub(super) fn finished(&mut self, outcome: Outcome, now: Now) {
+    pub(super) fn dump_finished(&mut self, outcome: Outcome, now: Now) {
         let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part } = outcome;
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
-        let shared = self.member.is_asked(&id);
-        let judged = Judged::of(&verdict);
+        let shared = self.member.awaits_verdict(&id);
+        let judged = VerdictSummary::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look without news causes no notification.
         let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
@@ -175,21 +178,21 @@ impl NodeState {
         if !written {
             self.keep_unwritten(&id, timeline_path, now);
         }
-        let action = self.engine.dumped(&id, now);
+        let action = self.engine.dump_finished(&id, now);
         if let Some(path) = path {
             self.note_on_disk(&id, path);
         }
         if let Some(action) = action {
-            self.act(action, now);
+            self.execute(action, now);
         }
         for reply in self.waiting.remove(&id).unwrap_or_default() {
             drop(reply.send(Ok(answer.clone())));
         }
         if let Some(part) = part {
-            self.captured(&id, part);
+            self.part_captured(&id, part);
         }
         if !shared {
-            self.judged(&id, &judged, now);
+            self.apply_verdict(&id, &judged, now);
         }
         self.retire();
     }
@@ -199,7 +202,7 @@ impl NodeState {
         let Some(incident) = self.engine.get(id) else { return };
         let record = self.record_of(incident);
         let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.give(&root, move || write_record(&path, &record));
+        self.disk.submit(&root, move || write_record(&path, &record));
     }
 
     fn record_of(&self, incident: &Incident) -> Record {
@@ -227,24 +230,98 @@ impl NodeState {
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
-        self.tell_closed(id, resolved);
+        self.report_closed(id, resolved);
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
         if report.is_some_and(|report| report.is_unfinished) {
             let root = path.parent().unwrap_or(&path).to_path_buf();
-            return self.disk.give(&root, move || leftovers::finish_folder(path));
+            return self.disk.submit(&root, move || verdict_files::finish_leftover_folder(path));
         }
-        let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
         let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
-        self.disk.give(&root, move || {
-            let changed = change_verdict(&path, |verdict| {
-                verdict.timing.status = status;
-                verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
-            });
-            if let Err(error) = changed {
-                warn!("incident {id}: {}", chain(&error));
-            }
-        });
+        self.disk.submit(&root, move || set_status(&id, &path, state.status(), Some(now.unix_ns)));
     }
+}
+
+/// Pause before the second attempt.
+const FIRST_PAUSE_NS: u64 = 2_000_000_000;
+const LAST_PAUSE_NS: u64 = 60_000_000_000;
+/// Number of verdicts to keep, newest first; a verdict has some kilobytes.
+const MAX_KEPT: usize = 64;
+
+impl NodeState {
+    /// Keeps a verdict that could not be written to its place.
+    pub(super) fn keep_unwritten(&mut self, id: &str, root: PathBuf, now: Now) {
+        let due_ns = now.mono_ns + FIRST_PAUSE_NS;
+        let waiting = Waiting { root, due_ns, pause_ns: FIRST_PAUSE_NS, under_way: false };
+        self.unwritten.waiting.insert(id.into(), waiting);
+        while self.unwritten.waiting.len() > MAX_KEPT
+            && let Some((oldest, _)) = self.unwritten.waiting.pop_first()
+        {
+            warn!("incident {oldest}: its verdict is given up: {MAX_KEPT} newer ones cannot be written either");
+            if let Some(report) = self.reports.get_mut(&oldest) {
+                report.verdict = None;
+            }
+        }
+    }
+
+    /// Runs once a second: repeats the writes that are due.
+    pub(super) fn tick_unwritten(&mut self, now: Now) {
+        let reports = &self.reports;
+        // The verdict of a second look may have been written.
+        self.unwritten.waiting.retain(|id, _| reports.get(id).is_some_and(|report| report.verdict.is_some()));
+        for (id, waiting) in &mut self.unwritten.waiting {
+            let verdict = self.reports.get(id).and_then(|report| report.verdict.clone());
+            let (Some(mut verdict), Some(incident)) = (verdict, self.engine.get(id)) else { continue };
+            if waiting.under_way || waiting.due_ns > now.mono_ns {
+                continue;
+            }
+            waiting.under_way = true;
+            verdict.timing.status = incident.state.status();
+            verdict.timing.resolved_at = incident.closed.map(|closed| clock::rfc3339(closed.unix_ns));
+            let path = self.reports.get(id).and_then(|report| report.path.clone());
+            let (root, fallback) = (waiting.root.clone(), self.settings.fallback_path.clone());
+            let (name, inbox) = (id.clone(), self.inbox.clone());
+            self.disk.submit(&waiting.root, move || {
+                let result = write_verdict_late(path.as_deref(), &root, &fallback, &name, &verdict);
+                inbox.post(Command::Written(name, result));
+            });
+        }
+    }
+
+    pub(super) fn verdict_written(&mut self, id: &str, result: Result<PathBuf, Error>, now: Now) {
+        match result {
+            Ok(path) => {
+                info!("incident {id}: its verdict is written now: {}", path.display());
+                self.unwritten.waiting.remove(id);
+                if let Some(report) = self.reports.get_mut(id) {
+                    (report.verdict, report.path) = (None, Some(path.clone()));
+                }
+                self.note_on_disk(id, path);
+            }
+            Err(error) => {
+                let Some(waiting) = self.unwritten.waiting.get_mut(id) else { return };
+                waiting.pause_ns = (waiting.pause_ns * 2).min(LAST_PAUSE_NS);
+                (waiting.due_ns, waiting.under_way) = (now.mono_ns + waiting.pause_ns, false);
+                let seconds = clock::seconds(waiting.pause_ns);
+                warn!("incident {id}: its verdict cannot be written ({}); next try in {seconds} s", chain(&error));
+            }
+        }
+    }
+}
+
+/// Writes a verdict into the folder of its incident if that still exists, else into a new one.
+fn write_verdict_late(
+    path: Option<&Path>,
+    root: &Path,
+    fallback: &Path,
+    id: &str,
+    verdict: &Verdict,
+) -> Result<PathBuf, Error> {
+    if let Some(path) = path.filter(|path| path.is_dir()) {
+        let folder = Folder { path: path.into() };
+        try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest())?;
+        return Ok(folder.path);
+    }
+    verdict_files::recreate_folder(root, fallback, &folder_name(id, None), verdict).map(|folder| folder.path)
 }

@@ -1,0 +1,39 @@
+//! Descriptors and memory of this process.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::warn;
+
+/// Raises the soft limit of open files to the hard limit and returns it. Each rank needs three
+/// descriptors; the usual soft limit of 1,024 exists for programs that use `select`.
+pub fn raise_descriptor_limit() -> u64 {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
+        warn!("the limit of open files stays at {:?}: {error}", limit.current);
+        return limit.current.unwrap_or(u64::MAX);
+    }
+    limit.maximum.unwrap_or(u64::MAX)
+}
+
+/// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas per
+/// core, and a thread cannot reuse memory that was freed in another arena. Each arena would grow to
+/// the size of the largest incident.
+#[allow(unsafe_code, reason = "mallopt is a function of C")]
+pub fn share_one_arena() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: mallopt only changes a setting of the allocator.
+    let set = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    #[cfg(target_env = "gnu")]
+    if set == 0 {
+        tracing::debug!("the allocator keeps an arena for each thread");
+    }
+}
+
+/// Returns freed memory to the system. After an incident, this is most of the memory in use.
+#[allow(unsafe_code, reason = "malloc_trim is a function of C")]
+pub fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: malloc_trim may be called at any time; it returns free pages to the system.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
