@@ -1,75 +1,56 @@
-//! The causes of a hang. Each cause has its own file, whose module documentation states the rule in
-//! prose.
+//! The causes of a hang. Each file has the rules of one matter. The documentation of a rule states
+//! it in prose.
 //!
-//! To add a cause, write a file with a `RULE` and add: a line in [`RULES`], a variant of `Cause`, a
-//! row in `docs/verdict.md`, scenarios in which it is the cause, and scenarios in which another
-//! cause looks like it. A rule explains a suspect or leaves it to the next rule. The first rule
-//! that explains a suspect wins, so the order of the list is part of the rules.
+//! To add a cause, write a [`Rule`] and add: a line in [`RULES`], a variant of `Cause`, its
+//! sentence in `wording`, a row in `docs/verdict.md`, scenarios in which it is the cause, and
+//! scenarios in which another cause looks like it. A rule explains a suspect or leaves it to the
+//! next rule. The first rule that explains a suspect wins, so the order of the list is part of the
+//! rules.
 
-mod case;
 mod collective;
 mod comm_init;
-mod compile;
-mod d_state;
-mod data_loader;
-mod death;
-mod dtype_mismatch;
-mod extra_collective;
-mod gil_deadlock;
-mod holds_resource;
-mod host_lock;
+mod halted;
+mod host_wait;
 mod kernel_hang;
-mod long_step;
+mod mismatch;
 mod missing_rank;
 mod network_stall;
-mod op_mismatch;
-mod order_mismatch;
-mod out_of_step;
-mod p2p_cycle;
-mod p2p_unmatched;
-mod pattern_break;
-mod process_dead;
-mod process_stopped;
-mod python_gc;
+mod p2p;
+mod progress;
 mod rule;
-mod size_mismatch;
-mod storage_io;
 mod teardown;
 mod wait_cycle;
-mod wording;
 
-pub(crate) use case::Case;
-pub(crate) use death::{ended_by_agent, ended_by_signal};
+pub(crate) use halted::{ended_by_agent, ended_by_signal};
 pub(crate) use missing_rank::alone_in;
-pub(crate) use rule::{Finding, Rule, Statement};
-pub(crate) use wording::{Number, line};
+pub(crate) use rule::{Finding, Rule};
 
 /// All rules. A reason why a rank cannot run comes before what the rank was doing, and a specific
 /// cause before a general one.
 pub(crate) const RULES: &[Rule] = &[
-    op_mismatch::RULE,
-    dtype_mismatch::RULE,
-    size_mismatch::RULE,
-    extra_collective::RULE,
-    process_dead::RULE,
-    process_stopped::RULE,
-    d_state::RULE,
-    gil_deadlock::RULE,
-    data_loader::RULE,
-    compile::RULE,
-    python_gc::RULE,
-    storage_io::RULE,
+    mismatch::OPERATION,
+    mismatch::TYPE,
+    mismatch::SIZE,
+    missing_rank::EXTRA_COLLECTIVE,
+    halted::DEAD,
+    halted::STOPPED,
+    halted::D_STATE,
+    host_wait::GIL_DEADLOCK,
+    host_wait::DATA_LOADER,
+    progress::COMPILE,
+    progress::PYTHON_GC,
+    host_wait::STORAGE_IO,
     teardown::RULE,
-    long_step::RULE,
-    holds_resource::LOCK,
-    holds_resource::PEER,
-    host_lock::RULE,
+    progress::LONG_STEP,
+    host_wait::HELD_LOCK,
+    host_wait::HELD_PEER,
+    host_wait::HOST_LOCK,
     comm_init::RULE,
-    p2p_unmatched::RULE,
-    missing_rank::RULE,
+    p2p::UNMATCHED,
+    missing_rank::ABSENT,
     kernel_hang::RULE,
-    p2p_cycle::RULE,
-    out_of_step::RULE,
-    order_mismatch::RULE,
+    p2p::CYCLE,
+    missing_rank::OUT_OF_STEP,
+    wait_cycle::ORDER_MISMATCH,
     network_stall::RULE,
 ];

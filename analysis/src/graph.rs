@@ -8,19 +8,15 @@
 //! waits for number 8.
 
 mod builder;
-mod collectives;
-mod components;
-mod creations;
-mod event;
-mod hosts;
+mod edges;
 mod suspects;
 mod transfers;
 
-use builder::Builder;
-pub(crate) use event::{Event, Suspect};
+use builder::{Builder, ResourceWait};
+pub(crate) use builder::{Event, Suspect};
 pub(crate) use transfers::tags_meet;
 
-use crate::{matching::Comm, resource_waits::ResourceWait, world::World};
+use crate::{matching::Comm, world::World};
 
 /// The graph of one job.
 #[derive(Debug)]

@@ -1,28 +1,30 @@
 //! From evidence to a verdict: matches the collectives, builds the wait-for graph, lets the rules
-//! explain the suspects, and combines the findings into one sentence.
+//! explain the suspects, and writes the findings as a verdict.
 
 mod arbitration;
 mod outcome;
-mod sentence;
 mod suspicion;
-mod unexplained;
-mod write;
+
+use std::collections::BTreeSet;
 
 use xpu_timer_proto::v1::{Evidence, TriggerKind};
 
-use arbitration::{Ruling, arbitrate};
-use outcome::{Outcome, not_a_hang};
-use sentence::sentence;
-use unexplained::unexplained;
-use write::MAX_EVIDENCE;
+use arbitration::{Arbitrated, Ruling, arbitrate};
+use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, waiting};
 
 use crate::{
     alias,
-    causes::Case,
+    case::Case,
+    causes::{RULES, Rule},
     graph::Suspect,
-    verdict::{Cause, Confidence, Verdict},
+    report,
+    verdict::{Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
+    wording::verdict::{self, Clause, Gap, Healthy},
     world::RankView,
 };
+
+/// Maximum number of facts. The facts about the first culprits come first.
+const MAX_EVIDENCE: usize = 40;
 
 /// Judges one incident: who stopped the job, where, and why.
 ///
@@ -33,14 +35,14 @@ pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
     let mut case = Case::of(&evidence);
     let outcome = if all_launched_recently(&case) {
-        not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
+        not_a_hang(&case, &Healthy::AllLaunchedRecently, Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
             case.graph.suspects = suspicion::suspects(&mut case);
         }
         conclude(&case)
     };
-    write::write_verdict(&case, outcome)
+    write_verdict(&case, outcome)
 }
 
 /// Every pending operation is younger than the time between the samples, so none was pending all
@@ -71,7 +73,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
     let Some(first) = findings.first() else { return unexplained(case) };
     let confidence = arbitrated.confidence();
     if all_stuck_alike(case, findings) {
-        return no_rank_differs(case, findings, confidence);
+        return no_rank_differs(case, &arbitrated, confidence);
     }
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
     let main = arbitrated
@@ -87,7 +89,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
     Outcome {
         cause: first.cause(),
         confidence,
-        sentence: sentence(case, findings, first.rule, main, &arbitrated.culprits),
+        sentence: sentence(case, &arbitrated, main, &arbitrated.culprits),
         evidence,
         main: main.cloned(),
         culprits: arbitrated.culprits,
@@ -108,19 +110,104 @@ fn all_stuck_alike(case: &Case<'_>, findings: &[Ruling<'_>]) -> bool {
         && findings.iter().all(|ruling| ruling.rule == findings[0].rule && is_outside(ruling))
 }
 
-fn no_rank_differs(case: &Case<'_>, findings: &[Ruling<'_>], confidence: Confidence) -> Outcome {
+fn no_rank_differs(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, confidence: Confidence) -> Outcome {
     let all: Vec<usize> = (0..case.world.views.len()).collect();
-    let said = sentence(case, findings, findings[0].rule, None, &all);
+    let findings = &arbitrated.findings;
     let evidence = findings.iter().take(4).flat_map(|ruling| ruling.finding.evidence.iter().cloned());
     Outcome {
         cause: findings[0].cause(),
         culprits: Vec::new(),
         confidence,
-        sentence: format!(
-            "{}; these are all ranks of the job, so none is to blame: look at what they wait for.",
-            said.trim_end_matches('.')
-        ),
+        sentence: verdict::no_rank_differs(&sentence(case, arbitrated, None, &all)),
         evidence: evidence.collect(),
         main: None,
     }
+}
+
+fn sentence(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, main: Option<&Suspect>, culprits: &[usize]) -> String {
+    let clause = |ruling| {
+        let Ruling { finding, .. }: &Ruling<'_> = ruling;
+        Clause { statement: &finding.statement, culprits: &finding.culprits }
+    };
+    let primary: Vec<Clause<'_>> = arbitrated.primary().map(clause).collect();
+    let others: Vec<Clause<'_>> = arbitrated.findings[primary.len()..].iter().map(clause).collect();
+    verdict::explained(case, &primary, &others, main, culprits)
+}
+
+/// Writes an outcome as a verdict.
+fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
+    let evidence = case.evidence;
+    let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
+    let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
+    let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
+    let mut lines = outcome.evidence;
+    lines.truncate(MAX_EVIDENCE);
+    lines.extend(evidence_gaps(case));
+    let mut confidence = outcome.confidence;
+    if let Some(cap) = younger_than_timeout(case) {
+        lines.push(cap);
+        confidence = confidence.min(Confidence::Medium);
+    }
+    let ruled_out = |rule: &Rule| {
+        let reason = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
+        Some(RuledOut { cause: rule.cause, reason })
+    };
+    Verdict {
+        format: FORMAT,
+        incident: evidence.incident.clone(),
+        job: evidence.job.clone(),
+        world_size: case.world.size,
+        attempt: evidence.attempt,
+        trigger: report::trigger(evidence),
+        sentence: outcome.sentence,
+        cause: outcome.cause,
+        confidence,
+        culprits: case.world.ranks(outcome.culprits.iter().copied()),
+        hang: hang_evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
+        helpers_busy: helpers_busy(case, &outcome.culprits),
+        victims: case.world.ranks(victims),
+        evidence: lines,
+        ruled_out: RULES.iter().filter_map(ruled_out).collect(),
+        communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
+        ranks: report::ranks(&case.world),
+        hook: report::hook(&case.world),
+        timing: Timing::default(),
+    }
+}
+
+/// What is missing in the evidence, and what opened the incident.
+fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
+    let known = |view: &RankView<'_>| !view.unseen() && !view.dead();
+    let watcher_stuck = |view: &RankView<'_>| {
+        let health = view.flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| !health.watcher_inside.is_empty()) && view.watcher_stale()
+    };
+    let gaps: [(Gap, &dyn Fn(&RankView<'_>) -> bool); 5] = [
+        (Gap::Unseen, &|view| view.unseen()),
+        (Gap::NoStack, &|view| known(view) && !view.host.stack),
+        (Gap::NoFlightRecord, &|view| known(view) && view.flight.is_none()),
+        (Gap::LostOperations, &|view| view.lossy()),
+        (Gap::StuckWatcher, &watcher_stuck),
+    ];
+    let mut lines = Vec::new();
+    for (gap, has) in gaps {
+        let who: Vec<usize> = (0..case.world.views.len()).filter(|index| has(case.view(*index))).collect();
+        if !who.is_empty() {
+            lines.push(verdict::gap_line(case, gap, &who));
+        }
+    }
+    if let Some(trigger) = &case.evidence.trigger
+        && let (Some(operation), Ok(rank)) = (&trigger.operation, u32::try_from(trigger.rank))
+    {
+        lines.push(verdict::signalled_first_line(rank, operation));
+    }
+    lines
+}
+
+/// A manual dump came before the hang timeout, so pending operations may still complete.
+fn younger_than_timeout(case: &Case<'_>) -> Option<EvidenceLine> {
+    let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
+    let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
+    let timeout = case.evidence.hang_timeout_ns;
+    (manual && oldest > 0 && oldest < timeout).then(|| verdict::younger_than_timeout_line(oldest, timeout))
 }

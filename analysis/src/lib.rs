@@ -5,22 +5,19 @@
 #![forbid(unsafe_code)]
 
 mod alias;
+mod case;
 mod causes;
-mod exit;
 mod facts;
 pub mod folded;
 mod graph;
 pub mod groups;
-mod hang;
 mod history;
-mod hook_report;
 mod judge;
 pub mod main_thread;
 mod matching;
 pub mod prefix_tree;
 pub mod rank_set;
 mod report;
-mod resource_waits;
 #[cfg(test)]
 mod scenarios;
 mod stacks;
@@ -29,13 +26,13 @@ pub mod stragglers;
 mod testing;
 mod text;
 pub mod verdict;
+mod wording;
 mod world;
 
-pub use exit::Exit;
 pub use facts::condense;
 pub use judge::judge;
 pub use report::communicator_groups;
 pub use stacks::FREEZER_WCHAN;
 pub use text::{communicator as communicator_name, operation_state};
 pub use verdict::{Activity, Cause, Confidence, HangEvidence, RankGroup, Status, Timing, Verdict};
-pub use world::names_absent;
+pub use world::{Exit, names_absent};

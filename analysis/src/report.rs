@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, HashMap};
 use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
 
 use crate::{
-    causes::Case,
+    case::Case,
     graph::Event,
-    hook_report::HookReport,
     text::{communicator, operation_state},
-    verdict::{Activity, CommunicatorGroup, CommunicatorReport, Location, OperationState, RankGroup, TriggerReport},
+    verdict::{
+        Activity, CommunicatorGroup, CommunicatorReport, HookReport, Location, OperationState, RankGroup, TriggerReport,
+    },
     world::World,
 };
 

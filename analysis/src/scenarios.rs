@@ -4,15 +4,13 @@
 mod collectives;
 mod devices;
 mod graphs;
-mod groups;
 mod hang;
 mod hosts;
-mod idle;
 mod laws;
 mod processes;
-mod resource_waits;
-mod threads;
 mod transfers;
+
+use std::collections::BTreeSet;
 
 use crate::{Cause, Confidence, Verdict};
 
@@ -25,4 +23,26 @@ fn expect(verdict: &Verdict, cause: Cause, culprits: &[u32], confidence: Confide
     assert!(verdict.victims.iter().all(|victim| !culprits.contains(victim)), "\n{text}");
     assert!(verdict.ruled_out.iter().all(|ruled_out| ruled_out.cause != cause), "\n{text}");
     assert!(verdict.sentence.ends_with('.') && !verdict.sentence.contains(".."), "\n{text}");
+}
+
+/// Checks a table of rules: each has a name of its own, a reason in one sentence, and the name of
+/// an existing scenario, `FILE::FUNCTION`, that fails without it.
+#[track_caller]
+pub(crate) fn assert_table(rules: impl Iterator<Item = (&'static str, &'static str, &'static str)>) {
+    const FILES: [(&str, &str); 6] = [
+        ("collectives", include_str!("scenarios/collectives.rs")),
+        ("devices", include_str!("scenarios/devices.rs")),
+        ("hang", include_str!("scenarios/hang.rs")),
+        ("hosts", include_str!("scenarios/hosts.rs")),
+        ("processes", include_str!("scenarios/processes.rs")),
+        ("transfers", include_str!("scenarios/transfers.rs")),
+    ];
+    let mut names = BTreeSet::new();
+    for (name, reason, scenario) in rules {
+        assert!(names.insert(name), "{name} is there twice");
+        assert!(reason.ends_with('.'), "{name}: {reason}");
+        let (file, function) = scenario.split_once("::").expect("a file and a function");
+        let is_there = |(of, text): &(&str, &str)| *of == file && text.contains(&format!("#[test]\nfn {function}()"));
+        assert!(FILES.iter().any(is_there), "{name}: there is no scenario {scenario}");
+    }
 }

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-use super::case::Case;
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
     world::is_collective,
 };

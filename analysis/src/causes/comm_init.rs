@@ -14,129 +14,112 @@
 //!
 //! If a member is dead, stopped, in its data loader or in I/O, that cause comes first.
 
-mod claimed_size;
-mod cycle;
-mod store;
+use std::cmp::Ordering;
 
-pub(super) use claimed_size::other_size;
 use xpu_timer_proto::v1::Presence;
 
 use super::{
-    case::Case,
     missing_rank,
-    rule::{Finding, Rule, Statement, never_ruled_out},
-    wording::{Number, line},
+    rule::{Finding, Rule, never_ruled_out},
 };
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
-    text::{capital, ranks},
+    stacks,
     verdict::{Activity, Cause, Confidence},
+    wording::{
+        creations::{self, Missed, OtherSize},
+        cycles::{self, Apart},
+    },
+    world::RankView,
 };
 
-/// With more suspects, the check whether all members create a communicator is skipped, because it
-/// visits all members for each suspect.
+/// In larger jobs, and with more suspects, the checks that visit all ranks are skipped.
 const MOST: usize = 1024;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(found) = claimed_size::explain(case, suspect).or_else(|| store::explain(case)) {
+    if let Some(found) = other_size_passed(case, suspect).or_else(|| store_unreachable(case)) {
         return Some(found);
     }
-    if let Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) = suspect {
-        return Some(all_inside(case, *event));
+    match suspect {
+        Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) => Some(all_inside(case, *event)),
+        Suspect::Cycle(events) => different_ids(case, events)
+            .or_else(|| returned_alone(case, events))
+            .or_else(|| wait_for_each_other(case, events)),
+        Suspect::Host { rank_index, .. } => before_communicators(case, suspect)
+            .or_else(|| few_inside(case, suspect, *rank_index))
+            .or_else(|| missing_in_creation(case, suspect, *rank_index)),
+        _ => None,
     }
-    if let Suspect::Cycle(events) = suspect {
-        return cycle::explain(case, events);
-    }
-    let rank_index = case.host_rank(suspect)?;
-    let none_yet = |view: &crate::world::RankView<'_>| view.flight.is_none_or(|flight| flight.communicators.is_empty());
-    if case.world.views.iter().all(none_yet)
-        && let Some(found) = missing_rank::stands_apart(case, suspect)
-    {
-        return Some(found);
-    }
+}
+
+/// A rank that stands apart from the others before any rank has a communicator.
+fn before_communicators(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    case.world.views.iter().all(has_no_communicator).then(|| missing_rank::stands_apart(case, suspect))?
+}
+
+fn has_no_communicator(view: &RankView<'_>) -> bool {
+    view.flight.is_none_or(|flight| flight.communicators.is_empty())
+}
+
+/// A rank that is not in the creation or the split in which others are, by their records or by
+/// their stacks.
+fn missing_in_creation(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<Finding> {
     let event = case.main_event(suspect);
-    let asks = case.does(rank_index, Activity::CommInit) && case.graph.suspects.len() <= MOST;
-    if let Some(found) = event.filter(|_| asks).and_then(|event| few_inside(case, event)) {
-        return Some(found);
-    }
-    let by_stacks = event.is_none()
-        && !case.stack_waiters.is_empty()
-        && case.stack_waiters.iter().all(|rank_index| case.does(*rank_index, Activity::CommInit));
+    let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit);
+    let by_stacks = event.is_none() && !case.stack_waiters.is_empty() && case.stack_waiters.iter().all(creates);
     if !by_stacks && !matches!(event, Some(Event::Init { .. } | Event::Split { .. })) {
         return None;
     }
     let view = case.view(rank_index);
-    let returned = match event {
-        Some(Event::Init { comm }) => case.comms[comm].member(rank_index).is_some(),
-        _ => false,
-    };
-    let store = by_stacks
-        && case.stack_waiters.iter().all(|rank_index| case.view(*rank_index).host.observed.witness.contains("Store::"));
-    let what = if store {
-        "not set the key that the others wait for in the store"
+    let returned = matches!(event, Some(Event::Init { comm }) if case.comms[comm].member(rank_index).is_some());
+    let in_store = |rank_index: &usize| case.view(*rank_index).host.observed.witness.contains("Store::");
+    let missed = if by_stacks && case.stack_waiters.iter().all(in_store) {
+        Missed::Key
     } else if returned {
-        "left the creation of a communicator that the others are still in"
+        Missed::Left
     } else if view.presence == Presence::Unregistered {
-        "not joined the communicator, nor made any device call"
+        Missed::JoinAndDevice
     } else {
-        "not joined the communicator"
+        Missed::Join
     };
     // A process that computes and has no communicator at all has only just begun.
-    let starts = view.host.moved.is_some_and(|moved| moved.is_progress())
-        && view.flight.is_none_or(|flight| flight.communicators.is_empty());
-    let moves = |number: Number| match starts {
-        true => number
-            .word("; it moves, so it is probably still starting", "; they move, so they are probably still starting"),
-        false => "",
-    };
-    let statement = Statement::of_ranks(|number| {
-        format!("{} {what}{}{}", number.has(), case.stands_clause(rank_index, number), moves(number))
-    });
+    let starts = view.host.moved.is_some_and(|moved| moved.is_progress()) && has_no_communicator(view);
     let confidence = match () {
         () if starts => Confidence::Low,
         () if returned || by_stacks => Confidence::Medium,
         () => case.host_confidence(suspect),
     };
-    let rank = view.rank;
-    let inside = |event| {
-        line(format!("{} in {}; rank {rank} is not", case.waiters_text(event), case.describe(event)), vec![rank])
-    };
-    let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
+    let mut evidence: Vec<_> =
+        event.map(|event| creations::missing_line(case, rank_index, event)).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
+    let statement = creations::missing(case, rank_index, missed, starts);
     Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
 /// All known members are inside the creation or the split.
 fn all_inside(case: &Case<'_>, event: Event) -> Finding {
-    let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
     let unnamed = match event {
         Event::Init { comm } | Event::Split { comm } => case.comms[comm].unnamed,
         _ => 0,
     };
-    let rest = if unnamed > 0 {
-        format!("; {unnamed} of its members are not known")
-    } else {
-        " and it does not end: look at the network between them".to_owned()
-    };
-    let what = case.describe(event);
     Finding {
         culprits: Vec::new(),
-        statement: Statement::Sentence(format!(
-            "{} {} in {what}{rest}.",
-            capital(&ranks(&inside)),
-            if inside.len() == 1 { "is" } else { "are" }
-        )),
+        statement: creations::all_inside(case, event, unnamed),
         confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
-        evidence: vec![line(format!("{} in {what}", ranks(&inside)), inside)],
+        evidence: vec![case.waiters_line(event)],
     }
 }
 
 /// Few ranks wait in a collective for the others. By their stacks, the others are all in the
 /// creation of a communicator, which the few have left out.
-fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
-    let Event::Collective { comm, .. } = event else { return None };
+fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<Finding> {
+    if !case.does(rank_index, Activity::CommInit) || case.graph.suspects.len() > MOST {
+        return None;
+    }
+    let event @ Event::Collective { comm, .. } = case.main_event(suspect)? else { return None };
     let inside = case.graph.waiters_of(event);
     let members = case.comms[comm].members.iter().map(|member| member.rank_index);
     let outside: Vec<usize> = members.filter(|rank_index| inside.binary_search(rank_index).is_err()).collect();
@@ -144,23 +127,171 @@ fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
     if inside.is_empty() || inside.len() >= outside.len() || !outside.iter().all(creates) {
         return None;
     }
-    let (few, most) = (case.world.ranks(inside.iter().copied()), case.world.ranks(outside.iter().copied()));
-    let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
-    let (have, wait) = if few.len() == 1 { ("has", "waits") } else { ("have", "wait") };
-    let sentence = format!(
-        "{} {have} not come to the creation of a communicator that {} are in, and {wait} in {}{place}.",
-        capital(&ranks(&few)),
-        ranks(&most),
-        case.describe(event),
-    );
-    let mut evidence = vec![line(format!("{} are in the creation of a communicator", ranks(&most)), most)];
-    for &rank_index in inside.iter().chain(&outside).take(2) {
-        evidence.extend(case.position_lines(rank_index));
-    }
+    let both: Vec<usize> = inside.iter().chain(&outside).copied().collect();
+    let mut evidence = vec![creations::creating_line(case, &outside)];
+    evidence.extend(case.position_lines_of(&both));
     Some(Finding {
         culprits: inside.to_vec(),
-        statement: Statement::Sentence(sentence),
+        statement: creations::few_elsewhere(case, inside, &outside, event),
         confidence: Confidence::Medium,
         evidence,
     })
+}
+
+/// The number of ranks that a rank passes to the creation of a suspect's communicator, and the
+/// number that most others pass, if the two differ.
+pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<(u32, u32)> {
+    let events = match suspect {
+        Suspect::Host { events, .. } => events.as_slice(),
+        Suspect::Complete(event) => std::slice::from_ref(event),
+        _ => return None,
+    };
+    events.iter().find_map(|event| {
+        let Event::Init { comm } = *event else { return None };
+        let comm = &case.comms[comm];
+        let claim =
+            |claimed_size: u32| comm.members.iter().filter(|member| member.claimed_size == claimed_size).count();
+        let own = comm.member(rank_index)?.claimed_size;
+        // More ranks have come than this rank expects, whatever number the majority passes.
+        let too_few = comm.members.len() > own as usize && claim(comm.size) > 0;
+        (own > 0 && own != comm.size && (too_few || claim(comm.size) > claim(own))).then_some((own, comm.size))
+    })
+}
+
+/// Ranks create the communicator with another number of ranks than the others.
+fn other_size_passed(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let members: Vec<usize> = match suspect {
+        Suspect::Host { rank_index, .. } => vec![*rank_index],
+        Suspect::Complete(Event::Init { comm }) => {
+            case.comms[*comm].members.iter().map(|member| member.rank_index).collect()
+        }
+        _ => return None,
+    };
+    let size_of = |rank_index: usize| Some((rank_index, other_size(case, suspect, rank_index)?));
+    let sizes: Vec<(usize, (u32, u32))> = members.into_iter().filter_map(size_of).collect();
+    let &(_, (claimed, size)) = sizes.first()?;
+    let event = case.main_event(suspect)?;
+    let culprits: Vec<usize> = sizes.iter().map(|(rank_index, _)| *rank_index).collect();
+    let inside = case.graph.waiters_of(event).iter().copied();
+    let others: Vec<usize> = inside.filter(|rank_index| !culprits.contains(rank_index)).collect();
+    let passed = OtherSize { culprits: &culprits, claimed, others: &others, size };
+    let mut evidence = vec![passed.line(case)];
+    evidence.extend(case.position_lines_of(&culprits));
+    // The majority counts only ranks that have come. A rank that passes the world size may be
+    // right against it.
+    let confidence = if culprits.len() > others.len() || claimed == case.world.size {
+        Confidence::Medium
+    } else {
+        case.members_confidence(&[event])
+    };
+    Some(Finding { statement: passed.statement(case), confidence, culprits, evidence })
+}
+
+/// Ranks cannot connect to the store at which the others are: they use another address, or the
+/// network does not lead there.
+fn store_unreachable(case: &Case<'_>) -> Option<Finding> {
+    let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit);
+    if case.world.views.len() > MOST || case.world.views.iter().any(|view| view.dead() || view.halted()) {
+        return None;
+    }
+    let connects = |rank_index: &usize| stacks::is_store_connect(&case.view(*rank_index).host.observed.witness);
+    let (outside, inside): (Vec<usize>, Vec<usize>) = (0..case.world.views.len()).filter(creates).partition(connects);
+    if outside.is_empty() || inside.is_empty() {
+        return None;
+    }
+    let statement = creations::no_store(case, &outside, &inside);
+    let mut evidence = creations::no_store_lines(case, &outside, &inside);
+    evidence.extend(case.position_lines_of(&outside));
+    let (confidence, culprits) = match outside.len().cmp(&inside.len()) {
+        Ordering::Less => (Confidence::Medium, outside),
+        Ordering::Equal => (Confidence::Low, outside),
+        Ordering::Greater => (Confidence::Low, inside),
+    };
+    Some(Finding { culprits, statement, confidence, evidence })
+}
+
+/// Ranks create a communicator of the same size with different unique ids, so no such communicator
+/// ever completes.
+fn different_ids(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let size = |event: &Event| match *event {
+        Event::Init { comm } => Some(case.comms[comm].size),
+        _ => None,
+    };
+    let first = size(events.first()?)?;
+    if events.len() < 2 || events.iter().any(|event| size(event) != Some(first)) {
+        return None;
+    }
+    let count = |event: &Event| case.graph.waiters_of(*event).len();
+    let (most, largest) = (events.iter().map(count).max()?, events.iter().max_by_key(|event| count(event))?);
+    let certain = events.iter().filter(|event| count(event) == most).count() == 1;
+    let odd = events.iter().filter(|event| !certain || *event != largest);
+    let culprits: Vec<usize> = odd.flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    let mut evidence: Vec<_> = events.iter().map(|event| case.waiters_line(*event)).collect();
+    evidence.extend(case.position_lines_of(&culprits));
+    let confidence = if certain { Confidence::Medium } else { Confidence::Low };
+    let statement = cycles::different_ids(case, first, events);
+    Some(Finding { culprits, statement, confidence, evidence })
+}
+
+/// Ranks that already use the communicator wait for ranks that are still in its creation, and these
+/// wait for them: the creation returned on the former without the latter.
+fn returned_alone(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let (creation, comm) = events.iter().find_map(|event| match event {
+        Event::Init { comm } => Some((*event, *comm)),
+        _ => None,
+    })?;
+    let of_comm = |event: &&Event| {
+        matches!(event, Event::Collective { comm: other, .. } | Event::PointToPoint { comm: other, .. }
+            if *other == comm)
+    };
+    let used = *events.iter().find(of_comm)?;
+    let members = case.comms[comm].members.iter();
+    let returned: Vec<usize> = members.filter(|member| !member.initializing).map(|member| member.rank_index).collect();
+    if returned.is_empty() {
+        return None;
+    }
+    let apart = Apart { early: case.graph.waiters_of(creation), late: &returned, creation, used };
+    let mut evidence = apart.lines(case);
+    evidence.extend(case.position_lines_of(&returned));
+    Some(Finding {
+        statement: cycles::created_alone(case, &returned, creation, used),
+        confidence: case.members_confidence(&[creation]),
+        culprits: returned,
+        evidence,
+    })
+}
+
+/// Some ranks create a communicator, and the others are in a collective and wait for them. The
+/// smaller group is to blame.
+fn wait_for_each_other(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let is_creation = |event: &&Event| matches!(event, Event::Init { .. } | Event::Split { .. });
+    let creation = *events.iter().find(is_creation)?;
+    let used = *events.iter().find(|event| matches!(event, Event::Collective { .. } | Event::PointToPoint { .. }))?;
+    let early = case.graph.waiters_of(creation);
+    let mut late: Vec<usize> = events
+        .iter()
+        .filter(|event| !is_creation(event))
+        .flat_map(|event| case.graph.waiters_of(*event))
+        .copied()
+        .filter(|rank_index| !early.contains(rank_index))
+        .collect();
+    late.sort_unstable();
+    late.dedup();
+    // If it is known who is missing in the creation, the other ranks in collectives only wait for
+    // its members.
+    if let Event::Init { comm } = creation {
+        let missing = late.iter().copied().filter(|rank_index| case.comms[comm].silent.contains(rank_index));
+        let missing: Vec<usize> = missing.collect();
+        late = if missing.is_empty() { late } else { missing };
+    }
+    if early.is_empty() || late.is_empty() {
+        return None;
+    }
+    let apart = Apart { early, late: &late, creation, used };
+    let blames_early = early.len() < late.len();
+    let culprits = if blames_early { early.to_vec() } else { late.clone() };
+    let mut evidence = apart.lines(case);
+    evidence.extend(case.position_lines_of(&culprits));
+    let confidence = if early.len() == late.len() { Confidence::Low } else { Confidence::Medium };
+    Some(Finding { culprits, statement: apart.statement(case, blames_early), confidence, evidence })
 }

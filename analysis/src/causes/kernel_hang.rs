@@ -10,16 +10,13 @@
 
 use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
-use super::{
-    case::Case,
-    rule::{Finding, Rule, Statement},
-    wording::line,
-};
+use super::rule::{Finding, Rule};
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
     history::made_before,
-    text::shape,
     verdict::{Activity, Cause, Confidence},
+    wording::{hosts, ruled_out},
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
@@ -35,7 +32,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let view = case.view(*rank_index);
-    let rank = view.rank;
     let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
     let kernel = view.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
     // The stream of the collective that has not begun, else the stream that was used last.
@@ -47,60 +43,28 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let last = stream
         .map(|stream| stream.last_kernel.as_str())
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
-    let culprit = match (kernel, last) {
-        (Some(kernel), _) => format!("{} does not end", shape(kernel)),
-        (None, Some(last)) => format!("something does not end, and {last} was launched last"),
-        (None, None) => "something that is not a collective does not end".to_owned(),
-    };
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
-        evidence.push(line(
-            format!(
-                "rank {rank}: {} {} is launched, and the device has not begun it",
-                crate::text::op_name(blocked.op()),
-                blocked.seq
-            ),
-            vec![rank],
-        ));
+        evidence.push(hosts::not_begun_line(case, *rank_index, blocked));
     } else if case.does(*rank_index, Activity::DeviceWait) {
-        evidence.push(line(
-            format!(
-                "rank {rank}: waits for its device in {}, and no collective of it is pending",
-                view.host.observed.witness
-            ),
-            vec![rank],
-        ));
+        evidence.push(hosts::waits_for_device_line(case, *rank_index));
     }
-    if let Some(kernel) = kernel {
-        evidence.push(line(format!("rank {rank}: {} is pending", shape(kernel)), vec![rank]));
-    }
+    evidence.extend(kernel.map(|kernel| hosts::pending_line(case, *rank_index, kernel)));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(*rank_index, event)));
     evidence.extend(case.position_lines(*rank_index));
     let confidence = if view.watcher_stale() {
-        evidence
-            .push(line(format!("rank {rank}: its watcher has not turned for a while, so this may be old"), vec![rank]));
+        evidence.push(hosts::stale_watcher_line(case, *rank_index));
         Confidence::Low
     } else if view.host.moved.is_some_and(|moved| moved.own_frame) {
-        evidence.push(line(format!("rank {rank}: its host goes on, so its device may only be slow"), vec![rank]));
+        evidence.push(hosts::host_goes_on_line(case, *rank_index));
         Confidence::Low
     } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !view.host.same_in_both {
         Confidence::Medium
     } else {
         case.members_confidence(events)
     };
-    Some(Finding {
-        culprits: vec![*rank_index],
-        statement: Statement::of_ranks(|number| {
-            format!(
-                "{} stuck on {} device: {culprit}{}",
-                number.is(),
-                number.its(),
-                case.stands_clause(*rank_index, number)
-            )
-        }),
-        confidence,
-        evidence,
-    })
+    let statement = hosts::stuck_on_device(case, *rank_index, kernel, last);
+    Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
 }
 
 /// Whether the rank may have called its collective without having launched it: its newest operation
@@ -144,6 +108,5 @@ fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
     let device = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Device { .. }));
-    (!device && !case.graph.events.is_empty())
-        .then(|| "no device is blocked by something else than a collective".to_owned())
+    (!device && !case.graph.events.is_empty()).then(|| ruled_out::NO_BLOCKED_DEVICE.to_owned())
 }

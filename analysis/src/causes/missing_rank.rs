@@ -1,148 +1,149 @@
 //! `missing_rank`: a rank has not entered the collective that its peers wait in.
-//!
-//! Its sequence number in that communicator is lower than the one that its peers' devices have
-//! begun, and nothing shows that it waits for another rank. Or its number is not known, and all
-//! other ranks are in the collective. No more specific cause explains what it does.
-//!
-//! In the second form, a rank waits like the others and has run one collective fewer. All have
-//! launched number N, the others are inside it, and this rank has completed it. An operation that
-//! needs all ranks cannot complete on one of them, so the call of this rank returned without taking
-//! part. The confidence is high if the clock or the time on the device proves it: the rank
-//! completed before another rank of its node had entered, or in a fraction of the shortest time
-//! that the same operation took before.
-//!
-//! In the third form, a rank in a wait cycle left out a collective that it had always made at this
-//! point.
-//!
-//! These ranks are named with medium confidence:
-//!
-//! - A rank that computes or sleeps at one place, or waits for a child process that may be at work.
-//!   This may be long and end by itself. Two samples cannot tell it from an endless loop.
-//! - A rank that waits for data from a socket, or polls for something: the process that should have
-//!   answered may be to blame. If another rank stands still, a rank that only polls is not named.
-//! - The few ranks that have begun an MPI collective and do not wait for it while most do: the
-//!   library runs the collective only inside the calls of its process.
-//! - A rank whose record has not been written for a while and ends in a collective that most others
-//!   have completed: its process runs something else.
-//! - A rank that called the collective in a group that it has not closed, because it stands still
-//!   elsewhere.
-//!
-//! If no record shows who waits, a rank that stands still elsewhere than most is named with low
-//! confidence. So are the few ranks in a collective while most ranks are together at one other
-//! place.
 
 use xpu_timer_proto::v1::{OpStatus, Presence};
 
 use super::{
-    case::Case,
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
-    pattern_break::{self, Break, PatternCheck},
-    rule::{Finding, Rule, Statement},
-    wording::{Number, line},
+    rule::{Finding, Rule, never_ruled_out},
+    wait_cycle::{self, PatternCheck},
 };
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
     stacks::Movement,
-    text::{capital, ranks},
     verdict::{Activity, Cause, Confidence},
+    wording::{
+        collectives::{self, Absence},
+        cycles::{self, Break},
+        ruled_out,
+    },
+    world::Exit,
 };
 
-pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out };
+/// Larger communicators are not searched for an extra collective, because the search visits all
+/// members for each suspect.
+const MOST_MEMBERS: usize = 1024;
+
+/// `missing_rank`: a rank has not entered the collective that its peers wait in.
+///
+/// Its sequence number in that communicator is lower than the one that its peers' devices have
+/// begun, and nothing shows that it waits for another rank. Or its number is not known, and all
+/// other ranks are in the collective. No more specific cause explains what it does.
+///
+/// In the second form, a rank waits like the others and has run one collective fewer. All have
+/// launched number N, the others are inside it, and this rank has completed it. An operation that
+/// needs all ranks cannot complete on one of them, so the call of this rank returned without taking
+/// part. The confidence is high if the clock or the time on the device proves it: the rank
+/// completed before another rank of its node had entered, or in a fraction of the shortest time
+/// that the same operation took before.
+///
+/// In the third form, a rank in a wait cycle left out a collective that it had always made at this
+/// point.
+///
+/// These ranks are named with medium confidence:
+///
+/// - A rank that computes or sleeps at one place, or waits for a child process that may be at work.
+///   This may be long and end by itself. Two samples cannot tell it from an endless loop.
+/// - A rank that waits for data from a socket, or polls for something: the process that should have
+///   answered may be to blame. If another rank stands still, a rank that only polls is not named.
+/// - The few ranks that have begun an MPI collective and do not wait for it while most do: the
+///   library runs the collective only inside the calls of its process.
+/// - A rank whose record has not been written for a while and ends in a collective that most others
+///   have completed: its process runs something else.
+/// - A rank that called the collective in a group that it has not closed, because it stands still
+///   elsewhere.
+///
+/// If no record shows who waits, a rank that stands still elsewhere than most is named with low
+/// confidence. So are the few ranks in a collective while most ranks are together at one other
+/// place.
+pub(super) const ABSENT: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: all_entered };
+
+/// `missing_rank`, from the other side: a few ranks are in a collective that no other rank enters.
+///
+/// The ranks inside are fewer than those that have not entered. Each of the latter ended in order
+/// (it left with status 0, or it is shutting down), so they had completed their work. The few made
+/// one collective too many: an epoch with one more batch, or a barrier that only one rank calls.
+/// The confidence is medium, because the others may have ended too early for the same reason.
+pub(super) const EXTRA_COLLECTIVE: Rule =
+    Rule { cause: Cause::MissingRank, explain: extra_collective, rule_out: never_ruled_out };
+
+/// `missing_rank`, in a wait cycle: one rank has gone on to another collective than the others, and
+/// they wait for it in several communicators.
+///
+/// The ranks wait for each other, and every wait cycle passes through one and the same rank, and
+/// through no other. That rank has not entered the collectives of at least two communicators in
+/// which others wait for it: it left out a step, or ended its epoch early. If it had exchanged two
+/// collectives, it would be missing in only one of them; that is `order_mismatch`. The confidence
+/// is medium, because the past of the ranks does not show what was due.
+pub(super) const OUT_OF_STEP: Rule =
+    Rule { cause: Cause::MissingRank, explain: out_of_step, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
         let found = fell_silent(case, &collective).or_else(|| skipped(case, &collective));
         return found.or_else(|| not_waited_for(case, &collective));
     }
-    if matches!(suspect, Suspect::Cycle(_)) {
-        return match pattern_break::check(case, suspect, &[Break::Collective]) {
+    match suspect {
+        Suspect::Cycle(_) => match wait_cycle::check_pattern(case, suspect, &[Break::Collective]) {
             PatternCheck::Finding(found) => Some(found),
             PatternCheck::OtherBreak | PatternCheck::Kept => None,
-        };
+        },
+        Suspect::Device { rank_index, .. } => open_group(case, suspect, *rank_index),
+        Suspect::Host { events, .. } if events.is_empty() && case.stack_waiters.is_empty() => None,
+        Suspect::Host { rank_index, events, guess } => {
+            stands_apart(case, suspect).or_else(|| absent(case, suspect, (*rank_index, events, *guess)))
+        }
+        Suspect::Complete(_) => None,
     }
-    if let Suspect::Device { rank_index, events } = suspect {
-        return open_group(case, *rank_index, events);
-    }
-    let Suspect::Host { rank_index, events, guess } = suspect else { return None };
-    if events.is_empty() && case.stack_waiters.is_empty() {
-        return None;
-    }
-    if let Some(found) = stands_apart(case, suspect) {
-        return Some(found);
-    }
-    let view = case.view(*rank_index);
+}
+
+/// A rank that has not entered what its peers wait in.
+fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usize, &[Event], bool)) -> Option<Finding> {
+    let view = case.view(rank_index);
     let event = case.main_event(suspect);
-    let known = !case.place(*rank_index).is_empty();
-    let stands = |number: Number| match (view.presence, known) {
-        (Presence::Missing, _) => {
-            number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
-        }
-        (_, false) => {
-            number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
-        }
-        (_, true) => case.stands_clause(*rank_index, number),
-    };
-    let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let runs =
-        |moved: Movement| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*rank_index, Activity::Running));
+    let runs = |moved: Movement| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(rank_index, Activity::Running));
     let busy = view.host.moved.is_some_and(runs) && view.host.observed.activity != Activity::DeviceWait;
-    let busy = if busy { ", busy on a processor" } else { "" };
-    let helper = case.helper_fact(*rank_index);
     let launched = match event {
         Some(Event::Collective { comm, seq }) => {
-            case.comms[comm].member(*rank_index).is_some_and(|member| member.launched >= seq)
+            case.comms[comm].member(rank_index).is_some_and(|member| member.launched >= seq)
         }
         _ => false,
     };
-    let statement = Statement::of_ranks(|number| {
-        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(*rank_index, number));
-        if *guess {
-            format!("{} probably not in {what}: all others are{stands}", number.is())
-        } else if launched {
-            let does = number.word("does", "do");
-            format!("{has} launched {what} and {does} not wait for it, so nobody runs it{stands}{busy}{itself}")
-        } else {
-            format!("{has} not entered {what}{stands}{busy}{itself}")
-        }
-    });
+    let absence = match (guess, launched) {
+        (true, _) => Absence::Guess,
+        (false, true) => Absence::NotWaiting,
+        (false, false) => Absence::NotEntered,
+    };
     let confidence = match event {
-        Some(_) if case.blocked(*rank_index) && !guess => case.members_confidence(events),
+        Some(_) if case.blocked(rank_index) && !guess => case.members_confidence(events),
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
-    let confidence = if case.does(*rank_index, Activity::DeviceWait) || case.waits_for_peer(*rank_index) {
+    let confidence = if case.does(rank_index, Activity::DeviceWait) || case.waits_for_peer(rank_index) {
         confidence.min(Confidence::Medium)
     } else {
         confidence
     };
-    let mut evidence: Vec<_> = event.and_then(|event| case.counters_line(*rank_index, event)).into_iter().collect();
-    evidence.extend(helper.map(|(_, fact)| fact));
-    if case.polls(*rank_index) {
-        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", view.rank);
-        evidence.push(line(looks, vec![view.rank]));
+    let mut evidence: Vec<_> = event.and_then(|event| case.counters_line(rank_index, event)).into_iter().collect();
+    evidence.extend(case.helper_line(rank_index));
+    if case.polls(rank_index) {
+        evidence.push(collectives::polls_line(case, rank_index));
     }
-    evidence.extend(case.position_lines(*rank_index));
-    Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
+    evidence.extend(case.position_lines(rank_index));
+    let statement = collectives::absent(case, rank_index, event, absence, busy);
+    Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
 /// A rank has called its collective in a group that it has not closed.
-fn open_group(case: &Case<'_>, rank_index: usize, events: &[Event]) -> Option<Finding> {
+fn open_group(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<Finding> {
     if !in_open_group(case, rank_index) {
         return None;
     }
-    let suspect = Suspect::Device { rank_index, events: events.to_vec() };
-    let event = case.main_event(&suspect)?;
-    let statement = Statement::of_ranks(|number| {
-        let (has, it_has) = (number.has(), number.word("it has", "they have"));
-        format!(
-            "{has} called {} in a group that {it_has} not closed{}",
-            case.describe(event),
-            case.stands_clause(rank_index, number)
-        )
-    });
+    let event = case.main_event(suspect)?;
     let mut evidence: Vec<_> = case.counters_line(rank_index, event).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
+    let statement = collectives::open_group(case, rank_index, event);
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
@@ -155,26 +156,10 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(silent) {
         return None;
     }
-    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(completed_by.iter().copied()));
-    let what = case.describe(collective.event);
-    let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
-    let sentence = format!(
-        "{} fell silent in {what}, which {} completed{}{place}.",
-        capital(&ranks(&who)),
-        ranks(&others),
-        if place.is_empty() { "" } else { "; it stands" },
-    );
-    let mut evidence =
-        vec![line(format!("the record of {} ends in {what}, and {} completed that", ranks(&who), ranks(&others)), who)];
-    for &rank_index in inside.iter().take(2) {
-        evidence.extend(case.position_lines(rank_index));
-    }
-    Some(Finding {
-        culprits: inside.clone(),
-        statement: Statement::Sentence(sentence),
-        confidence: Confidence::Medium,
-        evidence,
-    })
+    let mut evidence = vec![collectives::fell_silent_line(case, inside, completed_by, collective.event)];
+    evidence.extend(case.position_lines_of(inside));
+    let statement = collectives::fell_silent(case, inside, completed_by, collective.event);
+    Some(Finding { culprits: inside.clone(), statement, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks have begun a collective of a host library and do not wait for it as the others do, so
@@ -189,23 +174,11 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
     if away.is_empty() || away.len() >= waiting.len() || !away.iter().all(known) {
         return None;
     }
-    let (who, others) = (case.world.ranks(away.iter().copied()), case.world.ranks(waiting.iter().copied()));
-    let (has, does) = if who.len() == 1 { ("has", "does") } else { ("have", "do") };
-    let place = if away.len() == 1 { case.place(away[0]) } else { String::new() };
-    let sentence = format!(
-        "{} {has} begun {} and {does} not wait for it as {} {does_others}{}{place}.",
-        capital(&ranks(&who)),
-        case.describe(collective.event),
-        ranks(&others),
-        if place.is_empty() { "" } else { "; it stands" },
-        does_others = if others.len() == 1 { "does" } else { "do" },
-    );
     let mut evidence: Vec<_> =
         away.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, collective.event)).collect();
-    for &rank_index in away.iter().take(2) {
-        evidence.extend(case.position_lines(rank_index));
-    }
-    Some(Finding { culprits: away, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
+    evidence.extend(case.position_lines_of(&away));
+    let statement = collectives::not_waited_for(case, &away, waiting, collective.event);
+    Some(Finding { culprits: away, statement, confidence: Confidence::Medium, evidence })
 }
 
 /// A rank stands still elsewhere than most, and no record shows that any rank waits.
@@ -214,21 +187,14 @@ pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
     let waits = |rank_index: &usize| {
         matches!(case.view(*rank_index).host.observed.activity, Activity::DeviceWait | Activity::CommInit)
     };
-    let first = *case.stack_waiters.first().filter(|_| events.is_empty())?;
-    if case.stack_waiters.contains(rank_index) || case.stack_waiters.iter().any(waits) {
+    let most = &case.stack_waiters;
+    if !events.is_empty() || most.is_empty() || most.contains(rank_index) || most.iter().any(waits) {
         return None;
     }
-    let (rank, most) = (case.view(*rank_index).rank, case.world.ranks(case.stack_waiters.iter().copied()));
-    let sentence =
-        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*rank_index), ranks(&most), case.place(first));
     let mut evidence = case.position_lines(*rank_index);
-    evidence.push(line(format!("{} stand{}", ranks(&most), case.place(first)), most));
-    Some(Finding {
-        culprits: vec![*rank_index],
-        statement: Statement::Sentence(sentence),
-        confidence: Confidence::Low,
-        evidence,
-    })
+    evidence.push(collectives::stand_together_line(case, most));
+    let statement = collectives::stands_apart(case, *rank_index, most);
+    Some(Finding { culprits: vec![*rank_index], statement, confidence: Confidence::Low, evidence })
 }
 
 /// Few members are in a collective that most others have not entered, and those others stand still
@@ -248,69 +214,27 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     {
         return None;
     }
-    let (few, most) = (case.world.ranks(inside.iter().copied()), case.world.ranks(outside.iter().copied()));
-    let what = case.describe(event);
-    let (are, have) = if few.len() == 1 { ("is", "it has") } else { ("are", "they have") };
-    let sentence = format!(
-        "{} {are} alone in {what}; {} all stand{place}: they may wait for something that {have} not done.",
-        capital(&ranks(&few)),
-        ranks(&most),
-    );
     let mut evidence =
-        vec![line(format!("{} in {what}", ranks(&few)), few), line(format!("{} stand{place}", ranks(&most)), most)];
+        vec![collectives::inside_line(case, inside, event), collectives::stand_together_line(case, outside)];
     evidence.extend(case.position_lines(inside[0]));
-    Some(Finding {
-        culprits: inside.to_vec(),
-        statement: Statement::Sentence(sentence),
-        confidence: Confidence::Low,
-        evidence,
-    })
+    let statement = collectives::alone_in(case, inside, outside, event);
+    Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Low, evidence })
 }
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let synchronizing = !collective.operations.is_empty()
         && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
-    let (completed_by, inside) = (&collective.completed_by, &collective.inside);
+    let (completed_by, inside, event) = (&collective.completed_by, &collective.inside, collective.event);
     // If most ranks have completed the collective, the others are slow or stalled.
     if completed_by.is_empty() || inside.is_empty() || completed_by.len() > inside.len() || !synchronizing {
         return None;
     }
     let proven = completed_by.iter().all(|rank_index| proves_skip(case, collective, *rank_index));
-    let what = case.describe(collective.event);
-    let culprits = case.world.ranks(completed_by.iter().copied());
-    let others = case.world.ranks(inside.iter().copied());
-    let one = culprits.len() == 1;
-    let place = if one { case.place(completed_by[0]) } else { String::new() };
-    let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let stands = match (place.is_empty(), gone) {
-        (_, true) => "; it has ended since".to_owned(),
-        (true, false) => String::new(),
-        (false, false) => format!("; it stands{place}"),
-    };
-    let sentence = format!(
-        "{} skipped {what}: {} call returned without taking part, so {} {} one collective fewer than {}, {} still in it{stands}.",
-        capital(&ranks(&culprits)),
-        if one { "its" } else { "their" },
-        if one { "it" } else { "they" },
-        if one { "has run" } else { "have run" },
-        ranks(&others),
-        if others.len() == 1 { "which is" } else { "which are" },
-    );
-    let mut evidence = vec![line(
-        format!("{} completed {what}, which needs all its ranks; {} did not", ranks(&culprits), ranks(&others)),
-        culprits,
-    )];
-    if proven {
-        evidence.push(line(
-            "it completed too early or too fast to have taken part",
-            case.world.ranks(completed_by.iter().copied()),
-        ));
-    }
-    for &rank_index in completed_by.iter().take(2) {
-        evidence.extend(case.position_lines(rank_index));
-    }
-    let confidence = if proven { case.members_confidence(&[collective.event]) } else { Confidence::Medium };
-    Some(Finding { culprits: completed_by.clone(), statement: Statement::Sentence(sentence), confidence, evidence })
+    let mut evidence = collectives::skipped_lines(case, completed_by, inside, event, proven);
+    evidence.extend(case.position_lines_of(completed_by));
+    let confidence = if proven { case.members_confidence(&[event]) } else { Confidence::Medium };
+    let statement = collectives::skipped(case, completed_by, inside, event);
+    Some(Finding { culprits: completed_by.clone(), statement, confidence, evidence })
 }
 
 /// Whether clocks or device times prove that a rank completed the collective without the others.
@@ -349,10 +273,70 @@ pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_ind
     before_others || too_fast
 }
 
-fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn all_entered(case: &Case<'_>, _: &[usize]) -> Option<String> {
     let complete = case.graph.suspects.iter().find_map(|suspect| match suspect {
         Suspect::Complete(event @ Event::Collective { .. }) => Some(*event),
         _ => None,
     })?;
-    Some(format!("all ranks have entered {}", case.describe(complete)))
+    Some(ruled_out::all_entered(case, complete))
+}
+
+fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    case.host_rank(suspect).filter(|rank_index| ended(case, *rank_index))?;
+    let event = case.main_event(suspect)?;
+    let Event::Collective { comm, .. } = event else { return None };
+    let (inside, members) = (case.graph.waiters_of(event), &case.comms[comm].members);
+    if inside.is_empty() || 2 * inside.len() >= members.len() || members.len() > MOST_MEMBERS {
+        return None;
+    }
+    // Both lists are ascending.
+    let outside = |rank_index: &usize| inside.binary_search(rank_index).is_err();
+    let others: Vec<usize> = members.iter().map(|member| member.rank_index).filter(outside).collect();
+    let all_known = members.len() == case.comms[comm].size as usize;
+    if !all_known || !others.iter().all(|rank_index| ended(case, *rank_index)) {
+        return None;
+    }
+    let mut evidence =
+        vec![collectives::inside_line(case, inside, event), collectives::ended_without_line(case, &others)];
+    evidence.extend(case.position_lines_of(inside));
+    let statement = collectives::one_too_many(case, inside, &others, event);
+    Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Medium, evidence })
+}
+
+fn ended(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    match view.presence {
+        Presence::Left => matches!(view.exit(), Exit::Unknown | Exit::Code(0)),
+        _ => !view.dead() && case.does(rank_index, Activity::Teardown),
+    }
+}
+
+fn out_of_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    if !matches!(wait_cycle::check_pattern(case, suspect, &[]), PatternCheck::Kept) {
+        return None;
+    }
+    let rank_index = wait_cycle::in_all_cycles(case, events)?;
+    let own = *events.iter().find(|event| case.graph.waiters_of(**event).contains(&rank_index))?;
+    let owed: Vec<Event> = events
+        .iter()
+        .copied()
+        .filter(|event| wait_cycle::awaited_members(case, *event).contains(&rank_index))
+        .collect();
+    let mut comms: Vec<usize> = owed
+        .iter()
+        .filter_map(|event| match *event {
+            Event::Collective { comm, .. } => Some(comm),
+            _ => None,
+        })
+        .collect();
+    comms.dedup();
+    if comms.len() < 2 || !matches!(own, Event::Collective { .. }) {
+        return None;
+    }
+    let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters_line(rank_index, *event)).collect();
+    evidence.push(cycles::in_all_cycles_line(case, rank_index));
+    evidence.extend(case.position_lines(rank_index));
+    let statement = cycles::out_of_step(case, rank_index, own, &owed);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }

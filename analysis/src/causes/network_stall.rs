@@ -9,91 +9,64 @@
 use xpu_timer_proto::v1::{Op, Operation};
 
 use super::{
-    case::Case,
     collective::{Collective, equal_sizes},
-    rule::{Finding, Rule, Statement},
-    wording::line,
+    rule::{Finding, Rule},
 };
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
-    text::{capital, ranks},
     verdict::{Cause, Confidence},
+    wording::{collectives, ruled_out, transfers},
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Complete(event) = suspect else { return None };
-    let waiters = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
-    let what = case.describe(*event);
-    match event {
-        Event::Collective { comm, .. } => {
-            let collective = Collective::of(case, suspect)?;
-            let unnamed = case.comms[*comm].unnamed;
-            let stale = collective.inside.iter().any(|rank_index| case.view(*rank_index).watcher_stale());
-            let equal =
-                |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
-            let comparable = collective.operations.iter().all(equal);
-            let alone = case.comms[*comm].size < 2;
-            // Some ranks have completed a reduce and others have not, as happens when they pass
-            // different roots. These records do not contain the root.
-            let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
-            let roots = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
-            let confidence = match () {
-                () if unnamed > 0 || alone || roots => Confidence::Low,
-                () if stale
-                    || !comparable
-                    || !collective.completed_by.is_empty()
-                    || collective.operations.len() < case.comms[*comm].members.len() =>
-                {
-                    Confidence::Medium
-                }
-                () => case.members_confidence(&[*event]),
-            };
-            let mut evidence =
-                vec![line(format!("{}: {what} has begun and has not completed", ranks(&waiters)), waiters.clone())];
-            if !collective.completed_by.is_empty() {
-                let completed_by = case.world.ranks(collective.completed_by.iter().copied());
-                evidence.push(line(format!("{}: {what} has completed", ranks(&completed_by)), completed_by));
-            }
-            if unnamed > 0 {
-                evidence.push(line(
-                    format!("{unnamed} of its members are not known; one of them may be to blame"),
-                    Vec::new(),
-                ));
-            }
-            if roots {
-                evidence.push(line(
-                    "the records do not tell the root: the ranks may have named different ones",
-                    Vec::new(),
-                ));
-            }
-            let verb = if waiters.len() == 1 { "is" } else { "are" };
-            Some(Finding {
-                culprits: Vec::new(),
-                statement: Statement::Sentence(format!(
-                    "{} {verb} in the same {what}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
-                    capital(&ranks(&waiters)),
-                )),
-                confidence,
-                evidence,
-            })
-        }
+    match *event {
+        Event::Collective { comm, .. } => Some(of_collective(case, &Collective::of(case, suspect)?, comm)),
         Event::PointToPoint { .. } => Some(Finding {
             culprits: Vec::new(),
-            statement: Statement::Sentence(format!(
-                "{} is in {what}, its peer is in the counterpart, and nothing moves between them: look at the network.",
-                capital(&ranks(&waiters))
-            )),
+            statement: transfers::stalled(case, *event),
             confidence: Confidence::Medium,
-            evidence: vec![line(format!("{}: {what} and its counterpart have begun", ranks(&waiters)), waiters)],
+            evidence: vec![transfers::stalled_line(case, *event)],
         }),
         Event::Init { .. } | Event::Split { .. } => None,
+    }
+}
+
+fn of_collective(case: &Case<'_>, collective: &Collective<'_>, comm: usize) -> Finding {
+    let (event, comm) = (collective.event, &case.comms[comm]);
+    let unnamed = comm.unnamed;
+    let stale = collective.inside.iter().any(|rank_index| case.view(*rank_index).watcher_stale());
+    let equal = |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
+    let comparable = collective.operations.iter().all(equal);
+    let alone = comm.size < 2;
+    // Some ranks have completed a reduce and others have not, as happens when they pass different
+    // roots. These records do not contain the root.
+    let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
+    let roots_may_differ = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
+    let confidence = match () {
+        () if unnamed > 0 || alone || roots_may_differ => Confidence::Low,
+        () if stale
+            || !comparable
+            || !collective.completed_by.is_empty()
+            || collective.operations.len() < comm.members.len() =>
+        {
+            Confidence::Medium
+        }
+        () => case.members_confidence(&[event]),
+    };
+    Finding {
+        culprits: Vec::new(),
+        statement: collectives::stalled(case, event),
+        confidence,
+        evidence: collectives::stalled_lines(case, event, &collective.completed_by, unnamed, roots_may_differ),
     }
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
     let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { rank_index, events, .. } | Suspect::Device { rank_index, events } if *rank_index == culprit && !events.is_empty()));
-    behind.then(|| format!("rank {} is not in the operation that the others wait in", case.view(culprit).rank))
+    behind.then(|| ruled_out::not_in_operation(case, culprit))
 }

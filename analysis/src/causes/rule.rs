@@ -1,9 +1,10 @@
 //! The interface of a rule, and the finding that it returns.
 
-use super::{case::Case, wording::Number};
 use crate::{
+    case::Case,
     graph::Suspect,
     verdict::{Cause, Confidence, EvidenceLine},
+    wording::Statement,
 };
 
 /// One cause and how to recognize it.
@@ -28,27 +29,6 @@ pub(crate) struct Finding {
     pub confidence: Confidence,
     /// The facts that support the finding.
     pub evidence: Vec<EvidenceLine>,
-}
-
-/// How a finding becomes a sentence.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Statement {
-    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
-    OfRanks {
-        /// For one rank.
-        one: String,
-        /// For several ranks with the same predicate.
-        many: String,
-    },
-    /// A complete sentence.
-    Sentence(String),
-}
-
-impl Statement {
-    /// A predicate whose words agree with the number of ranks.
-    pub fn of_ranks(text: impl Fn(Number) -> String) -> Self {
-        Statement::OfRanks { one: text(Number::One), many: text(Number::Many) }
-    }
 }
 
 /// For rules whose cause no reader confuses with another.

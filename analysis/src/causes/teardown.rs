@@ -9,16 +9,15 @@
 //! gave up early, with medium confidence.
 
 use super::{
-    case::Case,
     collective::Collective,
-    op_mismatch,
-    rule::{Finding, Rule, Statement, never_ruled_out},
-    wording::line,
+    mismatch,
+    rule::{Finding, Rule, never_ruled_out},
 };
 use crate::{
+    case::Case,
     graph::{Event, Suspect},
-    text::{capital, ranks},
     verdict::{Activity, Cause, Confidence},
+    wording::hosts,
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: never_ruled_out };
@@ -38,41 +37,20 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = Vec::from_iter(case.witness_line(rank_index));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    Some(Finding {
-        culprits: vec![rank_index],
-        statement: Statement::of_ranks(|number| {
-            format!("{} shutting down{}{}", number.is(), witness_beside(case, rank_index), case.place(rank_index))
-        }),
-        confidence: case.host_confidence(suspect),
-        evidence,
-    })
-}
-
-/// The frame that shows the teardown, unless the place of the rank already contains it.
-fn witness_beside(case: &Case<'_>, rank_index: usize) -> String {
-    let witness = &case.view(rank_index).host.observed.witness;
-    if case.place(rank_index).contains(witness.as_str()) { String::new() } else { format!(", in {witness}") }
+    let statement = hosts::shuts_down(case, rank_index);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
 }
 
 /// Ranks that finalize their library where the others are in a collective with the same number.
 fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
-    let dissent = collective.dissent(case, op_mismatch::key)?;
-    if !op_mismatch::gave_up(&collective, &dissent) {
+    let dissent = collective.dissent(case, mismatch::operation_key)?;
+    if !mismatch::gave_up(&collective, &dissent) {
         return None;
     }
-    let found = op_mismatch::finding(case, &collective, dissent, |(name, _)| name.clone());
-    let Statement::Sentence(differs) = &found.statement else { return None };
-    let who = case.world.ranks(found.culprits.iter().copied());
-    let are = if who.len() == 1 { "is" } else { "are" };
-    let sentence = format!("{} {are} shutting down while others go on: {}", capital(&ranks(&who)), lower(differs));
-    Some(Finding { statement: Statement::Sentence(sentence), ..found })
-}
-
-/// The text with its first letter in lower case.
-fn lower(text: &str) -> String {
-    let mut letters = text.chars();
-    letters.next().map_or_else(String::new, |first| first.to_lowercase().chain(letters).collect())
+    let found = mismatch::finding(case, &collective, dissent, mismatch::without_root);
+    let statement = hosts::shut_down_instead(case, &found.culprits, &found.statement);
+    Some(Finding { statement, ..found })
 }
 
 /// Ranks of a wait cycle that finalize their library while the others go on.
@@ -86,24 +64,10 @@ fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if culprits.is_empty() {
         return None;
     }
-    let who = case.world.ranks(culprits.iter().copied());
-    let place = if culprits.len() == 1 { case.place(culprits[0]) } else { String::new() };
-    let others: Vec<String> = events
-        .iter()
-        .filter(|other| **other != event && !case.graph.waiters_of(**other).is_empty())
-        .map(|other| format!("{} in {}", case.waiters_text(*other), case.describe(*other)))
-        .take(8)
-        .collect();
-    let are = if culprits.len() == 1 { "is" } else { "are" };
-    let sentence = format!(
-        "{} {are} shutting down{place}, while others go on: {}.",
-        capital(&ranks(&who)),
-        others[..others.len().min(2)].join(", ")
-    );
-    let mut evidence = vec![line(format!("{} {are} in {}", ranks(&who), case.describe(event)), who)];
-    evidence.extend(others.into_iter().map(|other| line(other, Vec::new())));
-    for &rank_index in culprits.iter().take(2) {
-        evidence.extend(case.position_lines(rank_index));
-    }
-    Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
+    let goes_on = |other: &Event| *other != event && !case.graph.waiters_of(*other).is_empty();
+    let others: Vec<Event> = events.iter().copied().filter(goes_on).take(8).collect();
+    let statement = hosts::shut_down_in_cycle(case, &culprits, &others);
+    let mut evidence = hosts::shut_down_in_cycle_lines(case, &culprits, event, &others);
+    evidence.extend(case.position_lines_of(&culprits));
+    Some(Finding { culprits, statement, confidence: Confidence::Medium, evidence })
 }

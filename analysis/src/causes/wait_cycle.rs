@@ -1,15 +1,110 @@
-//! The ranks that an event waits for, and the rank through which every wait cycle passes.
+//! Ranks that wait for each other in a cycle: `order_mismatch`, the rank through which every cycle
+//! passes, and the ranks that did something else than they had always done.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::case::Case;
-use crate::{graph::Event, matching::Member};
+use xpu_timer_proto::v1::Operation;
 
-/// Cycles of more ranks are not searched.
+use super::rule::{Finding, Rule, never_ruled_out};
+use crate::{
+    case::Case,
+    graph::{Event, Suspect},
+    history::{Deviation, deviation, made_before, made_token_before},
+    matching::{Comm, Member},
+    verdict::{Cause, Confidence},
+    wording::cycles::{self, Break},
+    world::RankView,
+};
+
+/// Cycles of more ranks are not searched, nor is their past.
 const MOST: usize = 4096;
 
 /// Longer cycles are not searched for a rank through which all cycles pass.
 const MOST_TRIED: usize = 64;
+
+/// `order_mismatch`: ranks enter several communicators in different orders, and wait for each
+/// other.
+///
+/// The wait-for graph has a cycle over collectives of at least two communicators: some ranks are in
+/// the first and wait for others, which are in the second and wait for them. The culprits are, in
+/// this order of preference:
+///
+/// - The ranks that exchanged two collectives which they had always made in the other order, or
+///   that made a new collective where another one had always come. The collective of the others
+///   comes later for them, or never.
+/// - The only rank through which all cycles pass.
+/// - The ranks in the collective with the fewest waiters. If all have the same number of waiters,
+///   all are named, with lower confidence.
+///
+/// Other ranks may have completed such a collective among themselves, in a communicator of the same
+/// size. Ranks in it are not named while another of these collectives lacks that precedent. If it
+/// is the only collective with the fewest waiters, its ranks did what others did, and the ranks
+/// that they wait for are named.
+pub(super) const ORDER_MISMATCH: Rule =
+    Rule { cause: Cause::OrderMismatch, explain: order_mismatch, rule_out: never_ruled_out };
+
+fn order_mismatch(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let PatternCheck::Finding(found) = check_pattern(case, suspect, &[Break::NewCollective, Break::Order]) {
+        return Some(found);
+    }
+    let Suspect::Cycle(events) = suspect else { return None };
+    let waited: Vec<_> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
+    let count = |event| case.graph.waiters_of(event).len();
+    let fewest = waited.iter().map(|event| count(*event)).min()?;
+    let most = waited.iter().map(|event| count(*event)).max()?;
+    let odd: Vec<_> = waited.iter().copied().filter(|event| fewest == most || count(*event) == fewest).collect();
+    let (usual, unusual): (Vec<_>, Vec<_>) = odd.iter().copied().partition(|event| has_precedent(case, *event));
+    if let ([event], true) = (&usual[..], unusual.is_empty() && fewest < most)
+        && let Some(found) = left_out(case, &waited, *event)
+    {
+        return Some(found);
+    }
+    let odd = if usual.is_empty() || unusual.is_empty() { odd } else { unusual };
+    let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    culprits.sort_unstable();
+    culprits.dedup();
+    let one = in_all_cycles(case, events);
+    if let Some(one) = one {
+        culprits = vec![one];
+    }
+    let mut evidence: Vec<_> = waited.iter().take(8).map(|event| case.waiters_line(*event)).collect();
+    evidence.extend(case.position_lines_of(&culprits));
+    Some(Finding {
+        statement: cycles::other_order(case, &culprits, &waited),
+        confidence: if fewest == most && one.is_none() { Confidence::Low } else { Confidence::Medium },
+        culprits,
+        evidence,
+    })
+}
+
+/// The few ranks in a collective did what others have done among themselves. A member that is in
+/// another collective of the cycle left this one out.
+fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> {
+    let elsewhere = |rank_index: &usize| {
+        let other = waited.iter().find(|other| **other != event && case.graph.waiters_of(**other).contains(rank_index));
+        other.map(|other| (*rank_index, *other))
+    };
+    let missing: Vec<(usize, Event)> = awaited_members(case, event).iter().filter_map(elsewhere).collect();
+    let &(_, own) = missing.first()?;
+    let culprits: Vec<usize> = missing.iter().map(|(rank_index, _)| *rank_index).collect();
+    let mut evidence: Vec<_> =
+        culprits.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, event)).collect();
+    evidence.extend(case.position_lines_of(&culprits));
+    let statement = cycles::left_out(case, &culprits, own, event);
+    Some(Finding { culprits, statement, confidence: Confidence::Medium, evidence })
+}
+
+/// Whether other ranks have completed this collective among themselves: in a communicator of the
+/// same size that shares no rank with this one.
+fn has_precedent(case: &Case<'_>, event: Event) -> bool {
+    let Event::Collective { comm, seq } = event else { return false };
+    let own = &case.comms[comm];
+    let apart = |other: &&Comm<'_>| {
+        other.size == own.size && other.members.iter().all(|member| own.member(member.rank_index).is_none())
+    };
+    let made = |other: &Comm<'_>| other.members.iter().all(|member| member.completed >= seq);
+    case.comms.iter().filter(apart).any(|other| !other.members.is_empty() && made(other))
+}
 
 /// The members for which the ranks inside an event wait.
 pub(super) fn awaited_members(case: &Case<'_>, event: Event) -> Vec<usize> {
@@ -97,4 +192,109 @@ fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without
         }
     }
     None
+}
+
+/// How a rank left its pattern.
+fn break_of(view: &RankView<'_>, deviation: &Deviation) -> Break {
+    // A pending transfer that the rank had never made before is one too many.
+    let new = |operation: &Operation| deviation.actual.is(operation) && !made_before(view, operation);
+    if deviation.actual.is_p2p() && view.pending().any(new) {
+        return Break::NewTransfer;
+    }
+    match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.actual.is_p2p()) {
+        (true, true) => Break::TransferOrder,
+        (true, false) => Break::Order,
+        (false, true) => Break::Transfer,
+        (false, false) if !made_token_before(view, deviation.actual) => Break::NewCollective,
+        (false, false) => Break::Collective,
+    }
+}
+
+/// The ranks of a cycle that left their pattern, as indices, with the kind of their break. `None`
+/// if no rank did, or more than half of them: what most ranks do is the program, and a past of a
+/// few steps shows patterns that do not exist.
+fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    inside.sort_unstable();
+    inside.dedup();
+    if inside.len() > MOST {
+        return None;
+    }
+    let mut found: Vec<(usize, Deviation)> =
+        inside.iter().filter_map(|rank_index| Some((*rank_index, deviation(case.view(*rank_index))?))).collect();
+    if found.len() * 2 > inside.len() {
+        return None;
+    }
+    // The others wait for a rank that left out a collective, in its communicator. Ranks for which
+    // nobody waits went on without it, as they may.
+    let missed = |(rank_index, deviation): &(usize, Deviation)| {
+        events.iter().any(|event| {
+            let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
+            matches!(*event, Event::Collective { comm, .. } if of(comm))
+                && awaited_members(case, *event).contains(rank_index)
+        })
+    };
+    let left_out = |(rank_index, deviation): &(usize, Deviation)| {
+        matches!(break_of(case.view(*rank_index), deviation), Break::Collective | Break::NewCollective)
+    };
+    if found.iter().any(missed) {
+        found.retain(|one| !left_out(one) || missed(one));
+    }
+    let kind = |(rank_index, deviation): &(usize, Deviation)| break_of(case.view(*rank_index), deviation);
+    let first = found.iter().map(kind).min()?;
+    Some((first, found))
+}
+
+/// What the past of the ranks in a cycle means for a rule.
+pub(super) enum PatternCheck {
+    /// A rank left its pattern in a way that this rule explains.
+    Finding(Finding),
+    /// A rank left its pattern in a way that another rule explains.
+    OtherBreak,
+    /// No rank left its pattern, or the past does not show it.
+    Kept,
+}
+
+/// Checks the past of the ranks in a cycle, for a rule that explains these kinds of breaks.
+pub(super) fn check_pattern(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> PatternCheck {
+    let Suspect::Cycle(events) = suspect else { return PatternCheck::Kept };
+    match deviants(case, suspect) {
+        None => PatternCheck::Kept,
+        Some((kind, found)) if explains.contains(&kind) => {
+            PatternCheck::Finding(left_pattern(case, events, kind, &found))
+        }
+        Some(_) => PatternCheck::OtherBreak,
+    }
+}
+
+/// In a cycle every rank waits and no rank is behind, so only the past shows the culprit: some
+/// ranks left the pattern of their operations, and the others kept theirs. This is no proof,
+/// because the change of plan may be right and the others may have missed it. So the confidence is
+/// never high.
+fn left_pattern(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
+    let culprits: Vec<usize> = found.iter().map(|(rank_index, _)| *rank_index).collect();
+    let of_kind = |(rank_index, deviation): &&(usize, Deviation)| break_of(case.view(*rank_index), deviation) == kind;
+    let (first, deviation) = found.iter().find(of_kind).unwrap_or(&found[0]);
+    // The event in which most of the others wait. The sentence already says where the culprits are.
+    let waited: Vec<Event> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
+    let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|rank_index| culprits.contains(rank_index));
+    let most = |event: &&Event| (case.graph.waiters_of(**event).len(), is_transfer_with(case, **event, &culprits));
+    let others: Vec<Event> = waited.iter().copied().filter(|event| !own(event)).collect();
+    // `max_by_key` returns the last maximum, so the reversed order prefers the first event.
+    let main = others.iter().rev().max_by_key(most).or(waited.first()).copied();
+    let mut evidence = Vec::new();
+    for (rank_index, deviation) in found.iter().take(4) {
+        evidence.push(cycles::left_pattern_line(case, *rank_index, deviation));
+        evidence.extend(case.position_lines(*rank_index));
+    }
+    evidence.extend(events.iter().take(8).map(|event| case.waiters_line(*event)));
+    let statement = cycles::left_pattern(case, &culprits, kind, (*first, deviation), main);
+    Finding { culprits, statement, confidence: Confidence::Medium, evidence }
+}
+
+/// Whether an event is a transfer with one of these ranks.
+fn is_transfer_with(case: &Case<'_>, event: Event, culprits: &[usize]) -> bool {
+    let Event::PointToPoint { comm, peer, .. } = event else { return false };
+    case.comms[comm].rank_index_of(peer).is_some_and(|rank_index| culprits.contains(&rank_index))
 }

@@ -1,15 +1,66 @@
-//! The graph under construction: nodes, edges and the events that the edges connect.
+//! The graph under construction: nodes, edges, the events that ranks wait in, and the resources of
+//! other ranks that they wait for: a file lock that another rank holds, or a pipe or socket whose
+//! other end it has.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::v1::{Op, Operation};
+use xpu_timer_proto::{
+    server::AwaitedKind,
+    v1::{Op, Operation},
+};
 
-use super::event::Event;
 use crate::{
     matching::{Comm, Member},
-    resource_waits::{ResourceWait, resource_waits},
     world::{World, is_init, is_p2p},
 };
+
+/// Something that ranks wait in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Event {
+    /// A collective of the communicator with this index, by its sequence number.
+    Collective { comm: usize, seq: u64 },
+    /// The oldest pending send or receive of a rank on a communicator with a peer.
+    PointToPoint { comm: usize, rank_index: usize, peer: i32, recv: bool },
+    /// The creation of a communicator.
+    Init { comm: usize },
+    /// The split of a communicator.
+    Split { comm: usize },
+}
+
+/// The end of a chain of waiting.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Suspect {
+    /// A rank has not made the call that others wait for, and nothing shows that it waits itself.
+    Host {
+        /// Index of the rank.
+        rank_index: usize,
+        /// What the others wait in. Empty if nobody waits.
+        events: Vec<Event>,
+        /// No record shows that the rank is absent. It is suspected only because no other rank is.
+        guess: bool,
+    },
+    /// A rank has launched what others wait for (or waits for its own device), and its device has
+    /// not begun it.
+    Device {
+        /// Index of the rank.
+        rank_index: usize,
+        /// What the others wait in.
+        events: Vec<Event>,
+    },
+    /// All ranks have entered the event, and it does not complete.
+    Complete(Event),
+    /// Ranks wait for each other in a cycle.
+    Cycle(Vec<Event>),
+}
+
+/// A rank whose main thread waits for a resource that the process of another rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ResourceWait {
+    /// Index of the rank that waits.
+    pub waiter: usize,
+    /// Index of the rank that has the resource.
+    pub holder: usize,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Node {
@@ -161,4 +212,24 @@ fn transfers_of<'a>(
         }
     }
     found
+}
+
+/// All resource waits, ascending by waiter. A holder is identified by its process, so it is a rank
+/// of the same node. A resource with several holders is left out.
+fn resource_waits(world: &World<'_>) -> Vec<ResourceWait> {
+    let by_process: HashMap<(Option<&str>, i32), usize> = world
+        .views
+        .iter()
+        .enumerate()
+        .filter_map(|(index, rank_index)| Some(((rank_index.node(), rank_index.pid().filter(|pid| *pid > 0)?), index)))
+        .collect();
+    let of = |index: usize| {
+        let view = &world.views[index];
+        let awaited = view.host.awaited.as_ref().filter(|_| !view.halted() && view.host.same_in_both)?;
+        let mut holders = awaited.holders.iter().map(|holder| by_process.get(&(view.node(), holder.pid)).copied());
+        let holder = holders.next()??;
+        let alone = holders.all(|other| other == Some(holder)) && awaited.kind() != AwaitedKind::Unspecified;
+        (alone && holder != index).then_some(ResourceWait { waiter: index, holder })
+    };
+    (0..world.views.len()).filter_map(of).collect()
 }

@@ -2,12 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::{
-    builder::{Builder, Node},
-    components::sinks,
-    event::{Event, Suspect},
-};
-use crate::{resource_waits::ResourceWait, verdict::Activity};
+use super::builder::{Builder, Event, Node, ResourceWait, Suspect};
+use crate::verdict::Activity;
 
 /// How often `suspects` removes ends of the graph to look behind them.
 const MOST_PEELED: usize = 16;
@@ -20,44 +16,39 @@ impl Builder<'_, '_> {
         if found.is_empty() || !found.iter().all(unknown) {
             return found;
         }
-        // The creation of a communicator with unknown members explains nothing. Ranks that are not
-        // behind it may wait for something that is known.
+        let behind = self.behind_creations(found.clone());
+        if behind.is_empty() { found } else { behind }
+    }
+
+    /// The creation of a communicator with unknown members explains nothing. Ranks that are not
+    /// behind it may wait for something that is known: removes such ends of the graph, and what
+    /// waits in them, until other ends appear.
+    fn behind_creations(&self, mut ends: Vec<Suspect>) -> Vec<Suspect> {
         let mut left_out = BTreeSet::new();
-        let mut ends = found.clone();
         for _ in 0..MOST_PEELED {
-            let complete: Vec<Event> = ends
-                .iter()
-                .filter_map(|suspect| match suspect {
-                    Suspect::Complete(event) => Some(*event),
-                    _ => None,
-                })
-                .collect();
-            if complete.is_empty() || complete.len() < ends.len() {
+            let complete = |suspect: &Suspect| match suspect {
+                Suspect::Complete(event) => Some(self.events.binary_search(event).unwrap_or(0)),
+                _ => None,
+            };
+            let Some(complete) = ends.iter().map(complete).collect::<Option<Vec<usize>>>() else { break };
+            if complete.is_empty() {
                 break;
             }
             for event in complete {
-                let index = self.events.binary_search(&event).unwrap_or(0);
-                left_out.insert(self.number(Node::Event(index)));
-                let inside = self.waiters[index].iter();
-                left_out.extend(
-                    inside
-                        .flat_map(|rank_index| [Node::Host(*rank_index), Node::Device(*rank_index)])
-                        .map(|at| self.number(at)),
-                );
+                left_out.insert(self.number(Node::Event(event)));
+                let inside = self.waiters[event].iter();
+                let nodes = inside.flat_map(|rank_index| [Node::Host(*rank_index), Node::Device(*rank_index)]);
+                left_out.extend(nodes.map(|node| self.number(node)));
             }
             let mut edges = self.edges.clone();
             edges.iter_mut().for_each(|to| to.retain(|node| !left_out.contains(node)));
-            let gone = |suspect: &Suspect| match suspect {
-                Suspect::Complete(event) => {
-                    let index = self.events.binary_search(event).unwrap_or(0);
-                    left_out.contains(&self.number(Node::Event(index)))
-                }
-                _ => false,
-            };
             ends = self.suspects_of(&edges);
-            ends.retain(|suspect| !gone(suspect));
+            ends.retain(|suspect| {
+                !matches!(suspect, Suspect::Complete(event)
+                    if left_out.contains(&self.number(Node::Event(self.events.binary_search(event).unwrap_or(0)))))
+            });
         }
-        if ends.is_empty() { found } else { ends }
+        ends
     }
 
     fn unknown_creation(&self, event: Event) -> bool {
@@ -66,32 +57,18 @@ impl Builder<'_, '_> {
 
     fn suspects_of(&self, edges: &[Vec<usize>]) -> Vec<Suspect> {
         let base = 2 * self.world.views.len();
-        let roots = base..base + self.events.len();
-        let components = sinks(edges, roots);
-        let mut into: HashMap<usize, Vec<Event>> = HashMap::new();
-        for (index, event) in self.events.iter().enumerate() {
-            for &to in &edges[base + index] {
-                if to < base {
-                    into.entry(to).or_default().push(*event);
-                }
-            }
-        }
-        let direct = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
+        let into = self.events_into_ranks(edges);
         // A rank that holds up another rank also holds up the ranks that wait for that one.
-        let events_into = |node: Node| {
-            let Node::Host(rank_index) = node else { return direct(node) };
-            let events = direct(node);
-            if events.is_empty() {
-                self.waiters_behind(rank_index)
-                    .into_iter()
-                    .flat_map(|rank_index| direct(Node::Host(rank_index)))
-                    .collect()
-            } else {
-                events
+        let direct = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
+        let events_into = |node: Node| match (node, direct(node)) {
+            (Node::Host(rank_index), events) if events.is_empty() => {
+                let waiters = self.waiters_behind(rank_index).into_iter();
+                waiters.flat_map(|rank_index| direct(Node::Host(rank_index))).collect()
             }
+            (_, events) => events,
         };
         let mut suspects = Vec::new();
-        for component in components {
+        for component in sinks(edges, base..base + self.events.len()) {
             match (component.len(), self.node(component[0])) {
                 (1, Node::Host(rank_index)) => {
                     suspects.push(Suspect::Host {
@@ -117,21 +94,37 @@ impl Builder<'_, '_> {
                 _ => self.cycle(&component, &events_into, &mut suspects),
             }
         }
+        self.drop_weaker(&mut suspects);
+        suspects
+    }
+
+    /// The events that wait for each host and each device, by the number of its node.
+    fn events_into_ranks(&self, edges: &[Vec<usize>]) -> HashMap<usize, Vec<Event>> {
+        let base = 2 * self.world.views.len();
+        let mut into: HashMap<usize, Vec<Event>> = HashMap::new();
+        for (index, event) in self.events.iter().enumerate() {
+            for &to in edges[base + index].iter().filter(|to| **to < base) {
+                into.entry(to).or_default().push(*event);
+            }
+        }
+        into
+    }
+
+    /// Drops the suspects that count only if there is nothing better.
+    fn drop_weaker(&self, suspects: &mut Vec<Suspect>) {
         // A rank in the store, or in the creation of a communicator that no record shows, waits for
         // some other rank.
         let waits_elsewhere = |suspect: &Suspect| {
             matches!(suspect, Suspect::Host { rank_index, .. } if !self.world.views[*rank_index].halted()
                 && self.world.views[*rank_index].host.observed.activity == Activity::CommInit)
         };
-        let certain = |suspect: &Suspect| !matches!(suspect, Suspect::Host { guess: true, .. });
-        if suspects.iter().any(|suspect| certain(suspect) && !waits_elsewhere(suspect)) {
+        let is_guess = |suspect: &Suspect| matches!(suspect, Suspect::Host { guess: true, .. });
+        if suspects.iter().any(|suspect| !is_guess(suspect) && !waits_elsewhere(suspect)) {
             suspects.retain(|suspect| !waits_elsewhere(suspect));
         }
-        // A guess counts only when there is nothing better.
-        if suspects.iter().any(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. })) {
-            suspects.retain(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. }));
+        if suspects.iter().any(|suspect| !is_guess(suspect)) {
+            suspects.retain(|suspect| !is_guess(suspect));
         }
-        suspects
     }
 
     /// The ranks inside the creation of a communicator, if others wait for each of them in the
@@ -223,4 +216,65 @@ impl Builder<'_, '_> {
         }
         suspects.push(Suspect::Cycle(events));
     }
+}
+
+/// The strongly connected components that no edge leaves: Tarjan's algorithm without recursion,
+/// from the given roots. Ordered by their smallest node, which is the order of ranks.
+fn sinks(edges: &[Vec<usize>], roots: std::ops::Range<usize>) -> Vec<Vec<usize>> {
+    const NEW: usize = usize::MAX;
+    let mut order = vec![NEW; edges.len()];
+    let mut low = vec![0; edges.len()];
+    let mut component_of = vec![NEW; edges.len()];
+    let mut components: Vec<Vec<usize>> = Vec::new();
+    let mut counter = 0;
+    let mut stack: Vec<usize> = Vec::new();
+    let mut work: Vec<(usize, usize)> = Vec::new();
+    for root in roots {
+        if order[root] != NEW {
+            continue;
+        }
+        work.push((root, 0));
+        while let Some((node, next)) = work.pop() {
+            if next == 0 {
+                order[node] = counter;
+                low[node] = counter;
+                counter += 1;
+                stack.push(node);
+            }
+            if let Some(&to) = edges[node].get(next) {
+                work.push((node, next + 1));
+                if order[to] == NEW {
+                    work.push((to, 0));
+                } else if component_of[to] == NEW {
+                    low[node] = low[node].min(order[to]);
+                }
+                continue;
+            }
+            if low[node] == order[node] {
+                let mut component = Vec::new();
+                while let Some(member) = stack.pop() {
+                    component_of[member] = components.len();
+                    component.push(member);
+                    if member == node {
+                        break;
+                    }
+                }
+                component.sort_unstable();
+                components.push(component);
+            }
+            if let Some(&(parent, _)) = work.last() {
+                low[parent] = low[parent].min(low[node]);
+            }
+        }
+    }
+    let mut sinks: Vec<Vec<usize>> = components
+        .iter()
+        .enumerate()
+        .filter(|(index, component)| {
+            component.iter().all(|node| edges[*node].iter().all(|to| component_of[*to] == *index))
+        })
+        .map(|(_, component)| component.clone())
+        .collect();
+    sinks.sort_unstable();
+    sinks
 }

@@ -4,10 +4,7 @@ use std::collections::BTreeMap;
 
 use xpu_timer_proto::v1::{Op, Operation, Presence};
 
-use super::{
-    builder::{Builder, Node},
-    event::Event,
-};
+use super::builder::{Builder, Event, Node};
 use crate::{matching::certainly_absent, world::World};
 
 /// Most members of a communicator to consider as senders to a receive from any rank. It bounds the

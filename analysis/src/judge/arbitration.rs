@@ -9,7 +9,8 @@ use xpu_timer_proto::v1::Presence;
 
 use super::outcome::waiting;
 use crate::{
-    causes::{Case, Finding, RULES, alone_in, ended_by_agent, ended_by_signal},
+    case::Case,
+    causes::{Finding, RULES, alone_in, ended_by_agent, ended_by_signal},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };
@@ -46,6 +47,9 @@ struct Arbitration {
     /// Why the rule holds.
     #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
     reason: &'static str,
+    /// The scenario that fails without the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    scenario: &'static str,
     /// The dropped findings may be right after all, so the confidence becomes at most medium.
     leaves_doubt: bool,
     /// Drops the findings that others overrule.
@@ -54,8 +58,16 @@ struct Arbitration {
 
 const ARBITRATIONS: &[Arbitration] = &[
     Arbitration {
+        name: "other_node",
+        reason: "A rank of which nothing is known because it runs on another node is not to blame for that.",
+        scenario: "hosts::ranks_of_other_nodes_are_not_accused",
+        leaves_doubt: false,
+        apply: other_node,
+    },
+    Arbitration {
         name: "shared_lock",
         reason: "A rank in a lock shared between processes may wait for another rank.",
+        scenario: "processes::a_rank_in_a_shared_lock_waits_for_another_rank",
         leaves_doubt: true,
         apply: shared_lock,
     },
@@ -63,12 +75,14 @@ const ARBITRATIONS: &[Arbitration] = &[
         name: "mpi_window",
         reason: "A rank that waits for members of an MPI window, even by polling, is not to blame while one of them is \
                  elsewhere.",
+        scenario: "hosts::a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member",
         leaves_doubt: true,
         apply: mpi_window,
     },
     Arbitration {
         name: "polling",
         reason: "A rank that polls may wait for another rank.",
+        scenario: "hosts::a_polling_rank_is_not_named_beside_one_that_stands_still",
         leaves_doubt: true,
         apply: polling,
     },
@@ -76,20 +90,31 @@ const ARBITRATIONS: &[Arbitration] = &[
         name: "progress",
         reason: "A rank that makes progress is not to blame while another one stands still, and the network is not to blame \
                  while a rank is.",
+        scenario: "hosts::a_progressing_rank_is_not_to_blame_while_another_stands_still",
         leaves_doubt: false,
         apply: progress,
     },
     Arbitration {
         name: "ended_by_agent",
         reason: "An agent ends the other ranks of a job that has lost one.",
+        scenario: "hosts::ranks_that_the_agent_ended_are_not_to_blame",
         leaves_doubt: false,
         apply: ended_by_the_agent,
     },
     Arbitration {
         name: "killed",
         reason: "A rank that was killed did not react to another death; a rank that ended with an error may have.",
+        scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
         leaves_doubt: true,
         apply: killed,
+    },
+    Arbitration {
+        name: "few_inside",
+        reason: "If most members of a communicator are together at one place and have not entered the collective that few \
+                 wait in, the few may have made a call that was not due.",
+        scenario: "collectives::few_in_a_collective_while_most_stand_together_elsewhere",
+        leaves_doubt: false,
+        apply: few_inside,
     },
 ];
 
@@ -101,6 +126,9 @@ struct Limit {
     /// Why the rule holds.
     #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
     reason: &'static str,
+    /// The scenario that fails without the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    scenario: &'static str,
     /// The highest confidence while the rule applies.
     confidence: Confidence,
     /// Whether the rule applies.
@@ -111,37 +139,42 @@ const LIMITS: &[Limit] = &[
     Limit {
         name: "several_causes",
         reason: "Different rules explain different suspects.",
+        scenario: "hosts::different_causes_lower_the_confidence",
         confidence: Confidence::Medium,
         applies: several_causes,
     },
     Limit {
         name: "many_together",
         reason: "Many ranks together at another place, while few wait, may wait for something that the few have not done.",
+        scenario: "transfers::many_together_may_wait_for_the_few_that_wait_for_them",
         confidence: Confidence::Medium,
         applies: many_together,
     },
     Limit {
         name: "missing_at_several_places",
         reason: "Ranks that are missing at different places may wait for each other in an unknown way.",
+        scenario: "collectives::ranks_that_are_missing_at_several_places_may_wait_for_each_other",
         confidence: Confidence::Medium,
         applies: missing_at_several_places,
     },
     Limit {
         name: "assumed_wait",
         reason: "A rank without a stack, for which others wait, is only assumed to wait itself.",
+        scenario: "hosts::an_assumed_wait_lowers_the_confidence",
         confidence: Confidence::Medium,
         applies: assumed_wait,
     },
     Limit {
-        // Scenario: `hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error`.
         name: "overruled",
         reason: "A finding that was overruled may be right after all.",
+        scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
         confidence: Confidence::Medium,
         applies: |arbitrated| arbitrated.doubt,
     },
     Limit {
         name: "several_guesses",
         reason: "Any one of several unknown ranks may be the culprit.",
+        scenario: "hosts::several_lost_ranks_have_low_confidence",
         confidence: Confidence::Low,
         applies: several_guesses,
     },
@@ -159,17 +192,11 @@ pub(super) struct Arbitrated<'c, 's> {
 
 /// Lets the rules explain the suspects of a case, and drops the findings that others overrule.
 pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
-    // A rank of another node is not accused for being there.
-    let is_elsewhere = |suspect: &&Suspect| {
-        matches!(suspect, Suspect::Host { rank_index, guess: true, .. }
-            if case.view(*rank_index).presence == Presence::Unspecified)
-    };
     let explain = |suspect: &'c Suspect| {
         let found = RULES.iter().enumerate().find_map(|(index, rule)| Some((index, (rule.explain)(case, suspect)?)));
         found.map(|(rule, finding)| Ruling { rule, suspect, finding })
     };
-    let suspects = case.graph.suspects.iter().filter(|suspect| !is_elsewhere(suspect));
-    let mut findings: Vec<Ruling<'c>> = suspects.filter_map(explain).collect();
+    let mut findings: Vec<Ruling<'c>> = case.graph.suspects.iter().filter_map(explain).collect();
     let mut doubt = false;
     for arbitration in ARBITRATIONS {
         let before = findings.len();
@@ -177,10 +204,6 @@ pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
         doubt |= arbitration.leaves_doubt && findings.len() < before;
     }
     findings.sort_by_key(|ruling| ruling.rule);
-    if let Some(finding) = few_inside_instead(case, &findings) {
-        findings.truncate(1);
-        findings[0].finding = finding;
-    }
     let culprits: BTreeSet<usize> =
         findings.iter().flat_map(|ruling| ruling.finding.culprits.iter().copied()).collect();
     Arbitrated { case, findings, culprits: culprits.into_iter().collect(), doubt }
@@ -200,7 +223,14 @@ impl<'s> Arbitrated<'_, 's> {
     }
 }
 
-/// Scenario: `processes::a_rank_in_a_shared_lock_waits_for_another_rank`.
+fn other_node(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
+    let is_elsewhere = |suspect: &Suspect| {
+        matches!(suspect, Suspect::Host { rank_index, guess: true, .. }
+            if case.view(*rank_index).presence == Presence::Unspecified)
+    };
+    findings.retain(|ruling| !is_elsewhere(ruling.suspect));
+}
+
 fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let is_locked = |index: usize| case.in_shared_lock(index);
     if findings.iter().any(|ruling| ruling.other_culprits(is_locked)) {
@@ -208,7 +238,6 @@ fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
-/// Scenario: `hosts::a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member`.
 fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let accused: BTreeSet<usize> = findings.iter().flat_map(|ruling| ruling.finding.culprits.iter().copied()).collect();
     let in_window = case.ranks_waiting_in_windows(&accused);
@@ -218,7 +247,6 @@ fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     });
 }
 
-/// Scenario: `hosts::a_polling_rank_is_not_named_beside_one_that_stands_still`.
 fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let polls = |index: usize| case.polls(index) || case.does(index, Activity::DeviceWait);
     if findings.iter().any(|ruling| ruling.other_culprits(polls)) {
@@ -228,7 +256,6 @@ fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
-/// Scenario: `hosts::a_progressing_rank_is_not_to_blame_while_another_stands_still`.
 fn progress(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let accuses = |ruling: &Ruling<'_>| !ruling.finding.culprits.is_empty();
     let progresses = |ruling: &Ruling<'_>| matches!(ruling.cause(), Cause::LongStep | Cause::Compile | Cause::PythonGc);
@@ -239,12 +266,10 @@ fn progress(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
-/// Scenario: `hosts::ranks_that_the_agent_ended_are_not_to_blame`.
 fn ended_by_the_agent(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     keep_deaths(findings, |finding| !finding.culprits.iter().all(|index| ended_by_agent(case, *index)));
 }
 
-/// Scenario: `hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error`.
 fn killed(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     keep_deaths(findings, |finding| finding.culprits.iter().all(|index| ended_by_signal(case, *index)));
 }
@@ -257,24 +282,25 @@ fn keep_deaths(findings: &mut Vec<Ruling<'_>>, property: impl Fn(&Finding) -> bo
     }
 }
 
-/// Most members of a communicator have not entered the collective that few wait in, and are
-/// together at one place.
-fn few_inside_instead(case: &Case<'_>, findings: &[Ruling<'_>]) -> Option<Finding> {
-    let first = findings.first()?;
-    let event = case.main_event(first.suspect)?;
+/// Replaces the findings about the absent ranks by one about the ranks inside.
+fn few_inside(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
+    let Some(first) = findings.first().filter(|first| first.cause() == Cause::MissingRank) else { return };
+    let Some(event) = case.main_event(first.suspect) else { return };
     let alike = |ruling: &Ruling<'_>| {
         ruling.rule == first.rule
             && case.main_event(ruling.suspect) == Some(event)
             && ruling.finding.culprits.len() == 1
     };
-    if first.cause() != Cause::MissingRank || !findings.iter().all(alike) {
-        return None;
+    if !findings.iter().all(alike) {
+        return;
     }
     let outside: Vec<usize> = findings.iter().map(|ruling| ruling.finding.culprits[0]).collect();
-    alone_in(case, event, &outside)
+    if let Some(finding) = alone_in(case, event, &outside) {
+        findings.truncate(1);
+        findings[0].finding = finding;
+    }
 }
 
-/// Scenario: `hosts::different_causes_lower_the_confidence`.
 fn several_causes(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.primary().count() < arbitrated.findings.len()
 }
@@ -292,12 +318,10 @@ fn missing_at_several_places(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.findings[0].cause() == Cause::MissingRank && places.len() > 1
 }
 
-/// Scenario: `hosts::an_assumed_wait_lowers_the_confidence`.
 fn assumed_wait(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.case.graph.assumed.iter().any(|index| !arbitrated.culprits.contains(index))
 }
 
-/// Scenario: `hosts::several_lost_ranks_have_low_confidence`.
 fn several_guesses(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let is_guess = |suspect: &&Suspect| matches!(suspect, Suspect::Host { guess: true, .. });
     arbitrated.case.graph.suspects.iter().filter(is_guess).count() > 1
@@ -306,18 +330,11 @@ fn several_guesses(arbitrated: &Arbitrated<'_, '_>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn assert_table(rules: &[(&str, &str)]) {
-        let names: BTreeSet<&str> = rules.iter().map(|(name, _)| *name).collect();
-        assert_eq!(names.len(), rules.len(), "{rules:?}");
-        assert!(rules.iter().all(|(_, reason)| reason.ends_with('.')), "{rules:?}");
-    }
+    use crate::scenarios::assert_table;
 
     #[test]
-    fn every_rule_has_a_name_of_its_own_and_a_reason() {
-        let rules: Vec<_> = ARBITRATIONS.iter().map(|rule| (rule.name, rule.reason)).collect();
-        assert_table(&rules);
-        let rules: Vec<_> = LIMITS.iter().map(|rule| (rule.name, rule.reason)).collect();
-        assert_table(&rules);
+    fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
+        assert_table(ARBITRATIONS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
+        assert_table(LIMITS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
     }
 }

@@ -1,15 +1,17 @@
-//! The conclusion of the judge before it becomes a verdict, and the facts that several steps of the
-//! judge need.
+//! The conclusion of the judge before it becomes a verdict: also if no rule explains the incident.
+//! The facts that several steps of the judge need, and the evidence that the job hangs.
 
 use std::collections::BTreeSet;
 
-use xpu_timer_proto::v1::{OpKind, Presence};
+use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
-    causes::Case,
+    case::Case,
     graph::Suspect,
-    verdict::{Activity, Cause, Confidence, EvidenceLine},
-    world::is_collective,
+    stacks::Movement,
+    verdict::{Activity, Cause, Confidence, EvidenceLine, HangEvidence},
+    wording::verdict::{self, Healthy, Known},
+    world::{RankView, is_collective},
 };
 
 /// The conclusion, before it becomes a [`Verdict`](crate::verdict::Verdict).
@@ -22,18 +24,19 @@ pub(super) struct Outcome {
     pub main: Option<Suspect>,
 }
 
-pub(super) fn not_a_hang(why: String, confidence: Confidence) -> Outcome {
+/// The outcome for a job that does not hang.
+pub(super) fn not_a_hang(case: &Case<'_>, why: &Healthy<'_>, confidence: Confidence) -> Outcome {
     Outcome {
         cause: Cause::NotAHang,
         culprits: Vec::new(),
         confidence,
-        sentence: format!("No hang is visible: {why}."),
+        sentence: verdict::no_hang(case, why),
         evidence: Vec::new(),
         main: None,
     }
 }
 
-pub(super) fn unknown(sentence: String) -> Outcome {
+fn unknown(sentence: String) -> Outcome {
     Outcome {
         cause: Cause::Unknown,
         culprits: Vec::new(),
@@ -42,6 +45,47 @@ pub(super) fn unknown(sentence: String) -> Outcome {
         evidence: Vec::new(),
         main: None,
     }
+}
+
+/// The outcome if no rule explains the incident: what is known.
+pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
+    let views = &case.world.views;
+    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+    let stacks = views.iter().filter(|view| view.host.stack).count();
+    let nothing_pending = case.graph.events.is_empty();
+    if !views.is_empty() && nothing_pending && stacks == views.len() {
+        if views.iter().all(|view| view.host.moved.is_some_and(|moved| moved.is_progress())) {
+            return not_a_hang(case, &Healthy::EveryRankMoves, Confidence::Medium);
+        }
+        if kind == TriggerKind::Manual {
+            return not_a_hang(case, &Healthy::NothingPending, Confidence::Low);
+        }
+    }
+    let done: Vec<usize> = (0..views.len()).filter(|rank_index| ended_in_order(case, *rank_index)).collect();
+    let comes = |view: &RankView<'_>| !view.halted() && view.host.observed.activity == Activity::CommInit;
+    if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
+        return not_a_hang(case, &Healthy::Left(&done), Confidence::Medium);
+    }
+    if nothing_pending && is_idle(case) {
+        return unknown(verdict::may_be_idle(case, stand_together(case)));
+    }
+    let unseen: Vec<usize> = (0..views.len()).filter(|rank_index| views[*rank_index].unseen()).collect();
+    let busiest = || case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
+    let known = match (views.len(), nothing_pending) {
+        (0, _) => Known::NoRank,
+        (_, true) if stacks == 0 => Known::NoStack,
+        (_, true) if stand_together(case) => Known::Together,
+        (_, true) => Known::Stacks(stacks),
+        (_, false) => Known::Pending { busiest: busiest(), unseen: &unseen },
+    };
+    unknown(verdict::unexplained(case, &known))
+}
+
+/// Whether all ranks of a job of several are at one known place.
+fn stand_together(case: &Case<'_>) -> bool {
+    let first = case.place(0);
+    let same = (1..case.world.views.len()).all(|rank_index| case.place(rank_index) == first);
+    same && !first.is_empty() && case.world.views.len() > 1
 }
 
 /// Whether a rank left in order, with or without a `Goodbye`. A rank that ended with an error of
@@ -77,4 +121,70 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
     waiting.extend(case.graph.resource_waits.iter().map(|wait| wait.waiter));
     waiting.retain(|rank_index| !case.view(*rank_index).dead());
     waiting
+}
+
+/// The evidence that the job hangs. `XPU_TIMER_HANG_KILL` ends ranks and `XPU_TIMER_COMMON_HANG`
+/// rises only on a verdict with such evidence. The cause and its confidence alone are not enough.
+///
+/// `culprits` are rank indices; `victims` is the
+/// number of ranks that wait for them.
+pub(super) fn hang_evidence(
+    case: &Case<'_>,
+    (cause, confidence): (Cause, Confidence),
+    culprits: &[usize],
+    victims: usize,
+) -> HangEvidence {
+    let is_progress = matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc);
+    if is_progress || culprits.iter().any(|rank_index| makes_progress(case, *rank_index)) {
+        return HangEvidence::None;
+    }
+    // Without an explanation, the operation must be in the wait-for graph. For example, a server
+    // that waits for a key of a store may only wait for its next request.
+    let is_explained = cause != Cause::Unknown || !case.graph.events.is_empty();
+    let timeout_ns = case.evidence.hang_timeout_ns.max(1);
+    if is_explained && case.world.views.iter().any(|view| !view.dead() && view.oldest_pending_ns() >= timeout_ns) {
+        return HangEvidence::PendingOperation;
+    }
+    // A manual dump may be of a healthy job, whose ranks wait for each other all the time.
+    if case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual) {
+        return HangEvidence::None;
+    }
+    // Within one rank the chain leads to a thread, a worker process or the kernel.
+    let inside = matches!(cause, Cause::DataLoader | Cause::DState | Cause::GilDeadlock | Cause::HostLock)
+        && confidence == Confidence::High;
+    let ends = !culprits.is_empty() && culprits.iter().all(|rank_index| stands_still(case, *rank_index));
+    if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
+}
+
+/// The program of this rank went on between the samples (it reached another line, bytes flowed, or
+/// a thread or child process that it may wait for went on), or its device worked within the
+/// timeout.
+fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    let went_on = |moved: Movement| moved.own_frame || moved.io || moved.helper_went_on || moved.library_went_on;
+    let moved = view.host.moved.is_some_and(went_on);
+    !view.halted() && (moved || uses_device(case, rank_index))
+}
+
+/// This rank has called its device, or the device has completed an operation, within the last
+/// timeout. A rank that waits for it longer than that waits for a rank that is slow or elsewhere,
+/// but not for one that stands still.
+fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
+    let Some(flight) = case.view(rank_index).flight else { return false };
+    let completed = flight.operations.iter().map(|operation| operation.completed_ns);
+    let last_ns = completed.chain([flight.last_launch_ns]).max().unwrap_or(0);
+    last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
+}
+
+/// The main thread of each culprit waits for a thread or child process that is busy. That proves a
+/// hang as little as a busy main thread.
+pub(super) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
+    let busy = |rank_index: &usize| case.view(*rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
+    !culprits.is_empty() && culprits.iter().all(|rank_index| !case.view(*rank_index).halted() && busy(rank_index))
+}
+
+/// Its process is gone or stopped, or the two samples show that nothing moved.
+fn stands_still(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    view.halted() || view.host.moved.is_some_and(|moved| !moved.is_progress())
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use xpu_timer_proto::v1::{OpKind, TriggerKind};
 
 use super::outcome::{ended_in_order, is_idle};
-use crate::{causes::Case, graph::Suspect, verdict::Activity};
+use crate::{case::Case, graph::Suspect, verdict::Activity};
 
 /// One rule of the table.
 struct Suspicion {
@@ -18,6 +18,9 @@ struct Suspicion {
     /// Why the rule holds.
     #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
     reason: &'static str,
+    /// The scenario that fails without the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    scenario: &'static str,
     /// The suspects, if the rule applies.
     find: fn(&Ranks<'_, '_>) -> Option<Suspects>,
 }
@@ -49,35 +52,46 @@ const SUSPICIONS: &[Suspicion] = &[
     Suspicion {
         name: "halted",
         reason: "A rank that cannot run comes first. A rank that left in order is no suspect while nobody waits for it.",
+        scenario: "hosts::a_death_is_reported_before_any_rank_waits",
         find: halted,
     },
     Suspicion {
         name: "outside_graph",
         reason: "Most ranks have launched a graph, which may contain collectives that the others have not launched.",
+        scenario: "devices::one_rank_has_not_launched_its_graph",
         find: outside_graph,
     },
     Suspicion {
         name: "pending_kernel",
         reason: "A kernel or graph has been pending since before the incident was opened.",
+        scenario: "devices::a_job_of_one_rank",
         find: pending_kernel,
     },
     Suspicion {
         name: "not_waiting",
         reason: "In any healthy job some ranks wait for the device and others are elsewhere, so only ranks that stand still \
                  count, if there are any.",
+        scenario: "hosts::a_job_that_computes_nothing_is_judged_by_its_stacks",
         find: not_waiting,
     },
     Suspicion {
         name: "manual",
         reason: "A manual dump may be of a healthy job, so a rank that only stands still is no suspect.",
+        scenario: "hosts::a_manual_dump_accuses_no_rank_that_only_stands_still",
         find: manual,
     },
     Suspicion {
         name: "minority_place",
         reason: "No rank is stuck in a known way, and a few stand still elsewhere than most. Idle ranks do not hold up others.",
+        scenario: "hang::a_minority_at_another_place_is_named_in_a_job_that_stands_still",
         find: minority_place,
     },
-    Suspicion { name: "stuck", reason: "A rank that is stuck in a known way needs no waiter.", find: stuck },
+    Suspicion {
+        name: "stuck",
+        reason: "A rank that is stuck in a known way needs no waiter.",
+        scenario: "hang::all_ranks_in_their_loaders",
+        find: stuck,
+    },
 ];
 
 /// Finds the suspects, and sets the ranks of `case` that wait for them.
@@ -142,14 +156,12 @@ fn hosts(ranks: Vec<usize>, waiters: Vec<usize>) -> Suspects {
     Suspects { suspects: ranks.into_iter().map(host).collect(), waiters }
 }
 
-/// Scenario: `hosts::a_death_is_reported_before_any_rank_waits`.
 fn halted(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let is_halted = |index: &usize| ranks.case.view(*index).halted() && !ended_in_order(ranks.case, *index);
     let halted: Vec<usize> = ranks.all().filter(is_halted).collect();
     (!halted.is_empty()).then(|| hosts(halted, ranks.waiting.clone()))
 }
 
-/// Scenario: `devices::one_rank_has_not_launched_its_graph`.
 fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let in_graph = |index: &usize| ranks.has_pending(*index, OpKind::GraphLaunch);
     let inside: Vec<usize> = ranks.all().filter(in_graph).collect();
@@ -157,7 +169,6 @@ fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     (!outside.is_empty() && outside.len() < inside.len()).then(|| hosts(outside, inside))
 }
 
-/// Scenario: `devices::a_job_of_one_rank`.
 fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let has_kernel =
         |index: &usize| ranks.has_pending(*index, OpKind::Kernel) || ranks.has_pending(*index, OpKind::GraphLaunch);
@@ -166,7 +177,6 @@ fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     (!suspects.is_empty() && !ranks.manual).then(|| Suspects { suspects, waiters: ranks.waiting.clone() })
 }
 
-/// Scenario: `hosts::a_job_that_computes_nothing_is_judged_by_its_stacks`.
 fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     if ranks.waiting_or_locked.is_empty() || ranks.unlocked.is_empty() || ranks.manual {
         return None;
@@ -177,12 +187,10 @@ fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     Some(hosts(suspects, ranks.waiting_or_locked.clone()))
 }
 
-/// Scenario: `hosts::a_manual_dump_accuses_no_rank_that_only_stands_still`.
 fn manual(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     ranks.manual.then(|| hosts(Vec::new(), Vec::new()))
 }
 
-/// Recorded evidence: `experts-no-id`.
 fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     if !ranks.stuck().is_empty() || is_idle(ranks.case) {
         return None;
@@ -191,7 +199,6 @@ fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     Some(hosts(few, most))
 }
 
-/// Scenario: `hosts::all_ranks_in_their_loaders`.
 fn stuck(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let stuck = ranks.stuck();
     let waiters = if stuck.len() == ranks.all().len() { stuck.clone() } else { Vec::new() };
@@ -227,16 +234,10 @@ fn follow_to_holder(case: &Case<'_>, suspect: Suspect) -> Suspect {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn assert_table(rules: &[(&str, &str)]) {
-        let names: std::collections::BTreeSet<&str> = rules.iter().map(|(name, _)| *name).collect();
-        assert_eq!(names.len(), rules.len(), "{rules:?}");
-        assert!(rules.iter().all(|(_, reason)| reason.ends_with('.')), "{rules:?}");
-    }
+    use crate::scenarios::assert_table;
 
     #[test]
-    fn every_rule_has_a_name_of_its_own_and_a_reason() {
-        let rules: Vec<_> = SUSPICIONS.iter().map(|rule| (rule.name, rule.reason)).collect();
-        assert_table(&rules);
+    fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
+        assert_table(SUSPICIONS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
     }
 }

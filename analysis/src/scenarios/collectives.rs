@@ -402,3 +402,128 @@ fn a_rank_that_finalizes_where_others_reduce_gave_up() {
     expect(&verdict, Cause::Teardown, &[2], Confidence::High);
     assert!(verdict.sentence.starts_with("Rank 2 is shutting down while others go on"), "{}", verdict.sentence);
 }
+
+#[test]
+fn few_in_a_collective_while_most_stand_together_elsewhere() {
+    let judge = |outside: &[u32], elsewhere: &[u32]| {
+        let mut job = Job::with_world(5, 6);
+        for rank in 0..5 {
+            match (outside.contains(&rank), elsewhere.contains(&rank)) {
+                (true, _) => job.stands(rank, Stack::pause()),
+                (_, true) => job.stands(rank, Stack::new(&[("f", "/job/other.py:1")], &["clock_nanosleep"])),
+                _ => job.enter(0x77, rank, Op::AllReduce),
+            }
+        }
+        job.judge()
+    };
+    expect(&judge(&[0, 1, 2, 4], &[]), Cause::MissingRank, &[3], Confidence::Low);
+    expect(&judge(&[0, 1], &[]), Cause::MissingRank, &[0, 1], Confidence::High);
+    expect(&judge(&[0, 1], &[2]), Cause::MissingRank, &[0, 1, 2], Confidence::Medium);
+}
+
+#[test]
+fn ranks_that_are_missing_at_several_places_may_wait_for_each_other() {
+    let judge = |second: Stack| {
+        let mut job = Job::with_world(8, 6);
+        (2..8).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+        job.stands(0, Stack::pause());
+        job.stands(1, second);
+        job.judge()
+    };
+    expect(&judge(Stack::pause()), Cause::MissingRank, &[0, 1], Confidence::High);
+    let elsewhere = Stack::new(&[("wait_for_peer", "/job/other.py:1")], &["pause"]);
+    expect(&judge(elsewhere), Cause::MissingRank, &[0, 1], Confidence::Medium);
+}
+
+#[test]
+fn an_absent_rank_is_found_behind_a_creation_with_unknown_members() {
+    // Tensor groups of three and pairs over them. Rank 4 leaves out its group of three, so rank 5
+    // never comes to the pair of rank 2.
+    let mut job = Job::new(6);
+    job.comm(0x1, &[0, 1, 2, 3, 4, 5]);
+    job.comm(0x2, &[0, 1, 2]);
+    job.comm(0x14, &[1, 4]);
+    for (id, size, rank, comm_rank) in [(0x25, 2, 2, 0), (0x03, 2, 0, 0), (0x345, 3, 3, 0), (0x345, 3, 5, 2)] {
+        job.creates(id, size, rank, comm_rank);
+    }
+    job.enter(0x2, 1, Op::AllReduce);
+    job.queue(0x1, 1, Op::AllReduce);
+    job.enter(0x1, 4, Op::AllReduce);
+    expect(&job.judge(), Cause::CommInit, &[4], Confidence::Medium);
+}
+
+#[test]
+fn few_that_left_out_a_creation_in_which_all_others_are() {
+    let group =
+        [("new_group", "/v/site-packages/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:30")];
+    let mut job = Job::with_world(4, 8);
+    job.enter(0x77, 3, Op::AllReduce);
+    for rank in 0..3 {
+        job.stands(rank, Stack::new(&group, &["clock_nanosleep"]));
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[3], Confidence::Medium);
+    assert!(verdict.sentence.contains("that ranks 0-2 are in"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_rank_that_looks_for_another_store_than_the_others() {
+    let at = |native: &[&'static str]| {
+        Stack::new(
+            &[("init_process_group", "/v/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:30")],
+            native,
+        )
+    };
+    let outside = || at(&["clock_nanosleep", "??", "c10d::TCPStore::TCPStore"]);
+    let keeps = || at(&["clock_nanosleep", "c10d::TCPStore::waitForWorkers", "c10d::TCPStore::TCPStore"]);
+    let creating = |world: u32, outsiders: &[u32]| {
+        let mut job = Job::new(world);
+        job.stands(0, keeps());
+        for rank in 1..world {
+            if !outsiders.contains(&rank) {
+                job.creates(0x25, world, rank, rank as i32);
+            }
+            job.stands(rank, at(&["recv", "c10d::TCPStore::doWait", "c10d::TCPStore::get"]));
+        }
+        for &rank in outsiders {
+            job.stands(rank, outside());
+        }
+        job
+    };
+    let verdict = creating(4, &[2]).judge();
+    expect(&verdict, Cause::CommInit, &[2], Confidence::Medium);
+    assert!(
+        verdict.sentence.starts_with("Rank 2 cannot connect to the store at which ranks 0-1, 3 are"),
+        "{}",
+        verdict.sentence
+    );
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    // Most ranks cannot connect, so the store is not where it should be.
+    expect(&creating(8, &[2, 3, 4, 5, 6, 7]).judge(), Cause::CommInit, &[0, 1], Confidence::Low);
+    expect(&creating(4, &[2, 3]).judge(), Cause::CommInit, &[2, 3], Confidence::Low);
+    // A wait for an answer of the store is not a failing connection.
+    let mut job = creating(4, &[]);
+    job.stands(2, at(&["recv", "c10d::TCPStore::TCPStore"]));
+    assert!(!job.judge().sentence.contains("cannot connect"));
+    // The death of a rank comes first.
+    let mut job = creating(4, &[2]);
+    job.rank(1).presence = Presence::Dead.into();
+    assert_ne!(job.judge().culprits, [2]);
+}
+
+#[test]
+fn a_collective_that_other_ranks_completed_among_themselves_is_in_order() {
+    // The halves are {0, 2} and {1, 3}. Rank 2 enters its pair {2, 3} instead.
+    let mut job = Job::with_world(4, 28);
+    for (id, ranks) in [(0x02, [0, 2]), (0x13, [1, 3]), (0x01, [0, 1]), (0x23, [2, 3])] {
+        job.comm(id, &ranks);
+    }
+    for rank in [1, 3] {
+        job.done(0x13, rank, 1);
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.enter(0x02, 0, Op::AllReduce);
+    job.enter(0x23, 2, Op::AllReduce);
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+}

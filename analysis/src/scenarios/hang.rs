@@ -1,7 +1,9 @@
-//! The evidence that a job hangs. `XPU_TIMER_HANG_KILL` ends ranks only on such evidence.
+//! The evidence that a job hangs, and idle jobs: notebooks, parameter servers, programs that sleep
+//! until they are needed. `XPU_TIMER_HANG_KILL` ends ranks only on such evidence.
 
+use super::expect;
 use crate::{
-    Cause, HangEvidence,
+    Cause, Confidence, HangEvidence,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
@@ -206,4 +208,80 @@ fn ranks_that_wait_for_one_whose_library_goes_on_do_not_hang() {
     assert_eq!(with("9", 5 * SECOND), HangEvidence::None);
     assert_eq!(with("7", 5 * SECOND), HangEvidence::PendingOperation, "it may be an endless loop");
     assert_eq!(with("9", 0), HangEvidence::PendingOperation, "it polls");
+}
+
+fn serves() -> Stack {
+    Stack::new(
+        &[("BaseSelector.select", "/usr/lib/python3.11/selectors.py:468"), ("serve", "/job/ps.py:9")],
+        &["epoll_wait"],
+    )
+}
+
+#[test]
+fn ranks_that_all_sleep_may_be_idle() {
+    let verdict = quiet(|_| Stack::sleep()).judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    let told =
+        "No operation is pending, so nothing is stuck on any device: all 4 ranks stand at train.py:99 in evaluate";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_server_is_not_in_the_way_of_those_that_sleep() {
+    let verdict = quiet(|rank| if rank == 0 { serves() } else { Stack::sleep() }).judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(verdict.sentence.contains("every rank sleeps, or waits for a message"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_wait_for_keyboard_input_is_not_storage() {
+    let prompt = || Stack::new(&[("main", "/job/notebook.py:3")], &["__GI___libc_read"]);
+    let mut job = quiet(|rank| if rank == 0 { prompt() } else { Stack::sleep() });
+    job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited =
+        Some(Awaited { kind: AwaitedKind::File.into(), name: "/dev/pts/0".into(), holders: Vec::new() });
+    expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
+}
+
+#[test]
+fn a_rank_that_stands_still_elsewhere_is_named_in_an_idle_job() {
+    let verdict = quiet(|rank| if rank == 2 { Stack::checkpoint() } else { Stack::sleep() }).judge();
+    expect(&verdict, Cause::StorageIo, &[2], Confidence::Medium);
+}
+
+#[test]
+fn all_ranks_in_their_loaders() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.stands(rank, Stack::loader());
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 2, 3]);
+    assert!(verdict.sentence.contains("none is to blame"), "{}", verdict.sentence);
+    job.stands(1, Stack::sleep());
+    expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
+}
+
+#[test]
+fn all_ranks_ask_a_server_that_does_not_answer() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.stands(
+            rank,
+            Stack::new(&[("read", "/usr/lib/python3.11/socket.py:7"), ("fetch", "/job/train.py:64")], &["recv"]),
+        );
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(verdict.sentence.contains("all 4 ranks stand at train.py:64 in fetch"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_minority_at_another_place_is_named_in_a_job_that_stands_still() {
+    let at = |file: &str| Stack::new(&[("step", file), ("main", "/job/train.py:133")], &["ioctl"]);
+    let verdict = quiet(|rank| at(if rank == 2 { "/job/load.py:7" } else { "/job/train.py:50" })).judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Low);
+    assert!(verdict.sentence.contains("while ranks 0-1, 3 stand at train.py:50"), "{}", verdict.sentence);
 }

@@ -256,52 +256,6 @@ fn a_lock_is_a_lock_with_medium_confidence() {
     expect(&behind(2, Stack::lock()).judge(), Cause::HostLock, &[2], Confidence::Medium);
 }
 
-/// A rank whose main thread waits for the GIL, which a native thread holds.
-fn gil(holder_runs: bool) -> Job {
-    let mut job = behind(
-        2,
-        Stack::new(&[("step", "/job/train.py:20")], &["pthread_cond_timedwait", "take_gil", "PyEval_RestoreThread"]),
-    );
-    let mut python = python_thread(5002, "plugin", &[("callback", "/job/plugin.py:5".to_owned())]);
-    python.owns_gil = true;
-    let native = native_thread(5002, &["pthread_mutex_lock", "plugin_wait"], "S (sleeping)", "", None, 9);
-    job.thread(2, native, Some(python));
-    if holder_runs {
-        job.rank(2).dump.as_mut().unwrap().stacktrace[1].cpu_time_ns = SECOND / 10;
-    }
-    job
-}
-
-#[test]
-fn a_blocked_gil_holder_is_a_deadlock_and_a_running_one_is_not() {
-    let verdict = gil(false).judge();
-    expect(&verdict, Cause::GilDeadlock, &[2], Confidence::High);
-    assert!(sentence(&verdict).contains("thread plugin holds it"), "{}", sentence(&verdict));
-    assert_eq!(gil(true).judge().cause, Cause::MissingRank);
-}
-
-#[test]
-fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions() {
-    let judged = |insides: &str, caller: &str| {
-        let mut job = gil(false);
-        let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
-        let first = dump.first_sample.as_mut().expect("two samples");
-        for thread in [&mut first.stacktrace[0], &mut dump.stacktrace[0]] {
-            let modules = ["/lib/x86_64-linux-gnu/libc.so.6", insides, "/usr/bin/python3.11"];
-            for (frame, module) in thread.frames.iter_mut().zip(modules) {
-                frame.module = module.to_owned();
-            }
-            thread.frames[1].func_name = "??".to_owned();
-            thread.frames[2].func_name = caller.to_owned();
-        }
-        job.judge().cause
-    };
-    assert_eq!(judged("/usr/bin/python3.11", "PyEval_RestoreThread"), Cause::GilDeadlock);
-    assert_eq!(judged("/usr/bin/python3.11", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
-    assert_ne!(judged("/usr/bin/python3.11", "PyThread_acquire_lock_timed"), Cause::GilDeadlock);
-    assert_ne!(judged("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
-}
-
 #[test]
 fn compiling_and_collecting_are_no_hangs() {
     let inductor = Stack::new(
@@ -463,36 +417,6 @@ fn a_job_that_computes_nothing_is_judged_by_its_stacks() {
     assert_eq!(verdict.victims, [0, 2, 3]);
     job.stands(1, Stack::sleep());
     expect(&job.judge(), Cause::MissingRank, &[1], Confidence::Low);
-}
-
-#[test]
-fn all_ranks_in_their_loaders() {
-    let mut job = Job::new(4);
-    job.trigger(TriggerKind::Idle);
-    for rank in 0..4 {
-        job.stands(rank, Stack::loader());
-    }
-    let verdict = job.judge();
-    expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
-    assert_eq!(verdict.victims, [0, 1, 2, 3]);
-    assert!(sentence(&verdict).contains("none is to blame"), "{}", sentence(&verdict));
-    job.stands(1, Stack::sleep());
-    expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
-}
-
-#[test]
-fn all_ranks_ask_a_server_that_does_not_answer() {
-    let mut job = Job::new(4);
-    job.trigger(TriggerKind::Idle);
-    for rank in 0..4 {
-        job.stands(
-            rank,
-            Stack::new(&[("read", "/usr/lib/python3.11/socket.py:7"), ("fetch", "/job/train.py:64")], &["recv"]),
-        );
-    }
-    let verdict = job.judge();
-    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    assert!(sentence(&verdict).contains("all 4 ranks stand at train.py:64 in fetch"), "{}", sentence(&verdict));
 }
 
 #[test]

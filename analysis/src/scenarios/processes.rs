@@ -1,14 +1,15 @@
-//! Other processes hold a rank up: its workers, its children, and processes that share a lock with
-//! it.
+//! Other processes hold a rank up: its workers, its children, processes that share a lock with it,
+//! and ranks that have a file lock, a pipe or a socket for which it waits. Also ranks whose
+//! training thread is not the main thread, or in which a thread holds the GIL.
 
 use super::{expect, hosts::behind};
 use crate::{
     Cause, Confidence,
-    testing::{Job, Stack},
+    testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
-    v1::{Op, TriggerKind},
+    v1::{Op, OpKind, TriggerKind},
 };
 
 /// Receives from a queue of worker processes, in functions whose names do not mention data.
@@ -171,4 +172,250 @@ fn ranks_in_a_shared_barrier_wait_in_a_job_without_collectives() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Low);
     assert_eq!(verdict.victims, [0, 2, 3]);
+}
+
+/// Eight ranks. `ranks` have not entered the collective that the others wait in.
+fn outside(ranks: &[u32]) -> Job {
+    let mut job = Job::with_world(8, 9);
+    for rank in 0..8 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    for rank in (0..8).filter(|rank| !ranks.contains(rank)) {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job
+}
+
+/// The rank is in this call, which waits for a resource of these processes.
+fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
+    job.stands(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
+    let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false };
+    let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
+    thread.awaited = Some(Awaited {
+        kind: kind.into(),
+        name: if kind == AwaitedKind::Pipe { String::new() } else { "/data/index.lock".into() },
+        holders: holders.iter().map(holder).collect(),
+    });
+}
+
+#[test]
+fn the_holder_of_what_others_wait_for_is_followed() {
+    for (native, kind) in [("flock", AwaitedKind::Lock), ("recv", AwaitedKind::Socket), ("read", AwaitedKind::Pipe)] {
+        let mut job = outside(&[2, 5]);
+        awaits(&mut job, 5, native, kind, &[1002]);
+        job.stands(2, Stack::checkpoint());
+        let verdict = job.judge();
+        expect(&verdict, Cause::StorageIo, &[2], Confidence::High);
+        assert!(verdict.victims.contains(&5), "{}", verdict.to_text());
+        assert!(verdict.sentence.contains("rank 5 waits for"), "{}", verdict.sentence);
+        // A chain of two resource waits.
+        let mut job = outside(&[2, 5, 6]);
+        awaits(&mut job, 5, native, kind, &[1002]);
+        awaits(&mut job, 6, native, kind, &[1005]);
+        job.stands(2, Stack::loader());
+        expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
+    }
+}
+
+#[test]
+fn a_holder_in_a_collective_with_the_waiter_is_named() {
+    let mut job = outside(&[5]);
+    awaits(&mut job, 5, "flock", AwaitedKind::Lock, &[1000]);
+    let verdict = job.judge();
+    expect(&verdict, Cause::StorageIo, &[0], Confidence::Medium);
+    let told = "Rank 0 holds up rank 5, which waits for the lock on index.lock, held by rank 0 (process 1000) at train.py:7 \
+                in fetch_index (C function flock); rank 0 is itself in all_reduce 10";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let mut job = outside(&[3, 5]);
+    awaits(&mut job, 5, "recv", AwaitedKind::Socket, &[1000]);
+    awaits(&mut job, 3, "recv", AwaitedKind::Socket, &[1000]);
+    expect(&job.judge(), Cause::MissingRank, &[0], Confidence::Medium);
+}
+
+#[test]
+fn a_resource_with_several_holders_is_not_followed() {
+    let mut job = outside(&[5]);
+    awaits(&mut job, 5, "read", AwaitedKind::Pipe, &[1000, 4242]);
+    assert_eq!(job.judge().culprits, [5]);
+    let mut job = outside(&[5]);
+    awaits(&mut job, 5, "read", AwaitedKind::Pipe, &[1005]);
+    assert_eq!(job.judge().culprits, [5]);
+}
+
+#[test]
+fn ranks_without_records_are_followed_as_well() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    job.stands(3, Stack::checkpoint());
+    awaits(&mut job, 1, "flock", AwaitedKind::Lock, &[1003]);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::StorageIo, &[3][..]), "{}", verdict.to_text());
+}
+
+/// The training thread.
+const TRAINER: u32 = 7002;
+
+/// Four ranks that each train in a thread. The third is behind; these are the stacks of its main
+/// thread and its training thread.
+fn behind_in_thread(main: Stack, trains: Stack) -> Job {
+    let mut job = behind(2, main);
+    launched_by(&mut job, TRAINER);
+    stands_in_thread(&mut job, trains);
+    job
+}
+
+/// The second rank launched everything on this thread.
+fn launched_by(job: &mut Job, tid: u32) {
+    let flight = job.flight(2);
+    flight.rank.as_mut().expect("it is known").pid = 1002;
+    flight.operations.iter_mut().for_each(|operation| operation.tid = tid);
+}
+
+fn stands_in_thread(job: &mut Job, stack: Stack) {
+    let mut other = Job::new(3);
+    other.stands(2, stack);
+    let dump = other.rank(2).dump.take().expect("a dump");
+    let first = dump.first_sample.expect("two samples");
+    let own = job.rank(2).dump.as_mut().expect("a dump");
+    let own_first = own.first_sample.as_mut().expect("two samples");
+    for (threads, python, to, to_python) in [
+        (first.stacktrace, first.py_stacktrace, &mut own_first.stacktrace, &mut own_first.py_stacktrace),
+        (dump.stacktrace, dump.py_stacktrace, &mut own.stacktrace, &mut own.py_stacktrace),
+    ] {
+        to.extend(threads.into_iter().map(|mut thread| {
+            thread.pid = TRAINER;
+            thread
+        }));
+        to_python.extend(python.into_iter().map(|mut thread| {
+            (thread.os_thread_id, thread.thread_name) = (TRAINER, "trainer".into());
+            thread
+        }));
+    }
+}
+
+fn joins() -> Stack {
+    let frames = [
+        ("Thread._wait_for_tstate_lock", "/usr/lib/python3.11/threading.py:1132"),
+        ("Thread.join", "/usr/lib/python3.11/threading.py:1112"),
+        ("main", "/job/run.py:5"),
+    ];
+    Stack::new(&frames, &["__futex_abstimed_wait_common64", "sem_wait", "PyThread_acquire_lock_timed"])
+}
+
+#[test]
+fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
+    let signal = || Stack::new(&[("main", "/job/run.py:5")], &["sigwait"]);
+    let sleeps = || Stack::new(&[("main", "/job/run.py:5")], &["clock_nanosleep"]).with(|stack| stack.switches = 9);
+    let ends = || Stack::new(&[], &["__futex_abstimed_wait_common64", "wait_for_thread_shutdown", "Py_FinalizeEx"]);
+    for main in [joins, signal, sleeps, ends] {
+        let verdict = behind_in_thread(main(), Stack::checkpoint()).judge();
+        expect(&verdict, Cause::StorageIo, &[2], Confidence::High);
+        assert!(verdict.sentence.contains("train.py:77 in save_checkpoint"), "{}", verdict.sentence);
+        let verdict = behind_in_thread(main(), Stack::pause()).judge();
+        expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
+        let verdict = behind_in_thread(main(), Stack::lock()).judge();
+        expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
+        assert!(verdict.sentence.contains("train.py:55 in update"), "{}", verdict.sentence);
+    }
+    // The main thread has created the communicator.
+    let mut job = behind_in_thread(joins(), Stack::checkpoint());
+    let made = &mut job.flight(2).operations[29];
+    (made.tid, made.kind) = (1002, OpKind::HostCall.into());
+    expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
+    let in_d = behind_in_thread(joins(), Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
+    expect(&in_d.judge(), Cause::DState, &[2], Confidence::High);
+}
+
+#[test]
+fn a_thread_that_trains_and_waits_for_its_device_is_no_suspect() {
+    let mut job = Job::with_world(3, 30);
+    (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+    job.comm(0x88, &[1, 2]);
+    job.enter(0x88, 2, Op::AllReduce);
+    job.stands(1, Stack::device_wait());
+    job.stands(2, joins());
+    stands_in_thread(&mut job, Stack::device_wait());
+    launched_by(&mut job, TRAINER);
+    let verdict = job.judge();
+    assert!(matches!(verdict.cause, Cause::OrderMismatch), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_main_thread_that_does_something_itself_is_judged() {
+    // The main thread gives the tasks, and the other thread waits for them.
+    let verdict = behind_in_thread(Stack::sleep(), Stack::loader()).judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("train.py:99 in evaluate"), "{}", verdict.sentence);
+    // Each of the two may wait for the other.
+    let verdict = behind_in_thread(Stack::lock(), Stack::lock()).judge();
+    expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
+    // The main thread launches as well.
+    let mut job = behind_in_thread(joins(), Stack::checkpoint());
+    job.flight(2).operations.last_mut().expect("operations").tid = 1002;
+    assert_ne!(job.judge().cause, Cause::StorageIo);
+    // A thread of a library, such as that of automatic differentiation.
+    let mut job = behind_in_thread(joins(), Stack::checkpoint());
+    let dump = job.rank(2).dump.as_mut().expect("a dump");
+    dump.py_stacktrace.retain(|thread| thread.os_thread_id != TRAINER);
+    assert_ne!(job.judge().cause, Cause::StorageIo);
+    // Ids of another pid namespace.
+    let mut job = behind_in_thread(joins(), Stack::checkpoint());
+    job.flight(2).rank.as_mut().expect("it is known").pid = 12;
+    assert_ne!(job.judge().cause, Cause::StorageIo);
+}
+
+#[test]
+fn movement_is_that_of_the_training_thread() {
+    let trains = Stack::sleep().busy(5 * SECOND).was_at("evaluate", "/job/eval.py:12");
+    let verdict = behind_in_thread(joins(), trains).judge();
+    expect(&verdict, Cause::LongStep, &[2], Confidence::Medium);
+}
+
+/// A rank whose main thread waits for the GIL, which a native thread holds.
+fn gil(holder_runs: bool) -> Job {
+    let mut job = behind(
+        2,
+        Stack::new(&[("step", "/job/train.py:20")], &["pthread_cond_timedwait", "take_gil", "PyEval_RestoreThread"]),
+    );
+    let mut python = python_thread(5002, "plugin", &[("callback", "/job/plugin.py:5".to_owned())]);
+    python.owns_gil = true;
+    let native = native_thread(5002, &["pthread_mutex_lock", "plugin_wait"], "S (sleeping)", "", None, 9);
+    job.thread(2, native, Some(python));
+    if holder_runs {
+        job.rank(2).dump.as_mut().unwrap().stacktrace[1].cpu_time_ns = SECOND / 10;
+    }
+    job
+}
+
+#[test]
+fn a_blocked_gil_holder_is_a_deadlock_and_a_running_one_is_not() {
+    let verdict = gil(false).judge();
+    expect(&verdict, Cause::GilDeadlock, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("thread plugin holds it"), "{}", verdict.sentence);
+    assert_eq!(gil(true).judge().cause, Cause::MissingRank);
+}
+
+#[test]
+fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions() {
+    let judged = |insides: &str, caller: &str| {
+        let mut job = gil(false);
+        let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
+        let first = dump.first_sample.as_mut().expect("two samples");
+        for thread in [&mut first.stacktrace[0], &mut dump.stacktrace[0]] {
+            let modules = ["/lib/x86_64-linux-gnu/libc.so.6", insides, "/usr/bin/python3.11"];
+            for (frame, module) in thread.frames.iter_mut().zip(modules) {
+                frame.module = module.to_owned();
+            }
+            thread.frames[1].func_name = "??".to_owned();
+            thread.frames[2].func_name = caller.to_owned();
+        }
+        job.judge().cause
+    };
+    assert_eq!(judged("/usr/bin/python3.11", "PyEval_RestoreThread"), Cause::GilDeadlock);
+    assert_eq!(judged("/usr/bin/python3.11", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
+    assert_ne!(judged("/usr/bin/python3.11", "PyThread_acquire_lock_timed"), Cause::GilDeadlock);
+    assert_ne!(judged("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
 }

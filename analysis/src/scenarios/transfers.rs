@@ -1,11 +1,12 @@
-//! Cycles of sends and receives, and what the past of their ranks shows.
+//! Sends and receives: alone, in cycles, or launched as one group as in a ring or in an all-to-all;
+//! and what the past of their ranks shows.
 
 use super::expect;
 use crate::{
     Cause, Confidence,
     testing::{Job, Stack},
 };
-use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation};
+use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation, Presence};
 
 /// Transfers that completed long ago.
 fn past(job: &mut Job, rank: u32, op: Op, peer: i32, count: u64) {
@@ -219,4 +220,99 @@ fn a_send_left_out_of_a_group_shows_in_the_number_of_transfers() {
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("79 made in 10 groups, 80 by ranks 0-1"), "{}", verdict.sentence);
+}
+
+/// One group of transfers that has begun.
+fn group(job: &mut Job, rank: u32, number: u64, transfers: &[(Op, i32)]) {
+    for (op, peer) in transfers {
+        job.transfer(0x77, rank, *op, *peer);
+        job.flight(rank).operations.last_mut().expect("it was pushed").group = number;
+    }
+}
+
+/// A hop of a ring in one group: a send to the next rank and a receive from the previous one.
+fn hop(rank: i32, world: i32) -> [(Op, i32); 2] {
+    [(Op::Send, (rank + 1) % world), (Op::Recv, (rank + world - 1) % world)]
+}
+
+#[test]
+fn a_ring_in_which_one_rank_sends_to_the_wrong_one() {
+    let mut job = together(4);
+    for rank in [0, 1, 3] {
+        group(&mut job, rank, 9, &hop(rank as i32, 4));
+    }
+    group(&mut job, 2, 9, &[(Op::Send, 0), (Op::Recv, 1)]);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("rank 3 in a recv from rank 2"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_ring_that_is_complete_and_does_not_move() {
+    let mut job = together(4);
+    for rank in 0..4 {
+        group(&mut job, rank, 9, &hop(rank as i32, 4));
+    }
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::Medium);
+}
+
+#[test]
+fn an_exchange_of_all_with_all_that_lacks_one_receive() {
+    let mut job = together(4);
+    for rank in 0..4 {
+        let all = (0..4).flat_map(|peer| [(Op::Send, peer), (Op::Recv, peer)]);
+        let made: Vec<(Op, i32)> = all.filter(|transfer| (rank, *transfer) != (2, (Op::Recv, 3))).collect();
+        group(&mut job, rank, 5, &made);
+    }
+    expect(&job.judge(), Cause::P2pUnmatched, &[2], Confidence::Medium);
+}
+
+#[test]
+fn the_rank_with_fewer_transfers_is_named_if_two_have_left() {
+    let mut job = together(4);
+    group(&mut job, 0, 9, &hop(0, 4));
+    for (rank, transfers) in [(0, 8), (1, 8), (2, 8), (3, 6)] {
+        job.flight(rank).communicators[0].point_to_point = transfers;
+        if rank > 0 {
+            job.rank(rank).presence = Presence::Left.into();
+            job.rank(rank).exit = "exit code 0".into();
+        }
+    }
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::ProcessDead, &[3][..]), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_circle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
+    // Rank 0 has launched its send behind a kernel that does not end, and has begun to receive on
+    // another stream.
+    let judge = |worked: bool| {
+        let mut job = together(2);
+        if worked {
+            for (rank, op, peer) in [(0, Op::Send, 1), (0, Op::Recv, 1), (1, Op::Recv, 0)] {
+                let operation = Operation { peer, started_ns: 1, ..Job::operation(0x77, 1, op) };
+                job.push(rank, Operation { status: OpStatus::Completed.into(), ..operation });
+            }
+        }
+        job.push(0, Operation { peer: 1, stream: 0x20, ..Job::operation(0x77, 1, Op::Send) });
+        job.transfer(0x77, 0, Op::Recv, 1);
+        job.transfer(0x77, 1, Op::Recv, 0);
+        job.judge()
+    };
+    expect(&judge(true), Cause::KernelHang, &[0], Confidence::Medium);
+    assert_eq!(judge(false).cause, Cause::P2pCycle);
+}
+
+#[test]
+fn many_together_may_wait_for_the_few_that_wait_for_them() {
+    let judge = |away: std::ops::Range<u32>| {
+        let mut job = together(4);
+        for rank in away.clone() {
+            job.transfer(0x77, 0, Op::Recv, rank as i32);
+            job.stands(rank, Stack::pause());
+        }
+        job.judge()
+    };
+    expect(&judge(3..4), Cause::P2pUnmatched, &[3], Confidence::High);
+    expect(&judge(1..4), Cause::P2pUnmatched, &[1, 2, 3], Confidence::Medium);
 }

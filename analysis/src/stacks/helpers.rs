@@ -1,5 +1,5 @@
 //! Threads and child processes that the main thread of a rank depends on: which of them is stuck,
-//! and which of them works.
+//! which of them works, and which of them holds the GIL.
 
 use std::collections::HashMap;
 
@@ -7,10 +7,9 @@ use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PyS
 
 use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
-    host::BUSY_SHARE,
+    host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
-    movement::{MOVING_BYTES_PER_SECOND, bytes_between},
-    names::{frame_label, is_library, own_frame},
+    names::{base_name, frame_label, is_library, is_named, own_frame},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
 };
@@ -243,5 +242,84 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         let place = place.map_or(String::new(), |place| format!(" at {place}"));
         let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
         Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", doing.witness)))
+    })
+}
+
+/// The name of a child process that is a compiler, if it is alive.
+pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
+    dump.children.iter().find_map(|child| {
+        let mut words = child.command.split_whitespace().map(base_name);
+        let program = words.find(|word| !patterns::INTERPRETERS.contains(word))?;
+        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
+        (alive && patterns::COMPILERS.contains(&program)).then(|| program.to_owned())
+    })
+}
+
+/// A capture may stop and release a thread. A thread that used more processor time than this
+/// between the samples ran by itself.
+const MAX_CAPTURE_RUN_NS: u64 = 5_000_000;
+
+/// The holder of the GIL, blocked at the same place in both samples while other threads wait for
+/// the GIL.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GilHolder {
+    /// Name of the thread.
+    pub thread: String,
+    /// The native function that blocks it.
+    pub function: String,
+    /// Its place in Python code.
+    pub place: Option<String>,
+    /// Number of threads that wait for the GIL.
+    pub waiting: usize,
+}
+
+/// Finds a deadlock on the GIL.
+pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
+    let (first, last) = samples(dump);
+    let first = first?;
+    let holder = |sample: Sample<'_>| {
+        sample
+            .python
+            .iter()
+            .find(|thread| thread.owns_gil && thread.os_thread_id != 0)
+            .map(|thread| thread.os_thread_id)
+    };
+    let tid = holder(last)?;
+    if holder(first)? != tid {
+        return None;
+    }
+    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
+    let (before, after) = (find(first)?, find(last)?);
+    // A capture may have stopped the thread for a moment, which counts as running.
+    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < MAX_CAPTURE_RUN_NS
+        && !after.state.starts_with('R')
+        && !after.frames.is_empty()
+        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
+    let waiting = last
+        .native
+        .iter()
+        .filter(|thread| classify(Some(thread), None).activity == Activity::Gil)
+        .filter(|thread| {
+            first
+                .native
+                .iter()
+                .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
+        })
+        .count();
+    if !blocked || waiting == 0 {
+        return None;
+    }
+    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    Some(GilHolder {
+        thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
+        function: after
+            .frames
+            .iter()
+            .map(|frame| &frame.func_name)
+            .find(|name| is_named(name))
+            .cloned()
+            .unwrap_or_default(),
+        place: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
+        waiting,
     })
 }

@@ -7,9 +7,11 @@ use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace};
 use super::{
     classify::{classify_without, receives},
     helpers,
-    host::{BUSY_SHARE, DSleep, Host, Movement, ObservedActivity},
+    host::{
+        BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, in_same_function, movement, serves_socket,
+        within_library,
+    },
     location::{locate, program},
-    movement::{IDLE_SHARE, in_same_function, movement, serves_socket, within_library},
     names::frame_label,
     patterns::{self, FREEZER_WCHAN},
     sample::{Sample, ThreadStacks, reporting_threads, samples},

@@ -1,9 +1,5 @@
-//! One incident, as the rules see it: the ranks, the communicators and the graph.
-
-mod confidence;
-mod describe;
-mod evidence;
-mod waits;
+//! One incident, as the rules see it: the ranks, the communicators and the graph, what a rank does,
+//! and how far a suspect can be trusted.
 
 use std::collections::BTreeSet;
 
@@ -12,16 +8,18 @@ use xpu_timer_proto::{
     v1::{Evidence, Op, OpKind, Operation},
 };
 
-use super::wording::Number;
 use crate::{
     facts,
     graph::{self, Event, Graph, Suspect},
     matching::{self, Comm},
     stacks::{self, StuckHelper},
     text::ranks,
-    verdict::Activity,
-    world::{RankView, World},
+    verdict::{Activity, Confidence},
+    world::{RankView, World, is_collective, is_init},
 };
+
+/// The file name of a standard input that is a pipe.
+pub(crate) const STANDARD_INPUT: &str = "/dev/stdin";
 
 /// One incident, as the rules see it.
 pub(crate) struct Case<'a> {
@@ -40,14 +38,6 @@ pub(crate) struct Case<'a> {
     /// By event: the ranks inside it, as text. Formatted once, because many suspects share an
     /// event.
     waiters_text: Vec<String>,
-}
-
-/// Shortens `path/train.py:88 in step` to `train.py:88 in step`.
-fn short_frame(frame: &str) -> String {
-    match frame.split_once(" in ") {
-        Some((file, function)) => format!("{} in {function}", stacks::base_name(file)),
-        None => frame.to_owned(),
-    }
 }
 
 impl<'a> Case<'a> {
@@ -92,34 +82,6 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Where the main thread of a rank is, to follow a verb: ` at train.py:41 in load (C function
-    /// read)`.
-    pub fn place(&self, rank_index: usize) -> String {
-        let location = &self.view(rank_index).host.location;
-        let mut place = String::new();
-        if let Some(python) = &location.python {
-            let caller = location.caller.as_ref().map(|caller| format!("{}, by ", short_frame(caller)));
-            place.push_str(&format!(" at {}{}", caller.unwrap_or_default(), stacks::base_name(python)));
-            if let Some(function) = &location.python_function {
-                place.push_str(&format!(" in {function}"));
-            }
-        }
-        match &location.native {
-            Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
-            Some(native) => place.push_str(&format!(" (C function {native})")),
-            None => {}
-        }
-        place
-    }
-
-    /// Where a rank is, as a clause: `; it stands at train.py:41 in load`. Empty if it is not
-    /// known.
-    pub fn stands_clause(&self, rank_index: usize, number: Number) -> String {
-        let place = self.place(rank_index);
-        let stands = number.word("; it stands", "; they stand");
-        if place.is_empty() { place } else { format!("{stands}{place}") }
-    }
-
     /// The event of a suspect in which most ranks wait. Of several, the first.
     pub fn main_event(&self, suspect: &Suspect) -> Option<Event> {
         let events = match suspect {
@@ -128,6 +90,39 @@ impl<'a> Case<'a> {
         };
         let most = events.iter().map(|event| self.graph.waiters_of(*event).len()).max()?;
         events.iter().copied().find(|event| self.graph.waiters_of(*event).len() == most)
+    }
+
+    /// The operation of an event, from the record of one of its waiters.
+    pub fn operation(&self, event: Event) -> Option<&'a Operation> {
+        let of_view = |rank_index: usize| match event {
+            Event::Collective { comm, seq } => {
+                let id = self.comms[comm].id;
+                self.view(rank_index)
+                    .operations()
+                    .find(|operation| is_collective(operation) && operation.communicator == id && operation.seq == seq)
+            }
+            Event::PointToPoint { comm, rank_index, peer, recv } => {
+                let id = self.comms[comm].id;
+                let op = if recv { Op::Recv } else { Op::Send };
+                self.view(rank_index)
+                    .pending()
+                    .find(|operation| operation.communicator == id && operation.peer == peer && operation.op() == op)
+            }
+            Event::Init { .. } | Event::Split { .. } => {
+                self.view(rank_index).pending().find(|operation| is_init(operation))
+            }
+        };
+        match event {
+            Event::PointToPoint { rank_index, .. } => of_view(rank_index),
+            Event::Collective { comm, .. } => self
+                .graph
+                .waiters_of(event)
+                .iter()
+                .copied()
+                .chain(self.comms[comm].members.iter().map(|member| member.rank_index))
+                .find_map(of_view),
+            _ => self.graph.waiters_of(event).iter().copied().find_map(of_view),
+        }
     }
 
     /// The C function in which the main thread of a rank is, without the program's own function
@@ -194,7 +189,99 @@ impl<'a> Case<'a> {
         self.view(rank_index).host.observed.activity == activity
     }
 
-    fn stuck_helper(&self, rank_index: usize) -> Option<StuckHelper> {
+    /// The thread or child process of a rank that is stuck.
+    pub fn stuck_helper(&self, rank_index: usize) -> Option<StuckHelper> {
         self.view(rank_index).evidence.and_then(facts::stuck_helper)
+    }
+
+    /// Whether the main thread of a rank waits for keyboard input, or for a standard input that
+    /// replaces it.
+    pub fn at_terminal(&self, rank_index: usize) -> bool {
+        let awaited = self.view(rank_index).host.awaited.as_ref();
+        awaited.is_some_and(|awaited| {
+            let name = awaited.name.as_str();
+            let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
+            awaited.kind() == AwaitedKind::File
+                && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
+        })
+    }
+
+    /// Whether the main thread of a rank waits for a child process by a pipe: the child has the
+    /// other end open, or the child is dead and only the rank itself has it open.
+    pub fn waits_for_child_by_pipe(&self, rank_index: usize) -> bool {
+        let view = self.view(rank_index);
+        let dead = || self.stuck_helper(rank_index).is_some_and(|helper| helper.is_dead());
+        view.host.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Pipe).is_some_and(|awaited| {
+            match awaited.holders.first() {
+                Some(holder) if Some(holder.pid) != view.pid() => holder.child,
+                _ => dead(),
+            }
+        })
+    }
+}
+
+/// How far a suspect can be trusted.
+impl<'a> Case<'a> {
+    /// Whether the activity of a rank may end by itself. Its main thread runs (however little
+    /// processor time a busy machine gives it), sleeps for a time, or waits for a peer, a child
+    /// process or a loader that is not known to be stuck.
+    fn may_finish(&self, rank_index: usize) -> bool {
+        let view = self.view(rank_index);
+        let host = &view.host;
+        let helper = self.stuck_helper(rank_index);
+        let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
+        let ran = host.moved.is_some_and(|moved| moved.main_ran);
+        let goes_on = match host.observed.activity {
+            Activity::Sleep | Activity::Running => true,
+            Activity::DataLoader => !stuck && host.awaited.is_none(),
+            Activity::Unknown => ran || self.waits_for_peer(rank_index) || helper.is_some() && !stuck,
+            Activity::Io => ran,
+            _ => false,
+        };
+        goes_on || stacks::is_sleep(self.native_function(rank_index))
+    }
+
+    /// The main thread of a rank did not run at all between the samples, in a call that neither
+    /// ends by itself nor waits for the work of another thread. Other threads do not matter, such
+    /// as those of a library that polls.
+    pub fn blocked(&self, rank_index: usize) -> bool {
+        let host = &self.view(rank_index).host;
+        let stands = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
+        stands && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
+    }
+
+    /// Confidence in a suspect of the host kind. High only if its stacks and the records of all
+    /// members of its events are there, both samples agree, and its activity cannot end by itself.
+    pub fn host_confidence(&self, suspect: &Suspect) -> Confidence {
+        let Suspect::Host { rank_index, events, guess } = suspect else { return Confidence::Medium };
+        let host = &self.view(*rank_index).host;
+        if *guess || events.is_empty() || !host.stack || host.moved.is_none() || !host.same_in_both || !host.frozen() {
+            return Confidence::Medium;
+        }
+        if !self.view(*rank_index).halted() && self.may_finish(*rank_index) {
+            return Confidence::Medium;
+        }
+        // A rank that is not a member of the new communicator is late for the split only by a count
+        // of splits.
+        let by_count = |event: &Event| {
+            matches!(*event, Event::Init { comm }
+                if self.comms[comm].member(*rank_index).is_none() && !self.comms[comm].silent.contains(rank_index))
+        };
+        if events.iter().any(by_count) {
+            return Confidence::Medium;
+        }
+        self.members_confidence(events)
+    }
+
+    /// High if every member of the events' communicators is known, else medium.
+    pub fn members_confidence(&self, events: &[Event]) -> Confidence {
+        let known = |event: &Event| {
+            let (Event::Collective { comm, .. }
+            | Event::PointToPoint { comm, .. }
+            | Event::Init { comm }
+            | Event::Split { comm }) = *event;
+            self.fully_recorded[comm]
+        };
+        if events.iter().all(known) { Confidence::High } else { Confidence::Medium }
     }
 }

@@ -1,0 +1,241 @@
+//! `op_mismatch`, `dtype_mismatch` and `size_mismatch`: all ranks of a communicator have entered
+//! the collective with the same number, and their operations differ. The last two also cover a send
+//! and its receive.
+
+use std::collections::HashMap;
+
+use xpu_timer_proto::v1::{DataType, Op, OpStatus, Operation};
+
+use super::{
+    collective::{Collective, Dissent, equal_sizes},
+    rule::{Finding, Rule, never_ruled_out},
+};
+use crate::{
+    case::Case,
+    graph::{Event, Suspect},
+    text::name,
+    verdict::{Cause, Confidence},
+    wording::{
+        collectives::{self, Variant, VariantGroup},
+        ruled_out,
+        transfers::{self, Property},
+    },
+};
+
+/// `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
+/// not the same operation.
+///
+/// Every member has launched number N and its device has begun it, so no rank is behind. The
+/// records of at least two members differ in one of these ways: they show different operations,
+/// different roots of the same operation, reductions that compute something else, or the blocking
+/// form of an MPI collective at one rank and the nonblocking form at another (which do not match by
+/// the standard).
+///
+/// The culprits are the ranks that differ from the largest group. If no group is the largest, the
+/// operations before decide, if they repeat and only one group continues them. Otherwise all
+/// members are named, with low confidence.
+pub(super) const OPERATION: Rule =
+    Rule { cause: Cause::OpMismatch, explain: operations_differ, rule_out: operations_agree };
+
+/// `dtype_mismatch`: all ranks have entered the same operation with different element types.
+///
+/// Like [`OPERATION`], with the same operation and different types. It comes before
+/// `size_mismatch`, because a rank that sends the same bytes as another type differs in both. Ranks
+/// that differed in the same way before, in an operation that completed, may do so. The rule also
+/// covers a send and its receive.
+pub(super) const TYPE: Rule = Rule { cause: Cause::DtypeMismatch, explain: types_differ, rule_out: never_ruled_out };
+
+/// `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
+///
+/// Like [`OPERATION`], with the same operation and different counts. All-to-all is left out,
+/// because its ranks may differ. The rule also covers a send and its receive that have both begun
+/// on their devices with different counts: the rank is named whose size has changed from what it
+/// had always been between these two, or both ranks if the past shows nothing.
+pub(super) const SIZE: Rule = Rule { cause: Cause::SizeMismatch, explain: sizes_differ, rule_out: never_ruled_out };
+
+/// Identifies an operation for [`OPERATION`]: its name, and its root or -1.
+pub(super) fn operation_key(operation: &Operation) -> (String, i32) {
+    let rooted = matches!(operation.op(), Op::Reduce | Op::Broadcast | Op::Gather | Op::Scatter);
+    (name(operation).to_owned(), if rooted { operation.peer } else { -1 })
+}
+
+fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let collective = Collective::of(case, suspect)?;
+    if let Some(dissent) = collective.dissent(case, operation_key) {
+        return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, with_root));
+    }
+    let found = |dissent| finding(case, &collective, dissent, |name: &String| Variant::Operation { name, root: None });
+    if let Some(dissent) = collective.new_dissent(case, form) {
+        return Some(found(dissent));
+    }
+    let dissent = collective.new_dissent(case, reduction)?;
+    // The library does not compare what reductions compute. A difference makes wrong sums, and a
+    // hang only together with another fault.
+    let found = found(dissent);
+    Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
+}
+
+fn with_root((name, root): &(String, i32)) -> Variant<'_> {
+    Variant::Operation { name, root: (*root >= 0).then_some(*root) }
+}
+
+/// An operation without its root.
+pub(super) fn without_root((name, _): &(String, i32)) -> Variant<'_> {
+    Variant::Operation { name, root: None }
+}
+
+/// The name of an MPI collective with its form: `MPI_Iallreduce` differs from `all_reduce`.
+fn form(operation: &Operation) -> String {
+    if operation.function.starts_with("MPI_I") { operation.function.clone() } else { name(operation).to_owned() }
+}
+
+/// The name of a collective with what it computes if it is a reduction.
+fn reduction(operation: &Operation) -> String {
+    match operation.op() {
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter => collectives::reduction(operation),
+        _ => name(operation).to_owned(),
+    }
+}
+
+fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let differ = |one: &Operation, other: &Operation| one.dtype != other.dtype && one.dtype != 0 && other.dtype != 0;
+    let key = |operation: &Operation| operation.dtype as u64;
+    if let Some(found) = ends_differ(case, suspect, Property::Types, differ, key) {
+        return Some(found);
+    }
+    let collective = Collective::of(case, suspect)?;
+    if collective.dissent(case, operation_key).is_some() {
+        return None;
+    }
+    let dissent = collective.new_dissent(case, |operation| operation.dtype)?;
+    let op = collective.operations.first()?.1.op();
+    Some(finding(case, &collective, dissent, |dtype: &i32| Variant::Type {
+        op,
+        dtype: DataType::try_from(*dtype).unwrap_or_default(),
+    }))
+}
+
+fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    // An MPI receive accepts any size up to its buffer's, so its record has no size.
+    let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
+    if let Some(found) = ends_differ(case, suspect, Property::Sizes, differ, |operation| operation.count) {
+        return Some(found);
+    }
+    let collective = Collective::of(case, suspect)?;
+    if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op())) {
+        return None;
+    }
+    let dissent = collective.new_dissent(case, |operation| operation.count)?;
+    let op = collective.operations.first()?.1.op();
+    Some(finding(case, &collective, dissent, |count: &u64| Variant::Elements { op, count: *count }))
+}
+
+/// Whether all ranks that differ from the right group finalize their library. That is `teardown`.
+pub(super) fn gave_up<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
+    let ends = |rank_index: &usize| {
+        let own = collective.operations.iter().find(|(other, _)| other == rank_index);
+        own.is_some_and(|(_, operation)| operation.function.ends_with("Finalize"))
+    };
+    dissent.right.is_some() && dissent.culprits.iter().all(ends)
+}
+
+/// The finding about members that differ. All three rules use it.
+pub(super) fn finding<Key: Ord + Clone>(
+    case: &Case<'_>,
+    collective: &Collective<'_>,
+    dissent: Dissent<Key>,
+    variant: impl for<'k> Fn(&'k Key) -> Variant<'k>,
+) -> Finding {
+    let event = collective.event;
+    let groups: Vec<VariantGroup<'_>> =
+        dissent.groups.iter().map(|(key, members)| (variant(key), members.as_slice())).collect();
+    let right = dissent.right.as_ref().and_then(|right| dissent.groups.keys().position(|key| key == right));
+    let statement = collectives::differ(case, event, &groups, right);
+    let by_history = right.is_some() && !dissent.certain;
+    let mut evidence = collectives::differ_lines(case, event, &groups, by_history);
+    evidence.extend(case.position_lines_of(&dissent.culprits));
+    let size = match event {
+        Event::Collective { comm, .. } => case.comms[comm].size as usize,
+        _ => 0,
+    };
+    let majority = right.is_some_and(|right| 2 * groups[right].1.len() > size);
+    let confidence = match (right.is_some(), dissent.certain) {
+        (false, _) => Confidence::Low,
+        (true, false) => Confidence::Medium,
+        // The largest group is no majority of the communicator, or only a majority of the ranks
+        // that came.
+        (true, true) if !majority => Confidence::Medium,
+        (true, true) => case.members_confidence(&[event]),
+    };
+    Finding { culprits: dissent.culprits, statement, confidence, evidence }
+}
+
+fn operations_agree(case: &Case<'_>, _: &[usize]) -> Option<String> {
+    // By the collective that a rank waits in, which is `oldest`.
+    let mut waits: HashMap<(u64, u64), (String, i32)> = HashMap::new();
+    for comm in &case.comms {
+        for operation in comm.members.iter().filter_map(|member| member.oldest) {
+            let first = waits.entry((comm.id, operation.seq)).or_insert_with(|| operation_key(operation));
+            if *first != operation_key(operation) {
+                return None;
+            }
+        }
+    }
+    (!waits.is_empty()).then(|| ruled_out::OPERATIONS_AGREE.to_owned())
+}
+
+/// A send and a receive that match, alone or in a cycle, and differ in a property.
+pub(super) fn ends_differ(
+    case: &Case<'_>,
+    suspect: &Suspect,
+    property: Property,
+    differ: impl Fn(&Operation, &Operation) -> bool,
+    key: impl Fn(&Operation) -> u64,
+) -> Option<Finding> {
+    let events = match suspect {
+        Suspect::Complete(event) => std::slice::from_ref(event),
+        Suspect::Cycle(events) => events.as_slice(),
+        _ => return None,
+    };
+    events.iter().find_map(|event| point_to_point(case, *event, property, &differ, &key))
+}
+
+fn point_to_point(
+    case: &Case<'_>,
+    event: Event,
+    property: Property,
+    differ: &impl Fn(&Operation, &Operation) -> bool,
+    key: &impl Fn(&Operation) -> u64,
+) -> Option<Finding> {
+    let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return None };
+    let own = case.comms[comm].member(rank_index)?.comm_rank;
+    let other = case.comms[comm].rank_index_of(peer)?;
+    let counterpart = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
+    let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
+    if !differ(mine, theirs) {
+        return None;
+    }
+    // Whether an end differs from what it had always been.
+    let changed = |rank_index: usize, operation: &Operation| {
+        let before: Vec<u64> = case
+            .view(rank_index)
+            .operations()
+            .filter(|past| {
+                past.status() == OpStatus::Completed
+                    && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
+            })
+            .map(&key)
+            .collect();
+        !before.is_empty() && before.iter().all(|past| *past == before[0] && *past != key(operation))
+    };
+    let blamed = match (changed(rank_index, mine), changed(other, theirs)) {
+        (true, false) => vec![rank_index],
+        (false, true) => vec![other],
+        _ => vec![rank_index, other],
+    };
+    let ends = [(rank_index, mine), (other, theirs)];
+    let mut evidence = vec![transfers::ends_differ_line(case, ends, property)];
+    evidence.extend(case.position_lines_of(&blamed));
+    let statement = transfers::ends_differ(case, ends, property, &blamed);
+    Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
+}

@@ -1,0 +1,97 @@
+//! `compile`, `python_gc` and `long_step`: others wait for a rank that makes progress, so this is
+//! not a hang. The confidence is never high.
+
+use super::rule::{Finding, Rule, never_ruled_out};
+use crate::{
+    case::Case,
+    facts,
+    graph::Suspect,
+    verdict::{Activity, Cause, Confidence},
+    wording::{hosts, ruled_out},
+};
+
+/// `compile`: the main thread is in the frames of a compiler (torch.compile, Triton, a C++
+/// extension, NVRTC), or it waits for a child process that is a compiler. Compilers take minutes
+/// and end by themselves. A compiler can hang as well, so the confidence is never high.
+pub(super) const COMPILE: Rule = Rule { cause: Cause::Compile, explain: compiles, rule_out: never_ruled_out };
+
+/// `python_gc`: the frames of the garbage collector are on the main thread, in the last sample or
+/// in both. A collection over a large heap takes seconds and ends by itself. The confidence is
+/// never high, because a finalizer inside the collection can block.
+pub(super) const PYTHON_GC: Rule =
+    Rule { cause: Cause::PythonGc, explain: collects_garbage, rule_out: never_ruled_out };
+
+/// `long_step`: between the samples the rank read or wrote bytes, or its own Python code reached
+/// another line: an evaluation, a checkpoint or a preprocessing that takes longer than the timeout.
+/// A busy processor at one and the same line proves nothing, because an endless loop is busy as
+/// well. The rule also covers a device that is far behind its host: an operation in the awaited
+/// streams began or completed between the samples. The confidence is never high.
+pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: goes_on, rule_out: nothing_moved };
+
+fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let rank_index = case.host_rank(suspect)?;
+    let view = case.view(rank_index);
+    let compiler = if case.does(rank_index, Activity::Compile) {
+        None
+    } else {
+        let busy = matches!(view.host.observed.activity, Activity::Unknown | Activity::Lock | Activity::Io);
+        Some(facts::compiler_child(view.evidence?).filter(|_| busy)?)
+    };
+    let compiler = compiler.as_deref();
+    let mut evidence = vec![hosts::compiles_line(case, rank_index, compiler)];
+    evidence.extend(case.position_lines(rank_index));
+    let statement = hosts::compiles(case, rank_index, compiler);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+}
+
+fn collects_garbage(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Gc))?;
+    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
+    evidence.extend(case.position_lines(rank_index));
+    let statement = hosts::collects_garbage(case, rank_index);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+}
+
+fn goes_on(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Device { rank_index, .. } = suspect {
+        return slow_device(case, *rank_index);
+    }
+    let rank_index = case.host_rank(suspect)?;
+    let view = case.view(rank_index);
+    let moved = view.host.moved.filter(|moved| moved.io || moved.own_frame)?;
+    if matches!(view.host.observed.activity, Activity::DeviceWait | Activity::CommInit) {
+        return None;
+    }
+    let mut evidence = vec![hosts::makes_progress_line(case, rank_index, moved.own_frame)];
+    evidence.extend(case.position_lines(rank_index));
+    let statement = hosts::makes_progress(case, rank_index, moved.own_frame);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+}
+
+/// The device is behind its host, and its stream makes progress: an operation began or completed
+/// since the first sample.
+fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
+    let view = case.view(rank_index);
+    let read_ns = view.flight?.read_ns;
+    let recent = |ns: u64| ns != 0 && read_ns.saturating_sub(ns) < case.evidence.sample_interval_ns;
+    let streams: Vec<u64> = view.pending().map(|operation| operation.stream).collect();
+    let went_on = view
+        .operations()
+        .filter(|operation| streams.contains(&operation.stream))
+        .any(|operation| recent(operation.completed_ns) || recent(operation.started_ns));
+    if !went_on {
+        return None;
+    }
+    let mut evidence = vec![hosts::slow_device_line(case, rank_index)];
+    evidence.extend(case.position_lines(rank_index));
+    let statement = hosts::slow_device(case, rank_index);
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+}
+
+fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    culprits.first()?;
+    let frozen = culprits
+        .iter()
+        .all(|rank_index| case.view(*rank_index).host.moved.is_some() && case.view(*rank_index).host.frozen());
+    frozen.then(|| ruled_out::nothing_moved(case, culprits))
+}

@@ -1,0 +1,168 @@
+//! The English of a verdict: its sentence, its lines of evidence, and the reasons why a cause is
+//! ruled out. Rules pass facts (ranks, events, operations) and get text back. No other module of
+//! the judge writes a sentence.
+
+pub(crate) mod collectives;
+pub(crate) mod creations;
+pub(crate) mod cycles;
+pub(crate) mod hosts;
+mod phrases;
+pub(crate) mod transfers;
+pub(crate) mod verdict;
+
+use crate::{case::Case, text, verdict::EvidenceLine};
+
+/// How a finding becomes a sentence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Statement {
+    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
+    OfRanks {
+        /// For one rank.
+        one: String,
+        /// For several ranks with the same predicate.
+        many: String,
+    },
+    /// A complete sentence.
+    Sentence(String),
+}
+
+impl Statement {
+    /// A predicate whose words agree with the number of ranks.
+    fn of_ranks(text: impl Fn(Number) -> String) -> Self {
+        Statement::OfRanks { one: text(Number::One), many: text(Number::Many) }
+    }
+}
+
+/// Whether a sentence is about one rank or several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Number {
+    One,
+    Many,
+}
+
+impl Number {
+    /// The number for this many ranks.
+    fn of(count: usize) -> Self {
+        if count == 1 { Number::One } else { Number::Many }
+    }
+
+    /// Selects the word for one rank or for several.
+    fn word(self, one: &'static str, many: &'static str) -> &'static str {
+        match self {
+            Number::One => one,
+            Number::Many => many,
+        }
+    }
+
+    fn is(self) -> &'static str {
+        self.word("is", "are")
+    }
+
+    fn has(self) -> &'static str {
+        self.word("has", "have")
+    }
+
+    fn does(self) -> &'static str {
+        self.word("does", "do")
+    }
+
+    fn it(self) -> &'static str {
+        self.word("it", "they")
+    }
+
+    fn its(self) -> &'static str {
+        self.word("its", "their")
+    }
+
+    /// The verb `to wait`.
+    fn waits(self) -> &'static str {
+        self.word("waits", "wait")
+    }
+}
+
+/// Ranks of a sentence.
+struct Ranks(Vec<u32>);
+
+impl Ranks {
+    /// The ranks with these indices.
+    fn of(case: &Case<'_>, rank_indices: &[usize]) -> Self {
+        Ranks(case.world.ranks(rank_indices.iter().copied()))
+    }
+
+    fn number(&self) -> Number {
+        Number::of(self.0.len())
+    }
+
+    /// `rank 2`, `ranks 0-1, 3`, or `no rank`.
+    fn text(&self) -> String {
+        text::ranks(&self.0)
+    }
+
+    /// The same at the beginning of a sentence.
+    fn capital(&self) -> String {
+        text::capital(&self.text())
+    }
+
+    /// A line of evidence about these ranks.
+    fn line(self, text: impl Into<String>) -> EvidenceLine {
+        line(text, self.0)
+    }
+}
+
+/// A line of evidence about some ranks.
+fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
+    EvidenceLine { text: text.into(), ranks }
+}
+
+/// A line of evidence about one rank: `rank 2: ` and the text.
+fn about(case: &Case<'_>, rank_index: usize, text: &str) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank}: {text}"), vec![rank])
+}
+
+/// The place of a rank, if it is alone.
+fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    match rank_indices {
+        [rank_index] => case.place(*rank_index),
+        _ => String::new(),
+    }
+}
+
+/// The reasons why the evidence excludes a cause.
+pub(crate) mod ruled_out {
+    use crate::{case::Case, graph::Event};
+
+    pub(crate) const OPERATIONS_AGREE: &str =
+        "ranks that are at the same number of a communicator run the same operation";
+    pub(crate) const NOT_STOPPED: &str = "no process is in state T";
+    pub(crate) const NO_UNINTERRUPTIBLE_SLEEP: &str = "no thread sleeps uninterruptibly in both samples";
+    pub(crate) const NOT_ON_GIL: &str = "the main thread does not wait for Python's global lock";
+    pub(crate) const NOT_IN_LOADER: &str = "the main thread is not in a data loader";
+    pub(crate) const NOT_IN_IO: &str = "the main thread is not inside a read, write or sync";
+    pub(crate) const NOT_ON_LOCK: &str = "the main thread does not wait for a lock";
+    pub(crate) const NO_BLOCKED_DEVICE: &str = "no device is blocked by something else than a collective";
+
+    /// The processes of this many ranks are alive.
+    pub(crate) fn all_alive(ranks: usize) -> String {
+        format!("the processes of all {ranks} ranks are alive")
+    }
+
+    /// Nothing moved on the culprits.
+    pub(crate) fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> String {
+        let who = match culprits {
+            [culprit] => format!("rank {}", case.view(*culprit).rank),
+            _ => "the culprits".to_owned(),
+        };
+        format!("nothing moved on {who} between the two samples")
+    }
+
+    /// All ranks have entered a collective.
+    pub(crate) fn all_entered(case: &Case<'_>, event: Event) -> String {
+        format!("all ranks have entered {}", case.describe(event))
+    }
+
+    /// A rank is behind the others.
+    pub(crate) fn not_in_operation(case: &Case<'_>, rank_index: usize) -> String {
+        format!("rank {} is not in the operation that the others wait in", case.view(rank_index).rank)
+    }
+}

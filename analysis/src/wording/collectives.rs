@@ -1,0 +1,328 @@
+//! Collectives: a rank has not entered one, a rank skipped one, the members differ, or nothing
+//! moves.
+
+use xpu_timer_proto::v1::{DataType, Op, Operation, Presence};
+
+use super::{Number, Ranks, Statement, about, line, place_of_one};
+use crate::{
+    case::Case,
+    graph::Event,
+    text::{dtype_name, name, op_name},
+    verdict::EvidenceLine,
+};
+
+/// How a rank is absent from a collective.
+#[derive(Clone, Copy)]
+pub(crate) enum Absence {
+    /// Its record does not show it, but all others are inside.
+    Guess,
+    /// It has launched the collective and does not wait for it, so no library runs it.
+    NotWaiting,
+    /// It has not launched the collective.
+    NotEntered,
+}
+
+/// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a
+/// processor all the time.
+pub(crate) fn absent(
+    case: &Case<'_>,
+    rank_index: usize,
+    event: Option<Event>,
+    absence: Absence,
+    busy: bool,
+) -> Statement {
+    let known = !case.place(rank_index).is_empty();
+    let stands = |number: Number| match (case.view(rank_index).presence, known) {
+        (Presence::Missing, _) => {
+            number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
+        }
+        (_, false) => {
+            number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
+        }
+        (_, true) => case.stands_clause(rank_index, number),
+    };
+    let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
+    let busy = if busy { ", busy on a processor" } else { "" };
+    Statement::of_ranks(|number| {
+        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(rank_index, number));
+        match absence {
+            Absence::Guess => format!("{} probably not in {what}: all others are{stands}", number.is()),
+            Absence::NotWaiting => {
+                let does = number.does();
+                format!("{has} launched {what} and {does} not wait for it, so nobody runs it{stands}{busy}{itself}")
+            }
+            Absence::NotEntered => format!("{has} not entered {what}{stands}{busy}{itself}"),
+        }
+    })
+}
+
+pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    about(case, rank_index, "sleeps and looks again: what it looks for may be another's to do")
+}
+
+/// A rank has called a collective in a group that it has not closed.
+pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
+    Statement::of_ranks(|number| {
+        let (has, it_has) = (number.has(), number.word("it has", "they have"));
+        let (what, stands) = (case.describe(event), case.stands_clause(rank_index, number));
+        format!("{has} called {what} in a group that {it_has} not closed{stands}")
+    })
+}
+
+/// Ranks whose records end in a collective that the others completed.
+pub(crate) fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
+    let (what, place) = (case.describe(event), place_of_one(case, silent));
+    let stands = if place.is_empty() { "" } else { "; it stands" };
+    Statement::Sentence(format!(
+        "{} fell silent in {what}, which {} completed{stands}{place}.",
+        who.capital(),
+        others.text()
+    ))
+}
+
+pub(crate) fn fell_silent_line(
+    case: &Case<'_>,
+    silent: &[usize],
+    completed_by: &[usize],
+    event: Event,
+) -> EvidenceLine {
+    let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
+    let what = case.describe(event);
+    let text = format!("the record of {} ends in {what}, and {} completed that", who.text(), others.text());
+    who.line(text)
+}
+
+/// Ranks that have begun a collective of a host library and do not wait for it as the others do.
+pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
+    let (number, place) = (who.number(), place_of_one(case, away));
+    Statement::Sentence(format!(
+        "{} {} begun {} and {} not wait for it as {} {}{}{place}.",
+        who.capital(),
+        number.has(),
+        case.describe(event),
+        number.does(),
+        others.text(),
+        others.number().does(),
+        if place.is_empty() { "" } else { "; it stands" },
+    ))
+}
+
+/// A rank that stands at another place than most ranks, which stand together.
+pub(crate) fn stands_apart(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
+    let (rank, place) = (case.view(rank_index).rank, case.place(rank_index));
+    let (others, there) = (Ranks::of(case, most), case.place(most[0]));
+    Statement::Sentence(format!("Rank {rank} stands{place}, while {} stand{there}.", others.text()))
+}
+
+/// The place of ranks that stand together.
+pub(crate) fn stand_together_line(case: &Case<'_>, together: &[usize]) -> EvidenceLine {
+    let who = Ranks::of(case, together);
+    let text = format!("{} stand{}", who.text(), case.place(together[0]));
+    who.line(text)
+}
+
+/// Few ranks in a collective, while the others stand together at another place.
+pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, few), Ranks::of(case, together));
+    let number = who.number();
+    Statement::Sentence(format!(
+        "{} {} alone in {}; {} all stand{}: they may wait for something that {} not done.",
+        who.capital(),
+        number.is(),
+        case.describe(event),
+        others.text(),
+        case.place(together[0]),
+        number.word("it has", "they have")
+    ))
+}
+
+/// Ranks inside a collective.
+pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> EvidenceLine {
+    let who = Ranks::of(case, inside);
+    let text = format!("{} in {}", who.text(), case.describe(event));
+    who.line(text)
+}
+
+/// Ranks whose call returned without taking part in the collective that the others are in.
+pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
+    let (number, place) = (who.number(), place_of_one(case, completed_by));
+    let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
+    let stands = match (place.is_empty(), gone) {
+        (_, true) => "; it has ended since".to_owned(),
+        (true, false) => String::new(),
+        (false, false) => format!("; it stands{place}"),
+    };
+    Statement::Sentence(format!(
+        "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{stands}.",
+        who.capital(),
+        case.describe(event),
+        number.its(),
+        number.it(),
+        number.has(),
+        others.text(),
+        others.number().word("which is", "which are"),
+    ))
+}
+
+/// The ranks that completed a collective and those that did not. `proven` if a clock or a device
+/// time proves that the former did not take part.
+pub(crate) fn skipped_lines(
+    case: &Case<'_>,
+    completed_by: &[usize],
+    inside: &[usize],
+    event: Event,
+    proven: bool,
+) -> Vec<EvidenceLine> {
+    let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
+    let what = case.describe(event);
+    let text = format!("{} completed {what}, which needs all its ranks; {} did not", who.text(), others.text());
+    let mut lines = vec![who.line(text)];
+    if proven {
+        let text = "it completed too early or too fast to have taken part";
+        lines.push(Ranks::of(case, completed_by).line(text));
+    }
+    lines
+}
+
+/// Few ranks in a collective for which all others ended too early: they made one too many.
+pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, inside), Ranks::of(case, ended));
+    let number = Number::of(inside.len());
+    Statement::Sentence(format!(
+        "{} {} in {}{}, and all others ({}) are done and have ended: {} made a collective too many.",
+        who.capital(),
+        number.waits(),
+        case.describe(event),
+        place_of_one(case, inside),
+        others.text(),
+        number.it(),
+    ))
+}
+
+pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
+    let who = Ranks::of(case, ended);
+    let text = format!("{} ended in order without it", who.text());
+    who.line(text)
+}
+
+/// What distinguishes the operations of the members of a collective.
+pub(crate) enum Variant<'a> {
+    /// The operation, and its root if it has one.
+    Operation { name: &'a str, root: Option<i32> },
+    /// The number of elements.
+    Elements { op: Op, count: u64 },
+    /// The type of the elements.
+    Type { op: Op, dtype: DataType },
+}
+
+impl Variant<'_> {
+    fn text(&self) -> String {
+        match *self {
+            Variant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
+            Variant::Operation { name, root: None } => name.to_owned(),
+            Variant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
+            Variant::Type { op, dtype } => {
+                let dtype = dtype_name(dtype);
+                format!("{} of {}", op_name(op), if dtype.is_empty() { "an unknown type" } else { dtype })
+            }
+        }
+    }
+}
+
+/// The name of a reduction with what it computes: `all_reduce (max)`.
+pub(crate) fn reduction(operation: &Operation) -> String {
+    const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
+    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"an operation of its own");
+    format!("{} ({computes})", name(operation))
+}
+
+/// Members of a collective that run one variant of it.
+pub(crate) type VariantGroup<'a> = (Variant<'a>, &'a [usize]);
+
+fn runs(case: &Case<'_>, (variant, members): &VariantGroup<'_>) -> String {
+    let who = Ranks::of(case, members);
+    format!("{} {} {}", who.text(), who.number().word("runs", "run"), variant.text())
+}
+
+/// `31 of communicator 0x1f (4 ranks)`: an event without the name of its operation.
+fn numbered(case: &Case<'_>, event: Event) -> String {
+    let what = case.describe(event);
+    what.split_once(' ').map_or(what.clone(), |(_, number)| number.to_owned())
+}
+
+/// The members of a collective run different operations. `right` is the index of the group that is
+/// known to be right.
+pub(crate) fn differ(case: &Case<'_>, event: Event, groups: &[VariantGroup<'_>], right: Option<usize>) -> Statement {
+    let number = numbered(case, event);
+    let odd: Vec<String> = groups
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| Some(*index) != right)
+        .map(|(_, group)| runs(case, group) + &place_of_one(case, group.1))
+        .collect();
+    Statement::Sentence(match right {
+        Some(right) => {
+            format!("At number {number}, {} while {}.", odd.join(" and "), runs(case, &groups[right]))
+        }
+        None => format!("At number {number}, the ranks differ: {}.", odd.join(", ")),
+    })
+}
+
+/// One line for each group. `by_history` if the past decides which group is right.
+pub(crate) fn differ_lines(
+    case: &Case<'_>,
+    event: Event,
+    groups: &[VariantGroup<'_>],
+    by_history: bool,
+) -> Vec<EvidenceLine> {
+    let number = numbered(case, event);
+    let of_group =
+        |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} at number {number}", runs(case, group)));
+    let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
+    if by_history {
+        lines.push(line("no group is the larger one; the operations before decide which one was due", Vec::new()));
+    }
+    lines
+}
+
+/// All members are in a collective that does not move.
+pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
+    let who = Ranks::of(case, case.graph.waiters_of(event));
+    Statement::Sentence(format!(
+        "{} {} in the same {}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
+        who.capital(),
+        who.number().is(),
+        case.describe(event)
+    ))
+}
+
+/// What is known of a collective that does not move: the ranks inside, the ranks that completed it,
+/// the number of unknown members, and whether the ranks may have passed different roots.
+pub(crate) fn stalled_lines(
+    case: &Case<'_>,
+    event: Event,
+    completed_by: &[usize],
+    unnamed: u32,
+    roots_may_differ: bool,
+) -> Vec<EvidenceLine> {
+    let what = case.describe(event);
+    let who = Ranks::of(case, case.graph.waiters_of(event));
+    let text = format!("{}: {what} has begun and has not completed", who.text());
+    let mut lines = vec![who.line(text)];
+    if !completed_by.is_empty() {
+        let completed_by = Ranks::of(case, completed_by);
+        let text = format!("{}: {what} has completed", completed_by.text());
+        lines.push(completed_by.line(text));
+    }
+    if unnamed > 0 {
+        let text = format!("{unnamed} of its members are not known; one of them may be to blame");
+        lines.push(line(text, Vec::new()));
+    }
+    if roots_may_differ {
+        lines.push(line("the records do not tell the root: the ranks may have named different ones", Vec::new()));
+    }
+    lines
+}

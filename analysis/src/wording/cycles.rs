@@ -1,0 +1,220 @@
+//! Ranks that wait for each other in a cycle.
+
+use super::{Number, Ranks, Statement, about, line, place_of_one};
+use crate::{
+    case::Case,
+    graph::Event,
+    history::{Deviation, Token},
+    text::{communicator, op_name},
+    verdict::EvidenceLine,
+};
+
+/// What the ranks that left their pattern did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Break {
+    /// They left out a collective.
+    Collective,
+    /// They left out a send or a receive.
+    Transfer,
+    /// They made a send or a receive that they had never made before.
+    NewTransfer,
+    /// They made a collective of a communicator in which they had never made it before.
+    NewCollective,
+    /// They exchanged two collectives.
+    Order,
+    /// They exchanged two operations, at least one of them a send or a receive.
+    TransferOrder,
+}
+
+/// An operation of a rank's past: `send to rank 3`, `all_reduce of communicator 0x1f`.
+fn past_operation(case: &Case<'_>, rank_index: usize, token: Token) -> String {
+    let name = op_name(token.op);
+    if !token.is_p2p() {
+        return format!("{name} of communicator {}", communicator(token.communicator));
+    }
+    let comm = case.comms.iter().find(|comm| comm.id == token.communicator && comm.member(rank_index).is_some());
+    let peer = comm.and_then(|comm| comm.rank_index_of(token.peer)).map(|peer| case.view(peer).rank);
+    if token.peer < 0 {
+        return format!("{name} from any rank");
+    }
+    let towards = if name == "send" { "to" } else { "from" };
+    match peer {
+        Some(rank) => format!("{name} {towards} rank {rank}"),
+        None => format!("{name} {towards} member {} of communicator {}", token.peer, communicator(token.communicator)),
+    }
+}
+
+/// Ranks that left the pattern of their operations, shown by one of them. `waited` is an event in
+/// which the others wait.
+pub(crate) fn left_pattern(
+    case: &Case<'_>,
+    culprits: &[usize],
+    kind: Break,
+    (rank_index, deviation): (usize, &Deviation),
+    waited: Option<Event>,
+) -> Statement {
+    let who = Ranks::of(case, culprits);
+    let it = Number::of(culprits.len()).it();
+    let expected = past_operation(case, rank_index, deviation.expected);
+    let actual = past_operation(case, rank_index, deviation.actual);
+    let did = match kind {
+        Break::Collective | Break::Transfer => {
+            format!("did not make the {expected} that {it} had always made before the {actual}")
+        }
+        Break::NewCollective => {
+            format!("made the {actual} for the first time, where the {expected} had always come")
+        }
+        Break::NewTransfer => {
+            format!("made a {actual} that {it} had never made before, where the {expected} had always come")
+        }
+        Break::Order | Break::TransferOrder => {
+            format!("made the {actual} before the {expected}, and had always made them the other way round")
+        }
+    };
+    let waits = waited.map_or_else(String::new, |event| format!(": {}", case.waiters_in(event)));
+    Statement::Sentence(format!("{} {did}, and now the ranks wait for each other{waits}.", who.capital()))
+}
+
+pub(crate) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
+    let text = format!(
+        "{} came where it had been the {} all {} times before",
+        past_operation(case, rank_index, deviation.actual),
+        past_operation(case, rank_index, deviation.expected),
+        deviation.times
+    );
+    about(case, rank_index, &text)
+}
+
+/// Ranks that entered the communicators in another order than the ranks that wait in these events.
+pub(crate) fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event]) -> Statement {
+    let parts: Vec<String> = waited.iter().take(2).map(|event| case.waiters_in(*event)).collect();
+    Statement::Sentence(format!(
+        "{} entered the communicators in another order than the others, and all wait for each other: {}.",
+        Ranks::of(case, culprits).capital(),
+        parts.join(", ")
+    ))
+}
+
+/// Ranks that are in event `own` instead of `left_out`, which other ranks have completed among
+/// themselves.
+pub(crate) fn left_out(case: &Case<'_>, culprits: &[usize], own: Event, left_out: Event) -> Statement {
+    let (who, inside) = (Ranks::of(case, culprits), Ranks::of(case, case.graph.waiters_of(left_out)));
+    Statement::Sentence(format!(
+        "{} {} in {}{}, and not in {}: {} {} there, and communicators like it have completed as many.",
+        who.capital(),
+        who.number().is(),
+        case.describe(own),
+        case.place(culprits[0]),
+        case.describe(left_out),
+        inside.text(),
+        inside.number().waits(),
+    ))
+}
+
+/// A rank that is in event `own`, while others wait for it in several others.
+pub(crate) fn out_of_step(case: &Case<'_>, rank_index: usize, own: Event, owed: &[Event]) -> Statement {
+    Statement::Sentence(format!(
+        "Rank {} is out of step: it is in {}{}, and others wait for it in {} and {} more.",
+        case.view(rank_index).rank,
+        case.describe(own),
+        case.place(rank_index),
+        case.describe(owed[0]),
+        owed.len() - 1,
+    ))
+}
+
+pub(crate) fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("all circles of waiting go through rank {rank}, and through no other rank"), vec![rank])
+}
+
+/// Ranks whose sends and receives wait for each other.
+pub(crate) fn circle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers: &[Event]) -> Statement {
+    Statement::Sentence(format!(
+        "{} wait for each other in a circle of sends and receives: {} is in {}, and so on round.",
+        Ranks::of(case, culprits).capital(),
+        case.waiters_text(transfers[0]),
+        case.describe(transfers[0])
+    ))
+}
+
+pub(crate) fn transfer_line(case: &Case<'_>, transfer: Event) -> EvidenceLine {
+    let inside = Ranks::of(case, case.graph.waiters_of(transfer));
+    let text = format!("{}: {}", inside.text(), case.describe(transfer));
+    inside.line(text)
+}
+
+/// Ranks that create communicators of one size with different unique ids.
+pub(crate) fn different_ids(case: &Case<'_>, size: u32, creations: &[Event]) -> Statement {
+    let each: Vec<String> = creations.iter().map(|event| case.waiters_in(*event)).collect();
+    Statement::Sentence(format!(
+        "The ranks create communicators of {size} ranks that none of them can complete, because they have different unique ids: {}; an id of an earlier attempt may have been left in the store.",
+        each.join(", ")
+    ))
+}
+
+/// The creation of a communicator returned on some ranks, which use it already, without the others.
+pub(crate) fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event, used: Event) -> Statement {
+    let (who, inside) = (Ranks::of(case, returned), Ranks::of(case, case.graph.waiters_of(creation)));
+    let number = who.number();
+    Statement::Sentence(format!(
+        "{} did not take part in {}: {} call returned without {}, and {} {} now in {}{}.",
+        who.capital(),
+        case.describe(creation),
+        number.its(),
+        inside.text(),
+        number.it(),
+        number.is(),
+        case.describe(used),
+        place_of_one(case, returned)
+    ))
+}
+
+/// Some ranks are in the creation of a communicator, and the others wait for them in `used`. The
+/// culprits are the early or the late ones.
+pub(crate) struct Apart<'a> {
+    /// Ranks in the creation.
+    pub early: &'a [usize],
+    /// Ranks that have not come to it.
+    pub late: &'a [usize],
+    pub creation: Event,
+    pub used: Event,
+}
+
+impl Apart<'_> {
+    /// The statement that blames the early ranks, or the late ones.
+    pub fn statement(&self, case: &Case<'_>, blames_early: bool) -> Statement {
+        let (early, late) = (Ranks::of(case, self.early), Ranks::of(case, self.late));
+        let (what, next) = (case.describe(self.creation), case.describe(self.used));
+        Statement::Sentence(if blames_early {
+            format!(
+                "{} {} in {what}{}, which {} {} not come to: they wait in {next}.",
+                early.capital(),
+                early.number().is(),
+                place_of_one(case, self.early),
+                late.text(),
+                late.number().does()
+            )
+        } else {
+            format!(
+                "{} {} not come to {what} and {} in {next}{}; {} {} there.",
+                late.capital(),
+                late.number().has(),
+                late.number().is(),
+                place_of_one(case, self.late),
+                early.text(),
+                early.number().waits()
+            )
+        })
+    }
+
+    /// Who is in the creation, and who in the operation.
+    pub fn lines(&self, case: &Case<'_>) -> Vec<EvidenceLine> {
+        let of = |rank_indices: &[usize], event: Event| {
+            let who = Ranks::of(case, rank_indices);
+            let text = format!("{} in {}", who.text(), case.describe(event));
+            who.line(text)
+        };
+        vec![of(self.early, self.creation), of(self.late, self.used)]
+    }
+}

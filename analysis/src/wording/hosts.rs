@@ -1,0 +1,318 @@
+//! The process, the host or the device of one rank holds up the others.
+
+use xpu_timer_proto::v1::{Operation, Presence};
+
+use super::{Number, Ranks, Statement, about, line};
+use crate::{
+    case::Case,
+    graph::Event,
+    stacks::GilHolder,
+    text::{op_name, shape},
+    verdict::EvidenceLine,
+};
+
+/// The end of a process: `is dead: its process is gone (killed by SIGKILL)`.
+pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String {
+    let view = case.view(rank_index);
+    let exit = view.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
+    let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
+    match view.presence {
+        Presence::Left => format!("{} left the job{exit}", number.has()),
+        _ if view.host.state.starts_with('Z') => {
+            format!(
+                "{} dead: {}{exit}",
+                number.is(),
+                number.word("its process is a zombie", "their processes are zombies")
+            )
+        }
+        _ => format!("{} dead: {} gone{exit}", number.is(), number.word("its process is", "their processes are")),
+    }
+}
+
+/// A rank whose process has ended.
+pub(crate) fn ended(case: &Case<'_>, rank_index: usize) -> Statement {
+    Statement::of_ranks(|number| end(case, rank_index, number))
+}
+
+pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank} {}", end(case, rank_index, Number::One)), vec![rank])
+}
+
+pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    let text =
+        "it had launched that collective itself and ended in order before its end was seen; it may have skipped it";
+    about(case, rank_index, text)
+}
+
+/// Ranks that completed a collective and are gone, while others are still inside.
+pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
+    let who = Ranks::of(case, gone);
+    Statement::Sentence(format!(
+        "{} {} gone; the others are still inside {}.",
+        who.capital(),
+        who.number().is(),
+        case.describe(event)
+    ))
+}
+
+/// A process that a signal, a debugger or the freezer of its control group has stopped.
+pub(crate) fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
+    let state = &case.view(rank_index).host.state;
+    let how = |number: Number| match state.chars().next() {
+        Some('F') => format!("frozen with {} control group (a paused container?)", number.its()),
+        Some('t') => format!("stopped by a debugger (state {state})"),
+        _ => format!("stopped by a signal (state {state})"),
+    };
+    Statement::of_ranks(|number| format!("{} {}{}", number.is(), how(number), case.place(rank_index)))
+}
+
+pub(crate) fn state_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    about(case, rank_index, &format!("process state {}", case.view(rank_index).host.state))
+}
+
+fn kernel_function(wchan: &str) -> String {
+    if wchan.is_empty() { String::new() } else { format!(" in kernel function {wchan}") }
+}
+
+/// A rank in uninterruptible sleep in a kernel function, whose name may be empty.
+pub(crate) fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: &str) -> Statement {
+    let sleeps = |number: Number| number.word("sleeps", "sleep");
+    let (place, at) = (kernel_function(wchan), case.place(rank_index));
+    Statement::of_ranks(|number| format!("{} uninterruptibly{place}{at}", sleeps(number)))
+}
+
+pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) -> EvidenceLine {
+    let place = kernel_function(wchan);
+    about(case, rank_index, &format!("in state D{place} in both samples, without having run in between"))
+}
+
+/// A rank that waits for its data loader.
+pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
+    let because = match (case.helper_text(rank_index), case.awaited_text(rank_index)) {
+        (Some(helper), _) => format!(", whose {helper}"),
+        (None, Some(awaits)) => format!(", by {awaits}"),
+        (None, None) => String::new(),
+    };
+    Statement::of_ranks(|number| {
+        format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(rank_index))
+    })
+}
+
+fn gil_held(holder: &GilHolder) -> String {
+    let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
+    format!(
+        "deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",
+        holder.thread,
+        holder.function,
+        match holder.waiting {
+            1 => "another thread waits".to_owned(),
+            waiting => format!("{waiting} other threads wait"),
+        }
+    )
+}
+
+/// A rank in which a blocked thread holds the GIL.
+pub(crate) fn deadlocked_on_gil(holder: &GilHolder) -> Statement {
+    let how = gil_held(holder);
+    Statement::of_ranks(|number| format!("{} {how}", number.is()))
+}
+
+pub(crate) fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder: &GilHolder) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank} is {}, in both samples", gil_held(holder)), vec![rank])
+}
+
+/// A rank that waits for a lock of its process, or for one that processes share.
+pub(crate) fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement {
+    let helper = case.helper_text(rank_index);
+    Statement::of_ranks(|number| {
+        let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
+        let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
+        match shared {
+            true => format!("{waits} for a lock that processes share{place}{helper}"),
+            false => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
+        }
+    })
+}
+
+/// A rank inside a read, write or sync, or in a call that waits for a file lock.
+pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement {
+    let witness = &case.view(rank_index).host.observed.witness;
+    let what = case.awaited_text(rank_index);
+    Statement::of_ranks(|number| {
+        let place = case.place(rank_index);
+        if file_lock {
+            let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
+            return format!("{} for {what}, in {witness}{place}", number.waits());
+        }
+        let of = what.as_ref().map_or(String::new(), |what| format!(" of {what}"));
+        format!("{} stuck in {witness}{of}{place}", number.is())
+    })
+}
+
+/// A rank that has a resource for which another rank waits. `inside` is the event in which the
+/// holder waits itself.
+pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {
+    let (rank, other) = (case.view(holder).rank, case.view(waiter).rank);
+    let what = case.awaited_text(waiter).unwrap_or_default();
+    let itself = match (inside, case.place(holder)) {
+        (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(event)),
+        (None, place) if place.is_empty() => String::new(),
+        (None, place) => format!("; rank {rank} stands{place}"),
+    };
+    let place = case.place(waiter);
+    Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{itself}."))
+}
+
+fn compiles_where(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
+    match compiler {
+        None => format!("in {}", case.view(rank_index).host.observed.witness),
+        Some(compiler) => {
+            format!("{} for {} child process {compiler}", number.word("it waits", "they wait"), number.its())
+        }
+    }
+}
+
+/// A rank that compiles, by itself or in a child process with the name `compiler`.
+pub(crate) fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> Statement {
+    Statement::of_ranks(|number| {
+        format!(
+            "{} ({}){}, which is slow and probably not a hang",
+            number.word("compiles", "compile"),
+            compiles_where(case, rank_index, compiler, number),
+            case.place(rank_index)
+        )
+    })
+}
+
+pub(crate) fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> EvidenceLine {
+    about(case, rank_index, &compiles_where(case, rank_index, compiler, Number::One))
+}
+
+/// A rank that collects Python garbage.
+pub(crate) fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement {
+    Statement::of_ranks(|number| {
+        let collects = number.word("collects", "collect");
+        format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(rank_index))
+    })
+}
+
+fn progress(in_python: bool) -> &'static str {
+    if in_python { "Python code goes on" } else { "bytes flow" }
+}
+
+/// A busy rank that makes progress: in its Python code, or by the bytes that it reads and writes.
+pub(crate) fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statement {
+    let how = progress(in_python);
+    Statement::of_ranks(|number| {
+        let (is, its, place) = (number.is(), number.its(), case.place(rank_index));
+        format!("{is} busy{place}: {its} {how}, so this is probably a long step and not a hang")
+    })
+}
+
+pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python: bool) -> EvidenceLine {
+    about(case, rank_index, &format!("its {} between the samples", progress(in_python)))
+}
+
+/// A rank whose device is far behind its host and makes progress.
+pub(crate) fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
+    Statement::of_ranks(|number| {
+        let (is, its, stands) = (number.is(), number.its(), case.stands_clause(rank_index, number));
+        format!("{is} slow on {its} device, which goes on, so this is probably not a hang{stands}")
+    })
+}
+
+pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    about(case, rank_index, "its device went on between the samples")
+}
+
+/// A device on which an operation does not end: the recorded one, or an unknown one after which
+/// kernel `last` was launched.
+pub(crate) fn stuck_on_device(
+    case: &Case<'_>,
+    rank_index: usize,
+    operation: Option<&Operation>,
+    last: Option<&str>,
+) -> Statement {
+    let culprit = match (operation, last) {
+        (Some(operation), _) => format!("{} does not end", shape(operation)),
+        (None, Some(last)) => format!("something does not end, and {last} was launched last"),
+        (None, None) => "something that is not a collective does not end".to_owned(),
+    };
+    Statement::of_ranks(|number| {
+        let stands = case.stands_clause(rank_index, number);
+        format!("{} stuck on {} device: {culprit}{stands}", number.is(), number.its())
+    })
+}
+
+pub(crate) fn not_begun_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
+    let (name, seq) = (op_name(operation.op()), operation.seq);
+    about(case, rank_index, &format!("{name} {seq} is launched, and the device has not begun it"))
+}
+
+pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    let witness = &case.view(rank_index).host.observed.witness;
+    about(case, rank_index, &format!("waits for its device in {witness}, and no collective of it is pending"))
+}
+
+pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
+    about(case, rank_index, &format!("{} is pending", shape(operation)))
+}
+
+pub(crate) fn stale_watcher_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    about(case, rank_index, "its watcher has not turned for a while, so this may be old")
+}
+
+pub(crate) fn host_goes_on_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    about(case, rank_index, "its host goes on, so its device may only be slow")
+}
+
+/// A rank in the teardown of its communicators or its interpreter.
+pub(crate) fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
+    let (witness, place) = (&case.view(rank_index).host.observed.witness, case.place(rank_index));
+    // The place may already contain the frame that shows the teardown.
+    let beside = if place.contains(witness.as_str()) { String::new() } else { format!(", in {witness}") };
+    Statement::of_ranks(|number| format!("{} shutting down{beside}{place}", number.is()))
+}
+
+/// Ranks that finalize their library where the others are in a collective. `differs` is the
+/// statement about the different operations.
+pub(crate) fn shut_down_instead(case: &Case<'_>, culprits: &[usize], differs: &Statement) -> Statement {
+    let Statement::Sentence(differs) = differs else { return differs.clone() };
+    let who = Ranks::of(case, culprits);
+    let is = who.number().is();
+    Statement::Sentence(format!("{} {is} shutting down while others go on: {}", who.capital(), lower(differs)))
+}
+
+/// The text with its first letter in lower case.
+fn lower(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_lowercase().chain(letters).collect())
+}
+
+/// Ranks of a wait cycle that finalize their library, while others wait in other events.
+pub(crate) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[Event]) -> Statement {
+    let who = Ranks::of(case, culprits);
+    let place = super::place_of_one(case, culprits);
+    let others: Vec<String> = others.iter().take(2).map(|event| case.waiters_in(*event)).collect();
+    Statement::Sentence(format!(
+        "{} {} shutting down{place}, while others go on: {}.",
+        who.capital(),
+        who.number().is(),
+        others.join(", ")
+    ))
+}
+
+/// First the ranks that finalize their library, then what each of the others waits in.
+pub(crate) fn shut_down_in_cycle_lines(
+    case: &Case<'_>,
+    culprits: &[usize],
+    event: Event,
+    others: &[Event],
+) -> Vec<EvidenceLine> {
+    let who = Ranks::of(case, culprits);
+    let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
+    let others = others.iter().map(|event| line(case.waiters_in(*event), Vec::new()));
+    [who.line(text)].into_iter().chain(others).collect()
+}

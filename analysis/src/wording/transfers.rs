@@ -1,0 +1,228 @@
+//! Sends and receives: one lacks its counterpart, or the two ends of a pair differ.
+
+use xpu_timer_proto::v1::Operation;
+
+use super::{Number, Ranks, Statement, line};
+use crate::{
+    case::Case,
+    graph::Event,
+    text::{capital, communicator, shape},
+    verdict::EvidenceLine,
+};
+
+/// A transfer of a wait cycle without a counterpart.
+#[derive(Clone, Copy)]
+pub(crate) struct OpenEnd {
+    /// The send or receive.
+    pub event: Event,
+    /// The rank that waits in it.
+    pub waiter: usize,
+    /// The rank that it waits for.
+    pub awaited: usize,
+}
+
+/// A property in which the two ends of a pair differ.
+#[derive(Clone, Copy)]
+pub(crate) enum Property {
+    Sizes,
+    Types,
+}
+
+impl Property {
+    fn text(self) -> &'static str {
+        match self {
+            Property::Sizes => "sizes",
+            Property::Types => "types",
+        }
+    }
+}
+
+fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String {
+    let waiting = case.view(waiter).rank;
+    match recv {
+        true => format!("{} not sent to rank {waiting}", number.has()),
+        false => format!("{} not receive from rank {waiting}", number.does()),
+    }
+}
+
+fn stands(case: &Case<'_>, rank_index: usize, number: Number) -> String {
+    case.stands_clause(rank_index, number) + &case.own_wait_clause(rank_index, number)
+}
+
+/// A rank has not made the counterpart of a receive or a send of `waiter`.
+pub(crate) fn no_counterpart(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool) -> Statement {
+    Statement::of_ranks(|number| misses(case, waiter, recv, number) + &stands(case, culprit, number))
+}
+
+/// The same of a rank that waits for `waiter` itself.
+pub(crate) fn no_counterpart_and_waits(
+    case: &Case<'_>,
+    culprit: usize,
+    waiter: usize,
+    recv: bool,
+    event: Event,
+) -> Statement {
+    let (rank, waiting) = (case.view(culprit).rank, case.view(waiter).rank);
+    Statement::Sentence(format!(
+        "Rank {rank} {}, which waits in {}, and waits itself for rank {waiting}{}.",
+        misses(case, waiter, recv, Number::One),
+        case.describe(event),
+        stands(case, culprit, Number::One)
+    ))
+}
+
+pub(crate) fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize, event: Event) -> EvidenceLine {
+    let (rank, waiting, what) = (case.view(culprit).rank, case.view(waiter).rank, case.describe(event));
+    let text = format!("rank {waiting}: {what} has begun and rank {rank} has no counterpart pending");
+    line(text, vec![waiting])
+}
+
+/// Numbers of transfers that the members of a communicator have made in their groups.
+#[derive(Clone, Copy)]
+pub(crate) struct GroupCounts {
+    /// Index of the communicator.
+    pub comm: usize,
+    /// Number of groups.
+    pub groups: u64,
+    /// Transfers of a rank that left one out.
+    pub fewer: u64,
+    /// Transfers of the others.
+    pub most: u64,
+}
+
+/// Ranks that left out a transfer of a group.
+pub(crate) fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: GroupCounts) -> Statement {
+    let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
+    let comm = &case.comms[counts.comm];
+    Statement::Sentence(format!(
+        "{} {} left out a send or receive of a group on communicator {} ({} ranks): {} made in {} groups, {} by {}.",
+        who.capital(),
+        who.number().has(),
+        communicator(comm.id),
+        comm.size,
+        counts.fewer,
+        counts.groups,
+        counts.most,
+        others.text(),
+    ))
+}
+
+pub(crate) fn fewer_in_groups_line(
+    case: &Case<'_>,
+    fewer: &[usize],
+    others: &[usize],
+    counts: GroupCounts,
+) -> EvidenceLine {
+    let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
+    let text = format!(
+        "{} {} made {} sends and receives, {} {}",
+        who.text(),
+        who.number().has(),
+        counts.fewer,
+        others.text(),
+        counts.most
+    );
+    who.line(text)
+}
+
+/// A rank receives from any rank, and no rank can send to it.
+pub(crate) fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
+    Statement::Sentence(format!(
+        "Rank {} waits in {} and nobody sends to it, because all others wait for it{}.",
+        case.view(rank_index).rank,
+        case.describe(event),
+        case.stands_clause(rank_index, Number::One)
+    ))
+}
+
+pub(crate) fn nobody_sends_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])
+}
+
+fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
+    let tag = case.operation(event).and_then(|operation| operation.tag).unwrap_or(-1);
+    format!("rank {} is in {} with tag {tag}", case.view(rank_index).rank, case.describe(event))
+}
+
+fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
+    match blamed[..] {
+        [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
+        _ => String::new(),
+    }
+}
+
+/// The tags of a send and its receive differ.
+pub(crate) fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
+    let [one, two] = ends.map(|end| with_tag(case, end));
+    let new = new_clause(case, blamed);
+    Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)))
+}
+
+pub(crate) fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
+    ends.map(|end| line(with_tag(case, end), vec![case.view(end.0).rank])).to_vec()
+}
+
+/// A send and its receive differ in a property.
+pub(crate) fn ends_differ(
+    case: &Case<'_>,
+    ends: [(usize, &Operation); 2],
+    property: Property,
+    blamed: &[usize],
+) -> Statement {
+    // Both ends are suspects of their own. Either gives the same sentence.
+    let mut ends = ends.map(|(rank_index, operation)| (case.view(rank_index).rank, operation));
+    ends.sort_by_key(|end| end.0);
+    Statement::Sentence(format!(
+        "Rank {} runs {} and its peer rank {} {}: the {} differ{}.",
+        ends[0].0,
+        shape(ends[0].1),
+        ends[1].0,
+        shape(ends[1].1),
+        property.text(),
+        new_clause(case, blamed)
+    ))
+}
+
+pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
+    let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
+    let text = format!("{} have both begun, and their {} differ", both.text(), property.text());
+    both.line(text)
+}
+
+fn open_end(case: &Case<'_>, open: &OpenEnd) -> String {
+    format!("rank {} in {}", case.view(open.waiter).rank, case.describe(open.event))
+}
+
+/// A rank is at an end of all transfers without a counterpart.
+pub(crate) fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd]) -> Statement {
+    let without: Vec<String> = open.iter().take(2).map(|open| open_end(case, open)).collect();
+    Statement::Sentence(format!(
+        "Rank {} does not send and receive as its peers do: {} {} no counterpart{}.",
+        case.view(culprit).rank,
+        without.join(" and "),
+        Number::of(open.len()).has(),
+        case.stands_clause(culprit, Number::One)
+    ))
+}
+
+pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
+    let text = format!("{} has begun and has no counterpart", open_end(case, open));
+    line(text, vec![case.view(open.waiter).rank])
+}
+
+/// All members are in the counterparts of each other's transfers, and the data does not move.
+pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
+    let who = Ranks::of(case, case.graph.waiters_of(event));
+    Statement::Sentence(format!(
+        "{} is in {}, its peer is in the counterpart, and nothing moves between them: look at the network.",
+        who.capital(),
+        case.describe(event)
+    ))
+}
+
+pub(crate) fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
+    let who = Ranks::of(case, case.graph.waiters_of(event));
+    let text = format!("{}: {} and its counterpart have begun", who.text(), case.describe(event));
+    who.line(text)
+}

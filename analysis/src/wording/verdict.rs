@@ -1,0 +1,200 @@
+//! The sentence of a verdict: from its findings, or without any. Also the lines about what is
+//! missing in the evidence.
+
+use xpu_timer_proto::v1::Operation;
+
+use super::{Number, Ranks, Statement, line};
+use crate::{
+    case::Case,
+    graph::{Event, Suspect},
+    text::{capital, communicator, shape},
+    verdict::EvidenceLine,
+};
+
+/// Number of suspects that the sentence spells out. The others are counted.
+const MAX_SPELLED: usize = 3;
+
+/// A statement and the ranks that it is about.
+#[derive(Clone, Copy)]
+pub(crate) struct Clause<'a> {
+    pub statement: &'a Statement,
+    pub culprits: &'a [usize],
+}
+
+fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String {
+    let who = Ranks::of(case, culprits);
+    match (statement, who.number()) {
+        (Statement::OfRanks { one, .. }, Number::One) => format!("{} {one}", who.text()),
+        (Statement::OfRanks { many, .. }, Number::Many) => format!("{} {many}", who.text()),
+        (Statement::Sentence(sentence), _) => sentence.trim_end_matches('.').to_owned(),
+    }
+}
+
+/// The clauses of equal statements, each about all of their ranks.
+fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
+    let mut said: Vec<(&Statement, Vec<usize>)> = Vec::new();
+    for clause in clauses {
+        match said.iter().position(|(statement, _)| *statement == clause.statement) {
+            Some(index) => said[index].1.extend(clause.culprits),
+            None if said.len() < MAX_SPELLED => said.push((clause.statement, clause.culprits.to_vec())),
+            None => {}
+        }
+    }
+    let mut parts: Vec<String> = said.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
+    let counted: usize = said.iter().map(|(_, culprits)| culprits.len()).sum();
+    let all: usize = clauses.iter().map(|clause| clause.culprits.len()).sum();
+    if counted < all {
+        parts.push(format!("and so do {} more ranks", all - counted));
+    }
+    parts
+}
+
+/// The sentence of a verdict: the clauses of the first rule, who waits for `main` among its
+/// suspects, and the clauses of the other rules. `culprits` are those of all clauses.
+pub(crate) fn explained(
+    case: &Case<'_>,
+    primary: &[Clause<'_>],
+    others: &[Clause<'_>],
+    main: Option<&Suspect>,
+    culprits: &[usize],
+) -> String {
+    let first = primary[0];
+    let is_sentence = matches!(first.statement, Statement::Sentence(_));
+    let mut text =
+        if is_sentence { spelled(case, first.statement, first.culprits) } else { predicates(case, primary).join("; ") };
+    if let Some(main) = main.filter(|_| !is_sentence) {
+        let waits = case.waiters_clause(main, culprits, &text);
+        text.push_str(&waits);
+    }
+    for clause in others.iter().take(MAX_SPELLED) {
+        text.push_str("; also ");
+        text.push_str(&spelled(case, clause.statement, clause.culprits));
+    }
+    text.push('.');
+    capital(&text)
+}
+
+/// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
+pub(crate) fn no_rank_differs(sentence: &str) -> String {
+    format!(
+        "{}; these are all ranks of the job, so none is to blame: look at what they wait for.",
+        sentence.trim_end_matches('.')
+    )
+}
+
+/// Why a job does not hang.
+pub(crate) enum Healthy<'a> {
+    AllLaunchedRecently,
+    EveryRankMoves,
+    NothingPending,
+    /// These ranks have left in order.
+    Left(&'a [usize]),
+}
+
+pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
+    let why = match why {
+        Healthy::AllLaunchedRecently => "every operation that is pending was launched a moment ago".to_owned(),
+        Healthy::EveryRankMoves => "no operation is pending, and every rank moves".to_owned(),
+        Healthy::NothingPending => "no operation is pending on any rank".to_owned(),
+        Healthy::Left(ranks) => format!("no operation is pending, and {} left in order", Ranks::of(case, ranks).text()),
+    };
+    format!("No hang is visible: {why}.")
+}
+
+/// All ranks do nothing. `together` if they are at one place.
+pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
+    let stand = if together {
+        format!("all {} ranks stand{}", case.world.views.len(), case.place(0))
+    } else {
+        "every rank sleeps, or waits for a message, a person or a signal".to_owned()
+    };
+    format!("No operation is pending, so nothing is stuck on any device: {stand}; the job may just be idle.")
+}
+
+/// What is known of a job whose stop no rule explains.
+pub(crate) enum Known<'a> {
+    NoRank,
+    NoStack,
+    /// Nothing is pending, and all ranks are at one place.
+    Together,
+    /// Nothing is pending, and this many ranks have stacks.
+    Stacks(usize),
+    /// Operations are pending.
+    Pending {
+        /// The event in which most ranks wait.
+        busiest: Option<Event>,
+        /// The ranks of which nothing is known.
+        unseen: &'a [usize],
+    },
+}
+
+pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
+    let all = case.world.views.len();
+    let known = match known {
+        Known::NoRank => "nothing is known of any rank".to_owned(),
+        Known::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
+        Known::Together => {
+            format!("no operation is pending on any rank, and all {all} ranks stand{}", case.place(0))
+        }
+        Known::Stacks(stacks) => {
+            format!("no operation is pending on any rank, and {stacks} of {all} ranks have stacks")
+        }
+        Known::Pending { busiest, unseen } => {
+            let whom = match unseen.len() {
+                0 => "no rank is seen to hold it up".to_owned(),
+                _ => {
+                    let unseen = Ranks::of(case, unseen);
+                    format!("the reason lies with {}, of which nothing is known here", unseen.text())
+                }
+            };
+            let waits = busiest.map_or("operations are pending".to_owned(), |event| {
+                let inside = Ranks::of(case, case.graph.waiters_of(event));
+                format!("{} {} in {}", inside.text(), inside.number().waits(), case.describe(event))
+            });
+            format!("{waits}, and {whom}")
+        }
+    };
+    format!("It is not known why the job stopped: {known}.")
+}
+
+/// What is missing in the evidence about some ranks.
+#[derive(Clone, Copy)]
+pub(crate) enum Gap {
+    Unseen,
+    NoStack,
+    NoFlightRecord,
+    LostOperations,
+    StuckWatcher,
+}
+
+pub(crate) fn gap_line(case: &Case<'_>, gap: Gap, rank_indices: &[usize]) -> EvidenceLine {
+    let what = match gap {
+        Gap::Unseen => "nothing is known of",
+        Gap::NoStack => "there is no stack of",
+        Gap::NoFlightRecord => "there is no flight record of",
+        Gap::LostOperations => "the flight record lost operations of",
+        Gap::StuckWatcher => "the watcher is stuck inside a driver call on",
+    };
+    let who = Ranks::of(case, rank_indices);
+    let text = format!("{what} {}", who.text());
+    who.line(text)
+}
+
+/// The operation that opened the incident.
+pub(crate) fn signalled_first_line(rank: u32, operation: &Operation) -> EvidenceLine {
+    let of_comm = match operation.communicator {
+        0 => String::new(),
+        id => format!(", number {} of communicator {}", operation.seq, communicator(id)),
+    };
+    line(format!("rank {rank} signalled first: {}{of_comm}", shape(operation)), vec![rank])
+}
+
+/// The age of the oldest pending operation is below the hang timeout.
+pub(crate) fn younger_than_timeout_line(oldest_ns: u64, timeout_ns: u64) -> EvidenceLine {
+    let text = format!(
+        "the oldest operation is pending for {} s, less than the hang timeout of {} s",
+        oldest_ns / 1_000_000_000,
+        timeout_ns / 1_000_000_000
+    );
+    line(text, Vec::new())
+}
