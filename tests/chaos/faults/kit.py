@@ -1,8 +1,8 @@
-"""What the faults have in common: the table, the processes under test, waits with deadlines, and the checks of a promise.
+"""The shared code of the faults: the table, the processes under test, waits with deadlines, and the checks of a promise.
 
-The runner (`src/run.rs`) starts each fault as a process of its own, with the folder, ports and environment of a `Job`, and ends
-everything that is left of it. A fault is a function with a docstring that says what goes wrong. It returns a few words about
-what was seen, or raises `Broken` when the promise does not hold, or `Unable` when this machine cannot be brought there.
+The runner (`src/run.rs`) starts each fault as a separate process, with the folder, ports and environment of a `Job`, and ends
+all processes that are left of it. A fault is a function whose docstring says what goes wrong. It returns a few words about what
+it saw. It raises `Broken` when the promise does not hold, and `Unable` when this machine cannot produce the fault.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Broken(Exception):
 
 
 class Unable(Exception):
-    """The fault cannot be made here."""
+    """This machine cannot produce the fault."""
 
 
 class Fault:
@@ -39,7 +39,7 @@ class Fault:
 
 
 def promises(promise, chance=False):
-    """Registers a fault. With `chance` it draws random moments, and a long run repeats it."""
+    """Registers a fault. With `chance` it uses random moments, and a long run repeats it."""
 
     def register(function):
         add(function.__name__, inspect.getdoc(function), promise, function, chance)
@@ -74,7 +74,7 @@ OTHER_USER = 54321
 
 
 class Proc:
-    """A process whose output lies in files, so that nobody waits for a pipe."""
+    """A process whose output goes to files, so that nothing waits for a pipe."""
 
     count = 0
 
@@ -123,7 +123,7 @@ def must(condition, otherwise):
 
 
 def wait_for(what, condition, seconds=40):
-    """Polls until a condition holds; what it returned."""
+    """Polls until a condition holds, and returns its value."""
     end = time.monotonic() + seconds
     while True:
         found = condition()
@@ -171,7 +171,7 @@ def trains(job, lines=1):
 
 
 def silent(job, lines=0):
-    """Nothing is printed into the job but so many lines of the launcher."""
+    """Checks that nothing is printed into the job except so many lines of the launcher."""
     said = job.err().splitlines()
     must(len(said) <= lines and all("xpu_timer" in line for line in said), f"printed into the job: {tail(job.err())}")
 
@@ -222,7 +222,7 @@ def answers():
 
 
 def collector(seconds=30):
-    """The pid of the collector, as its status says it, or as it is found."""
+    """The pid of the collector, from its status, or else from `/proc`."""
     wait_for("the collector answers", answers, seconds)
     with contextlib.suppress(Exception):
         pid = json.loads(http_get("/status")[1]).get("pid")
@@ -306,7 +306,7 @@ def thread_states(pid):
 
 
 def nobody_is_stopped(pids):
-    """No thread is left in a stop once nobody captures any more."""
+    """Checks that no thread stays stopped after the captures have ended."""
 
     def free():
         return not any(state in "tT" for pid in pids for state in thread_states(pid).values())
@@ -404,7 +404,7 @@ def connect(path):
 
 
 def works_still(culprit=0, count=2, seconds=60, **options):
-    """The node's next hang is judged as ever: the proof that what came before has done no harm."""
+    """Checks that the node still judges a hang correctly after the fault."""
     before = len(incidents())
     job = train("--fault=loader", f"--fault-rank={culprit}", "--fault-step=5", count=count, **options)
     _, verdict = incident(before + 1, seconds)
@@ -448,7 +448,7 @@ def root_needed():
 
 
 def as_user(user=OTHER_USER):
-    """Words that run a command as somebody else."""
+    """Words that run a command as another user."""
     root_needed()
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
 
