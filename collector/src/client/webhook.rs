@@ -58,10 +58,24 @@ impl Webhook {
     }
 }
 
+/// Replaces the characters that begin a mention or a link in a chat (`<!channel>`, `@here`,
+/// `<https://…|text>`) with others of the same look: a job name must not call a whole channel.
+fn without_mentions(text: &str) -> String {
+    text.chars()
+        .map(|letter| match letter {
+            '<' => '‹',
+            '>' => '›',
+            '@' => '＠',
+            other => other,
+        })
+        .collect()
+}
+
 /// Chat services show `text`; the other fields are for programs.
 fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
+    let text = format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence);
     json!({
-        "text": printable::line(&format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence)),
+        "text": without_mentions(&printable::line(&text)),
         "incident": verdict.incident,
         "job": verdict.job,
         "attempt": verdict.attempt,
@@ -113,7 +127,19 @@ fn send(url: &str, incident: &str, body: &Value) {
 
 #[cfg(test)]
 mod tests {
+    use xpu_timer_proto::v1::Evidence;
+
     use super::*;
+
+    #[test]
+    fn a_job_name_mentions_nobody() {
+        let mut verdict = xpu_timer_analysis::judge(&Evidence::default());
+        verdict.job = "<!channel> @here <https://example.org|log>".into();
+        let body = body(&verdict, None);
+        let text = body["text"].as_str().unwrap();
+        assert!(text.contains("job ‹!channel› ＠here ‹https://example.org|log›: "), "{text}");
+        assert_eq!(body["job"], verdict.job, "programs get the name as it is");
+    }
 
     #[test]
     fn no_error_contains_the_url() {

@@ -262,7 +262,7 @@ def webhook_secret():
 
 @promises("the webhook receives plain text on one line")
 def webhook_text():
-    """The job's name contains line breaks, escape sequences and direction marks, and the verdict goes to a webhook."""
+    """The job's name contains a mention, line breaks, escapes and direction marks, and the verdict goes to a webhook."""
     posts = []
 
     class Chat(http.server.BaseHTTPRequestHandler):
@@ -276,7 +276,7 @@ def webhook_text():
 
     chat = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chat)
     threading.Thread(target=chat.serve_forever, daemon=True).start()
-    name = "job\nxpu_timer: job other: forged\x1b[2J\u202e\u2066x"
+    name = "<!channel> @here\nxpu_timer: job other: forged\x1b[2J\u202e\u2066x"
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
                 env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:{chat.server_port}/x", "XPU_TIMER_JOB": name})
     judged([1])
@@ -285,4 +285,5 @@ def webhook_text():
     text = json.loads(posts[0])["text"]
     plain_text(text, "the text")
     must("\n" not in text, f"a forged line: {text!r}")
+    must("<" not in text and "@" not in text, f"a mention: {text!r}")
     silent(job)
