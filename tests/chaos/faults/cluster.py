@@ -185,7 +185,7 @@ def cluster_name_unknown():
 
 
 def relayed(port, pumps):
-    """Port of a relay to that port, in which `pumps` passes on what comes from one side to the other."""
+    """Starts a relay to a port, in which `pumps` forwards data from one side to the other. Returns the relay's port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def relays():

@@ -35,7 +35,7 @@ class Space:
         return Path(f"/proc/{self.pid}/root{path}")
 
     def remounts(self, folder, how):
-        """A remount as read-only waits until nobody writes, as the kernel asks."""
+        """Remounts a folder. The kernel refuses read-only while a file is open for writing, so this repeats."""
         wait_for(f"{folder} is {how}", lambda: self.runs(f"mount -o remount,{how} {folder}", check=False).returncode == 0, 20)
 
 
@@ -48,7 +48,7 @@ def mounted(*folders, options="size=64m"):
 
 
 def served(seconds=60):
-    """The incident with a verdict, as the status has it."""
+    """Waits for an incident with a verdict in the collector's status, and returns it."""
 
     def told():
         with contextlib.suppress(OSError, Broken, ValueError):
@@ -59,7 +59,7 @@ def served(seconds=60):
 
 
 def whole(space, roots, seconds=60, dumps=2):
-    """The folder in which the verdict of the hang is, with so many dumps."""
+    """Waits for a folder with the verdict of the hang and this many dumps, and returns it."""
 
     def found():
         for root in roots:
@@ -79,7 +79,7 @@ def temporary():
 def read_only(before, both):
     fallback = temporary() / f"xpu_timer-{os.getuid()}"
     fallback.mkdir(mode=0o700)
-    # The collector's lock lies beside it.
+    # The collector's lock is beside this folder.
     fallback = fallback / "timeline"
     fallback.mkdir(mode=0o700)
     folders = [TIMELINE, fallback] if both else [TIMELINE]
@@ -96,7 +96,7 @@ def read_only(before, both):
         time.sleep(2)
         for folder in folders:
             space.remounts(folder, "rw")
-    # When nothing can be written only the verdict is kept.
+    # When nothing can be written, only the verdict is kept.
     folder = whole(space, [TIMELINE, temporary()], dumps=0 if both else 2)
     silent(job, 2)
     return f"{one['cause']}, written to {'the folder' if str(TIMELINE) in str(folder) else 'the other folder'}"
@@ -128,7 +128,7 @@ def disk_full_on_and_off():
             space.runs(f"rm {folder}/fills")
         time.sleep(CHANCE.uniform(0, 0.2))
     one = served()
-    # What found no room at its moment is not kept: the verdict is.
+    # Files that found no space are dropped. The verdict is kept.
     folder = whole(space, folders, dumps=0)
     must(len(list(space.path(TIMELINE).glob("incident-*"))) <= 1, "several folders")
     silent(job, 2)
@@ -149,7 +149,7 @@ os.execvp(words[0], words)
 
 
 def dead(*folders):
-    """Words that run a command where these folders are file systems that never answer."""
+    """Words that run a command in which these folders are file systems that never answer."""
     if not Path("/dev/fuse").exists():
         raise Unable("no /dev/fuse")
     holder = DIR / "dead.py"
@@ -157,12 +157,12 @@ def dead(*folders):
     return [sys.executable, holder, ":".join(map(str, folders))]
 
 
-# /tmp is that of the machine, where the folder of the sockets is looked for next.
+# /tmp is the next candidate for the socket folder, so the job gets its own.
 OWN_TMP = f"mount --bind {DIR} /mnt; mount -t tmpfs none /tmp; mkdir -p {DIR}; mount --bind /mnt {DIR}; mkdir -p {os.environ.get('TMPDIR')}"
 
 
 def dies(space, *folders):
-    """These folders stop to answer; what ends that."""
+    """Makes these folders stop answering. Returns the process to pass to `revives`."""
     holder = subprocess.Popen(
         ["nsenter", f"--mount=/proc/{space.pid}/ns/mnt", *map(str, dead(*folders)), "sleep", "1000"], stdin=subprocess.DEVNULL)
     for folder in folders:
@@ -249,7 +249,7 @@ def log_folder_dies():
 
 
 def dies_and_the_collector_too(job, folder):
-    """Once both ranks are registered, the file system of the folder stops to answer and the collector is killed."""
+    """Once both ranks are registered, makes the folder stop answering and kills the collector."""
     space = Space(job)
     registered(2)
     holder = dies(space, folder)

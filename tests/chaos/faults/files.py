@@ -24,7 +24,7 @@ def verdicts(*roots):
 
 
 def elsewhere(script, *namespaces):
-    """The folder of the incidents cannot be used: the verdict is written in another one."""
+    """Makes the timeline folder unusable, and checks that the verdict is written to another one."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", wrap=in_shell(script, *namespaces))
     root = f"/proc/{job.pid}/root" if namespaces else ""
     temporary = os.environ["TMPDIR"]
@@ -218,7 +218,7 @@ def temporary_folder_emptied():
 
 
 def on_a_dead_file_system(env_of):
-    """A job with variables that name places on a file system that does not answer."""
+    """Runs a job whose variables name paths on a file system that does not answer."""
     if not Path("/dev/fuse").exists():
         raise Unable("no /dev/fuse")
     mount = DIR / "dead"

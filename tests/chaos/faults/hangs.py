@@ -12,7 +12,7 @@ from kit import (
 
 PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's exit status is not 0"
 
-# Arguments of train.py, the fault of the device, the culprits, and causes that are right.
+# Arguments of train.py, the fault of the simulated device, the culprits, and the text of the fault.
 HANGS = {
     "loader": (["--fault=loader", "--fault-rank=1"], "", [1], "A shard of the data loader never arrives."),
     "skipped": (["--fault=skip", "--fault-rank=1", "--steps=40"], "", [1], "A rank skips a collective."),

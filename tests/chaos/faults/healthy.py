@@ -49,7 +49,7 @@ MODES = {
     "slow_pipeline": "The ranks of a pipeline work one after the other, each for most of a timeout.",
     "steps": "The ranks train in plain steps.",
 }
-# More ranks than two, where that makes the fault.
+# The number of ranks, if the fault needs more than two.
 COUNTS = {"slow_pipeline": 4}
 
 

@@ -19,7 +19,7 @@ def rendezvous(name):
 
 
 def two(kill, more=None):
-    """Two jobs with the same names and ranks; the second one hangs."""
+    """Runs two jobs with the same name and ranks. The second one hangs."""
     first = train(env={**rendezvous("first"), **kill, **(more or {})})
     trains(first)
     second = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill, **(more or {})})

@@ -116,7 +116,7 @@ def viewer_killed():
         end = time.monotonic() + 40
         while time.monotonic() < end and not (TIMELINE / "latest").exists():
             wait_for_one(0.2)
-            # At the moment of the execution it still has the name of the collector's thread.
+            # At this moment the process still has the name of the collector's thread.
             for _ in range(100):
                 viewers = [child for parent in parents for child in children(parent)]
                 for viewer in [child for child in viewers if comm(child).startswith("xpu_timer_stack")]:

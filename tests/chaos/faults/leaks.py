@@ -28,7 +28,7 @@ GROWTH = {"kB": 6000, "descriptors": 6, "threads": 4, "files": 6}
 
 
 def flat(pid, before, growth=GROWTH):
-    """Nothing is more than before, by more than noise, within some seconds of rest."""
+    """Checks that, after some seconds of rest, no figure exceeds its earlier value by more than noise."""
     over = lambda: {key: (before[key], now) for key, now in figures(pid).items() if now > before[key] + growth[key]}
     end = time.monotonic() + 25
     while over() and time.monotonic() < end:
@@ -38,7 +38,7 @@ def flat(pid, before, growth=GROWTH):
 
 
 def attacked(attack, warm, times):
-    """The figures after `warm` and after `times` rounds of an attack while a job trains."""
+    """Compares the figures after `warm` and after `times` rounds of an attack while a job trains."""
     job = train()
     registered(2)
     path, pid = socket_path(), collector()

@@ -36,7 +36,7 @@ for _name, (_fault, _script) in LIMITS.items():
 
 
 def own_collector(script, env=None):
-    """A collector that was started under a limit, for the ranks that come later."""
+    """Starts a collector under a limit, for the ranks that start later."""
     environment = {"XPU_TIMER_SOCKET": str(DIR / "own.sock"), **(env or {})}
     os.environ.update(environment)
     proc = Proc(["bash", "-c", script + '\nexec "$@"', "bash", COLLECTOR, "node"])
@@ -68,7 +68,7 @@ def collector_with_little_memory():
 
 
 def group(kind, limit, value):
-    """A control group of the first version for this fault; removed by the kernel's rules when it is empty."""
+    """Creates a cgroup v1 control group for this fault. `leave` removes it."""
     root_needed()
     root = Path("/sys/fs/cgroup") / kind
     folder = root / f"xpu_chaos_{os.getpid()}"
@@ -152,7 +152,7 @@ def viewer_alone_out_of_memory():
 
 
 def dumps(count):
-    """A folder of dumps, made from the one of a real hang."""
+    """Creates a folder of dumps from the dumps of a real hang."""
     source = Path(__file__).resolve().parents[3] / "tests/fixtures/rank6/in"
     folder = DIR / "dumps"
     folder.mkdir()
@@ -179,7 +179,7 @@ def process_table_full():
 
 
 def readable_by_others():
-    """The installed programs where another user can read them."""
+    """Copies the installed programs to a folder that other users can read."""
     folder = DIR / "installed"
     folder.mkdir()
     names = ["xpu_timer_launch", "xpu_timer_collector", "xpu_timer_stacktrace_viewer", "xpu_timer_dump", "xpu_timer_print_env",
@@ -193,7 +193,8 @@ def readable_by_others():
 @promises("the ranks complete, and the hook works without its thread if none can be created")
 def process_group_full():
     """The control group of a rank allows no further thread at the first device call."""
-    # Outside, because its threads come and go; with the rank are bash, the launcher's program and those of the simulated device.
+    # The collector stays outside, because its threads come and go. The group has the rank, bash, the launcher's program and the
+    # processes of the simulated device.
     own_collector("true")
     folder = group("pids", "pids.max", 30)
     try:
@@ -207,7 +208,7 @@ def process_group_full():
 
 
 def without_room(options, fills, frees):
-    """A hang while neither the folder of the incidents nor the one that replaces it has room; later both have."""
+    """Hangs a job while neither the timeline folder nor its fallback has space. Later both have space."""
     folders = [TIMELINE, Path(os.environ["TMPDIR"])]
     mounts = "; ".join(f"mount -t tmpfs -o {options} none {folder}; cd {folder}; {fills}; cd /" for folder in folders)
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=20", wrap=in_shell(mounts, "--mount"))
@@ -220,7 +221,7 @@ def without_room(options, fills, frees):
             path.unlink()
 
     def written():
-        # The launcher moves the folder of last resort when TMPDIR has no room.
+        # When TMPDIR has no space, the launcher picks another fallback folder.
         path = next((one["path"] for one in owner_status()["incidents"] if one.get("path")), None)
         places = inside + ([Path(f"/proc/{job.pid}/root{path}")] if path else [])
         return any("data_loader" in path.read_text() for folder in places for path in folder.rglob("verdict.txt"))

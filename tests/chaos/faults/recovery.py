@@ -25,7 +25,7 @@ def supervisor():
 
 
 def killable():
-    """Processes of ours but the supervisor: without it nobody would be there to start another collector."""
+    """Pids of xpu_timer's processes except the supervisor, which has to restart the collector."""
     keepers = set()
     for pid in collectors():
         if status(pid, "PPid") not in collectors():
@@ -38,7 +38,7 @@ def hangs(at=40, **options):
 
 
 def finished():
-    """Folders with a verdict of the hang, all their dumps and the pictures."""
+    """Folders with the verdict of the hang and the report."""
     found = []
     for folder in TIMELINE.glob("incident-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -134,7 +134,7 @@ def both_killed_then_another_launch():
     job = hangs(100)
     registered(2)
     pids = ours()
-    # Stopped first, so that neither starts the other one anew.
+    # Both are stopped first, so that neither restarts the other.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
@@ -191,7 +191,7 @@ def few(count, ranks):
 
 
 class Node:
-    """A node of a job over several: a collector, a folder and ports of its own."""
+    """One node of a multi-node job, with its own collector, folder and ports."""
 
     def __init__(self, name, port, world, url):
         self.name, self.port, self.world = name, port, world
@@ -216,7 +216,7 @@ class Node:
 
 
 def two_ports():
-    """The first of two free ports, as a node collector takes them."""
+    """Finds two adjacent free ports for a node collector. Returns the first."""
     while True:
         port = random.randrange(23100, 23900, 2)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
@@ -232,7 +232,7 @@ def wide(url, at=60):
 
 
 def whole_at_cluster(seconds=100):
-    """Incident folders of the cluster whose verdict names all four ranks."""
+    """Waits for incident folders of the cluster collector whose verdict names all four ranks."""
 
     def found():
         whole = []

@@ -30,7 +30,7 @@ def varint(number):
 
 
 def field(number, value):
-    """One field of a message: numbers as varints, the rest with its length."""
+    """Encodes one field of a message: numbers as varints, other values with their length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     value = value.encode() if isinstance(value, str) else value
@@ -67,7 +67,7 @@ def memory_file(size, content=b""):
 
 
 def served(attack, grows_kb=64 << 10):
-    """A collector that is attacked while a job trains; what it may grow by."""
+    """Attacks the collector while a job trains, and limits the growth of its memory."""
     job = train()
     registered(2)
     path, pid = socket_path(), collector()
@@ -327,7 +327,7 @@ while True:
 
 
 def trains_under(answers, seconds):
-    """A job trains while `answers` has each connection to what listens in place of the collector."""
+    """Trains a job while `answers` handles each connection to a listener in place of the collector."""
     path = DIR / "other"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))

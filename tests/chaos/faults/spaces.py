@@ -118,7 +118,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 def clock_jump(*offsets):
-    """A collector whose CLOCK_REALTIME jumps; it reads it through the C library, so a preloaded function can change it."""
+    """Starts a collector whose CLOCK_REALTIME jumps. A preloaded function changes the clock, which it reads through the C library."""
     shim = compiled("shim.so", SHIM, "-shared", "-fPIC", "-ldl")
     file = DIR / "offset"
     file.write_text("0")

@@ -34,7 +34,7 @@ def shown(name):
 
 
 def look(job, folder, forged="forged"):
-    """Everything that a person would read."""
+    """Checks every text that a person would read."""
     listing = Proc([COLLECTOR, "incidents", "list"])
     listing.wait(30)
     plain_text(listing.out() + listing.err(), "incidents list")

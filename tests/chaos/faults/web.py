@@ -18,7 +18,7 @@ SERVED = "the collector survives and answers, training continues, and the next h
 
 
 def raw(port, text, seconds=3):
-    """Sends bytes and returns what comes back, until the peer closes or the time is over."""
+    """Sends bytes, and returns the answer up to the end of the connection or the timeout."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as peer:
         answer = b""
         try:
@@ -200,7 +200,7 @@ def web_flood_of_dumps():
 
 
 def as_stranger(script):
-    """A script in Python, run as another user."""
+    """Runs a Python script as another user. Returns its output and errors."""
     proc = Proc([*as_user(), SYSTEM_PYTHON, "-c", "import http.client\n"
                  "def ask(method, path, port, **more):\n"
                  "    c = http.client.HTTPConnection('127.0.0.1', port, timeout=10); c.request(method, path, **more)\n"
@@ -264,7 +264,7 @@ def port_taken():
 
 
 def shows_no_secret(secret, folder):
-    """Neither the status, the logs and the metrics, nor any file of an incident, nor any command that shows a process."""
+    """Checks status, logs, metrics, all incident files, and all commands that show a process for the secret."""
     wait_for("the report", lambda: (folder / "report.html").exists(), 30)
     shown = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     shown |= {"/status": http_get("/status")[1], "the log": log_text(), "/metrics": http_get("/metrics", port=PORT + 1)[1]}
