@@ -65,7 +65,7 @@ const SHORT_RUNS: u32 = 4000;
 const PLANTED_ATTEMPTS: u32 = 50_000_000;
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let built = build()?;
+    let built = build(options.seconds == 0)?;
     guided(&built)?;
     let chosen =
         |name: &&str| options.names.is_empty() || options.names.iter().any(|word| name.contains(word.as_str()));
@@ -78,13 +78,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds the fuzzer.
-fn build() -> Result<PathBuf> {
+/// Builds the fuzzer. For the few inputs of the short form, optimizing takes longer than it saves.
+fn build(is_short: bool) -> Result<PathBuf> {
     need(&["g++"])?;
-    let mut build = cargo(&["build", "--release", "-p", "xpu_timer_fuzz", "--bins", "--features", "fuzzer"]);
+    let (profile, folder) = if is_short { ("dev", "debug") } else { ("release", "release") };
+    let mut build = cargo(&["build", "--profile", profile, "-p", "xpu_timer_fuzz", "--bins", "--features", "fuzzer"]);
     shell::run(build.args(["--target", TARGET]).env("RUSTFLAGS", COUNTERS))?;
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| xpu_timer_tests::tree().join("target"), PathBuf::from);
-    Ok(target.join(TARGET).join("release/xpu_timer_fuzz"))
+    Ok(target.join(TARGET).join(folder).join("xpu_timer_fuzz"))
 }
 
 /// Proves that coverage guides the fuzzer: it must find a planted word. Without guidance it would

@@ -26,7 +26,7 @@ pub(crate) fn need_tools() -> Result<()> {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     need_tools()?;
-    Artifacts::beside_this_executable()?.build(false)?;
+    build(options)?;
     let skipped = xpu_timer_tests::tree().join("target/skipped-tests.txt");
     // It does not exist if no test was skipped last time.
     let _ = fs::remove_file(&skipped);
@@ -53,6 +53,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Builds what the tests run, and the tests. Cargo chooses the features of a dependency by what is
+/// built together, so building only the programs first would compile many dependencies twice.
+fn build(options: &Options) -> Result<()> {
+    if options.torch {
+        return Artifacts::beside_this_executable()?.build(false);
+    }
+    shell::run(&mut cargo(&["build", "--workspace", "--all-targets"]))
 }
 
 pub(crate) fn bless() -> Result<()> {

@@ -37,10 +37,17 @@ def field(number, value):
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def version(path, name):
+def version(name):
     """A constant of the crate `proto`."""
-    found = re.search(rf"pub const {name}: u32 = (\d+);", (TREE / "proto/src" / path).read_text())
-    return int(found[1])
+    texts = [path.read_text() for path in (TREE / "proto/src").rglob("*.rs")]
+    found = [number for text in texts for number in re.findall(rf"pub const {name}: u32 = (\d+);", text)]
+    assert len(found) == 1, f"{name} is in proto/src {len(found)} times"
+    return int(found[0])
+
+
+# Read at the start, so that even the list of faults fails where a name is wrong.
+PROTOCOL_VERSION = version("PROTOCOL_VERSION")
+RING_VERSION = version("VERSION")
 
 
 def rank_info(rank, world, job):
@@ -48,7 +55,7 @@ def rank_info(rank, world, job):
 
 
 def hello(rank, world, job="mine", timeline="", kill=False):
-    parts = field(1, version("lib.rs", "PROTOCOL_VERSION")) + field(2, version("ring.rs", "VERSION"))
+    parts = field(1, PROTOCOL_VERSION) + field(2, RING_VERSION)
     parts += field(3, rank_info(rank, world, job))
     parts += field(4, 3000) + field(6, 1000) + field(7, timeline or str(DIR / "timeline")) + field(8, int(kill))
     return field(1, parts)
