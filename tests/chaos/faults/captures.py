@@ -1,4 +1,4 @@
-"""Odd processes and odd files: a capture and the viewer end in time, say what is missing, and change nothing."""
+"""Unusual processes and files. A capture and the viewer end in time, report what is missing, and change nothing."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ from kit import (
     nobody_is_stopped, plain_text, promises, status, tail, wait_for,
 )
 
-ENDS = "it ends within ten seconds with a status of its list, says why, and the process goes on"
+ENDS = "it ends within ten seconds with a documented status and the reason, and the process goes on"
 
 
 def dump(*arguments, seconds=20, statuses=(0, 1), **options):
@@ -115,12 +115,12 @@ def strict():
 
 PROCESSES = {
     "gone": ("is gone", gone), "zombie": ("is a zombie", zombie), "stopped": ("is stopped", stopped),
-    "init": ("is pid 1", lambda: 1), "kernel_thread": ("is a thread of the kernel", lambda: 2), "itself": ("is its parent", os.getpid),
-    "deep": ("is fifty thousand frames deep", deep), "broken_stack": ("has no frames that lead on", broken_stack),
+    "init": ("is pid 1", lambda: 1), "kernel_thread": ("is a kernel thread", lambda: 2), "itself": ("is its own parent", os.getpid),
+    "deep": ("is fifty thousand frames deep", deep), "broken_stack": ("has a broken frame chain", broken_stack),
     "no_stack": ("has no stack at all", no_stack), "many_threads": ("has fifteen hundred threads", many_threads),
     "many_mappings": ("has fifty thousand mappings", many_mappings), "deleted": ("runs a deleted program", deleted),
-    "vforked": ("waits for its child of vfork", vforked), "traced": ("is traced by strace", traced),
-    "spinning": ("never sleeps", spinning), "strict": ("is in a strict sandbox", strict),
+    "vforked": ("waits for its vfork child", vforked), "traced": ("is traced by strace", traced),
+    "spinning": ("never sleeps", spinning), "strict": ("is in the strict seccomp mode", strict),
 }
 
 
@@ -134,7 +134,7 @@ def captured(name):
 
 
 for _name, _row in PROCESSES.items():
-    add(f"capture_{_name}", f"xpu_timer_dump of a process that {_row[0]}", ENDS, functools.partial(captured, _name))
+    add(f"capture_{_name}", f"xpu_timer_dump captures a process that {_row[0]}.", ENDS, functools.partial(captured, _name))
 
 USAGES = {"word": ["--pid", "x"], "negative": ["--pid", "-5"], "huge": ["--pid", "99999999999999"], "nothing": [], "unknown": ["--frobnicate"],
           "zero": ["--pid", "0"]}
@@ -145,11 +145,11 @@ def usage(name):
 
 
 for _name in USAGES:
-    add(f"capture_usage_{_name}", f"xpu_timer_dump is called with {' '.join(USAGES[_name]) or 'nothing'}", "status 2, or 1, and one line that says why",
+    add(f"capture_usage_{_name}", f"xpu_timer_dump is called with {' '.join(USAGES[_name]) or 'no option'}.", "it ends with status 2, or 1, and one line with the reason",
         functools.partial(usage, _name))
 
 
-@promises("status 1 and a line that says why")
+@promises("it ends with status 1 and a line with the reason")
 def capture_into_a_full_disk():
     """The output of xpu_timer_dump goes to /dev/full."""
     pid = sleeper().pid
@@ -166,7 +166,7 @@ def capture_into_a_closed_pipe():
     must("panick" not in proc.stderr, tail(proc.stderr))
 
 
-@promises("it names the permission that is missing, with status 1")
+@promises("it ends with status 1 and names the missing permission")
 def capture_of_another_user():
     """An ordinary user captures a process of root."""
     DIR.chmod(0o755)
@@ -179,7 +179,7 @@ def capture_of_another_user():
 
 @promises(ENDS)
 def capture_with_perf_map_fifo():
-    """/tmp/perf-PID.map is a FIFO that nobody writes, and then an endless device."""
+    """/tmp/perf-PID.map is a FIFO that nobody writes, then an endless device, then a sparse file of 8 GB."""
     source = "#include <stdint.h>\n#include <string.h>\n#include <sys/mman.h>\n#include <unistd.h>\nint main(void) { unsigned char code[] = {0xb8, 34, 0, 0, 0, 0x0f, 0x05, 0xeb, 0xf7}; void *p = mmap(0, 4096, 7, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); memcpy(p, code, sizeof code); ((void (*)(void))p)(); }"
     pid = sleeper(compiled("jit", source)).pid
     path = Path(f"/tmp/perf-{pid}.map")
@@ -202,9 +202,9 @@ LIBRARY = "#include <unistd.h>\nvoid waits(void) { for (;;) pause(); }\nchar lar
 LOADER = "#include <dlfcn.h>\nint main(int n, char **v) { void *l = dlopen(v[1], RTLD_NOW); ((void (*)(void))dlsym(l, \"waits\"))(); }"
 
 
-@promises("a library that is replaced under a reader costs a name, not the capture")
+@promises("the capture may lack a name, but does not fail")
 def capture_while_a_library_shrinks():
-    """A library is cut to nothing and written anew, by cp, again and again while it is read."""
+    """A library is truncated and rewritten again and again while it is read."""
     library = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g")
     copy = DIR / "copy.so"
     shutil.copy(library, copy)
@@ -239,7 +239,7 @@ def section_bomb(library, name, content, flags=()):
 
 @promises("memory stays below 1 GB, and the capture ends in time")
 def capture_with_a_bomb_of_debug_data():
-    """A library has a .gnu_debugdata of a few kilobytes that unpacks to 20 GB."""
+    """A library has a small .gnu_debugdata section that unpacks to 8 GB."""
     library = compiled("lib.so", LIBRARY, "-shared", "-fPIC")
     bomb = DIR / "bomb.xz"
     subprocess.run(f"head -c 2G /dev/zero | xz -0 -T0 > {bomb}; cat {bomb} {bomb} {bomb} {bomb} > {bomb}.all", shell=True, check=True)
@@ -262,7 +262,7 @@ def bounded(pid, *options, limit_kb=1 << 20):
 
 @promises("memory stays below 1 GB, and the capture ends in time")
 def capture_with_a_bomb_of_a_section():
-    """A library says that its compressed symbols unpack to 2^62 bytes."""
+    """A library claims that its compressed debug sections unpack to 2^62 bytes."""
     library = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g", "-gz=zlib")
     text = bytearray(library.read_bytes())
     sections, size, count = struct.unpack_from("<Q", text, 40)[0], *struct.unpack_from("<HH", text, 58)
@@ -279,7 +279,7 @@ def capture_with_a_bomb_of_a_section():
     return bounded(sleeper(compiled("loader", LOADER, "-ldl"), library).pid)
 
 
-# A program that pauses in a function with one unit of DWARF; the entries below the function are `%s`, and the tables behind them too.
+# A program that pauses in a function with one DWARF unit. The placeholders are the entries below the function and the table sizes.
 UNIT = """
 void stuck(void); int main(void) { stuck(); }
 __asm__(
@@ -317,26 +317,26 @@ def of_a_unit(name):
 
 
 for _name, _row in UNITS.items():
-    add(f"capture_with_{_name}", f"In the DWARF of a program {_row[0]}.", "memory stays below 256 MB, and the capture ends in time",
+    add(f"capture_with_{_name}", f"In the DWARF of a program, {_row[0]}.", "memory stays below 256 MB, and the capture ends in time",
         functools.partial(of_a_unit, _name))
 
 
 @promises("memory stays below 1 GB, and the capture ends in time")
 def capture_with_a_name_that_doubles():
-    """A function has a mangled name of a kilobyte that stands for more than 2^60 bytes."""
+    """A function has a mangled name of one kilobyte that demangles to more than 2^60 bytes."""
     parts = "".join(f"S0_IS{chr(part + (48 if part < 10 else 55))}_S{chr(part + (48 if part < 10 else 55))}_E" for part in range(1, 36))
     further = "".join(f"S0_IS1{digit}_S1{digit}_E" for digit in "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     source = "#include <unistd.h>\nvoid name(void) __asm__(\"_Z1fI1aIiiE%sEvv\"); void name(void) { for (;;) pause(); } int main(void) { name(); }"
     return bounded(sleeper(compiled("named", source % (parts + further))).pid)
 
 
-@promises("it ends in time with a status of its list, and every process goes on", chance=True)
+@promises("it ends in time with a documented status, and every process goes on", chance=True)
 def capture_of_damaged_libraries():
-    """Forty libraries whose section headers, symbols and debug data have random bytes, each loaded by a process."""
+    """Forty processes load libraries with random bytes in section headers, symbols and debug data."""
     whole = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g").read_bytes()
     loader = compiled("loader", LOADER, "-ldl")
     pids = []
-    # What the loader of the system reads stays whole: the program headers and what they map.
+    # The program headers and the segments that they map stay intact, because the system's loader reads them.
     sections = struct.unpack_from("<Q", whole, 40)[0]
     unmapped = max(struct.unpack_from("<Q", whole, 64 + 56 * index + 8)[0] + struct.unpack_from("<Q", whole, 64 + 56 * index + 32)[0]
                    for index in range(struct.unpack_from("<H", whole, 56)[0]) if struct.unpack_from("<I", whole, 64 + 56 * index)[0] == 1)
@@ -361,17 +361,17 @@ def capture_of_damaged_libraries():
 FOLDERS = {
     "empty": ("is empty", lambda folder: None),
     "missing": ("is missing", lambda folder: folder.rmdir()),
-    "garbage": ("holds random files", lambda folder: [(folder / f"{i:05}-00020.stacktrace").write_bytes(os.urandom(3000)) for i in range(20)]),
-    "fifo": ("holds a FIFO among its files", lambda folder: (real(folder), os.mkfifo(folder / "00009-00010.stacktrace"))),
-    "device": ("holds a link to /dev/zero among its files", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").symlink_to("/dev/zero"))),
-    "folder": ("holds a folder that is named as a file", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").mkdir())),
-    "loop": ("holds a link to itself", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").symlink_to(folder / "00009-00010.stacktrace"))),
-    "huge": ("holds a sparse file of 20 GB", lambda folder: (real(folder), os.truncate(touched(folder / "00009-00010.stacktrace"), 20 << 30))),
-    "unreadable": ("holds a file of zeros", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").write_bytes(bytes(100000)))),
-    "cut": ("holds files that are cut", lambda folder: (real(folder), [os.truncate(path, path.stat().st_size // 2) for path in folder.iterdir()])),
-    "not_utf8": ("holds files whose names are not UTF-8", lambda folder: (real(folder), Path(os.fsdecode(bytes(folder) + b"/\xff\xfe.stacktrace")).write_bytes(b"x"))),
-    "names": ("holds ranks in the billions", lambda folder: [(folder / f"{i}-4000000000.stacktrace").write_bytes(next(real_files())) for i in (0, 3999999999, 77)]),
-    "many": ("holds five thousand files", lambda folder: [(folder / f"{i:05}-05000.stacktrace").write_bytes(b"") for i in range(5000)]),
+    "garbage": ("contains random files", lambda folder: [(folder / f"{i:05}-00020.stacktrace").write_bytes(os.urandom(3000)) for i in range(20)]),
+    "fifo": ("contains a FIFO among its files", lambda folder: (real(folder), os.mkfifo(folder / "00009-00010.stacktrace"))),
+    "device": ("contains a link to /dev/zero among its files", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").symlink_to("/dev/zero"))),
+    "folder": ("contains a folder with the name of a dump file", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").mkdir())),
+    "loop": ("contains a link to itself", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").symlink_to(folder / "00009-00010.stacktrace"))),
+    "huge": ("contains a sparse file of 20 GB", lambda folder: (real(folder), os.truncate(touched(folder / "00009-00010.stacktrace"), 20 << 30))),
+    "unreadable": ("contains a file of zeros", lambda folder: (real(folder), (folder / "00009-00010.stacktrace").write_bytes(bytes(100000)))),
+    "cut": ("contains truncated files", lambda folder: (real(folder), [os.truncate(path, path.stat().st_size // 2) for path in folder.iterdir()])),
+    "not_utf8": ("contains files whose names are not UTF-8", lambda folder: (real(folder), Path(os.fsdecode(bytes(folder) + b"/\xff\xfe.stacktrace")).write_bytes(b"x"))),
+    "names": ("contains files of ranks in the billions", lambda folder: [(folder / f"{i}-4000000000.stacktrace").write_bytes(next(real_files())) for i in (0, 3999999999, 77)]),
+    "many": ("contains five thousand files", lambda folder: [(folder / f"{i:05}-05000.stacktrace").write_bytes(b"") for i in range(5000)]),
 }
 
 
@@ -407,11 +407,11 @@ def viewed(name):
 
 
 for _name, _row in FOLDERS.items():
-    add(f"view_{_name}", f"the viewer's folder {_row[0]}", "it ends in time with status 0 or 1, names what it leaves out, and draws the other ranks",
+    add(f"view_{_name}", f"The viewer's folder {_row[0]}.", "it ends in time with status 0 or 1, names what it leaves out, and draws the other ranks",
         functools.partial(viewed, _name))
 
 
-@promises("a line says that --output is needed, or the pictures are written where --output says")
+@promises("one line says that --output is needed; with --output, the pictures are written there")
 def view_read_only():
     """The viewer's folder is read-only."""
     folder = DIR / "folder"

@@ -1,4 +1,4 @@
-"""The cluster collector and the network: a node does all that it does without one."""
+"""Faults of the cluster collector and of the network. A node then works as if it had no cluster collector."""
 
 import contextlib
 import http.server
@@ -15,7 +15,7 @@ from kit import (
     plain_text, promises, registered, silent, status, tail, train, trains, wait_for,
 )
 
-ALONE = "training goes on in silence, and the node judges its own hang"
+ALONE = "training continues, nothing is printed into the job, and the node judges its own hang"
 
 
 def free_port():
@@ -57,7 +57,7 @@ def written(seconds=80):
 
 @promises(ALONE)
 def cluster_missing():
-    """XPU_TIMER_COLLECTOR names a port on which nobody listens."""
+    """XPU_TIMER_COLLECTOR names a port without a listener."""
     job = hangs(free_port())
     written()
     silent(job, 1)
@@ -65,7 +65,7 @@ def cluster_missing():
 
 @promises(ALONE)
 def cluster_silent():
-    """What listens at XPU_TIMER_COLLECTOR accepts and says nothing."""
+    """The process that listens at XPU_TIMER_COLLECTOR accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         job = hangs(server.getsockname()[1])
         written()
@@ -74,7 +74,7 @@ def cluster_silent():
 
 @promises(ALONE)
 def cluster_nonsense():
-    """What listens at XPU_TIMER_COLLECTOR answers with random bytes."""
+    """The process that listens at XPU_TIMER_COLLECTOR answers with random bytes."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serves():
@@ -92,7 +92,7 @@ def cluster_nonsense():
 
 @promises(ALONE, chance=True)
 def cluster_killed():
-    """kill -9 of the cluster collector at a random moment of a hang."""
+    """SIGKILL ends the cluster collector at a random moment of a hang."""
     own, port = cluster()
     job = hangs(port, 30)
     registered(2)
@@ -104,7 +104,7 @@ def cluster_killed():
 
 @promises(ALONE)
 def cluster_stopped():
-    """SIGSTOP of the cluster collector before a hang."""
+    """SIGSTOP stops the cluster collector before a hang."""
     own, port = cluster()
     job = hangs(port, 40)
     registered(2)
@@ -113,9 +113,9 @@ def cluster_stopped():
     silent(job)
 
 
-@promises("the verdict is at the cluster collector that came back, or at the node")
+@promises("the restarted cluster collector or the node has the verdict")
 def cluster_restarted():
-    """The cluster collector is killed and started again before a hang."""
+    """The cluster collector is killed and restarted before a hang."""
     own, port = cluster()
     job = hangs(port, 60)
     registered(2)
@@ -126,9 +126,9 @@ def cluster_restarted():
     silent(job)
 
 
-@promises("the cluster collector lives, and the hang of its job is judged")
+@promises("the cluster collector survives, and the hang of its job is judged")
 def cluster_garbage():
-    """Random bytes, half-open connections and handshakes on the port of the cluster collector."""
+    """The port of the cluster collector receives random bytes, half-open connections and handshakes."""
     own, port = cluster()
     kept = []
     for text in [os.urandom(5000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(3000), b"GET /" + b"a" * 200000, bytes.fromhex("16030100c8010000c40303") + os.urandom(189)] * 20:
@@ -143,17 +143,17 @@ def cluster_garbage():
     silent(job)
 
 
-@promises("it refuses to listen beyond loopback, and says what is missing")
+@promises("it refuses to listen beyond loopback, and names what is missing")
 def cluster_without_a_token():
-    """The cluster collector is asked to listen on all addresses without TLS and a token."""
+    """The cluster collector is started to listen on all addresses, without TLS and a token."""
     proc = Proc([COLLECTOR, "cluster", "--listen", f"0.0.0.0:{free_port()}"])
     must(proc.wait(20) != 0, "it listens")
     must("token" in proc.err().lower() or "tls" in proc.err().lower() or "cert" in proc.err().lower(), proc.err())
 
 
-@promises("a page of another origin gets nothing out of the browser of the owner, makes no dump and joins no cluster")
+@promises("a page of another origin gets nothing through the owner's browser, makes no dump and joins no cluster")
 def cluster_from_a_browser():
-    """A page whose host name leads to loopback asks the cluster collector, also as if it spoke gRPC."""
+    """A page whose host name resolves to loopback sends requests to the cluster collector, also with the content type of gRPC."""
     _, port = cluster()
     must(http_get("/status", port=port)[0] == 200, "its owner gets no answer")
     must(http_get("/status", port=port, headers={"Host": "127.0.0.2:1"})[0] == 200, "another address of loopback gets no answer")
@@ -168,9 +168,9 @@ def cluster_from_a_browser():
 JOIN = "/xpu_timer.v1.Cluster/Join"
 
 
-@promises("nothing is sent; the node says so and works alone")
+@promises("the node sends nothing, reports this, and works alone")
 def cluster_beyond_loopback_without_tls():
-    """XPU_TIMER_COLLECTOR names http:// on another host."""
+    """XPU_TIMER_COLLECTOR is an http:// URL of another host."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_COLLECTOR": "http://192.0.2.1:18890"})
     written()
     silent(job, 1)
@@ -178,14 +178,14 @@ def cluster_beyond_loopback_without_tls():
 
 @promises(ALONE)
 def cluster_name_unknown():
-    """XPU_TIMER_COLLECTOR names a host that nobody knows."""
+    """XPU_TIMER_COLLECTOR names an unknown host."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_COLLECTOR": "https://no.such.host.invalid:18890"})
     written()
     silent(job, 1)
 
 
 def relayed(port, pumps):
-    """Port of a relay to that port, in which `pumps` passes on what comes from one side to the other."""
+    """Starts a relay to a port, in which `pumps` forwards data from one side to the other. Returns the relay's port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def relays():
@@ -199,9 +199,9 @@ def relayed(port, pumps):
     return server.getsockname()[1]
 
 
-@promises("both the node and the cluster collector go on; the hang is judged at the node or at both")
+@promises("node and cluster collector keep working, and the node or both judge the hang")
 def cluster_partition():
-    """The network between node and cluster collector is cut at the moment of the hang, by a relay that drops everything."""
+    """At the moment of the hang, the network between node and cluster collector drops all data."""
     own, port = cluster()
     cut = threading.Event()
 
@@ -221,9 +221,9 @@ def cluster_partition():
     silent(job)
 
 
-@promises("the hang is judged over a link that loses and delays")
+@promises("the hang is judged over the slow link")
 def cluster_over_a_bad_link():
-    """Every packet between node and cluster collector comes late, in pieces of a few bytes."""
+    """All data between node and cluster collector arrives late, in pieces of at most 200 bytes."""
     own, port = cluster()
 
     def pumps(one, other):
@@ -237,9 +237,9 @@ def cluster_over_a_bad_link():
     silent(job)
 
 
-@promises("the verdict is written, and the collector ends as ever")
+@promises("the verdict is written, and the collector ends as usual")
 def webhook_dead():
-    """XPU_TIMER_WEBHOOK names a port that accepts and never answers."""
+    """The server at XPU_TIMER_WEBHOOK accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
                     env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:{server.getsockname()[1]}/hook"})
@@ -247,9 +247,9 @@ def webhook_dead():
         silent(job)
 
 
-@promises("the log names neither the token nor the password of a webhook")
+@promises("the log contains neither the token nor the password of the webhook")
 def webhook_secret():
-    """XPU_TIMER_WEBHOOK holds a secret and cannot be reached, with XPU_TIMER_LOG=trace."""
+    """XPU_TIMER_WEBHOOK contains a secret and cannot be reached, with XPU_TIMER_LOG=trace."""
     hook = f"http://user:s3cr3tpass@127.0.0.1:{free_port()}/T0KEN-s3cr3t"
     env = {"XPU_TIMER_WEBHOOK": hook, "XPU_TIMER_LOG": "trace"}
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=env)
@@ -260,9 +260,9 @@ def webhook_secret():
     silent(job)
 
 
-@promises("what a chat or a pager shows is plain text on one line")
+@promises("the webhook receives plain text on one line")
 def webhook_text():
-    """The job's name holds a mention, line breaks, escapes and direction marks; the verdict goes to a webhook."""
+    """The job's name contains a mention, line breaks, escapes and direction marks, and the verdict goes to a webhook."""
     posts = []
 
     class Chat(http.server.BaseHTTPRequestHandler):

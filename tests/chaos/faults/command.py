@@ -1,4 +1,4 @@
-"""Commands in odd surroundings: under xpu_timer_launch they do what they do without it, and it says one line at most."""
+"""Commands in unusual environments. Under xpu_timer_launch they behave as without it, and it prints one line at most."""
 
 import functools
 import shutil
@@ -9,93 +9,93 @@ from kit import (
     promises, ranks, root_needed, silent, tail,
 )
 
-SAME = "status and output are those of the command without it, and it says one line at most for each part that is missing"
+SAME = "status and output are those of the command without the launcher, which prints one line at most for each missing part"
 
-# Shell scripts. $LAUNCH is empty in the first run and the launcher in the second one; $D is a folder of its own.
+# Shell scripts. $LAUNCH is empty in the first run and the launcher in the second one. $D is a new folder.
 SAME_SCRIPTS = {
-    "stdin_closed": ("standard input is closed", "$LAUNCH sh -c 'ls -l /proc/self/fd | grep -c \" 0 ->\"; echo x' <&-"),
-    "stdout_closed": ("standard output is closed", "$LAUNCH sh -c 'echo x; exit $?' >&-; echo $?"),
-    "stderr_closed": ("standard error is closed", "$LAUNCH sh -c 'echo x; exit 5' 2>&-; echo $?"),
-    "all_closed": ("all three are closed", "$LAUNCH sh -c 'echo y > $D/y; exit 6' <&- >&- 2>&-; s=$?; cat $D/y; echo $s"),
-    "sigpipe": ("the reader of its output ends", "{ $LAUNCH yes; echo $? > $D/status; } | head -1; cat $D/status"),
+    "stdin_closed": ("Standard input is closed.", "$LAUNCH sh -c 'ls -l /proc/self/fd | grep -c \" 0 ->\"; echo x' <&-"),
+    "stdout_closed": ("Standard output is closed.", "$LAUNCH sh -c 'echo x; exit $?' >&-; echo $?"),
+    "stderr_closed": ("Standard error is closed.", "$LAUNCH sh -c 'echo x; exit 5' 2>&-; echo $?"),
+    "all_closed": ("Standard input, output and error are closed.", "$LAUNCH sh -c 'echo y > $D/y; exit 6' <&- >&- 2>&-; s=$?; cat $D/y; echo $s"),
+    "sigpipe": ("The reader of the command's output ends.", "{ $LAUNCH yes; echo $? > $D/status; } | head -1; cat $D/status"),
     "environment_huge": (
-        "an environment of one megabyte",
+        "The environment has one megabyte.",
         "i=0; while [ $i -lt 10 ]; do export V$i=$(head -c 100000 /dev/zero | tr '\\0' x); i=$((i+1)); done; "
         "$LAUNCH sh -c 'echo ${#V9}'",
     ),
-    "argument_huge": ("an argument of 120,000 bytes", "$LAUNCH sh -c 'echo ${#1}' sh $(head -c 120000 /dev/zero | tr '\\0' x)"),
-    "arguments_many": ("thirty thousand arguments", "$LAUNCH sh -c 'echo $#' sh $(seq 30000)"),
-    "argument_empty": ("empty arguments", "$LAUNCH sh -c 'echo $#' sh '' ' ' ''"),
-    "arguments_not_text": ("arguments and variables that are not UTF-8", "X=$(printf '\\377\\376') $LAUNCH sh -c 'printf %s \"$1$X\" | od -c' sh $(printf '\\200')"),
-    "preload_missing": ("LD_PRELOAD names what is not there", "LD_PRELOAD=/nowhere/x.so $LAUNCH sh -c 'echo $((1+1))' 2>/dev/null"),
-    "preload_spaces": ("LD_PRELOAD is blank", "LD_PRELOAD=' ' $LAUNCH sh -c 'echo ok'"),
-    "status_255": ("status 255", "$LAUNCH sh -c 'exit 255'; echo $?"),
-    "ended_by_signal": ("it ends by SIGTERM", "$LAUNCH sh -c 'kill -TERM $$'; echo $?"),
-    "ended_by_segfault": ("it ends by SIGSEGV", "ulimit -c 0; $LAUNCH sh -c 'kill -SEGV $$'; echo $?"),
-    "no_command": ("the command is not there", "$LAUNCH /nowhere/command 2>/dev/null; echo $?"),
-    "not_executable": ("the command is not executable", "$LAUNCH /etc/hostname 2>/dev/null; echo $?"),
-    "a_folder": ("the command is a folder", "$LAUNCH /tmp 2>/dev/null; echo $?"),
-    "empty_script": ("the command is an empty file", ": > $D/empty; chmod +x $D/empty; $LAUNCH $D/empty; echo $?"),
-    "script_loop": ("a script that names itself as its interpreter", "echo \"#!$D/loop\" > $D/loop; chmod +x $D/loop; $LAUNCH $D/loop 2>/dev/null; echo $?"),
-    "no_path": ("PATH is not set", "P=$(command -v echo || true); unset PATH; $LAUNCH /bin/echo here"),
-    "path_strange": ("PATH has empty, missing and endless entries", "PATH=:/nowhere:$PATH:$(printf ':/x%.0s' $(seq 2000)) $LAUNCH sh -c 'echo ok'"),
-    "no_home": ("HOME is not set", "unset HOME; $LAUNCH sh -c 'echo ok'"),
-    "empty_environment": ("the environment is empty", "env -i $LAUNCH /bin/echo here"),
-    "folder_removed": ("the current folder is removed", "mkdir $D/gone; cd $D/gone; rmdir $D/gone; $LAUNCH /bin/echo here"),
-    "nice_and_umask": ("niceness and umask", "umask 027; nice -n 7 $LAUNCH sh -c 'umask; nice'"),
-    "signals_ignored": ("signals that the caller ignores", "trap '' INT HUP USR1; $LAUNCH sh -c 'grep SigIgn /proc/self/status'"),
-    "file_size_zero": ("RLIMIT_FSIZE is 0", "ulimit -f 0; $LAUNCH sh -c 'echo ok'"),
-    "core_unlimited": ("limits stay", "ulimit -c unlimited; ulimit -s 4096; $LAUNCH sh -c 'ulimit -c; ulimit -s'"),
-    "stack_unlimited": ("RLIMIT_STACK is unlimited", "ulimit -s unlimited && $LAUNCH sh -c 'ulimit -s'"),
-    "memory_limited": ("RLIMIT_AS is 60 MB", "ulimit -v 60000; $LAUNCH sh -c 'echo ok'"),
-    "memory_too_little": ("RLIMIT_AS is too small for the hook", "ulimit -v 9000; $LAUNCH /bin/echo ok"),
-    "locked_memory_none": ("RLIMIT_MEMLOCK is 0", "ulimit -l 0; $LAUNCH sh -c 'echo ok'"),
-    "descriptors_eight": ("RLIMIT_NOFILE is 8", "ulimit -n 8; $LAUNCH sh -c 'echo ok'"),
-    "descriptors_three": ("RLIMIT_NOFILE is 3", "ulimit -n 3; $LAUNCH /bin/true; echo $?"),
-    "processor_second": ("RLIMIT_CPU is 1 s", "ulimit -t 1; $LAUNCH sh -c 'echo ok'"),
-    "descriptors_inherited": ("descriptors of the caller stay open", "exec 7< /etc/hostname 9> $D/nine; $LAUNCH sh -c 'head -1 <&7 | wc -l; echo x >&9'; cat $D/nine"),
-    "port_no_number": ("XPU_TIMER_BASEPORT is no number", "XPU_TIMER_BASEPORT=port $LAUNCH sh -c 'echo ok'"),
-    "port_too_large": ("XPU_TIMER_BASEPORT is 99999", "XPU_TIMER_BASEPORT=99999 $LAUNCH sh -c 'echo ok'"),
-    "timeout_no_number": ("XPU_TIMER_HANG_TIMEOUT is nan, -1, inf, 1e400 and text", "for t in nan -1 inf 1e400 soon ''; do XPU_TIMER_HANG_TIMEOUT=$t $LAUNCH sh -c 'echo ok'; done"),
-    "config_missing": ("XPU_TIMER_CONFIG names a missing file", "XPU_TIMER_CONFIG=/nowhere $LAUNCH sh -c 'echo ok'"),
-    "config_folder": ("XPU_TIMER_CONFIG names a folder", "XPU_TIMER_CONFIG=/tmp $LAUNCH sh -c 'echo ok'"),
-    "config_fifo": ("XPU_TIMER_CONFIG names a FIFO that nobody writes", "mkfifo $D/fifo; XPU_TIMER_CONFIG=$D/fifo timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/fifo"),
-    "config_endless": ("XPU_TIMER_CONFIG names /dev/zero", "XPU_TIMER_CONFIG=/dev/zero timeout 20 $LAUNCH sh -c 'echo ok'; echo $?"),
-    "config_terminal": ("XPU_TIMER_CONFIG names /dev/tty", "XPU_TIMER_CONFIG=/dev/tty timeout 20 setsid $LAUNCH sh -c 'echo ok'; echo $?"),
-    "config_huge": ("XPU_TIMER_CONFIG names a sparse file of 8 GB", "truncate -s 8G $D/huge; XPU_TIMER_CONFIG=$D/huge timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/huge"),
-    "config_garbage": ("XPU_TIMER_CONFIG names a program", "XPU_TIMER_CONFIG=/bin/ls $LAUNCH sh -c 'echo ok'"),
-    "config_link_loop": ("XPU_TIMER_CONFIG is a link to itself", "ln -sf $D/l $D/l; XPU_TIMER_CONFIG=$D/l $LAUNCH sh -c 'echo ok'"),
-    "config_not_mine": ("XPU_TIMER_CONFIG may not be read", "echo > $D/secret; chmod 0 $D/secret; chmod 755 $D; XPU_TIMER_CONFIG=$D/secret $LAUNCH sh -c 'echo ok'"),
-    "token_fifo": ("XPU_TIMER_COLLECTOR_TOKEN_FILE names a FIFO", "mkfifo $D/t; XPU_TIMER_COLLECTOR=http://127.0.0.1:9 XPU_TIMER_COLLECTOR_TOKEN_FILE=$D/t timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/t"),
-    "authority_fifo": ("XPU_TIMER_COLLECTOR_CA_FILE names a FIFO", "mkfifo $D/a; XPU_TIMER_COLLECTOR=https://127.0.0.1:9 XPU_TIMER_COLLECTOR_CA_FILE=$D/a timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/a"),
-    "daemon_is_a_sleeper": ("XPU_TIMER_DAEMON_PATH names a program that never answers", "printf '#!/bin/sh\\nexec sleep 30\\n' > $D/d; chmod +x $D/d; XPU_TIMER_DAEMON_PATH=$D/d timeout 30 $LAUNCH sh -c 'echo ok'; echo $?"),
-    "hook_is_no_library": ("XPU_TIMER_HOOK_PATH names a text", "XPU_TIMER_HOOK_PATH=/etc/passwd $LAUNCH sh -c 'echo ok'"),
-    "hook_path_fifo": ("XPU_TIMER_HOOK_PATH names a FIFO", "mkfifo $D/h; XPU_TIMER_HOOK_PATH=$D/h timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/h"),
-    "log_folder_full": ("XPU_TIMER_LOGGING_DIR is /dev/full", "XPU_TIMER_LOGGING_DIR=/dev/full $LAUNCH sh -c 'echo ok'"),
-    "log_is_a_fifo": ("the collector's log is a FIFO", "mkdir $D/logs; mkfifo $D/logs/xpu_timer_collector.log; XPU_TIMER_LOGGING_DIR=$D/logs timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm -r $D/logs"),
-    "tmpdir_missing": ("TMPDIR names a missing folder", "TMPDIR=/nowhere/at/all $LAUNCH sh -c 'echo ok'"),
-    "tmpdir_too_long": ("TMPDIR is too long for a socket", "L=$D/$(head -c 120 /dev/zero | tr '\\0' l); mkdir -p $L; TMPDIR=$L $LAUNCH sh -c 'echo ok'"),
-    "tmpdir_is_a_file": ("TMPDIR is a file", "TMPDIR=/etc/passwd $LAUNCH sh -c 'echo ok'"),
-    "tmpdir_empty": ("TMPDIR is empty and relative", "TMPDIR= $LAUNCH sh -c 'echo ok'; cd $D; TMPDIR=. $LAUNCH sh -c 'echo ok'"),
-    "socket_too_long": ("XPU_TIMER_SOCKET is too long", "XPU_TIMER_SOCKET=/tmp/$(head -c 200 /dev/zero | tr '\\0' s) $LAUNCH sh -c 'echo ok'"),
-    "socket_is_a_file": ("XPU_TIMER_SOCKET is a file with text", "echo precious > $D/s; XPU_TIMER_SOCKET=$D/s $LAUNCH sh -c 'echo ok'; cat $D/s"),
-    "session_leader": ("it is started by setsid", "setsid -w $LAUNCH sh -c 'echo ok'"),
-    "background": ("it runs in the background of a shell that ends", "( $LAUNCH sh -c 'sleep 0.2; echo ok' & wait )"),
-    "under_timeout": ("timeout ends it", "timeout -s TERM 1 $LAUNCH sleep 30; echo $?"),
-    "under_xargs": ("xargs starts it", "seq 3 | xargs -n1 $LAUNCH echo"),
-    "twice": ("the launcher starts the launcher", "$LAUNCH $LAUNCH sh -c 'echo ok'"),
-    "exec_storm": ("a chain of fifty execs", "cat > $D/chain <<'X'\n[ $1 -eq 0 ] && echo end || exec sh $0 $(($1 - 1))\nX\n$LAUNCH sh $D/chain 50"),
-    "fork_storm": ("five hundred short processes", "$LAUNCH sh -c 'i=0; while [ $i -lt 500 ]; do /bin/true; i=$((i+1)); done; echo $i'"),
-    "pipeline": ("a pipeline of twenty processes", "$LAUNCH sh -c 'echo x | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | wc -c'"),
-    "daemon": ("it starts a daemon and ends", "$LAUNCH sh -c 'setsid sleep 1 > /dev/null 2>&1 & echo started'"),
-    "python_isolated": ("Python in isolated mode", "$LAUNCH python3 -I -S -c 'print(1)'"),
-    "python_fork": ("Python with worker processes", "$LAUNCH python3 -c 'import multiprocessing as m\nif __name__ == \"__main__\": print(m.get_context(\"fork\").Pool(3).map(abs, [-1, -2]))'"),
-    "compiler": ("a compiler", "echo 'int main(void) { return 7; }' > $D/c.c; $LAUNCH gcc -o $D/c $D/c.c && $LAUNCH $D/c; echo $?"),
-    "ptraced": ("the command is traced by strace", "$LAUNCH strace -f -o /dev/null sh -c 'echo ok'"),
-    "secure_execution": ("setpriv with no new privileges", "$LAUNCH setpriv --no-new-privs sh -c 'echo ok'"),
-    "another_user": ("setpriv becomes another user", "chmod 755 $D; $LAUNCH setpriv --reuid=54321 --regid=54321 --clear-groups sh -c 'id -u' 2>&1"),
-    "runuser": ("runuser becomes another user", "$LAUNCH runuser -u nobody -- id -un 2>&1"),
-    "su": ("su becomes another user", "$LAUNCH su -s /bin/sh nobody -c 'id -un' 2>&1"),
+    "argument_huge": ("An argument has 120,000 bytes.", "$LAUNCH sh -c 'echo ${#1}' sh $(head -c 120000 /dev/zero | tr '\\0' x)"),
+    "arguments_many": ("The command has thirty thousand arguments.", "$LAUNCH sh -c 'echo $#' sh $(seq 30000)"),
+    "argument_empty": ("The command has empty arguments.", "$LAUNCH sh -c 'echo $#' sh '' ' ' ''"),
+    "arguments_not_text": ("Arguments and variables are not UTF-8.", "X=$(printf '\\377\\376') $LAUNCH sh -c 'printf %s \"$1$X\" | od -c' sh $(printf '\\200')"),
+    "preload_missing": ("LD_PRELOAD names a missing library.", "LD_PRELOAD=/nowhere/x.so $LAUNCH sh -c 'echo $((1+1))' 2>/dev/null"),
+    "preload_spaces": ("LD_PRELOAD is blank.", "LD_PRELOAD=' ' $LAUNCH sh -c 'echo ok'"),
+    "status_255": ("The command ends with status 255.", "$LAUNCH sh -c 'exit 255'; echo $?"),
+    "ended_by_signal": ("The command ends by SIGTERM.", "$LAUNCH sh -c 'kill -TERM $$'; echo $?"),
+    "ended_by_segfault": ("The command ends by SIGSEGV.", "ulimit -c 0; $LAUNCH sh -c 'kill -SEGV $$'; echo $?"),
+    "no_command": ("The command does not exist.", "$LAUNCH /nowhere/command 2>/dev/null; echo $?"),
+    "not_executable": ("The command is not executable.", "$LAUNCH /etc/hostname 2>/dev/null; echo $?"),
+    "a_folder": ("The command is a folder.", "$LAUNCH /tmp 2>/dev/null; echo $?"),
+    "empty_script": ("The command is an empty file.", ": > $D/empty; chmod +x $D/empty; $LAUNCH $D/empty; echo $?"),
+    "script_loop": ("The command is a script that names itself as its interpreter.", "echo \"#!$D/loop\" > $D/loop; chmod +x $D/loop; $LAUNCH $D/loop 2>/dev/null; echo $?"),
+    "no_path": ("PATH is not set.", "P=$(command -v echo || true); unset PATH; $LAUNCH /bin/echo here"),
+    "path_strange": ("PATH has empty and missing entries, and 2,000 of them.", "PATH=:/nowhere:$PATH:$(printf ':/x%.0s' $(seq 2000)) $LAUNCH sh -c 'echo ok'"),
+    "no_home": ("HOME is not set.", "unset HOME; $LAUNCH sh -c 'echo ok'"),
+    "empty_environment": ("The environment is empty.", "env -i $LAUNCH /bin/echo here"),
+    "folder_removed": ("The current folder has been removed.", "mkdir $D/gone; cd $D/gone; rmdir $D/gone; $LAUNCH /bin/echo here"),
+    "nice_and_umask": ("The caller has set a niceness and a umask.", "umask 027; nice -n 7 $LAUNCH sh -c 'umask; nice'"),
+    "signals_ignored": ("The caller ignores signals.", "trap '' INT HUP USR1; $LAUNCH sh -c 'grep SigIgn /proc/self/status'"),
+    "file_size_zero": ("RLIMIT_FSIZE is 0.", "ulimit -f 0; $LAUNCH sh -c 'echo ok'"),
+    "core_unlimited": ("The caller has set limits for core files and stacks.", "ulimit -c unlimited; ulimit -s 4096; $LAUNCH sh -c 'ulimit -c; ulimit -s'"),
+    "stack_unlimited": ("RLIMIT_STACK is unlimited.", "ulimit -s unlimited && $LAUNCH sh -c 'ulimit -s'"),
+    "memory_limited": ("RLIMIT_AS is 60 MB.", "ulimit -v 60000; $LAUNCH sh -c 'echo ok'"),
+    "memory_too_little": ("RLIMIT_AS is too small for the hook.", "ulimit -v 9000; $LAUNCH /bin/echo ok"),
+    "locked_memory_none": ("RLIMIT_MEMLOCK is 0.", "ulimit -l 0; $LAUNCH sh -c 'echo ok'"),
+    "descriptors_eight": ("RLIMIT_NOFILE is 8.", "ulimit -n 8; $LAUNCH sh -c 'echo ok'"),
+    "descriptors_three": ("RLIMIT_NOFILE is 3.", "ulimit -n 3; $LAUNCH /bin/true; echo $?"),
+    "processor_second": ("RLIMIT_CPU is 1 s.", "ulimit -t 1; $LAUNCH sh -c 'echo ok'"),
+    "descriptors_inherited": ("The caller passes open descriptors.", "exec 7< /etc/hostname 9> $D/nine; $LAUNCH sh -c 'head -1 <&7 | wc -l; echo x >&9'; cat $D/nine"),
+    "port_no_number": ("XPU_TIMER_BASEPORT is not a number.", "XPU_TIMER_BASEPORT=port $LAUNCH sh -c 'echo ok'"),
+    "port_too_large": ("XPU_TIMER_BASEPORT is 99999.", "XPU_TIMER_BASEPORT=99999 $LAUNCH sh -c 'echo ok'"),
+    "timeout_no_number": ("XPU_TIMER_HANG_TIMEOUT is nan, -1, inf, 1e400, text and empty.", "for t in nan -1 inf 1e400 soon ''; do XPU_TIMER_HANG_TIMEOUT=$t $LAUNCH sh -c 'echo ok'; done"),
+    "config_missing": ("XPU_TIMER_CONFIG names a missing file.", "XPU_TIMER_CONFIG=/nowhere $LAUNCH sh -c 'echo ok'"),
+    "config_folder": ("XPU_TIMER_CONFIG names a folder.", "XPU_TIMER_CONFIG=/tmp $LAUNCH sh -c 'echo ok'"),
+    "config_fifo": ("XPU_TIMER_CONFIG names a FIFO that nobody writes.", "mkfifo $D/fifo; XPU_TIMER_CONFIG=$D/fifo timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/fifo"),
+    "config_endless": ("XPU_TIMER_CONFIG names /dev/zero.", "XPU_TIMER_CONFIG=/dev/zero timeout 20 $LAUNCH sh -c 'echo ok'; echo $?"),
+    "config_terminal": ("XPU_TIMER_CONFIG names /dev/tty.", "XPU_TIMER_CONFIG=/dev/tty timeout 20 setsid $LAUNCH sh -c 'echo ok'; echo $?"),
+    "config_huge": ("XPU_TIMER_CONFIG names a sparse file of 8 GB.", "truncate -s 8G $D/huge; XPU_TIMER_CONFIG=$D/huge timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/huge"),
+    "config_garbage": ("XPU_TIMER_CONFIG names a program.", "XPU_TIMER_CONFIG=/bin/ls $LAUNCH sh -c 'echo ok'"),
+    "config_link_loop": ("XPU_TIMER_CONFIG is a link to itself.", "ln -sf $D/l $D/l; XPU_TIMER_CONFIG=$D/l $LAUNCH sh -c 'echo ok'"),
+    "config_not_mine": ("XPU_TIMER_CONFIG names a file without read permission.", "echo > $D/secret; chmod 0 $D/secret; chmod 755 $D; XPU_TIMER_CONFIG=$D/secret $LAUNCH sh -c 'echo ok'"),
+    "token_fifo": ("XPU_TIMER_COLLECTOR_TOKEN_FILE names a FIFO.", "mkfifo $D/t; XPU_TIMER_COLLECTOR=http://127.0.0.1:9 XPU_TIMER_COLLECTOR_TOKEN_FILE=$D/t timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/t"),
+    "authority_fifo": ("XPU_TIMER_COLLECTOR_CA_FILE names a FIFO.", "mkfifo $D/a; XPU_TIMER_COLLECTOR=https://127.0.0.1:9 XPU_TIMER_COLLECTOR_CA_FILE=$D/a timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/a"),
+    "daemon_is_a_sleeper": ("XPU_TIMER_DAEMON_PATH names a program that never answers.", "printf '#!/bin/sh\\nexec sleep 30\\n' > $D/d; chmod +x $D/d; XPU_TIMER_DAEMON_PATH=$D/d timeout 30 $LAUNCH sh -c 'echo ok'; echo $?"),
+    "hook_is_no_library": ("XPU_TIMER_HOOK_PATH names a text file.", "XPU_TIMER_HOOK_PATH=/etc/passwd $LAUNCH sh -c 'echo ok'"),
+    "hook_path_fifo": ("XPU_TIMER_HOOK_PATH names a FIFO.", "mkfifo $D/h; XPU_TIMER_HOOK_PATH=$D/h timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm $D/h"),
+    "log_folder_full": ("XPU_TIMER_LOGGING_DIR is /dev/full.", "XPU_TIMER_LOGGING_DIR=/dev/full $LAUNCH sh -c 'echo ok'"),
+    "log_is_a_fifo": ("The collector's log is a FIFO.", "mkdir $D/logs; mkfifo $D/logs/xpu_timer_collector.log; XPU_TIMER_LOGGING_DIR=$D/logs timeout 20 $LAUNCH sh -c 'echo ok'; echo $?; rm -r $D/logs"),
+    "tmpdir_missing": ("TMPDIR names a missing folder.", "TMPDIR=/nowhere/at/all $LAUNCH sh -c 'echo ok'"),
+    "tmpdir_too_long": ("TMPDIR is too long for a socket.", "L=$D/$(head -c 120 /dev/zero | tr '\\0' l); mkdir -p $L; TMPDIR=$L $LAUNCH sh -c 'echo ok'"),
+    "tmpdir_is_a_file": ("TMPDIR is a file.", "TMPDIR=/etc/passwd $LAUNCH sh -c 'echo ok'"),
+    "tmpdir_empty": ("TMPDIR is empty, and then relative.", "TMPDIR= $LAUNCH sh -c 'echo ok'; cd $D; TMPDIR=. $LAUNCH sh -c 'echo ok'"),
+    "socket_too_long": ("XPU_TIMER_SOCKET is too long.", "XPU_TIMER_SOCKET=/tmp/$(head -c 200 /dev/zero | tr '\\0' s) $LAUNCH sh -c 'echo ok'"),
+    "socket_is_a_file": ("XPU_TIMER_SOCKET is a file with text.", "echo precious > $D/s; XPU_TIMER_SOCKET=$D/s $LAUNCH sh -c 'echo ok'; cat $D/s"),
+    "session_leader": ("setsid starts the launcher.", "setsid -w $LAUNCH sh -c 'echo ok'"),
+    "background": ("The launcher runs in the background of a shell.", "( $LAUNCH sh -c 'sleep 0.2; echo ok' & wait )"),
+    "under_timeout": ("timeout ends the command.", "timeout -s TERM 1 $LAUNCH sleep 30; echo $?"),
+    "under_xargs": ("xargs starts the launcher.", "seq 3 | xargs -n1 $LAUNCH echo"),
+    "twice": ("The launcher starts the launcher.", "$LAUNCH $LAUNCH sh -c 'echo ok'"),
+    "exec_storm": ("The command calls exec fifty times in a row.", "cat > $D/chain <<'X'\n[ $1 -eq 0 ] && echo end || exec sh $0 $(($1 - 1))\nX\n$LAUNCH sh $D/chain 50"),
+    "fork_storm": ("The command starts five hundred short processes.", "$LAUNCH sh -c 'i=0; while [ $i -lt 500 ]; do /bin/true; i=$((i+1)); done; echo $i'"),
+    "pipeline": ("The command is a pipeline of twenty processes.", "$LAUNCH sh -c 'echo x | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | cat | wc -c'"),
+    "daemon": ("The command starts a daemon and ends.", "$LAUNCH sh -c 'setsid sleep 1 > /dev/null 2>&1 & echo started'"),
+    "python_isolated": ("The command is Python in isolated mode.", "$LAUNCH python3 -I -S -c 'print(1)'"),
+    "python_fork": ("The command is Python with worker processes.", "$LAUNCH python3 -c 'import multiprocessing as m\nif __name__ == \"__main__\": print(m.get_context(\"fork\").Pool(3).map(abs, [-1, -2]))'"),
+    "compiler": ("The command is a compiler.", "echo 'int main(void) { return 7; }' > $D/c.c; $LAUNCH gcc -o $D/c $D/c.c && $LAUNCH $D/c; echo $?"),
+    "ptraced": ("strace traces the command.", "$LAUNCH strace -f -o /dev/null sh -c 'echo ok'"),
+    "secure_execution": ("The command is setpriv with no new privileges.", "$LAUNCH setpriv --no-new-privs sh -c 'echo ok'"),
+    "another_user": ("setpriv runs the command as another user.", "chmod 755 $D; $LAUNCH setpriv --reuid=54321 --regid=54321 --clear-groups sh -c 'id -u' 2>&1"),
+    "runuser": ("runuser runs the command as another user.", "$LAUNCH runuser -u nobody -- id -un 2>&1"),
+    "su": ("su runs the command as another user.", "$LAUNCH su -s /bin/sh nobody -c 'id -un' 2>&1"),
 }
 
 
@@ -137,7 +137,7 @@ for _name, (_fault, _script) in SAME_SCRIPTS.items():
 
 @promises(SAME)
 def command_sudo():
-    """sudo becomes root again."""
+    """sudo runs the command as root."""
     needs("sudo")
     return same("$LAUNCH sudo -n id -u")
 
@@ -149,25 +149,25 @@ def command_on_a_terminal():
     return same("script -qec \"$LAUNCH sh -c 'tty > /dev/null && echo terminal; stty size > /dev/null; exit 3'\" /dev/null; echo $?")
 
 
-@promises("it says one line, and the program runs as without it")
+@promises("the launcher prints one line, and the program runs as without it")
 def command_static():
-    """A statically linked program."""
+    """The command is a statically linked program."""
     program = compiled("static", "#include <stdio.h>\nint main(void) { puts(\"static\"); return 3; }", "-static")
     return same(f"$LAUNCH {program}; echo $?")
 
 
-@promises("it says one line, and the program runs as without it")
+@promises("the launcher prints one line, and the program runs as without it")
 def command_of_another_loader():
-    """A program of another C library's loader."""
+    """The command is a program with the loader of another C library."""
     loader = DIR / "ld-musl-x86_64.so.1"
     loader.symlink_to("/lib64/ld-linux-x86-64.so.2")
     program = compiled("musl", "#include <stdio.h>\nint main(void) { puts(\"musl\"); return 3; }", f"-Wl,--dynamic-linker={loader}")
     return same(f"$LAUNCH {program}; echo $?")
 
 
-@promises("it says one line, and the program runs as without it")
+@promises("the launcher prints one line, and the program runs as without it")
 def command_32_bit():
-    """A program of 32 bits."""
+    """The command is a 32-bit program."""
     source = 'void _start(void) { __asm__("mov $1, %eax; mov $3, %ebx; int $0x80"); }'
     program = compiled("narrow", source, "-m32", "-nostdlib", "-static", "-fno-pic", "-no-pie")
     return same(f"$LAUNCH {program}; echo $?")
@@ -183,7 +183,7 @@ def command_with_another_preload():
 
 @promises(SAME)
 def command_that_closes_everything():
-    """A program that closes every descriptor and opens its own."""
+    """The command closes every descriptor and opens its own."""
     source = """#define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdio.h>
@@ -194,7 +194,7 @@ int main(void) { for (int i = 3; i < 4096; i++) close(i); int fd = open("/dev/nu
 
 @promises(SAME)
 def command_with_a_sandbox():
-    """A program that forbids itself everything but read, write and exit."""
+    """The command forbids itself all system calls except read, write and exit."""
     source = """#include <linux/seccomp.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -203,9 +203,9 @@ int main(void) { prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT); write(1, "strict\\n
     return same(f"$LAUNCH {compiled('strict', source)}; echo $?")
 
 
-@promises("the rank trains to its end; what the filter forbids is never called by us")
+@promises("the rank trains to completion, and the hook never makes a call that the filter forbids")
 def rank_with_a_late_filter():
-    """A rank installs a seccomp filter that kills it for sockets, memory files and signals, after its first collective."""
+    """After its first collective, a rank installs a seccomp filter that kills it for sockets, memfds and signals."""
     filters = DIR / "filters.py"
     forbidden = "41, 42, 46, 44, 53, 319, 62, 200, 234, 7, 271, 281, 290, 288, 157, 317"
     filters.write_text(f'''
@@ -246,9 +246,9 @@ os._exit(0)
     return "both ranks lived"
 
 
-@promises("each command gets the collector that it asked for, or one line that says why not")
+@promises("each command gets a collector with its settings, or prints one line with the reason")
 def command_with_other_settings():
-    """A second command on the node has another folder and another timeout."""
+    """A second command on the node sets another folder and another timeout."""
     first = launched("sh", "-c", "exit 0")
     must(first.wait(30) == 0, first.err())
     silent(first)
@@ -266,7 +266,7 @@ def command_with_other_settings():
 
 @promises("nothing is started, changed or written")
 def command_switched_off():
-    """XPU_TIMER_DISABLE=1."""
+    """XPU_TIMER_DISABLE=1 is set."""
     before = {str(path) for path in DIR.rglob("*")}
     job = launched("sh", "-c", "echo [$LD_PRELOAD]", env={"XPU_TIMER_DISABLE": "1"})
     must((job.wait(30), job.out(), job.err()) == (0, "[]\n", ""), job.out() + job.err())

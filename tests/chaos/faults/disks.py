@@ -1,4 +1,4 @@
-"""Disks that turn read-only, stop answering, or have no room while an incident is open: no incident is lost, nothing waits."""
+"""Disks that become read-only, stop answering, or fill up while an incident is open. No incident is lost, nothing waits."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from kit import (
     owner_status, promises, registered, silent, train, wait_for, work,
 )
 
-KEPT = "the verdict is served by the collector, and written once the disk takes it"
+KEPT = "the collector serves the verdict, and writes it once a disk accepts it"
 
 
 class Space:
@@ -35,7 +35,7 @@ class Space:
         return Path(f"/proc/{self.pid}/root{path}")
 
     def remounts(self, folder, how):
-        """A remount as read-only waits until nobody writes, as the kernel asks."""
+        """Remounts a folder. The kernel refuses read-only while a file is open for writing, so this repeats."""
         wait_for(f"{folder} is {how}", lambda: self.runs(f"mount -o remount,{how} {folder}", check=False).returncode == 0, 20)
 
 
@@ -48,7 +48,7 @@ def mounted(*folders, options="size=64m"):
 
 
 def served(seconds=60):
-    """The incident with a verdict, as the status has it."""
+    """Waits for an incident with a verdict in the collector's status, and returns it."""
 
     def told():
         with contextlib.suppress(OSError, Broken, ValueError):
@@ -59,7 +59,7 @@ def served(seconds=60):
 
 
 def whole(space, roots, seconds=60, dumps=2):
-    """The folder in which the verdict of the hang is, with so many dumps."""
+    """Waits for a folder with the verdict of the hang and this many dumps, and returns it."""
 
     def found():
         for root in roots:
@@ -79,7 +79,7 @@ def temporary():
 def read_only(before, both):
     fallback = temporary() / f"xpu_timer-{os.getuid()}"
     fallback.mkdir(mode=0o700)
-    # The collector's lock lies beside it.
+    # The collector's lock is beside this folder.
     fallback = fallback / "timeline"
     fallback.mkdir(mode=0o700)
     folders = [TIMELINE, fallback] if both else [TIMELINE]
@@ -96,16 +96,16 @@ def read_only(before, both):
         time.sleep(2)
         for folder in folders:
             space.remounts(folder, "rw")
-    # When nothing can be written only the verdict is kept.
+    # When nothing can be written, only the verdict is kept.
     folder = whole(space, [TIMELINE, temporary()], dumps=0 if both else 2)
     silent(job, 2)
     return f"{one['cause']}, written to {'the folder' if str(TIMELINE) in str(folder) else 'the other folder'}"
 
 
 for _name, _before, _both, _fault in [
-    ("before", True, False, "The disk of the incidents is remounted read-only before the hang."),
+    ("before", True, False, "The incident disk is remounted read-only before the hang."),
     ("before_both", True, True, "Every disk is remounted read-only before the hang, and later read-write."),
-    ("during", False, False, "The disk of the incidents is remounted read-only at a random moment of the incident."),
+    ("during", False, False, "The incident disk is remounted read-only at a random moment of the incident."),
     ("during_both", False, True, "Every disk is remounted read-only at a random moment of the incident, and later read-write."),
 ]:
     add(f"disk_read_only_{_name}", _fault, KEPT, functools.partial(read_only, _before, _both), not _before)
@@ -113,7 +113,7 @@ for _name, _before, _both, _fault in [
 
 @promises(KEPT, chance=True)
 def disk_full_on_and_off():
-    """Every disk is full and has room again several times a second while an incident is open, then has room."""
+    """While an incident is open, every disk repeatedly fills up and has space again. In the end it has space."""
     folders = [TIMELINE, temporary()]
     job = hangs(mounted(*folders, options="size=2m"), 60)
     space = Space(job)
@@ -128,7 +128,7 @@ def disk_full_on_and_off():
             space.runs(f"rm {folder}/fills")
         time.sleep(CHANCE.uniform(0, 0.2))
     one = served()
-    # What found no room at its moment is not kept: the verdict is.
+    # Files that found no space are dropped. The verdict is kept.
     folder = whole(space, folders, dumps=0)
     must(len(list(space.path(TIMELINE).glob("incident-*"))) <= 1, "several folders")
     silent(job, 2)
@@ -149,7 +149,7 @@ os.execvp(words[0], words)
 
 
 def dead(*folders):
-    """Words that run a command where these folders are file systems that never answer."""
+    """Words that run a command in which these folders are file systems that never answer."""
     if not Path("/dev/fuse").exists():
         raise Unable("no /dev/fuse")
     holder = DIR / "dead.py"
@@ -157,12 +157,12 @@ def dead(*folders):
     return [sys.executable, holder, ":".join(map(str, folders))]
 
 
-# /tmp is that of the machine, where the folder of the sockets is looked for next.
+# /tmp is the next candidate for the socket folder, so the job gets its own.
 OWN_TMP = f"mount --bind {DIR} /mnt; mount -t tmpfs none /tmp; mkdir -p {DIR}; mount --bind /mnt {DIR}; mkdir -p {os.environ.get('TMPDIR')}"
 
 
 def dies(space, *folders):
-    """These folders stop to answer; what ends that."""
+    """Makes these folders stop answering. Returns the process to pass to `revives`."""
     holder = subprocess.Popen(
         ["nsenter", f"--mount=/proc/{space.pid}/ns/mnt", *map(str, dead(*folders)), "sleep", "1000"], stdin=subprocess.DEVNULL)
     for folder in folders:
@@ -177,7 +177,7 @@ def revives(space, holder, *folders):
     holder.wait()
 
 
-INSTEAD = "the job trains to its end, two lines at most say which folder is used instead, and a hang is judged"
+INSTEAD = "the job completes, two lines at most name the folder that is used instead, and a hang is judged"
 
 
 def tmpdir_dead(name):
@@ -206,7 +206,7 @@ def made(name):
 
 @promises(KEPT)
 def disk_dies():
-    """The disk of the incidents stops to answer before the hang, and later answers again."""
+    """The incident disk stops answering before the hang, and answers again later."""
     job = hangs(mounted(TIMELINE), 60)
     space = Space(job)
     registered(2)
@@ -220,7 +220,7 @@ def disk_dies():
 
 @promises(KEPT, chance=True)
 def disk_dies_during_an_incident():
-    """The disk of the incidents stops to answer at a random moment of an incident, and later answers again."""
+    """The incident disk stops answering at a random moment of an incident, and answers again later."""
     job = hangs(mounted(TIMELINE), 60)
     space = Space(job)
     registered(2)
@@ -234,9 +234,9 @@ def disk_dies_during_an_incident():
     return one["cause"]
 
 
-@promises("training goes on in silence, and the hang is judged")
+@promises("training continues, nothing is printed into the job, and the hang is judged")
 def log_folder_dies():
-    """The folder of the logs stops to answer while the job trains."""
+    """The log folder stops answering while the job trains."""
     job = hangs(mounted(LOGS), 60, env={"XPU_TIMER_LOG": "debug"})
     space = Space(job)
     registered(2)
@@ -249,7 +249,7 @@ def log_folder_dies():
 
 
 def dies_and_the_collector_too(job, folder):
-    """Once both ranks are registered, the file system of the folder stops to answer and the collector is killed."""
+    """Once both ranks are registered, makes the folder stop answering and kills the collector."""
     space = Space(job)
     registered(2)
     holder = dies(space, folder)
@@ -257,18 +257,18 @@ def dies_and_the_collector_too(job, folder):
     return space, holder
 
 
-@promises("the job trains to its end, and nothing waits")
+@promises("the job completes, and nothing waits")
 def log_folder_dies_and_the_job_ends():
-    """The folder of the logs stops to answer, the collector is killed so that the ranks have something to say, and the job ends."""
+    """The log folder stops answering, the collector is killed so that the ranks have something to log, and the job ends."""
     job = train("--seconds=6", wrap=mounted(LOGS))
     _, holder = dies_and_the_collector_too(job, LOGS)
     ends_well(job, seconds=40)
     holder.kill()
 
 
-@promises("training goes on in silence, another collector comes, and the hang is judged")
+@promises("training continues, nothing is printed into the job, and a new collector judges the hang")
 def log_folder_dies_and_the_collector_is_killed():
-    """The folder of the logs stops to answer, the collector is killed, and the job hangs."""
+    """The log folder stops answering, the collector is killed, and the job hangs."""
     job = hangs(mounted(LOGS), 150)
     space, holder = dies_and_the_collector_too(job, LOGS)
     served(90)
@@ -277,9 +277,9 @@ def log_folder_dies_and_the_collector_is_killed():
     holder.kill()
 
 
-@promises("another collector comes, and the hang is judged and served")
+@promises("a new collector judges the hang and serves the verdict")
 def disk_dies_and_the_collector_is_killed():
-    """The disk of the incidents stops to answer, the collector is killed, and the job hangs."""
+    """The incident disk stops answering, the collector is killed, and the job hangs."""
     job = hangs(mounted(TIMELINE), 150)
     _, holder = dies_and_the_collector_too(job, TIMELINE)
     served(90)
@@ -289,7 +289,7 @@ def disk_dies_and_the_collector_is_killed():
 
 @promises("all ranks are ended within ten seconds of the verdict")
 def disk_dies_and_the_ranks_are_ended():
-    """The disk of the incidents stops to answer, and the job hangs with XPU_TIMER_HANG_KILL=1."""
+    """The incident disk stops answering, and the job hangs with XPU_TIMER_HANG_KILL=1."""
     job = hangs(mounted(TIMELINE), 60, env={"XPU_TIMER_HANG_KILL": "1"})
     space = Space(job)
     registered(2)
@@ -299,9 +299,9 @@ def disk_dies_and_the_ranks_are_ended():
     holder.kill()
 
 
-@promises("the hang is judged, and the log goes on when there is room again")
+@promises("the hang is judged, and the log continues when there is space again")
 def log_folder_full():
-    """The disk of the logs is full, and later has room."""
+    """The log disk is full, and has space later."""
     job = hangs(mounted(LOGS, options="size=1m"), 60, env={"XPU_TIMER_LOG": "debug"})
     space = Space(job)
     registered(2)
@@ -317,9 +317,9 @@ def log_folder_full():
     silent(job)
 
 
-@promises("the incident is written, and nothing in the folder that the link names is touched")
+@promises("the incident is written, and the files in the target of the link are not touched")
 def timeline_becomes_a_link():
-    """The folder of the incidents is replaced by a link to a folder with other files while the job trains."""
+    """While the job trains, the timeline folder is replaced by a link to a folder with other files."""
     job = hangs([], 60)
     registered(2)
     precious = made("precious")
@@ -331,9 +331,9 @@ def timeline_becomes_a_link():
     silent(job)
 
 
-@promises("all ranks are ended, by the verdict of the cluster collector or by that of the node")
+@promises("all ranks are ended, on the verdict of the cluster collector or of the node")
 def cluster_disk_dies():
-    """The disk of the cluster collector stops to answer, and a job with XPU_TIMER_HANG_KILL=1 hangs."""
+    """The disk of the cluster collector stops answering, and a job with XPU_TIMER_HANG_KILL=1 hangs."""
     folder = made("cluster")
     port = free_port()
     own = Proc([*mounted(folder), COLLECTOR, "cluster", "--listen", f"127.0.0.1:{port}"],

@@ -1,4 +1,4 @@
-"""Folders and files that are missing, full, linked, foreign or read-only: no incident is lost, no data is shown, nothing waits."""
+"""Folders and files that are missing, full, linked, foreign or read-only. No incident is lost, no data leaks, nothing waits."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ from kit import (
     registered, root_needed, silent, socket_path, tail, train, trains, unshared, wait_for,
 )
 
-FALLBACK = "training goes on, one line at most says which folder is used instead, and the verdict is written there"
+FALLBACK = "training continues, one line at most names the folder that is used instead, and the verdict is written there"
 
 
 def verdicts(*roots):
@@ -24,7 +24,7 @@ def verdicts(*roots):
 
 
 def elsewhere(script, *namespaces):
-    """The folder of the incidents cannot be used: the verdict is written in another one."""
+    """Makes the timeline folder unusable, and checks that the verdict is written to another one."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", wrap=in_shell(script, *namespaces))
     root = f"/proc/{job.pid}/root" if namespaces else ""
     temporary = os.environ["TMPDIR"]
@@ -34,7 +34,7 @@ def elsewhere(script, *namespaces):
 
 
 FOLDERS = {
-    "missing": ("is missing and can be made", f"export XPU_TIMER_TIMELINE_PATH={DIR}/x/y/z", ()),
+    "missing": ("is missing and can be created", f"export XPU_TIMER_TIMELINE_PATH={DIR}/x/y/z", ()),
     "file": ("is a file", f"rmdir {TIMELINE}; : > {TIMELINE}", ()),
     "dangling": ("is a link to nowhere", f"rmdir {TIMELINE}; ln -s /nowhere/at/all {TIMELINE}", ()),
     "loop": ("is a link to itself", f"rmdir {TIMELINE}; ln -s {TIMELINE} {TIMELINE}", ()),
@@ -45,12 +45,12 @@ FOLDERS = {
 }
 
 for _name, (_fault, _script, _spaces) in FOLDERS.items():
-    add(f"folder_{_name}", f"the folder of the incidents {_fault}", FALLBACK, functools.partial(elsewhere, _script, *_spaces))
+    add(f"folder_{_name}", f"The timeline folder {_fault}.", FALLBACK, functools.partial(elsewhere, _script, *_spaces))
 
 
-@promises("folders are 0700 and files 0600, also with umask 0, unless somebody chooses otherwise")
+@promises("folders have mode 0700 and files 0600, unless XPU_TIMER_FILE_MODE is set")
 def file_modes():
-    """A hang is written by a collector that was started with umask 0."""
+    """A collector that was started with umask 0 writes a hang."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", wrap=in_shell("umask 0"))
     folder, _ = judged([1])
     wait_for("the report", (folder / "report.html").exists, 30)
@@ -63,9 +63,9 @@ def file_modes():
     silent(job)
 
 
-@promises("another user reads no file of an incident and no log")
+@promises("another user can read no incident file and no log")
 def file_of_another_user():
-    """Another user walks through the folders."""
+    """Another user tries to read all files in the folders."""
     os.chmod(DIR, 0o755)
     os.chmod(TIMELINE, 0o755)
     os.chmod(LOGS, 0o755)
@@ -84,10 +84,10 @@ print(seen)"""
     must(proc.wait(20) == 0 and proc.out().strip() == "[]", proc.out()[:200] + tail(proc.err()))
 
 
-@promises("nothing is written through what another user has planted, and nothing is shown to him; the command says why")
+@promises("nothing is written to the planted folder and links, the other user can read nothing, and the command reports the reason")
 def fetch_into_a_shared_folder():
-    """Incidents are fetched into a folder that everybody may write to, where another user has made their folder first, with links
-    to a precious file, or has made a link to a folder of ours."""
+    """Incidents are fetched into a world-writable folder. In it, another user has already created the incident's folder with links
+    to a precious file, or a link to a folder of the caller."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     name = folder.name.removeprefix("incident-")
@@ -128,9 +128,9 @@ def fetch_into_a_shared_folder():
     return said.strip()[-80:]
 
 
-@promises("the file behind the link is not touched")
+@promises("the target of the link is not touched")
 def log_is_a_link():
-    """Another user has put a link to a precious file where the logs belong."""
+    """Another user has put links to a precious file in place of the logs."""
     precious = DIR / "precious"
     precious.write_text("precious")
     for name in ("xpu_timer_collector.log", "xpu_timer_hook.log", "xpu_timer.log"):
@@ -140,9 +140,9 @@ def log_is_a_link():
     must(precious.read_text() == "precious", "it was written")
 
 
-@promises("the file behind the link is not touched, and the incident is written")
+@promises("the target of the link is not touched, and the incident is written")
 def latest_is_a_link():
-    """`latest` in the folder of the incidents is a link to a folder of somebody."""
+    """`latest` in the timeline folder is a link to a foreign folder."""
     precious = DIR / "precious"
     precious.mkdir()
     (precious / "file").write_text("precious")
@@ -152,9 +152,9 @@ def latest_is_a_link():
     must((precious / "file").read_text() == "precious" and len(list(precious.iterdir())) == 1, "it was written")
 
 
-@promises("the incident is written again, or elsewhere, and training goes on")
+@promises("the incident is written there or elsewhere, and training continues")
 def folder_removed():
-    """The folder of the incidents is removed while the job trains."""
+    """The timeline folder is removed while the job trains."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
     registered(2)
     shutil.rmtree(TIMELINE)
@@ -162,9 +162,9 @@ def folder_removed():
     silent(job)
 
 
-@promises("training goes on, and the hang is judged")
+@promises("training continues, and the hang is judged")
 def log_folder_removed():
-    """The folder of the logs is removed while the job trains."""
+    """The log folder is removed while the job trains."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
     registered(2)
     shutil.rmtree(LOGS)
@@ -172,9 +172,9 @@ def log_folder_removed():
     silent(job)
 
 
-@promises("logs stay below 64 MB, and the job trains to its end")
+@promises("the logs stay below 64 MB, and the job completes")
 def log_flood():
-    """Forty thousand packets to complain about, with XPU_TIMER_LOG=trace."""
+    """Forty thousand invalid packets arrive, with XPU_TIMER_LOG=trace."""
     job = train("--seconds=3", env={"XPU_TIMER_LOG": "trace"})
     registered(2)
     path = socket_path()
@@ -192,9 +192,9 @@ def log_flood():
     return f"{size >> 10} kB"
 
 
-@promises("training goes on; the hang is judged by the same collector")
+@promises("training continues, and the same collector judges the hang")
 def socket_file_removed():
-    """Somebody removes the collector's socket, as cleaners of /tmp do."""
+    """The collector's socket is removed, as cleaners of /tmp do."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=60")
     registered(2)
     for path in Path(os.environ["TMPDIR"]).rglob("*.sock"):
@@ -203,7 +203,7 @@ def socket_file_removed():
     silent(job)
 
 
-@promises("the next command finds or starts a collector, and says one line at most")
+@promises("the next launch finds or starts a collector, and prints one line at most")
 def temporary_folder_emptied():
     """Everything in the temporary folder is removed while the job trains."""
     job = train()
@@ -218,7 +218,7 @@ def temporary_folder_emptied():
 
 
 def on_a_dead_file_system(env_of):
-    """A job with variables that name places on a file system that does not answer."""
+    """Runs a job whose variables name paths on a file system that does not answer."""
     if not Path("/dev/fuse").exists():
         raise Unable("no /dev/fuse")
     mount = DIR / "dead"
@@ -241,27 +241,27 @@ os.execvp(sys.argv[1], sys.argv[1:])
     silent(job, 2)
 
 
-@promises("a line on stderr is all that it costs; the job trains to its end")
+@promises("it costs one line on stderr, and the job completes")
 def fuse_that_does_not_answer():
-    """XPU_TIMER_CONFIG, the token and the authority lie on a file system that does not answer."""
+    """XPU_TIMER_CONFIG and the token are on a file system that does not answer."""
     on_a_dead_file_system(lambda mount: {"XPU_TIMER_CONFIG": mount / "config.ini", "XPU_TIMER_COLLECTOR_TOKEN_FILE": mount / "token"})
 
 
-@promises("a line on stderr is all that it costs; the job trains to its end")
+@promises("it costs one line on stderr, and the job completes")
 def temporary_folder_that_does_not_answer():
-    """TMPDIR lies on a file system that does not answer."""
+    """TMPDIR is on a file system that does not answer."""
     on_a_dead_file_system(lambda mount: {"TMPDIR": mount / "tmp"})
 
 
-@promises("a line on stderr is all that it costs; the job trains to its end")
+@promises("it costs one line on stderr, and the job completes")
 def socket_that_does_not_answer():
-    """XPU_TIMER_SOCKET lies on a file system that does not answer."""
+    """XPU_TIMER_SOCKET is on a file system that does not answer."""
     on_a_dead_file_system(lambda mount: {"XPU_TIMER_SOCKET": mount / "socket"})
 
 
-@promises("what a variable names is opened only when it is a regular file; the job trains to its end")
+@promises("a file that a variable names is opened only if it is a regular file, and the command runs")
 def config_socket():
-    """XPU_TIMER_CONFIG names a socket, and then a block device."""
+    """XPU_TIMER_CONFIG names a socket, and then devices and files of /proc."""
     path = DIR / "socket"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -271,9 +271,9 @@ def config_socket():
         silent(job, 1)
 
 
-@promises("folders of hangs outlive those of dumps on demand")
+@promises("the folder of the hang outlives those of the dumps on demand")
 def retention():
-    """XPU_TIMER_KEEP_INCIDENTS=2, a hang, and dumps on demand after it."""
+    """With XPU_TIMER_KEEP_INCIDENTS=2, five dumps on demand follow a hang."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_KEEP_INCIDENTS": "2"})
     folder, _ = judged([1])
     for _ in range(5):

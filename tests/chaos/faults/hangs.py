@@ -1,4 +1,4 @@
-"""Jobs that hang, with XPU_TIMER_HANG_KILL=1: the verdict names who, and all ranks end within ten seconds of it."""
+"""Jobs that hang with XPU_TIMER_HANG_KILL=1. The verdict names the culprits, and all ranks end within ten seconds."""
 
 import functools
 import os
@@ -10,20 +10,20 @@ from kit import (
     ranks, registered, silent, train, trains, wait_for,
 )
 
-PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's status is not 0"
+PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's exit status is not 0"
 
-# Arguments of train.py, the fault of the device, the culprits, and causes that are right.
+# Arguments of train.py, the fault of the simulated device, the culprits, and the text of the fault.
 HANGS = {
-    "loader": (["--fault=loader", "--fault-rank=1"], "", [1], "a shard never comes"),
-    "skipped": (["--fault=skip", "--fault-rank=1", "--steps=40"], "", [1], "a rank leaves a collective out"),
-    "raised": (["--fault=raise", "--fault-rank=1"], "", [1], "a rank ends by an exception and the others wait"),
-    "killed": (["--fault=killed", "--fault-rank=1"], "", [1], "a rank is killed and the others wait"),
-    "stopped": (["--fault=stopped", "--fault-rank=1"], "", [1], "a rank is stopped by a signal"),
-    "operation": (["--fault=op", "--fault-rank=0"], "", None, "a rank calls another operation"),
-    "size": (["--fault=size", "--fault-rank=1"], "", None, "a rank sums fewer elements"),
-    "stuck_kernel": ([], "stuck_kernel:rank=1,n=100", [1], "a kernel never ends"),
-    "network": ([], "stall:bytes=100000", [], "the network moves no more bytes"),
-    "never_joins": ([], "init_skip:rank=1", [1], "a rank never enters the communicator"),
+    "loader": (["--fault=loader", "--fault-rank=1"], "", [1], "A shard of the data loader never arrives."),
+    "skipped": (["--fault=skip", "--fault-rank=1", "--steps=40"], "", [1], "A rank skips a collective."),
+    "raised": (["--fault=raise", "--fault-rank=1"], "", [1], "A rank ends with an exception, and the others wait."),
+    "killed": (["--fault=killed", "--fault-rank=1"], "", [1], "A rank is killed, and the others wait."),
+    "stopped": (["--fault=stopped", "--fault-rank=1"], "", [1], "A signal stops a rank."),
+    "operation": (["--fault=op", "--fault-rank=0"], "", None, "A rank calls a different operation."),
+    "size": (["--fault=size", "--fault-rank=1"], "", None, "A rank sums fewer elements."),
+    "stuck_kernel": ([], "stuck_kernel:rank=1,n=100", [1], "A kernel never ends."),
+    "network": ([], "stall:bytes=100000", [], "The network stops moving bytes."),
+    "never_joins": ([], "init_skip:rank=1", [1], "A rank never enters the communicator."),
 }
 
 
@@ -47,7 +47,7 @@ for _name, _row in HANGS.items():
 
 @promises(PROMISE)
 def ended_before_its_first_device_call():
-    """A rank hangs before its first device call, and the others wait for it in the creation of their communicator."""
+    """A rank hangs before its first device call, while the others wait for it to create their communicator."""
     script = DIR / "late.py"
     script.write_text('''
 import os, threading
@@ -64,9 +64,9 @@ cuda.Communicator.create("world")
     return verdict["cause"]
 
 
-@promises("XPU_TIMER_COMMON_HANG is 1 for every rank that hangs, culprits and victims, and 0 before")
+@promises("XPU_TIMER_COMMON_HANG is 0 before the hang, and 1 for every culprit and victim after the verdict")
 def metric_of_a_hang():
-    """A rank hangs for ever; the metrics are read all the time."""
+    """A rank hangs forever, and the metrics are read all the time."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=60")
     registered(2)
 
@@ -80,7 +80,7 @@ def metric_of_a_hang():
     return "0, then 1 for both ranks"
 
 
-@promises("both hangs of a job are judged, each in a folder of its own")
+@promises("both hangs are judged, each in its own folder")
 def second_hang_after_the_first():
     """A job hangs, recovers, and hangs again."""
     train("--fault=pause", "--fault-rank=0", "--fault-step", "10", "30", f"--pause={TIMEOUT + 4}")
@@ -91,7 +91,7 @@ def second_hang_after_the_first():
 
 @promises("the hang is judged, and the dead rank is named", chance=True)
 def rank_killed_at_any_moment():
-    """kill -9 of a rank at a random moment."""
+    """SIGKILL ends a rank at a random moment."""
     job = train("--jitter=0.5")
     trains(job)
     time.sleep(CHANCE.uniform(0, 1))
@@ -103,9 +103,9 @@ def rank_killed_at_any_moment():
     return verdict["cause"]
 
 
-@promises("the stop of one rank is named as such")
+@promises("the verdict names the rank as stopped")
 def rank_stopped_by_somebody():
-    """Somebody stops a rank with SIGSTOP."""
+    """SIGSTOP stops one rank."""
     job = train()
     trains(job)
     victim = [pid for pid in rank_pids() if b"RANK=0" in open(f"/proc/{pid}/environ", "rb").read().split(b"\0")][0]

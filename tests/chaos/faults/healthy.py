@@ -1,4 +1,4 @@
-"""Jobs that are well, with XPU_TIMER_HANG_KILL=1: none of them may ever be ended."""
+"""Healthy jobs with XPU_TIMER_HANG_KILL=1. No rank of them may ever be ended."""
 
 import functools
 import os
@@ -12,44 +12,44 @@ from kit import (
 )
 
 KILL = {"XPU_TIMER_HANG_KILL": "1", "XPU_TIMER_IDLE_TIMEOUT": str(TIMEOUT)}
-NEVER = "with XPU_TIMER_HANG_KILL=1 the job comes to its end with status 0, and nothing is printed into it"
+NEVER = "with XPU_TIMER_HANG_KILL=1 the job completes with status 0, and nothing is printed into it"
 
 MODES = {
-    "shards": "all ranks read shards and copy them to the device for several timeouts",
-    "weights": "all ranks load weights for several timeouts",
-    "evaluate": "all ranks evaluate on the processor in Python",
-    "evaluate_in_c": "all ranks spend seconds at a time inside one C function",
-    "checkpoint": "all ranks write a checkpoint with fsync",
-    "checkpoint_from_device": "all ranks copy from the device and write, slowly",
-    "memset_sync": "a loop of memset and synchronize",
-    "synchronize": "nothing but synchronizing an idle device",
-    "copies": "copies to and fro, no kernel and no collective",
-    "long_step": "host work of two timeouts between two collectives",
-    "long_sleep": "all ranks sleep between two collectives for longer than the timeout",
-    "compile": "all ranks run a compiler for several timeouts",
-    "collect_garbage": "all ranks collect garbage for several timeouts",
-    "server": "an inference server without requests for several timeouts",
-    "notebook": "a notebook whose reader takes longer than the timeout",
-    "debugger": "the ranks sleep at a prompt that nobody waits for",
-    "download": "all ranks read from a peer that sends a little at a time",
-    "busy_loaders": "the main threads wait for worker processes that compute",
-    "uneven": "one rank evaluates for half the timeout while the others wait for it in a collective",
-    "threads": "two hundred sleeping threads and one that copies",
-    "forks": "the ranks start short processes all the time",
-    "pool_of_one": "rank 0 waits for a pool of worker processes while the others wait for it in a collective",
-    "child_of_one": "rank 0 waits for a program that compresses while the others wait for it in a collective",
-    "thread_of_one": "rank 0 waits for a thread that evaluates while the others wait for it in a collective",
-    "download_of_one": "rank 0 receives a little at a time while the others wait for it in a collective",
-    "timed_download_of_one": "rank 0 receives with a timeout while the others wait for it in a collective",
-    "downloads_in_threads_of_one": "rank 0 waits for threads that receive while the others wait for it in a collective",
-    "asynchronous_download_of_one": "rank 0 receives in an event loop while the others wait for it in a collective",
-    "upload_of_one": "rank 0 sends to a slow peer while the others wait for it in a collective",
-    "copies_of_one": "rank 0 copies from its device while the others wait for it in a collective",
-    "posted_receive": "a receive is pending for the whole life of a job that trains on, in steps of most of a timeout",
-    "slow_pipeline": "the ranks of a pipeline work one after the other, each for most of a timeout",
-    "steps": "plain steps",
+    "shards": "All ranks read shards and copy them to the device for several timeouts.",
+    "weights": "All ranks load weights for several timeouts.",
+    "evaluate": "All ranks evaluate on the CPU in Python.",
+    "evaluate_in_c": "All ranks spend seconds at a time inside one C function.",
+    "checkpoint": "All ranks write a checkpoint with fsync.",
+    "checkpoint_from_device": "All ranks slowly copy from the device and write.",
+    "memset_sync": "The ranks call memset and synchronize in a loop.",
+    "synchronize": "The ranks only synchronize an idle device.",
+    "copies": "The ranks copy to and from the device, and launch no kernel and no collective.",
+    "long_step": "The ranks work on the host for two timeouts between two collectives.",
+    "long_sleep": "All ranks sleep between two collectives for longer than the timeout.",
+    "compile": "All ranks run a compiler for several timeouts.",
+    "collect_garbage": "All ranks collect garbage for several timeouts.",
+    "server": "An inference server gets no requests for several timeouts.",
+    "notebook": "The user of a notebook pauses for longer than the timeout.",
+    "debugger": "The ranks sleep at a prompt, and no rank waits for another one.",
+    "download": "All ranks read from a peer that sends a little at a time.",
+    "busy_loaders": "The main threads wait for worker processes that compute.",
+    "uneven": "One rank evaluates for half the timeout while the others wait for it in a collective.",
+    "threads": "Each rank has two hundred sleeping threads and one that copies.",
+    "forks": "The ranks start short processes all the time.",
+    "pool_of_one": "Rank 0 waits for a pool of worker processes while the others wait for it in a collective.",
+    "child_of_one": "Rank 0 waits for a program that compresses while the others wait for it in a collective.",
+    "thread_of_one": "Rank 0 waits for a thread that evaluates while the others wait for it in a collective.",
+    "download_of_one": "Rank 0 receives a little at a time while the others wait for it in a collective.",
+    "timed_download_of_one": "Rank 0 receives with a timeout while the others wait for it in a collective.",
+    "downloads_in_threads_of_one": "Rank 0 waits for threads that receive while the others wait for it in a collective.",
+    "asynchronous_download_of_one": "Rank 0 receives in an event loop while the others wait for it in a collective.",
+    "upload_of_one": "Rank 0 sends to a slow peer while the others wait for it in a collective.",
+    "copies_of_one": "Rank 0 copies from its device while the others wait for it in a collective.",
+    "posted_receive": "A receive stays pending for the whole job, which keeps training in steps of almost a timeout.",
+    "slow_pipeline": "The ranks of a pipeline work one after the other, each for most of a timeout.",
+    "steps": "The ranks train in plain steps.",
 }
-# More ranks than two, where that makes the fault.
+# The number of ranks, if the fault needs more than two.
 COUNTS = {"slow_pipeline": 4}
 
 
@@ -64,18 +64,18 @@ for _mode, _fault in MODES.items():
     add(f"well_{_mode}", _fault, NEVER, functools.partial(well, _mode))
 
 
-@promises("a hang that resolves between the timeout and the verdict ends nobody")
+@promises("no rank is ended for a hang that resolves between the timeout and the verdict")
 def well_late_shard():
-    """A shard comes after the timeout and before the verdict: the two samples lie four seconds apart."""
+    """A shard arrives after the timeout and before the verdict; the two samples are four seconds apart."""
     late = {**KILL, "XPU_TIMER_SAMPLE_INTERVAL": "5"}
     job = train("--fault=pause", "--fault-rank=0", "--fault-step=10", f"--pause={TIMEOUT + 2}", "--steps=40", env=late)
     ends_well(job)
     return "the shard came, the job ended well"
 
 
-@promises("a job that is stopped as a whole is ended by nobody, and goes on when it is continued")
+@promises("no rank is ended, and the job goes on when it is continued")
 def well_stopped_as_a_whole():
-    """All ranks are stopped by SIGSTOP for three timeouts and continued."""
+    """SIGSTOP stops all ranks of a job for three timeouts. Then they are continued."""
     job = train(env=KILL)
     trains(job)
     pids = rank_pids()
@@ -89,9 +89,9 @@ def well_stopped_as_a_whole():
     return "trains on"
 
 
-@promises("a rank that says nothing because it is starved is not taken for hung; nobody is ended")
+@promises("a rank that is silent because it gets no processor does not count as hung, and no rank is ended")
 def well_on_an_overloaded_machine():
-    """Sixteen processes compete with the ranks for the processors."""
+    """Sixteen busy processes compete with the ranks for the processors."""
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
     try:
         ends_well(work("steps", "--seconds=8", env={**KILL, "XPU_TIMER_HANG_TIMEOUT": "8"}), seconds=120)
@@ -109,7 +109,7 @@ def well_server_wakes_up():
     return "idle, then well"
 
 
-@promises("a real elastic job that is well comes to its end under it")
+@promises("a real elastic job that is healthy completes")
 def well_torchrun():
     """torchrun starts four ranks on gloo, with XPU_TIMER_HANG_KILL=1."""
     probe = subprocess.run([SYSTEM_PYTHON, "-c", "import torch.distributed"], capture_output=True)
@@ -124,9 +124,9 @@ def well_torchrun():
     return "ran to its end under torchrun"
 
 
-@promises("an incident that resolves lowers XPU_TIMER_COMMON_HANG again, and nobody is ended")
+@promises("XPU_TIMER_COMMON_HANG returns to 0 when the incident resolves, and no rank is ended")
 def well_metric_returns_to_zero():
-    """A rank comes late by more than a verdict, without XPU_TIMER_HANG_KILL."""
+    """A rank continues only after the verdict, without XPU_TIMER_HANG_KILL."""
     def level():
         code, page = http_get("/metrics", port=PORT + 1)
         lines = [line for line in page.splitlines() if line.startswith("XPU_TIMER_COMMON_HANG")]

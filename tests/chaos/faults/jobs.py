@@ -1,4 +1,4 @@
-"""Several jobs, restarts and elastic agents: a hang belongs to its job."""
+"""Several jobs, restarts and elastic agents. A hang belongs to its own job."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from kit import (
     silent, stays, train, trains, wait_for,
 )
 
-APART = "the hang is judged as that of its own job, and nobody of the other job is named or ended"
+APART = "the verdict is about the job that hangs, and no rank of the other job is named or ended"
 
 
 def rendezvous(name):
@@ -19,7 +19,7 @@ def rendezvous(name):
 
 
 def two(kill, more=None):
-    """Two jobs with the same names and ranks; the second one hangs."""
+    """Runs two jobs with the same name and ranks. The second one hangs."""
     first = train(env={**rendezvous("first"), **kill, **(more or {})})
     trains(first)
     second = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill, **(more or {})})
@@ -33,32 +33,32 @@ def two(kill, more=None):
 
 @promises(APART)
 def two_jobs_of_one_name():
-    """Two jobs of one name on a node, without MASTER_PORT; one of them hangs."""
+    """Two jobs with one name and no MASTER_PORT run on a node, and one of them hangs."""
     two({}, {"XPU_TIMER_JOB": "same"})
 
 
 @promises(APART)
 def two_jobs_without_a_name():
-    """Two jobs without a name on a node; one of them hangs."""
+    """Two jobs without a name run on a node, and one of them hangs."""
     two({})
 
 
 @promises(APART)
 def two_jobs_of_one_name_with_kill():
-    """The same with XPU_TIMER_HANG_KILL=1: only the ranks of the one that hangs are ended."""
+    """Two jobs with one name and XPU_TIMER_HANG_KILL=1 run on a node, and one of them hangs."""
     second, _ = two({"XPU_TIMER_HANG_KILL": "1", "XPU_TIMER_JOB": "same"})
     must(second.wait(30) != 0, "the hung job ended with status 0")
 
 
 @promises(APART)
 def two_jobs_of_one_port():
-    """Two jobs of one name and one MASTER_PORT, one after the other still alive."""
+    """Two jobs have one name and one MASTER_PORT, and the second one starts and hangs while the first one runs."""
     two({}, {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1", "XPU_TIMER_JOB": "same"})
 
 
 @promises(APART)
 def two_jobs_of_two_launchers_at_once():
-    """Two jobs of one name start at the same moment, and both hang, each at another rank."""
+    """Two jobs with one name start at the same moment, and each hangs at a different rank."""
     kill = {"XPU_TIMER_JOB": "same"}
     train("--fault=loader", "--fault-rank=0", "--fault-step=15", env={**rendezvous("first"), **kill})
     train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill})
@@ -67,18 +67,18 @@ def two_jobs_of_two_launchers_at_once():
     must(named == [(0,), (1,)], f"culprits {named}")
 
 
-@promises("the hang of a job is judged while the other one ends")
+@promises("the hang is judged while the other job ends")
 def one_job_ends_another_hangs():
-    """A job ends well while another one of its name hangs."""
+    """A job completes while another job with its name hangs."""
     first = train("--steps=200", env=rendezvous("first"))
     train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=rendezvous("second"))
     judged([1])
     ends_well(first)
 
 
-@promises("each start is a job of its own: no incident, and every one ends well")
+@promises("each start is a job of its own: there is no incident, and the runs that are not killed complete")
 def restarts():
-    """The same job is started six times in a row, and each time killed or ended."""
+    """A job is started six times in a row; every other time its ranks are killed."""
     for index in range(6):
         folder = rendezvous(f"run{index}")
         if index % 2:
@@ -92,9 +92,9 @@ def restarts():
     must(not [verdict for _, verdict in incidents() if verdict["culprits"]], f"{incidents()[:1]}")
 
 
-@promises("the hang of the second attempt is judged as that of its own ranks")
+@promises("the second verdict names the rank of the second attempt")
 def restart_after_a_hang():
-    """A hung job is ended by XPU_TIMER_HANG_KILL, started again, and hangs at another rank."""
+    """XPU_TIMER_HANG_KILL ends a hung job. It is started again and hangs at a different rank."""
     kill = {"XPU_TIMER_HANG_KILL": "1"}
     first = train("--fault=loader", "--fault-rank=0", "--fault-step=15", env={**rendezvous("first"), **kill})
     judged([0])
@@ -104,9 +104,9 @@ def restart_after_a_hang():
     must(second.wait(30) != 0, "status 0")
 
 
-@promises("nobody else is ended")
+@promises("no rank of the healthy job is ended")
 def kill_beside_a_healthy_job():
-    """A job hangs with XPU_TIMER_HANG_KILL=1 beside a healthy one with it, of other names."""
+    """Two jobs with different names have XPU_TIMER_HANG_KILL=1, and one of them hangs."""
     healthy = train(env={**rendezvous("well"), "XPU_TIMER_JOB": "well", "XPU_TIMER_HANG_KILL": "1"})
     trains(healthy)
     hung = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
@@ -117,9 +117,9 @@ def kill_beside_a_healthy_job():
     silent(healthy)
 
 
-@promises("the job without XPU_TIMER_HANG_KILL is not ended")
+@promises("the hung job is not ended")
 def kill_is_of_one_job():
-    """A job without XPU_TIMER_HANG_KILL hangs beside one that has it."""
+    """A job without XPU_TIMER_HANG_KILL hangs beside a job that has it."""
     asks = train(env={**rendezvous("asks"), "XPU_TIMER_HANG_KILL": "1"})
     trains(asks)
     hung = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=rendezvous("hung"))
@@ -130,7 +130,7 @@ def kill_is_of_one_job():
 
 @promises("both ranks are known, and the hang is judged")
 def rank_known_late():
-    """The ranks learn their rank by the communicator alone."""
+    """No variable names the ranks; only their communicator does."""
     script = DIR / "late.py"
     script.write_text('''
 import os, sys, time

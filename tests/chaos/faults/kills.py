@@ -1,4 +1,4 @@
-"""Processes of xpu_timer that are killed, stopped or starved: the job never notices, and no incident is lost."""
+"""Processes of xpu_timer are killed, stopped or starved. The job is not disturbed, and no incident is lost."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from kit import (
     owner_status, promises, rank_pids, registered, silent, train, trains, wait_for,
 )
 
-TRAINS = "the job trains on, and nothing is printed into it"
+TRAINS = "training continues, and nothing is printed into the job"
 
 
 @promises(TRAINS, chance=True)
 def collector_killed_while_training():
-    """kill -9 of the collector at a random moment."""
+    """SIGKILL ends the collector at a random moment."""
     job = train()
     registered(2)
     time.sleep(CHANCE.uniform(0, 1))
@@ -25,9 +25,9 @@ def collector_killed_while_training():
     silent(job)
 
 
-@promises("another collector comes, the ranks register again, and the hang is judged", chance=True)
+@promises("a new collector starts, the ranks register again, and the hang is judged", chance=True)
 def collector_killed_then_a_hang():
-    """kill -9 of the collector, and the job hangs while there is none."""
+    """SIGKILL ends the collector, and the job hangs before a new one starts."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
     registered(2)
     old = collector()
@@ -39,9 +39,9 @@ def collector_killed_then_a_hang():
     return "judged by the next collector"
 
 
-@promises("no thread of the job stays stopped, and the incident is written by the next collector", chance=True)
+@promises("no thread of the job stays stopped, and the next collector writes the incident", chance=True)
 def collector_killed_during_a_dump():
-    """kill -9 of the collector while it captures and judges."""
+    """SIGKILL ends the collector while it captures and judges."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     registered(2)
     pid = collector()
@@ -55,7 +55,7 @@ def collector_killed_during_a_dump():
 
 @promises("the hang is one incident, and the next collector finishes its folder", chance=True)
 def collector_killed_while_the_viewer_draws():
-    """kill -9 of the collector when the verdict is written and the viewer draws."""
+    """SIGKILL ends the collector after it has written the verdict, while the viewer draws."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     registered(2)
     pid = collector()
@@ -70,9 +70,9 @@ def collector_killed_while_the_viewer_draws():
     silent(job)
 
 
-@promises("an incident of which the verdict was written is there after it")
+@promises("the written verdict stays, and the next collector lists the incident")
 def collector_killed_after_the_verdict():
-    """kill -9 of the collector right after a verdict."""
+    """SIGKILL ends the collector right after a verdict."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     kill9(collector())
@@ -84,7 +84,7 @@ def collector_killed_after_the_verdict():
 
 @promises(TRAINS + "; the last collector works")
 def collector_killed_again_and_again():
-    """kill -9 of the collector five times in a row."""
+    """SIGKILL ends the collector five times in a row."""
     job = train()
     registered(2)
     for _ in range(5):
@@ -97,7 +97,7 @@ def collector_killed_again_and_again():
 
 @promises(TRAINS)
 def everything_killed():
-    """kill -9 of every process of ours at once, helpers too."""
+    """SIGKILL ends all processes of xpu_timer at once, including its helpers."""
     job = train()
     registered(2)
     for pid in ours():
@@ -106,9 +106,9 @@ def everything_killed():
     silent(job)
 
 
-@promises("the folder has its verdict, and training goes on", chance=True)
+@promises("the folder has its verdict, and training continues", chance=True)
 def viewer_killed():
-    """kill -9 of the viewer while it draws an incident."""
+    """SIGKILL ends the viewer while it draws an incident."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     registered(2)
     parents, killed = ours(), set()
@@ -116,7 +116,7 @@ def viewer_killed():
         end = time.monotonic() + 40
         while time.monotonic() < end and not (TIMELINE / "latest").exists():
             wait_for_one(0.2)
-            # At the moment of the execution it still has the name of the collector's thread.
+            # At this moment the process still has the name of the collector's thread.
             for _ in range(100):
                 viewers = [child for parent in parents for child in children(parent)]
                 for viewer in [child for child in viewers if comm(child).startswith("xpu_timer_stack")]:
@@ -132,7 +132,7 @@ def viewer_killed():
 
 @promises(TRAINS)
 def collector_stopped():
-    """SIGSTOP of the collector for several timeouts, then SIGCONT."""
+    """SIGSTOP stops the collector for several timeouts. Then SIGCONT continues it."""
     job = train()
     registered(2)
     pids = ours()
@@ -146,9 +146,9 @@ def collector_stopped():
     silent(job)
 
 
-@promises("no thread of the job stays stopped; continued, it judges", chance=True)
+@promises("no thread of the job stays stopped, and the collector judges once it is continued", chance=True)
 def collector_stopped_during_a_dump():
-    """SIGSTOP of the collector at a random moment of a dump."""
+    """SIGSTOP stops the collector at a random moment of a dump."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     registered(2)
     pid = collector()
@@ -160,9 +160,9 @@ def collector_stopped_during_a_dump():
     judged([1])
 
 
-@promises("what is captured goes on at once", chance=True)
+@promises("the captured processes continue at once", chance=True)
 def dump_killed():
-    """kill -9 of xpu_timer_dump at random moments of its work, forty times."""
+    """SIGKILL ends xpu_timer_dump --force-ptrace at random moments, forty times."""
     job = train()
     trains(job)
     for _ in range(40):
@@ -174,9 +174,9 @@ def dump_killed():
     trains(job, 2)
 
 
-@promises("no thread of what is captured stays stopped for longer than ten seconds", chance=True)
+@promises("no captured thread stays stopped for longer than ten seconds", chance=True)
 def dump_stopped():
-    """SIGSTOP of xpu_timer_dump at random moments of its work, and nobody continues it."""
+    """SIGSTOP stops xpu_timer_dump --force-ptrace at random moments, and no SIGCONT follows."""
     job = train()
     trains(job)
     dumps = []
@@ -193,9 +193,9 @@ def dump_stopped():
             dump.wait()
 
 
-@promises("the next launch works as if there had been none before", chance=True)
+@promises("the next launch works like a first one", chance=True)
 def launcher_killed():
-    """kill -9 of the launcher at random moments of its start, thirty times."""
+    """SIGKILL ends the launcher at random moments of its start, thirty times."""
     for _ in range(30):
         one = launched("true")
         time.sleep(CHANCE.uniform(0, 0.06))
@@ -206,7 +206,7 @@ def launcher_killed():
     silent(last)
 
 
-@promises("one collector serves them all, and no launcher says a word")
+@promises("one collector serves all of them, and no launcher prints anything")
 def forty_launchers_at_once():
     """Forty launchers start at the same moment on a node without a collector."""
     jobs = [launched("sh", "-c", "echo $XPU_TIMER_COLLECTOR_PID") for _ in range(40)]
@@ -218,9 +218,9 @@ def forty_launchers_at_once():
     must(len(seen) == 1, f"collectors {seen}")
 
 
-@promises("the second collector says that there is one and ends; the first one works on")
+@promises("the second collector reports the first one and ends, and the first one keeps working")
 def second_collector():
-    """A collector is started where one listens."""
+    """A second collector is started on a node where one already listens."""
     job = train()
     registered(2)
     first = collector()
@@ -231,9 +231,9 @@ def second_collector():
     trains(job)
 
 
-@promises("SIGTERM ends the collector, its socket is gone or free, and training goes on")
+@promises("the collector ends, its socket is removed or free, and training continues")
 def collector_terminated():
-    """SIGTERM of the collector."""
+    """The collector gets SIGTERM."""
     job = train()
     registered(2)
     pid = collector()

@@ -1,8 +1,8 @@
-"""What the faults have in common: the table, the processes under test, waits with deadlines, and the checks of a promise.
+"""The shared code of the faults: the table, the processes under test, waits with deadlines, and the checks of a promise.
 
-The runner (`src/run.rs`) starts each fault as a process of its own, with the folder, ports and environment of a `Job`, and ends
-everything that is left of it. A fault is a function with a docstring that says what goes wrong. It returns a few words about
-what was seen, or raises `Broken` when the promise does not hold, or `Unable` when this machine cannot be brought there.
+The runner (`src/run.rs`) starts each fault as a separate process, with the folder, ports and environment of a `Job`, and ends
+all processes that are left of it. A fault is a function whose docstring says what goes wrong. It returns a few words about what
+it saw. It raises `Broken` when the promise does not hold, and `Unable` when this machine cannot produce the fault.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Broken(Exception):
 
 
 class Unable(Exception):
-    """The fault cannot be made here."""
+    """This machine cannot produce the fault."""
 
 
 class Fault:
@@ -39,7 +39,7 @@ class Fault:
 
 
 def promises(promise, chance=False):
-    """Registers a fault. With `chance` it draws random moments, and a long run repeats it."""
+    """Registers a fault. With `chance` it uses random moments, and a long run repeats it."""
 
     def register(function):
         add(function.__name__, inspect.getdoc(function), promise, function, chance)
@@ -49,14 +49,14 @@ def promises(promise, chance=False):
 
 
 def add(name, fault, promise, function, chance=False):
-    """Registers a fault of a family of faults."""
+    """Registers one of several similar faults."""
     name = name.replace("_", "-")
     assert name not in FAULTS, name
     area = inspect.getmodule(inspect.unwrap(getattr(function, "func", function))).__name__
     FAULTS[name] = Fault(function, " ".join(fault.split()), " ".join(promise.split()), area, chance)
 
 
-# The surroundings that the runner has made. Listing the faults needs none.
+# The environment from the runner. Listing the faults does not need it.
 DIR = Path(os.environ.get("XPU_CHAOS_DIR", "/nowhere"))
 BIN = Path(os.environ.get("XPU_CHAOS_BIN", "/nowhere"))
 TREE = Path(__file__).resolve().parents[3]
@@ -74,7 +74,7 @@ OTHER_USER = 54321
 
 
 class Proc:
-    """A process whose output lies in files, so that nobody waits for a pipe."""
+    """A process whose output goes to files, so that nothing waits for a pipe."""
 
     count = 0
 
@@ -98,7 +98,7 @@ class Proc:
         return self.popen.poll() is not None
 
     def wait(self, seconds=60):
-        """Its exit status as a shell shows it."""
+        """Waits for the end. Returns the exit status as a shell shows it."""
         try:
             code = self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def must(condition, otherwise):
 
 
 def wait_for(what, condition, seconds=40):
-    """Polls until a condition holds; what it returned."""
+    """Polls until a condition holds, and returns its value."""
     end = time.monotonic() + seconds
     while True:
         found = condition()
@@ -135,7 +135,7 @@ def wait_for(what, condition, seconds=40):
 
 
 def stays(what, condition, seconds):
-    """Polls that a condition holds all the time."""
+    """Checks repeatedly that a condition holds all the time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         must(condition(), f"no longer: {what}")
@@ -143,12 +143,12 @@ def stays(what, condition, seconds):
 
 
 def launched(*words, wrap=(), **options):
-    """A command under xpu_timer_launch, behind the words of `wrap`."""
+    """Starts a command under xpu_timer_launch, after the words of `wrap`."""
     return Proc([*wrap, LAUNCH, *words], **options)
 
 
 def ranks(script, *arguments, count=2, wrap=(), launcher=(LAUNCH,), env=None, **options):
-    """Ranks of one node, as torchrun starts them."""
+    """Starts the ranks of one node, as torchrun does."""
     words = [*wrap, *launcher, sys.executable, EXAMPLES / "run_ranks.py", f"--nproc={count}", script, *arguments]
     return Proc(words, env={"PYTHONPATH": EXAMPLES, **(env or {})}, **options)
 
@@ -158,12 +158,12 @@ def train(*arguments, count=2, **options):
 
 
 def work(mode, *arguments, count=2, **options):
-    """Ranks of `programs/work.py`, which are healthy in unusual ways."""
+    """Starts ranks of `programs/work.py`, which are healthy in unusual ways."""
     return ranks(PROGRAMS / "work.py", mode, *arguments, count=count, **options)
 
 
 def trains(job, lines=1):
-    """Waits until it has printed this many more lines about its steps."""
+    """Waits until the job has printed this many more step lines."""
     before = job.steps()
     what = "the job trains"
     wait_for(what, lambda: job.steps() >= before + lines or job.ended(), 60)
@@ -171,7 +171,7 @@ def trains(job, lines=1):
 
 
 def silent(job, lines=0):
-    """Nothing is printed into the job but so many lines of the launcher."""
+    """Checks that nothing is printed into the job except so many lines of the launcher."""
     said = job.err().splitlines()
     must(len(said) <= lines and all("xpu_timer" in line for line in said), f"printed into the job: {tail(job.err())}")
 
@@ -207,7 +207,7 @@ def words_of(pid):
 
 
 def ours():
-    """Processes of xpu_timer that belong to this job: collector, helpers, viewer; not the command."""
+    """Pids of xpu_timer's processes of this job: collector, helpers and viewer, but not the command."""
     return [pid for pid in processes() if comm(pid).startswith("xpu_timer")]
 
 
@@ -222,7 +222,7 @@ def answers():
 
 
 def collector(seconds=30):
-    """The pid of the collector, as its status says it, or as it is found."""
+    """The pid of the collector, from its status, or else from `/proc`."""
     wait_for("the collector answers", answers, seconds)
     with contextlib.suppress(Exception):
         pid = json.loads(http_get("/status")[1]).get("pid")
@@ -230,13 +230,13 @@ def collector(seconds=30):
             return pid
     pids = collectors()
     must(pids, "no process of the collector is found")
-    # A supervisor has the same words and is the parent.
+    # A supervisor has the same command line and is the parent.
     children = [pid for pid in pids if status(pid, "PPid") in pids]
     return (children or pids)[0]
 
 
 def rank_pids():
-    """Pids of processes that train: those whose environment names a rank."""
+    """Pids of the ranks: processes whose environment names a rank."""
     found = []
     for pid in processes():
         with contextlib.suppress(OSError):
@@ -268,8 +268,8 @@ IN_OPEN = 0x20
 
 @contextlib.contextmanager
 def executions_of(program):
-    """Gives a function that waits until some process executes the program, or for so many seconds. The kernel wakes this process at
-    that moment, also on a busy machine where a process that looks again and again gets no turn."""
+    """Returns a function that waits until some process executes the program, or for a number of seconds. The kernel wakes this process
+    at that moment. On a busy machine, a process that polls would get no turn."""
     libc = ctypes.CDLL(None)
     notify = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if notify < 0 or libc.inotify_add_watch(notify, os.fsencode(program), IN_OPEN) < 0:
@@ -306,7 +306,7 @@ def thread_states(pid):
 
 
 def nobody_is_stopped(pids):
-    """No thread is left in a stop once nobody captures any more."""
+    """Checks that no thread stays stopped after the captures have ended."""
 
     def free():
         return not any(state in "tT" for pid in pids for state in thread_states(pid).values())
@@ -320,7 +320,7 @@ def kill9(pid):
 
 
 def incidents():
-    """Finished incidents, oldest first: folder and verdict."""
+    """The finished incidents, oldest first, each as folder and verdict."""
     latest = os.path.realpath(TIMELINE / "latest")
     found = []
     for folder in sorted(glob.glob(str(TIMELINE / "incident-*"))):
@@ -363,7 +363,7 @@ def http_get(path, method="GET", port=None, headers=(), timeout=10, body=None):
 
 
 def authorized():
-    """Headers that the owner's clients send, when the collector asks for a token file."""
+    """The headers that the owner's clients send if the collector has a token file."""
     for path in glob.glob(str(Path(os.environ.get("TMPDIR", "/tmp")) / f"xpu_timer-{os.getuid()}" / "*")):
         if "token" in path and os.path.isfile(path):
             return {"Authorization": "Bearer " + Path(path).read_text().strip()}
@@ -377,7 +377,7 @@ def owner_status():
 
 
 def registered(count):
-    """Waits until the collector knows so many ranks."""
+    """Waits until this many ranks are registered."""
 
     def known():
         with contextlib.suppress(OSError, ValueError, Broken, http.client.HTTPException):
@@ -395,7 +395,7 @@ def socket_path():
 
 
 def connect(path):
-    """A connection to the collector's socket; what it says first is read."""
+    """Connects to the collector's socket and reads its first message."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer.settimeout(10)
     peer.connect(path)
@@ -404,7 +404,7 @@ def connect(path):
 
 
 def works_still(culprit=0, count=2, seconds=60, **options):
-    """The node's next hang is judged as ever: the proof that what came before has done no harm."""
+    """Checks that the node still judges a hang correctly after the fault."""
     before = len(incidents())
     job = train("--fault=loader", f"--fault-rank={culprit}", "--fault-step=5", count=count, **options)
     _, verdict = incident(before + 1, seconds)
@@ -414,7 +414,7 @@ def works_still(culprit=0, count=2, seconds=60, **options):
 
 
 def unshared(*flags):
-    """Words that run a command in namespaces of its own; `Unable` where that is not allowed."""
+    """Words that run a command in its own namespaces. Raises `Unable` if that is not allowed."""
     words = ["unshare", *flags, "--"]
     if subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
         raise Unable(f"namespaces cannot be made here: {' '.join(flags)}")
@@ -422,7 +422,7 @@ def unshared(*flags):
 
 
 def in_shell(script, *namespaces):
-    """Words that run a script before the command, in namespaces of its own: `mount -t tmpfs none /tmp; exec "$@"`."""
+    """Words that run a script before the command, in its own namespaces: `mount -t tmpfs none /tmp; exec "$@"`."""
     shell = ["bash", "-c", script + '\nexec "$@"', "bash"]
     return [*unshared(*namespaces), *shell] if namespaces else shell
 
@@ -437,7 +437,7 @@ def compiled(name, source, *flags):
 
 
 def plain_text(text, where):
-    """No control character but line breaks and tabs, no escape and no mark of direction."""
+    """Checks that a text has no control character except line breaks and tabs, no escape and no direction mark."""
     found = re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", text)
     must(not found, f"{where} shows {found and hex(ord(found[0]))}")
 
@@ -448,7 +448,7 @@ def root_needed():
 
 
 def as_user(user=OTHER_USER):
-    """Words that run a command as somebody else."""
+    """Words that run a command as another user."""
     root_needed()
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
 
@@ -457,12 +457,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def subreaper():
-    """Orphans of this fault become children of this process, which ends them."""
+    """Makes orphans of this fault children of this process, so that it can end them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_all():
-    """Ends every process that this fault has started, those without its marker too."""
+    """Ends every process that this fault has started, including those without its marker."""
     end = time.monotonic() + 8
     while time.monotonic() < end:
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()

@@ -1,4 +1,4 @@
-"""What comes and goes without end: memory, descriptors, threads and files of the collector stay flat."""
+"""Processes, messages and connections that come and go without end. Memory, descriptors, threads and files stay flat."""
 
 import contextlib
 import resource
@@ -16,7 +16,7 @@ from kit import (
 )
 from sockets import field, hello, memory_file, say, served, varint
 
-FLAT = "memory, descriptors, threads and files stay flat, and the next hang is judged"
+FLAT = "memory, descriptors, threads and files of the collector stay flat, and the next hang is judged"
 
 
 def figures(pid):
@@ -28,7 +28,7 @@ GROWTH = {"kB": 6000, "descriptors": 6, "threads": 4, "files": 6}
 
 
 def flat(pid, before, growth=GROWTH):
-    """Nothing is more than before, by more than noise, within some seconds of rest."""
+    """Checks that, after some seconds of rest, no figure exceeds its earlier value by more than noise."""
     over = lambda: {key: (before[key], now) for key, now in figures(pid).items() if now > before[key] + growth[key]}
     end = time.monotonic() + 25
     while over() and time.monotonic() < end:
@@ -38,7 +38,7 @@ def flat(pid, before, growth=GROWTH):
 
 
 def attacked(attack, warm, times):
-    """The figures after `warm` and after `times` rounds of an attack while a job trains."""
+    """Compares the figures after `warm` and after `times` rounds of an attack while a job trains."""
     job = train()
     registered(2)
     path, pid = socket_path(), collector()
@@ -59,7 +59,7 @@ def attacked(attack, warm, times):
 
 @promises(FLAT)
 def one_rank_registers_five_thousand_times():
-    """A process connects, registers as a rank with a ring, and goes without a word, five thousand times."""
+    """Five thousand times, a process connects, registers as a rank with a ring, and disconnects without Goodbye."""
     ring = memory_file(1 << 20)
 
     def attack(path):
@@ -73,7 +73,7 @@ def one_rank_registers_five_thousand_times():
 
 @promises(FLAT)
 def ranks_of_five_thousand_jobs():
-    """A process registers as a rank of another job each time, five thousand times, and says goodbye to every second one."""
+    """Five thousand times, a process registers as a rank of a new job, and sends Goodbye every second time."""
     ring = memory_file(1 << 20)
     turn = [0]
 
@@ -89,9 +89,9 @@ def ranks_of_five_thousand_jobs():
     return attacked(attack, 1000, 4000)
 
 
-@promises("the collector grows by no more than it may, and the next hang is judged")
+@promises("the collector grows by at most 150 MB, and the next hang is judged")
 def a_thousand_ranks_at_once():
-    """A process holds a thousand registered connections, each of a job of its own, with a ring."""
+    """A process keeps a thousand registered connections open, each with a ring and a job of its own."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
 
     def attack(path):
@@ -107,9 +107,9 @@ def a_thousand_ranks_at_once():
     return served(attack, 150 << 10)
 
 
-@promises("the collector lives, and the next hang is judged")
+@promises("the collector survives, and the next hang is judged")
 def lengths_that_lie():
-    """Messages whose fields say that they are 2^31 to 2^63 bytes long, nest ten thousand deep, or repeat a hundred thousand times."""
+    """Message fields claim lengths of 2^31 to 2^64 bytes, nest ten thousand deep, or repeat tens of thousands of times."""
 
     def attack(path):
         texts = []
@@ -133,9 +133,9 @@ def lengths_that_lie():
     return served(attack)
 
 
-@promises("the collector grows by no more than its buffers; scrapes and the owner are served meanwhile")
+@promises("the collector grows by no more than its buffers, and scrapes and the owner are served meanwhile")
 def slow_readers_of_everything():
-    """Sixty readers of each page and file take a byte a second, with keep-alive and pipelined requests."""
+    """Sixty readers of each page and file read one byte a second, with keep-alive and pipelined requests."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     pid = collector()
@@ -174,9 +174,9 @@ def slow_readers_of_everything():
     return f"grew by {grown} kB, {len(peers)} readers"
 
 
-@promises("the cluster collector grows by no more than its buffers, and the hang of a job is judged at it")
+@promises("the cluster collector grows by no more than its buffers, and judges the hang of a job")
 def cluster_with_half_open_tls():
-    """A thousand TLS connections to the cluster collector stop within the handshake, are renewed all the time; it may open 400 descriptors."""
+    """A cluster collector with 400 descriptors gets a thousand half-open TLS handshakes, renewed all the time."""
     folder = DIR / "tls"
     folder.mkdir()
     made = subprocess.run(

@@ -1,4 +1,4 @@
-"""Little memory, few descriptors, few processes, little disk: the job trains to its end, and what can be recorded is."""
+"""Little memory, few descriptors, few processes, little disk. The job completes, and records what it can."""
 
 import functools
 import os
@@ -13,14 +13,14 @@ from kit import (
     status, tail, train, trains, wait_for, work,
 )
 
-ENDS = "the job trains to its end, and the launcher says one line at most"
+ENDS = "the job completes, and the launcher prints one line at most"
 
 LIMITS = {
-    "descriptors_32": ("the ranks may open 32 descriptors", "ulimit -n 32"),
-    "memory_file_none": ("the ranks may lock no memory", "ulimit -l 0"),
-    "memory_400_mb": ("the ranks have 400 MB of address space", "ulimit -v 400000"),
-    "stack_small": ("threads of the ranks have stacks of 256 KB", "ulimit -s 256"),
-    "signals_none": ("no signal may be queued: RLIMIT_SIGPENDING is 0", "ulimit -i 0"),
+    "descriptors_32": ("The ranks may open 32 descriptors.", "ulimit -n 32"),
+    "memory_file_none": ("The ranks may lock no memory.", "ulimit -l 0"),
+    "memory_400_mb": ("The ranks have 400 MB of address space.", "ulimit -v 400000"),
+    "stack_small": ("The threads of the ranks have stacks of 256 KB.", "ulimit -s 256"),
+    "signals_none": ("No signal may be queued: RLIMIT_SIGPENDING is 0.", "ulimit -i 0"),
 }
 
 
@@ -36,7 +36,7 @@ for _name, (_fault, _script) in LIMITS.items():
 
 
 def own_collector(script, env=None):
-    """A collector that was started under a limit, for the ranks that come later."""
+    """Starts a collector under a limit, for the ranks that start later."""
     environment = {"XPU_TIMER_SOCKET": str(DIR / "own.sock"), **(env or {})}
     os.environ.update(environment)
     proc = Proc(["bash", "-c", script + '\nexec "$@"', "bash", COLLECTOR, "node"])
@@ -45,16 +45,16 @@ def own_collector(script, env=None):
     return proc
 
 
-@promises("training goes on, and the collector says what is missing or judges all the same")
+@promises("training continues, and the collector judges or reports what is missing")
 def collector_with_40_descriptors():
-    """The collector may open 40 descriptors, and eight ranks come."""
+    """The collector may open 40 descriptors, and eight ranks register."""
     own = own_collector("ulimit -n 40")
     job = train("--seconds=4", count=8)
     ends_well(job, count=8, seconds=120)
     must(alive(own.pid), f"the collector ended: {tail(own.err())}")
 
 
-@promises("the hang is judged, or the collector says why not; the job is not disturbed")
+@promises("the hang is judged, or the collector logs the reason; the job is not disturbed")
 def collector_with_little_memory():
     """The collector has 250 MB of address space."""
     own = own_collector("ulimit -v 250000")
@@ -68,7 +68,7 @@ def collector_with_little_memory():
 
 
 def group(kind, limit, value):
-    """A control group of the first version for this fault; removed by the kernel's rules when it is empty."""
+    """Creates a cgroup v1 control group for this fault. `leave` removes it."""
     root_needed()
     root = Path("/sys/fs/cgroup") / kind
     folder = root / f"xpu_chaos_{os.getpid()}"
@@ -95,9 +95,9 @@ def leave(folder):
             time.sleep(0.05)
 
 
-@promises("the job trains on; another collector comes when there is memory again")
+@promises("training continues, and a new collector starts when there is memory again")
 def collector_out_of_memory():
-    """The kernel kills the collector for want of memory, in a control group of its own."""
+    """The kernel kills the collector, which is out of memory in its own control group."""
     folder = group("memory", "memory.limit_in_bytes", 64 << 20)
     try:
         job = train()
@@ -115,7 +115,7 @@ def collector_out_of_memory():
         leave(folder)
 
 
-@promises("the verdict is there without pictures, and the collector works on")
+@promises("the verdict is written without pictures, and the collector keeps working")
 def viewer_out_of_memory():
     """The viewer may use 12 MB when the collector runs it."""
     viewer = DIR / "bin"
@@ -140,7 +140,7 @@ def viewer_out_of_memory():
     must(alive(second.pid), f"the collector ended: {tail(second.err())}")
 
 
-@promises("the viewer ends with status 1 and one line that says why")
+@promises("the viewer ends with status 1 and one line with the reason")
 def viewer_alone_out_of_memory():
     """The viewer has 30 MB for a folder of 64 ranks."""
     folder = dumps(64)
@@ -152,7 +152,7 @@ def viewer_alone_out_of_memory():
 
 
 def dumps(count):
-    """A folder of dumps, made from the one of a real hang."""
+    """Creates a folder of dumps from the dumps of a real hang."""
     source = Path(__file__).resolve().parents[3] / "tests/fixtures/rank6/in"
     folder = DIR / "dumps"
     folder.mkdir()
@@ -164,7 +164,7 @@ def dumps(count):
 
 @promises(ENDS)
 def process_table_full():
-    """An ordinary user may start no more processes and threads, while his job trains."""
+    """An ordinary user reaches the limit of processes and threads while the job trains."""
     user = 54322
     DIR.chmod(0o777)
     for path in (DIR / "timeline", DIR / "log", DIR / "rendezvous", Path(os.environ["TMPDIR"])):
@@ -179,7 +179,7 @@ def process_table_full():
 
 
 def readable_by_others():
-    """The installed programs where another user can read them."""
+    """Copies the installed programs to a folder that other users can read."""
     folder = DIR / "installed"
     folder.mkdir()
     names = ["xpu_timer_launch", "xpu_timer_collector", "xpu_timer_stacktrace_viewer", "xpu_timer_dump", "xpu_timer_print_env",
@@ -190,10 +190,11 @@ def readable_by_others():
     return folder
 
 
-@promises("the ranks train to their end; the hook runs without its thread where none can be made")
+@promises("the ranks complete, and the hook works without its thread if none can be created")
 def process_group_full():
-    """The control group of a rank has no room for another thread when it makes its first device call."""
-    # Outside, because its threads come and go; with the rank are bash, the launcher's program and those of the simulated device.
+    """The control group of a rank allows no further thread at the first device call."""
+    # The collector stays outside, because its threads come and go. The group has the rank, bash, the launcher's program and the
+    # processes of the simulated device.
     own_collector("true")
     folder = group("pids", "pids.max", 30)
     try:
@@ -207,7 +208,7 @@ def process_group_full():
 
 
 def without_room(options, fills, frees):
-    """A hang while neither the folder of the incidents nor the one that replaces it has room; later both have."""
+    """Hangs a job while neither the timeline folder nor its fallback has space. Later both have space."""
     folders = [TIMELINE, Path(os.environ["TMPDIR"])]
     mounts = "; ".join(f"mount -t tmpfs -o {options} none {folder}; cd {folder}; {fills}; cd /" for folder in folders)
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=20", wrap=in_shell(mounts, "--mount"))
@@ -220,7 +221,7 @@ def without_room(options, fills, frees):
             path.unlink()
 
     def written():
-        # The launcher moves the folder of last resort when TMPDIR has no room.
+        # When TMPDIR has no space, the launcher picks another fallback folder.
         path = next((one["path"] for one in owner_status()["incidents"] if one.get("path")), None)
         places = inside + ([Path(f"/proc/{job.pid}/root{path}")] if path else [])
         return any("data_loader" in path.read_text() for folder in places for path in folder.rglob("verdict.txt"))
@@ -230,21 +231,21 @@ def without_room(options, fills, frees):
     return f"served as {shown[0]['cause']}, " + ("written at once" if before else "then written")
 
 
-@promises("the verdict is served by the collector, and written once there is space")
+@promises("the collector serves the verdict, and writes it once there is space")
 def disk_full():
-    """Every disk that incidents could go to is full when the job hangs; later there is space."""
+    """Every disk for incidents is full when the job hangs, and has space later."""
     return without_room("size=2m", "head -c 2097152 /dev/zero > fills 2>/dev/null", "fills")
 
 
-@promises("the verdict is served by the collector, and written once there are inodes")
+@promises("the collector serves the verdict, and writes it once there are inodes")
 def inodes_none():
-    """No disk that incidents could go to has more than a few inodes when the job hangs; later it has."""
+    """Every disk for incidents is short of inodes when the job hangs, and has enough later."""
     return without_room("size=8m,nr_inodes=26", "for i in $(seq 20); do : > f$i; done 2>/dev/null", "f[0-9]*")
 
 
-@promises("three hundred short commands leave the collector's memory, descriptors and threads flat")
+@promises("memory, descriptors and threads of the collector stay flat")
 def short_commands():
-    """Three hundred launched commands come and go while a job trains."""
+    """Three hundred short commands are launched and end while a job trains."""
     job = train()
     registered(2)
     pid = collector()

@@ -1,4 +1,4 @@
-"""Collectors, supervisors and clusters that are killed at random moments, several at once, with hangs in flight."""
+"""Collectors, supervisors and cluster collectors are killed at random moments, also several at once, during hangs."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def supervisor():
 
 
 def killable():
-    """Processes of ours but the supervisor: without it nobody would be there to start another collector."""
+    """Pids of xpu_timer's processes except the supervisor, which has to restart the collector."""
     keepers = set()
     for pid in collectors():
         if status(pid, "PPid") not in collectors():
@@ -38,7 +38,7 @@ def hangs(at=40, **options):
 
 
 def finished():
-    """Folders with a verdict of the hang, all their dumps and the pictures."""
+    """Folders with the verdict of the hang and the report."""
     found = []
     for folder in TIMELINE.glob("incident-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -54,9 +54,9 @@ def metric(line="XPU_TIMER_COMMON_HANG"):
     return []
 
 
-@promises("the hang is one incident with a whole folder, and COMMON_HANG is 1 for both ranks", chance=True)
+@promises("the hang is one incident with a complete folder, and XPU_TIMER_COMMON_HANG is 1 for both ranks", chance=True)
 def anything_killed_at_any_moment():
-    """kill -9 of a random process of ours at random moments, six times, from before the timeout until after the verdict."""
+    """SIGKILL ends random processes of xpu_timer at six random moments, from before the timeout until after the verdict."""
     job = hangs(20)
     registered(2)
     begun, killed = time.monotonic(), []
@@ -75,9 +75,9 @@ def anything_killed_at_any_moment():
     return " ".join(killed)
 
 
-@promises("all ranks are ended within ten seconds of the verdict, and only once it is certain", chance=True)
+@promises("all ranks are ended within ten seconds of the verdict, and only once the verdict proves a hang", chance=True)
 def collector_killed_before_it_ends_the_ranks():
-    """kill -9 of the collector three times around the verdict, with XPU_TIMER_HANG_KILL=1."""
+    """SIGKILL ends the collector three times around the verdict, with XPU_TIMER_HANG_KILL=1."""
     job = hangs(20, env={"XPU_TIMER_HANG_KILL": "1"})
     registered(2)
     wait_for("the incident has begun", lambda: list(TIMELINE.glob("incident-*")), 40)
@@ -90,9 +90,9 @@ def collector_killed_before_it_ends_the_ranks():
     silent(job)
 
 
-@promises("a supervisor that is killed is replaced, so that a collector that is killed later comes back", chance=True)
+@promises("a new supervisor starts each time, and then restarts the collector", chance=True)
 def supervisor_killed_then_the_collector():
-    """kill -9 of the supervisor, two seconds later of the collector, four times; the job hangs in the end."""
+    """SIGKILL ends the supervisor, and then the collector, four times. The job hangs in the end."""
     job = hangs(400)
     registered(2)
     for _ in range(4):
@@ -107,9 +107,9 @@ def supervisor_killed_then_the_collector():
     silent(job)
 
 
-@promises("the collector comes back after a pause that grows, and the hang is judged", chance=True)
+@promises("the collector restarts after a growing pause, and the hang is judged", chance=True)
 def collector_killed_as_soon_as_it_is_there():
-    """kill -9 of the collector as soon as it is there, for ten seconds."""
+    """For ten seconds, SIGKILL ends each collector as soon as it starts."""
     job = hangs(60)
     registered(2)
     killed = set()
@@ -128,13 +128,13 @@ def collector_killed_as_soon_as_it_is_there():
     return f"killed {len(killed)} times, back after {back:.1f} s"
 
 
-@promises("the next launch brings a collector, the ranks register again, and their hang is judged")
+@promises("the next launch starts a collector, the ranks register again, and their hang is judged")
 def both_killed_then_another_launch():
-    """kill -9 of the collector and its supervisor at once; the job hangs; then something is launched."""
+    """SIGKILL ends the collector and its supervisor at once. The job hangs, and then a command is launched."""
     job = hangs(100)
     registered(2)
     pids = ours()
-    # Stopped first, so that neither starts the other one anew.
+    # Both are stopped first, so that neither restarts the other.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
@@ -148,9 +148,9 @@ def both_killed_then_another_launch():
     silent(other)
 
 
-@promises("one collector serves them all, and the hang is judged once", chance=True)
+@promises("one collector serves all of them, and the hang is judged once", chance=True)
 def launchers_race_the_supervisor():
-    """kill -9 of the collector, and of both, while twenty launchers start; three times."""
+    """While twenty launchers start, SIGKILL ends the collector, and the third time also its supervisor."""
     job = hangs(300)
     registered(2)
     for turn in range(3):
@@ -172,7 +172,7 @@ def launchers_race_the_supervisor():
     silent(job)
 
 
-@promises("the hang is judged by a collector with few descriptors")
+@promises("the hang is judged")
 def collector_with_64_descriptors_and_a_hang():
     """The collector may open 64 descriptors, and eight ranks hang."""
     return few(64, 8)
@@ -191,7 +191,7 @@ def few(count, ranks):
 
 
 class Node:
-    """A node of a job over several: a collector, a folder and ports of its own."""
+    """One node of a multi-node job, with its own collector, folder and ports."""
 
     def __init__(self, name, port, world, url):
         self.name, self.port, self.world = name, port, world
@@ -216,7 +216,7 @@ class Node:
 
 
 def two_ports():
-    """The first of two free ports, as a node collector takes them."""
+    """Finds two adjacent free ports for a node collector. Returns the first."""
     while True:
         port = random.randrange(23100, 23900, 2)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
@@ -232,7 +232,7 @@ def wide(url, at=60):
 
 
 def whole_at_cluster(seconds=100):
-    """Incident folders of the cluster whose verdict names all four ranks."""
+    """Waits for incident folders of the cluster collector whose verdict names all four ranks."""
 
     def found():
         whole = []
@@ -246,9 +246,9 @@ def whole_at_cluster(seconds=100):
     return wait_for("the cluster has one verdict of all four ranks", found, seconds)
 
 
-@promises("the cluster collector that comes back has one incident of the whole job, with all ranks", chance=True)
+@promises("the restarted cluster collector has one incident of the job, with all ranks", chance=True)
 def cluster_killed_with_an_open_incident():
-    """kill -9 of the cluster collector at a random moment of an incident of two nodes; it is started again at once or a little later."""
+    """SIGKILL ends the cluster collector at random moments of an incident of two nodes. It is restarted at once or a little later."""
     own, port = cluster()
     nodes, procs = wide(f"http://127.0.0.1:{port}")
     wait_for("the incident has begun", lambda: any(node.status().get("incidents") for node in nodes), 60)
@@ -268,9 +268,9 @@ def cluster_killed_with_an_open_incident():
     return f"killed after {' '.join(times)} s"
 
 
-@promises("the hang of the whole job is one incident at the cluster, with all ranks", chance=True)
+@promises("the hang is one incident at the cluster collector, with all ranks", chance=True)
 def uplink_flaps():
-    """The connections of both nodes to the cluster collector are cut again and again while an incident is open."""
+    """While an incident is open, the connections of both nodes to the cluster collector are cut again and again."""
     own, port = cluster()
     calm, peers = threading.Event(), []
 
@@ -301,9 +301,9 @@ def uplink_flaps():
     return f"cut {cuts} times"
 
 
-@promises("the hang of the whole job is one incident at the cluster, with all ranks", chance=True)
+@promises("the hang is one incident at the cluster collector, with all ranks", chance=True)
 def node_collectors_killed_with_a_cluster():
-    """kill -9 of the collector of one node or the other at random moments of an incident of two nodes, four times."""
+    """SIGKILL ends the collector of one of two nodes at four random moments of an incident."""
     own, port = cluster()
     nodes, procs = wide(f"http://127.0.0.1:{port}")
     begun, done = time.monotonic(), []

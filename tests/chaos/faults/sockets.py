@@ -1,4 +1,4 @@
-"""Strangers and nonsense on the collector's socket: the job's ranks are served as ever."""
+"""Foreign processes and invalid messages on the collector's socket. The job's ranks are served as before."""
 
 import array
 import os
@@ -16,7 +16,7 @@ from kit import (
     root_needed, silent, socket_path, status, stays, tail, train, trains, wait_for, works_still,
 )
 
-SERVED = "the collector lives, and the next hang is judged"
+SERVED = "the collector survives, and the next hang is judged"
 HUGE = 4_000_000_000
 
 
@@ -30,7 +30,7 @@ def varint(number):
 
 
 def field(number, value):
-    """One field of a message: numbers as varints, the rest with its length."""
+    """Encodes one field of a message: numbers as varints, other values with their length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     value = value.encode() if isinstance(value, str) else value
@@ -74,7 +74,7 @@ def memory_file(size, content=b""):
 
 
 def served(attack, grows_kb=64 << 10):
-    """A collector that is attacked while a job trains; what it may grow by."""
+    """Attacks the collector while a job trains, and limits the growth of its memory."""
     job = train()
     registered(2)
     path, pid = socket_path(), collector()
@@ -92,7 +92,7 @@ def served(attack, grows_kb=64 << 10):
 
 @promises(SERVED)
 def socket_garbage():
-    """Two thousand packets of random bytes of all sizes."""
+    """Two thousand packets of random bytes, of all sizes, arrive."""
 
     def attack(path):
         for _ in range(100):
@@ -108,7 +108,7 @@ def socket_garbage():
 
 @promises(SERVED)
 def socket_cut_messages():
-    """Every prefix of a valid Hello, and every single changed byte of it."""
+    """Every prefix of a valid Hello arrives, and Hello with each of its bytes changed."""
 
     def attack(path):
         whole = hello(0, 2)
@@ -124,9 +124,9 @@ def socket_cut_messages():
     return served(attack)
 
 
-@promises("memory follows the ranks that exist; " + SERVED)
+@promises("memory depends only on the ranks that exist; " + SERVED)
 def socket_world_of_billions():
-    """A Hello says WORLD_SIZE=4000000000, and signals a hang."""
+    """A process sends Hello with WORLD_SIZE=4000000000 and signals a hang."""
 
     def attack(path):
         peers = []
@@ -141,7 +141,7 @@ def socket_world_of_billions():
     return served(attack)
 
 
-@promises("memory follows the ranks that exist, and the hang of the real job is judged")
+@promises("memory depends only on the ranks that exist, and the hang of the job is judged")
 def world_of_billions():
     """A launched rank has WORLD_SIZE=4000000000 in its environment, and one of its kernels never ends."""
     program = DIR / "one.py"
@@ -165,7 +165,7 @@ def world_of_billions():
 
 @promises(SERVED)
 def socket_descriptors():
-    """Hello with descriptors that are no rings: a FIFO, a folder, devices, sockets, an empty and an endless memory file."""
+    """Hello carries descriptors that are not rings: a FIFO, a folder, devices, a socket, an empty and a huge memfd."""
 
     def attack(path):
         fifo = DIR / "fifo"
@@ -186,7 +186,7 @@ def socket_descriptors():
 
 @promises(SERVED)
 def socket_many_descriptors():
-    """Packets with two hundred descriptors each."""
+    """Each packet carries two hundred descriptors."""
 
     def attack(path):
         before = descriptors(collector())
@@ -204,7 +204,7 @@ def socket_many_descriptors():
 
 @promises(SERVED)
 def socket_ring_that_shrinks():
-    """A ring is cut to nothing while the collector reads it."""
+    """A ring is truncated to 0 bytes while the collector reads it."""
 
     def attack(path):
         peer = connect(path)
@@ -223,7 +223,7 @@ def socket_ring_that_shrinks():
 
 @promises(SERVED)
 def socket_connections():
-    """Two thousand connections that say nothing."""
+    """Two thousand connections send nothing."""
 
     def attack(path):
         peers = []
@@ -243,7 +243,7 @@ def socket_connections():
 
 @promises(SERVED)
 def socket_flood_of_signals():
-    """A stranger signals twenty thousand hangs that are none, of a job of his own."""
+    """A foreign process signals twenty thousand false hangs of its own job."""
 
     def attack(path):
         peer = connect(path)
@@ -259,9 +259,9 @@ def socket_flood_of_signals():
     return served(attack)
 
 
-@promises("the signal of a process belongs to that process: nobody of another job is ended")
+@promises("the signal counts only for that process, and no rank of another job is ended")
 def socket_hang_of_a_stranger():
-    """A stranger with the name of the job and XPU_TIMER_HANG_KILL signals a hang."""
+    """A foreign process that claims the job's name and XPU_TIMER_HANG_KILL signals a hang."""
     job = train()
     registered(2)
     path = socket_path()
@@ -276,9 +276,9 @@ def socket_hang_of_a_stranger():
     silent(job)
 
 
-@promises("another user's connection is refused, and nothing of it is kept")
+@promises("the connection is refused, and nothing of it is kept")
 def socket_of_another_user():
-    """Another user connects to the socket, where its folder lets him."""
+    """Another user connects to the socket, if the permissions of its folder allow it."""
     job = train()
     registered(2)
     path = socket_path()
@@ -290,9 +290,9 @@ def socket_of_another_user():
     trains(job)
 
 
-@promises("training goes on, and the launcher says one line at most")
+@promises("training continues, and the launcher prints one line at most")
 def socket_squatted():
-    """Another user has made the folder of the sockets before us."""
+    """Another user has already created the socket folder."""
     root_needed()
     folder = Path(os.environ["TMPDIR"]) / f"xpu_timer-{os.getuid()}"
     folder.mkdir(mode=0o777)
@@ -305,9 +305,9 @@ def socket_squatted():
     return job.err().strip()[-120:] or "silent"
 
 
-@promises("the launcher says one line at most, and no rank speaks to the stranger")
+@promises("the launcher prints one line at most, and no rank sends it anything")
 def socket_of_a_liar():
-    """Another user's program listens where the collector's socket belongs, and says Welcome."""
+    """Another user's program listens at the path of the collector's socket and sends Welcome."""
     root_needed()
     place = DIR / "liar"
     place.mkdir()
@@ -334,7 +334,7 @@ while True:
 
 
 def trains_under(answers, seconds):
-    """A job trains while `answers` has each connection to what listens in place of the collector."""
+    """Trains a job while `answers` handles each connection to a listener in place of the collector."""
     path = DIR / "other"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
@@ -351,9 +351,9 @@ def trains_under(answers, seconds):
     silent(job, 1)
 
 
-@promises("training goes on in silence")
+@promises("training continues, and nothing is printed into the job")
 def socket_deaf():
-    """A collector that says Welcome and never reads."""
+    """The collector sends Welcome and never reads."""
     kept = []
 
     def welcomes(peer):
@@ -363,9 +363,9 @@ def socket_deaf():
     trains_under(welcomes, 4)
 
 
-@promises("training goes on in silence")
+@promises("training continues, and nothing is printed into the job")
 def socket_that_answers_nonsense():
-    """What listens at the socket answers with random bytes."""
+    """The process that listens at the socket answers with random bytes."""
 
     def answers_nonsense(peer):
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""Namespaces, missing file systems, other clocks: the job trains to its end, and what can be recorded is."""
+"""Namespaces, missing file systems and other clocks. The job completes, and records what it can."""
 
 import functools
 import os
@@ -12,16 +12,16 @@ from kit import (
 )
 from limits import readable_by_others
 
-ENDS = "the job trains to its end, and the launcher says two lines at most"
-RUNS = "the command runs as without it, and the launcher says two lines at most"
+ENDS = "the job completes, and the launcher prints two lines at most"
+RUNS = "the command runs as without the launcher, which prints two lines at most"
 JUDGED = "training is not disturbed, and the hang is judged"
 
 SPACES = {
     "proc_gone": ("/proc is hidden by an empty file system", "mount -t tmpfs none /proc", ("--mount",), "command"),
-    "hidepid": ("/proc shows only one's own processes", "mount -t proc -o hidepid=2 none /proc", ("--mount", "--pid", "--fork"), "ends"),
+    "hidepid": ("/proc shows only the processes of its user", "mount -t proc -o hidepid=2 none /proc", ("--mount", "--pid", "--fork"), "ends"),
     "tmp_gone": ("/tmp cannot be written", "mount -o remount,bind,ro / 2>/dev/null; unset TMPDIR; mount -t tmpfs -o ro none /var/tmp", ("--mount",), "command"),
     "shm_gone": ("/dev/shm is read-only", "mount -t tmpfs -o ro none /dev/shm", ("--mount",), "command"),
-    "dev_null_gone": ("/dev has nothing but null and zero", "mount -t tmpfs none /mnt && mknod /mnt/null c 1 3 && mknod /mnt/zero c 1 5 && mknod /mnt/urandom c 1 9 && mkdir -p /mnt/shm && mount -t tmpfs none /mnt/shm && mount --move /mnt /dev", ("--mount",), "ends"),
+    "dev_null_gone": ("/dev has only null, zero, urandom and shm", "mount -t tmpfs none /mnt && mknod /mnt/null c 1 3 && mknod /mnt/zero c 1 5 && mknod /mnt/urandom c 1 9 && mkdir -p /mnt/shm && mount -t tmpfs none /mnt/shm && mount --move /mnt /dev", ("--mount",), "ends"),
     "sys_gone": ("/sys is empty", "mount -t tmpfs none /sys", ("--mount",), "ends"),
     "pid": ("the job has a PID namespace of its own", "mount -t proc none /proc", ("--mount", "--pid", "--fork"), "judged"),
     "net": ("the job has a network namespace without any interface", ":", ("--net",), "ends"),
@@ -29,7 +29,7 @@ SPACES = {
     "user": ("the job has a user namespace of its own", ":", ("--user", "--map-root-user"), "ends"),
     "cgroup": ("the job has a cgroup namespace of its own", ":", ("--cgroup",), "judged"),
     "clock_ahead": ("the monotonic clock of the job is a year ahead", ":", ("--time", "--monotonic", "31536000", "--fork"), "judged"),
-    "clock_behind": ("the monotonic clock of the job is behind that of the machine", ":", ("--time", "--boottime", "100000", "--fork"), "judged"),
+    "clock_behind": ("the boot-time clock of the job is 100,000 s ahead", ":", ("--time", "--boottime", "100000", "--fork"), "judged"),
 }
 
 
@@ -52,21 +52,21 @@ def within(name):
 
 
 for _name, _row in SPACES.items():
-    add(f"space_{_name}", _row[0], {"ends": ENDS, "judged": JUDGED, "command": RUNS}[_row[3]], functools.partial(within, _name))
+    add(f"space_{_name}", f"{_row[0][0].upper()}{_row[0][1:]}.", {"ends": ENDS, "judged": JUDGED, "command": RUNS}[_row[3]], functools.partial(within, _name))
 
 
 @promises(ENDS)
 def space_root_read_only():
-    """The root is read-only, and so is every folder but the one of the job's rendezvous."""
+    """The root file system is read-only, except the folder of the job's rendezvous."""
     script = f"mount --make-rprivate /; mount -t tmpfs none /mnt; mount --bind {DIR}/rendezvous /mnt; mount -o remount,bind,ro /; export XPU_EXAMPLE_RENDEZVOUS=/mnt"
     job = train("--steps=60", wrap=in_shell(script, "--mount"))
     ends_well(job, lines=2)
     return job.err().strip()[-120:] or "silent"
 
 
-@promises("the command runs in the other root as without it, and one line at most is said")
+@promises("the command runs in the other root as without the launcher, which prints one line at most")
 def space_chroot():
-    """The command is chroot into a folder that has neither the hook nor /proc."""
+    """The command is chroot into a folder without the hook and without /proc."""
     root_needed()
     program = compiled("static", "#include <stdio.h>\nint main(void) { puts(\"inside\"); return 3; }", "-static")
     root = DIR / "root"
@@ -77,9 +77,9 @@ def space_chroot():
     silent(job, 2)
 
 
-@promises("the job is one with the user's own collector, and says what it cannot use in two lines at most")
+@promises("the job has a collector of its own user, and the launcher prints two lines at most about what it cannot use")
 def space_another_user():
-    """An ordinary user's job on a node where root has a collector."""
+    """An ordinary user runs a job on a node where root has a collector."""
     train()
     registered(2)
     programs = readable_by_others()
@@ -118,7 +118,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 def clock_jump(*offsets):
-    """A collector whose CLOCK_REALTIME jumps; it reads it through the C library, so a preloaded function can change it."""
+    """Starts a collector whose CLOCK_REALTIME jumps. A preloaded function changes the clock, which it reads through the C library."""
     shim = compiled("shim.so", SHIM, "-shared", "-fPIC", "-ldl")
     file = DIR / "offset"
     file.write_text("0")
@@ -140,20 +140,20 @@ def clock_jump(*offsets):
     must(alive(own.pid), f"the collector ended: {tail(own.err())}")
 
 
-@promises("every hang is judged, and no record of one is removed")
+@promises("every hang is judged, and no record is removed")
 def clock_of_the_day_jumps():
-    """The clock of the day jumps a day ahead, and then two days back, between hangs."""
+    """Between hangs, the wall clock jumps one day ahead, and then two days back."""
     clock_jump(0, 86400, -86400)
 
 
 @promises("the hang is judged, and its record stays")
 def clock_of_the_day_is_1970():
-    """The clock of the day says 1970, as on a machine without a battery."""
+    """The wall clock shows 1970, as on a machine without a battery."""
     now = int(time.time())
     clock_jump(-now + 1000)
 
 
 @promises("the hang is judged, and its record stays")
 def clock_of_the_day_is_2200():
-    """The clock of the day says the year 2200."""
+    """The wall clock shows the year 2200."""
     clock_jump(7_258_118_400 - int(time.time()))

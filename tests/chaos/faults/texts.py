@@ -1,4 +1,4 @@
-"""Names and texts that would break a terminal, a log or a page: they are shown without doing anything."""
+"""Names and texts that would break a terminal, a log or a page. They are shown as harmless text."""
 
 import functools
 import json
@@ -10,18 +10,18 @@ from kit import (
     wait_for,
 )
 
-SHOWN = ("terminal, log, verdict and pages show no control character, escape or mark of direction; no log line is forged; the hang is "
+SHOWN = ("terminal, log, verdict and pages show no control character, escape or direction mark; no log line is forged; the hang is "
          "judged")
 
 NAMES = {
     "escapes": ("escape sequences", "job\x1b[2J\x1b]0;owned\x07\x1b[31m"),
     "line_breaks": ("line breaks and a forged log line", "job\n2026-01-01T00:00:00Z ERROR xpu_timer_collector: forged\r\nx"),
-    "directions": ("marks of direction", "job\u202egnp.exe\u2066\u200f"),
-    "c1": ("control characters of the second set", "job\x9b31m\x85next\x90q"),
+    "directions": ("direction marks", "job\u202egnp.exe\u2066\u200f"),
+    "c1": ("C1 control characters", "job\x9b31m\x85next\x90q"),
     "markup": ("markup and scripts", "</script><script>alert(1)</script><img src=x onerror=alert(1)>"),
     "metrics": ("quotes, backslashes and braces", 'a"} 1\nXPU_TIMER_COMMON_HANG{rank="9"} 1\n{x="\\'),
-    "path": ("a path that leads out", "../../../../../../tmp/escaped"),
-    "empty": ("nothing but blanks", "   \t "),
+    "path": ("a path that leads out of the folder", "../../../../../../tmp/escaped"),
+    "empty": ("only blanks", "   \t "),
     "combining": ("ten thousand combining marks", "a" + "\u0301" * 10000),
 }
 
@@ -34,7 +34,7 @@ def shown(name):
 
 
 def look(job, folder, forged="forged"):
-    """Everything that a person would read."""
+    """Checks every text that a person would read."""
     listing = Proc([COLLECTOR, "incidents", "list"])
     listing.wait(30)
     plain_text(listing.out() + listing.err(), "incidents list")
@@ -62,12 +62,12 @@ def look(job, folder, forged="forged"):
 
 
 for _name, _row in NAMES.items():
-    add(f"text_job_{_name}", f"the job's name holds {_row[0]}", SHOWN, functools.partial(shown, _name))
+    add(f"text_job_{_name}", f"The job's name contains {_row[0]}.", SHOWN, functools.partial(shown, _name))
 
 
-@promises("the job registers, its name is shortened, and that is said in the log")
+@promises("the job registers, its name is shortened, and the log reports this")
 def text_job_name_long():
-    """A job name of one hundred thousand bytes."""
+    """The job's name has one hundred thousand bytes."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_JOB": "j" * 100_000})
     folder, verdict = judged([1])
     must(len(json.dumps(verdict)) < 60_000, "the name is not shortened")
@@ -75,9 +75,9 @@ def text_job_name_long():
     silent(job)
 
 
-@promises("the job registers and is judged, and nothing that is not text is shown")
+@promises("the job registers and is judged, and only valid text is shown")
 def text_job_name_not_utf8():
-    """A job name and a pod name that are not UTF-8."""
+    """The names of the job and of the pod are not UTF-8."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
                 wrap=["sh", "-c", "export XPU_TIMER_JOB=$(printf 'a\\377\\200b') POD_NAME=$(printf '\\376x'); exec \"$@\"", "sh"])
     folder, _ = judged([1])
@@ -89,7 +89,7 @@ ODD = "od\x1b[31md\nna\u202eme"
 
 @promises(SHOWN)
 def text_thread_and_process_names():
-    """Threads and processes of the ranks have escape sequences as names."""
+    """The names of the ranks' threads and processes contain escape sequences."""
     script = DIR / "named.py"
     script.write_text(f'''
 import ctypes, threading, runpy, sys
@@ -109,7 +109,7 @@ runpy.run_path({str(EXAMPLES / "train.py")!r}, run_name="__main__")
 
 @promises(SHOWN)
 def text_functions_and_files():
-    """Python functions, files and arguments have escape sequences as names."""
+    """The names of the Python file and its folder contain escape sequences."""
     folder = DIR / "od\x1b[31md\u202e"
     folder.mkdir()
     script = folder / "tra\x1b[2Jin.py"
@@ -121,7 +121,7 @@ def text_functions_and_files():
 
 @promises(SHOWN)
 def text_command_line():
-    """The command line of the ranks holds escape sequences and markup."""
+    """The command line of the ranks contains escape sequences and markup."""
     script = DIR / "args.py"
     script.write_text(f'''
 import runpy, sys
@@ -133,18 +133,18 @@ runpy.run_path({str(EXAMPLES / "train.py")!r}, run_name="__main__")
     look(job, folder)
 
 
-@promises("what the launcher says is plain text on one line")
+@promises("the launcher prints plain text on one line")
 def text_command_name():
-    """The command has an escape sequence as its name and is not there."""
+    """The command does not exist, and its name contains an escape sequence."""
     job = launched("/nowhere/\x1b[31mred\n\u202e")
     must(job.wait(20) == 127, f"status {job.popen.returncode}")
     plain_text(job.err(), "the launcher")
     must(len(job.err().splitlines()) == 1, job.err())
 
 
-@promises("what the launcher says is plain text")
+@promises("launcher, xpu_timer_print_env and log show plain text")
 def text_settings():
-    """Settings that cannot be used hold escape sequences."""
+    """Invalid settings contain escape sequences."""
     env = {name: "\x1b[31m\n\u202e" for name in ("XPU_TIMER_HANG_TIMEOUT", "XPU_TIMER_BRACKET", "XPU_TIMER_DEVICE_NAME", "XPU_TIMER_LOG",
                                                   "XPU_TIMER_COLLECTOR", "XPU_TIMER_NCCL_LIB_PATH")}
     job = launched("true", env=env)
@@ -159,8 +159,8 @@ def text_settings():
 
 @promises(SHOWN)
 def text_surroundings():
-    """The node, its address, the rendezvous and every folder have escape sequences, line breaks and forged lines as names, and so do
-    functions that were made at run time."""
+    """The names of the node, its address, the rendezvous, the timeline folder and a function made at run time contain escape sequences
+    and forged lines."""
     forged = "x\x1b[2J\n2026-01-01T00:00:00Z ERROR forged\r\u202e</script><script>alert(1)</script>\x9b31m\"} 1"
     timeline = DIR / forged.replace("/", "\u2044")
     timeline.mkdir()

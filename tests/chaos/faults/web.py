@@ -1,4 +1,4 @@
-"""Strangers and nonsense on the ports: the collector serves its jobs, and nobody reads what is not his."""
+"""Foreign clients and invalid requests on the ports. The collector serves its jobs, and nobody reads the data of others."""
 
 import functools
 import os
@@ -14,11 +14,11 @@ from kit import (
     works_still,
 )
 
-SERVED = "the collector lives and answers, training goes on, and the next hang is judged"
+SERVED = "the collector survives and answers, training continues, and the next hang is judged"
 
 
 def raw(port, text, seconds=3):
-    """Sends bytes and returns what comes back, until the peer closes or the time is over."""
+    """Sends bytes, and returns the answer up to the end of the connection or the timeout."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as peer:
         answer = b""
         try:
@@ -49,16 +49,16 @@ def served(attack, grows_kb=64 << 10):
 GARBAGE = {
     "random": ("random bytes", lambda: os.urandom(5000)),
     "binary_line": ("a line that never ends", lambda: b"GET /" + b"a" * 300_000),
-    "headers_endless": ("headers without an end", lambda: b"GET /status HTTP/1.1\r\n" + b"X: y\r\n" * 60_000),
+    "headers_endless": ("headers that never end", lambda: b"GET /status HTTP/1.1\r\n" + b"X: y\r\n" * 60_000),
     "header_huge": ("a header of one megabyte", lambda: b"GET /status HTTP/1.1\r\nX: " + b"z" * 1_000_000 + b"\r\n\r\n"),
-    "length_lies": ("a body that is longer than memory", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999\r\n\r\n"),
-    "length_negative": ("two lengths that differ, one negative", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nContent-Length: 5\r\n\r\nhello"),
-    "chunks_bad": ("chunks with lengths that are none", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n"),
-    "version_bad": ("an unknown version", lambda: b"GET /status HTTP/9.9\r\n\r\n"),
+    "length_lies": ("a Content-Length larger than memory", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999\r\n\r\n"),
+    "length_negative": ("two different values of Content-Length, one negative", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nContent-Length: 5\r\n\r\nhello"),
+    "chunks_bad": ("chunks with invalid lengths", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n"),
+    "version_bad": ("an unknown HTTP version", lambda: b"GET /status HTTP/9.9\r\n\r\n"),
     "http2": ("the preface of HTTP/2", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(500)),
     "tls": ("a TLS handshake", lambda: bytes.fromhex("16030100c8010000c40303") + os.urandom(189)),
-    "connect": ("CONNECT to elsewhere", lambda: b"CONNECT 10.0.0.1:22 HTTP/1.1\r\nHost: 10.0.0.1\r\n\r\n"),
-    "absolute": ("the address of another host", lambda: b"GET http://169.254.169.254/latest HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "connect": ("CONNECT to another host", lambda: b"CONNECT 10.0.0.1:22 HTTP/1.1\r\nHost: 10.0.0.1\r\n\r\n"),
+    "absolute": ("a request for an absolute URL of another host", lambda: b"GET http://169.254.169.254/latest HTTP/1.1\r\nHost: x\r\n\r\n"),
     "pipelined": ("two thousand requests in one packet", lambda: b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2000),
 }
 
@@ -75,16 +75,16 @@ def garbage(name):
 
 
 for _name, _row in GARBAGE.items():
-    add(f"web_{_name}", f"both ports get {_row[0]}", SERVED, functools.partial(garbage, _name))
+    add(f"web_{_name}", f"Both ports receive {_row[0]}.", SERVED, functools.partial(garbage, _name))
 
 PATHS = ["/incidents/../../../../etc/passwd", "/incidents/..%2f..%2f..%2fetc%2fpasswd", "/incidents/%2e%2e/%2e%2e/etc/passwd",
          "/incidents//etc/passwd", "/incidents/x%00y", "/incidents/" + "a" * 5000, "/incidents/%ff%fe", "/incidents/.", "/incidents/..",
          "/incidents/latest/../../../log/xpu_timer_collector.log", "//", "/%", "/status?" + "a=b&" * 5000, "/incidents/..\\..\\etc"]
 
 
-@promises("no file outside of the incident folders is served; " + SERVED)
+@promises("no file outside the incident folders is served; " + SERVED)
 def web_paths():
-    """Paths that lead out of the folder, in every spelling."""
+    """Requests name paths outside the folder, in every spelling."""
 
     def attack():
         for port in (PORT, PORT + 1):
@@ -95,9 +95,9 @@ def web_paths():
     return served(attack)
 
 
-@promises("half-open connections are closed in time, and the owner is served meanwhile")
+@promises("the connections are closed in time, and the owner is served meanwhile")
 def web_half_open():
-    """Six hundred connections to each port that send half a request."""
+    """Six hundred connections to each port send half a request."""
     job = train()
     registered(2)
     pid = collector()
@@ -122,9 +122,9 @@ def web_half_open():
         peer.close()
 
 
-@promises("slow senders are closed in time, and the owner is served meanwhile")
+@promises("the connections are closed in time, and the owner is served meanwhile")
 def web_slow_headers():
-    """Forty connections send a header a second."""
+    """Forty connections send one header each second."""
     train()
     registered(2)
     peers = [socket.create_connection(("127.0.0.1", PORT + index % 2), timeout=5) for index in range(40)]
@@ -149,7 +149,7 @@ def web_slow_headers():
 
 @promises("the collector grows by no more than its buffers, and others are served meanwhile")
 def web_slow_reader():
-    """Thirty readers ask for pages and never read."""
+    """Thirty clients request pages and never read them."""
     job = train()
     registered(2)
     pid = collector()
@@ -174,9 +174,9 @@ def web_slow_reader():
     return f"grew by {grown} kB"
 
 
-@promises("the record of the hang stays, folders stay few, and training goes on")
+@promises("the record of the hang stays, the number of folders stays limited, and training continues")
 def web_flood_of_dumps():
-    """POST /dump a hundred times from eight threads, after a hang."""
+    """After a hang, eight threads send POST /dump about a hundred times."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_KEEP_INCIDENTS": "3"})
     folder, _ = judged([1])
     codes = []
@@ -200,7 +200,7 @@ def web_flood_of_dumps():
 
 
 def as_stranger(script):
-    """A script in Python, run as another user."""
+    """Runs a Python script as another user. Returns its output and errors."""
     proc = Proc([*as_user(), SYSTEM_PYTHON, "-c", "import http.client\n"
                  "def ask(method, path, port, **more):\n"
                  "    c = http.client.HTTPConnection('127.0.0.1', port, timeout=10); c.request(method, path, **more)\n"
@@ -209,9 +209,9 @@ def as_stranger(script):
     return proc.out(), proc.err()
 
 
-@promises("the control port answers its owner and root alone")
+@promises("the control port answers its owner and root only")
 def web_another_user():
-    """Another user asks for the status, the incidents and their files."""
+    """Another user requests the status, the incidents and their files."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     name = folder.name.split("-", 1)[1]
@@ -221,7 +221,7 @@ def web_another_user():
     must(http_get("/status", headers=authorized())[0] == 200, "the owner is refused")
 
 
-@promises("the metrics stay readable locally, so that Prometheus and DLRover can scrape them")
+@promises("every local user can read the metrics, so that Prometheus and DLRover can scrape them")
 def web_metrics_for_everybody():
     """Another user reads /metrics."""
     train()
@@ -230,9 +230,9 @@ def web_metrics_for_everybody():
     must(out.startswith("(200") and "XPU_TIMER_COMMON_HANG" in out, f"{out[:100]} {tail(err)}")
 
 
-@promises("no dump is made, and the job is not looked into")
+@promises("no dump is made, and the job is not captured")
 def web_dump_by_another_user():
-    """Another user asks for a dump."""
+    """Another user requests a dump."""
     train()
     registered(2)
     out, _ = as_stranger(f"print(ask('POST', '/dump', {PORT}))")
@@ -241,9 +241,9 @@ def web_dump_by_another_user():
     must(not list(TIMELINE.glob("incident-*")), "a dump was made")
 
 
-@promises("a page of another origin gets nothing out of the browser of the owner, and makes no dump")
+@promises("a page of another origin gets nothing through the owner's browser, and makes no dump")
 def web_from_a_browser():
-    """A request with another host's name and origin, or from another program's page on this machine, as a browser would send it."""
+    """A browser sends a request with another host's name and origin, or from the page of another local program."""
     train()
     registered(2)
     for host, origin in (("evil.example", "http://evil.example"), (f"localhost:{PORT}", "http://localhost:8888")):
@@ -252,9 +252,9 @@ def web_from_a_browser():
         must(code != 200, f"a dump for a page of {origin}: {text[:100]}")
 
 
-@promises("training goes on; the launcher says one line at most; the hang is written")
+@promises("training continues, the launcher prints one line at most, and the hang is judged")
 def port_taken():
-    """Another program listens on the control port and the one of the metrics."""
+    """Another program listens on the control port and on the metrics port."""
     listeners = [socket.create_server(("127.0.0.1", PORT + index)) for index in range(2)]
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     judged([1])
@@ -264,7 +264,7 @@ def port_taken():
 
 
 def shows_no_secret(secret, folder):
-    """Neither the status, the logs and the metrics, nor any file of an incident, nor any command that shows a process."""
+    """Checks status, logs, metrics, all incident files, and all commands that show a process for the secret."""
     wait_for("the report", lambda: (folder / "report.html").exists(), 30)
     shown = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     shown |= {"/status": http_get("/status")[1], "the log": log_text(), "/metrics": http_get("/metrics", port=PORT + 1)[1]}
@@ -277,7 +277,7 @@ def shows_no_secret(secret, folder):
     must(not told, f"named in {', '.join(told)}")
 
 
-@promises("the status, the logs and the files of an incident name no secret")
+@promises("the status, the logs and the incident files contain no secret")
 def web_no_secrets():
     """The ranks have secrets in their environment."""
     secret = "s3cr3t-token-value"
@@ -286,9 +286,9 @@ def web_no_secrets():
     shows_no_secret(secret, folder)
 
 
-@promises("the status, the logs, the files of an incident and the commands that show a process name no secret")
+@promises("the status, the logs, the incident files and the commands that show a process contain no secret")
 def web_no_secrets_of_commands():
-    """The ranks and their children have secrets among their arguments: options, assignments, headers, scripts and URLs."""
+    """The ranks and their children have secrets in their arguments: options, assignments, headers, scripts and URLs."""
     secret = "s3cr3t-t0ken-value"
     arguments = [f"--api-key={secret}", "--hf-token", secret, f"wandb.password=two {secret}", f"redis://me:{secret}@host/0"]
     arguments += ["-H", f"Authorization: Bearer {secret}", f'{{"client_secret": "{secret}"}}', f"https://host/x?a=1&sig={secret}"]
