@@ -93,6 +93,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     {
         return Ok(code);
     }
+    keep_freed_memory();
     let pids = selected_pids(arguments)?;
     let view = match (arguments.native, arguments.python) {
         (true, _) => View::Native,
@@ -128,7 +129,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let files = files::Files::new(folder, &pids)?;
         let mut index = 0;
         capture(&mut |process| {
-            let path = files.write(index, process.into())?;
+            let path = files.write(index, process)?;
             writeln!(out, "{}", printable::line(&path.to_string_lossy()))?;
             index += 1;
             Ok(())
@@ -220,3 +221,16 @@ fn run_in_child() -> Result<Option<ExitCode>> {
         }
     }
 }
+
+/// Keeps freed memory for the next process, for the few milliseconds until this program ends. The
+/// kernel would have to clear it each time it is returned and taken again.
+#[allow(unsafe_code, reason = "mallopt is a function of C")]
+fn keep_freed_memory() {
+    const AMOUNT: i32 = 64 << 20;
+    // SAFETY: mallopt only changes settings of the allocator.
+    unsafe {
+        libc::mallopt(libc::M_TRIM_THRESHOLD, AMOUNT);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, AMOUNT);
+    }
+}
+

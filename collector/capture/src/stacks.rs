@@ -1,7 +1,7 @@
 //! The result of a capture: a compact form that keeps what many frames have in common once, and the
 //! expanded form that is written to files.
 
-use std::sync::Arc;
+use std::{fmt::Write, sync::Arc};
 
 use xpu_timer_proto::server::{ProcessSample, PstackFrame};
 
@@ -116,23 +116,53 @@ impl Place {
     }
 }
 
+/// Expands the frames of the threads of one process.
+pub(crate) struct FrameExpander {
+    // A thousand frames share a few dozen places.
+    places: Vec<Vec<PstackFrame>>,
+    // Frames whose memory can be used again.
+    spare: Vec<PstackFrame>,
+}
+
+impl FrameExpander {
+    pub(crate) fn new(places: &[Place]) -> Self {
+        FrameExpander { places: places.iter().map(Place::expand).collect(), spare: Vec::new() }
+    }
+
+    /// Appends the frames with these indices to those of a thread.
+    pub(crate) fn expand(&mut self, indices: &[u32], frames: &mut Vec<PstackFrame>) {
+        for place in indices.iter().filter_map(|index| self.places.get(*index as usize)).flatten() {
+            let mut frame = self.spare.pop().unwrap_or_default();
+            let texts = [
+                (&mut frame.func_name, &place.func_name),
+                (&mut frame.file_name, &place.file_name),
+                (&mut frame.module, &place.module),
+            ];
+            for (text, source) in texts {
+                text.clear();
+                text.push_str(source);
+            }
+            frame.origin.clear();
+            // A write to a string cannot fail.
+            let _ = write!(frame.origin, "#{:<3} {}", frames.len(), place.origin);
+            let PstackFrame { func_name, file_name, module, origin, .. } = frame;
+            frames.push(PstackFrame { func_name, file_name, module, origin, ..*place });
+        }
+    }
+
+    /// Takes frames that are no longer needed, so that the next thread uses their memory.
+    pub(crate) fn recycle(&mut self, frames: Vec<PstackFrame>) {
+        self.spare.extend(frames);
+    }
+}
+
 impl From<Stacks> for ProcessCapture {
     /// Expands every frame.
     fn from(stacks: Stacks) -> Self {
         let Stacks { pid, parent_pid, command, mut sample, python_entries, places, frames, children } = stacks;
-        // A thousand frames share a few dozen places.
-        let places: Vec<Vec<PstackFrame>> = places.iter().map(Place::expand).collect();
-        for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
-            for frame in frames.iter().filter_map(|number| places.get(*number as usize)).flatten() {
-                let origin = format!("#{:<3} {}", thread.frames.len(), frame.origin);
-                thread.frames.push(PstackFrame {
-                    func_name: frame.func_name.clone(),
-                    file_name: frame.file_name.clone(),
-                    origin,
-                    module: frame.module.clone(),
-                    ..*frame
-                });
-            }
+        let mut expander = FrameExpander::new(&places);
+        for (thread, indices) in sample.stacktrace.iter_mut().zip(frames) {
+            expander.expand(&indices, &mut thread.frames);
         }
         let children = children.into_iter().map(ProcessCapture::from).collect();
         ProcessCapture { pid, parent_pid, command, sample, python_entries, children }

@@ -5,6 +5,7 @@ use std::{
     collections::HashSet,
     fs,
     io::Write,
+    iter,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -15,7 +16,10 @@ use xpu_timer_proto::{
     server::{ChildProcess, Stacktrace},
 };
 
-use crate::{kernel::procfs, stacks::ProcessCapture};
+use crate::{
+    kernel::procfs,
+    stacks::{FrameExpander, ProcessCapture, Stacks},
+};
 
 /// The output folder, and the numbers of the files.
 pub(super) struct Files {
@@ -43,7 +47,7 @@ impl Files {
     }
 
     /// Writes the file of the process at this position in the list.
-    pub fn write(&self, index: usize, process: ProcessCapture) -> Result<PathBuf> {
+    pub fn write(&self, index: usize, process: Stacks) -> Result<PathBuf> {
         let rank = self.ranks[index];
         let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
@@ -51,7 +55,7 @@ impl Files {
         // Everybody may be allowed to write to the folder, so an existing file or link of this name
         // is neither followed nor used.
         let file = fs::File::create_new(&temporary);
-        let written = file.and_then(|mut file| file.write_all(&message(process, rank).encode_to_vec()));
+        let written = file.and_then(|mut file| file.write_all(&encode(process, rank)));
         if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
             // The file may not even exist.
             let _ = fs::remove_file(&temporary);
@@ -61,27 +65,40 @@ impl Files {
     }
 }
 
-fn message(process: ProcessCapture, rank: u32) -> Stacktrace {
-    let mut sample = process.sample;
-    let child = |child: ProcessCapture| ChildProcess {
-        pid: child.pid,
-        parent_pid: child.parent_pid,
-        command: child.command,
-        samples: vec![child.sample],
+/// Encodes the [`Stacktrace`] of a process. Expanded frames need much more memory than
+/// captured ones, so the threads are expanded and encoded one by one: messages that follow each
+/// other are one message to a decoder.
+fn encode(process: Stacks, rank: u32) -> Vec<u8> {
+    let Stacks { pid, command, mut sample, places, frames, children, .. } = process;
+    let mut bytes = Vec::new();
+    let mut expander = FrameExpander::new(&places);
+    let frames = frames.into_iter().chain(iter::repeat_with(Vec::new));
+    for (mut thread, indices) in std::mem::take(&mut sample.stacktrace).into_iter().zip(frames) {
+        expander.expand(&indices, &mut thread.frames);
+        let part = Stacktrace { stacktrace: vec![thread], ..Stacktrace::default() };
+        append(&part, &mut bytes);
+        part.stacktrace.into_iter().for_each(|thread| expander.recycle(thread.frames));
+    }
+    let child = |child: Stacks| {
+        let ProcessCapture { pid, parent_pid, command, sample, .. } = child.into();
+        ChildProcess { pid, parent_pid, command, samples: vec![sample] }
     };
-    let (stacktrace, py_stacktrace) =
-        (std::mem::take(&mut sample.stacktrace), std::mem::take(&mut sample.py_stacktrace));
-    Stacktrace {
-        pid: process.pid,
+    let rest = Stacktrace {
+        pid,
         rank: rank as i32,
         process_state: sample.process_state.clone(),
-        command: process.command,
-        children: process.children.into_iter().map(child).collect(),
-        stacktrace,
-        py_stacktrace,
+        command,
+        children: children.into_iter().map(child).collect(),
+        py_stacktrace: std::mem::take(&mut sample.py_stacktrace),
         last_sample: Some(sample),
         ..Stacktrace::default()
-    }
+    };
+    append(&rest, &mut bytes);
+    bytes
+}
+
+fn append(message: &Stacktrace, bytes: &mut Vec<u8>) {
+    message.encode(bytes).expect("a vector grows");
 }
 
 /// A process with a `RANK` in its environment.
