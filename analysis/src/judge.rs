@@ -177,20 +177,16 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
 
 /// What is missing in the evidence, and what opened the incident.
 fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
-    let known = |view: &RankView<'_>| !view.unseen() && !view.dead();
-    let watcher_stuck = |view: &RankView<'_>| {
-        let health = view.flight.and_then(|flight| flight.health.as_ref());
-        health.is_some_and(|health| !health.watcher_inside.is_empty()) && view.watcher_stale()
-    };
-    let gaps: [(Gap, &dyn Fn(&RankView<'_>) -> bool); 5] = [
-        (Gap::Unseen, &|view| view.unseen()),
-        (Gap::NoStack, &|view| known(view) && !view.host.stack),
-        (Gap::NoFlightRecord, &|view| known(view) && view.flight.is_none()),
-        (Gap::LostOperations, &|view| view.lossy()),
-        (Gap::StuckWatcher, &watcher_stuck),
+    type Check = fn(&RankView<'_>) -> bool;
+    const GAPS: [(Gap, Check); 5] = [
+        (Gap::Unseen, |view| view.unseen()),
+        (Gap::NoStack, |view| is_known(view) && !view.host.stack),
+        (Gap::NoFlightRecord, |view| is_known(view) && view.flight.is_none()),
+        (Gap::LostOperations, |view| view.lossy()),
+        (Gap::StuckWatcher, is_watcher_stuck),
     ];
     let mut lines = Vec::new();
-    for (gap, has) in gaps {
+    for (gap, has) in GAPS {
         let who: Vec<usize> = (0..case.world.views.len()).filter(|index| has(case.view(*index))).collect();
         if !who.is_empty() {
             lines.push(verdict::gap_line(case, gap, &who));
@@ -202,6 +198,15 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
         lines.push(verdict::signalled_first_line(rank, operation));
     }
     lines
+}
+
+fn is_known(view: &RankView<'_>) -> bool {
+    !view.unseen() && !view.dead()
+}
+
+fn is_watcher_stuck(view: &RankView<'_>) -> bool {
+    let health = view.flight.and_then(|flight| flight.health.as_ref());
+    health.is_some_and(|health| !health.watcher_inside.is_empty()) && view.watcher_stale()
 }
 
 /// A manual dump came before the hang timeout, so pending operations may still complete.

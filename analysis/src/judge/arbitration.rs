@@ -1,7 +1,7 @@
 //! Weighs the findings of the rules against each other.
 //!
-//! Two ordered tables: [`ARBITRATIONS`] drops findings that others overrule, and [`LIMITS`] lowers
-//! the confidence of what remains.
+//! Two ordered tables: [`ARBITRATIONS`] drops or replaces findings that others overrule, and
+//! [`LIMITS`] lowers the confidence of what remains.
 
 use std::collections::BTreeSet;
 
@@ -52,7 +52,7 @@ struct Arbitration {
     scenario: &'static str,
     /// The dropped findings may be right after all, so the confidence becomes at most medium.
     leaves_doubt: bool,
-    /// Drops the findings that others overrule.
+    /// Drops or replaces the findings that others overrule.
     apply: fn(&Case<'_>, &mut Vec<Ruling<'_>>),
 }
 
