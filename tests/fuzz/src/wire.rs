@@ -134,7 +134,8 @@ pub fn command_line(bytes: &[u8]) {
     let _ = xpu_timer_collector::cli::Arguments::try_parse_from(words());
     let _ = xpu_timer_capture::dump::Arguments::try_parse_from(words());
     let _ = xpu_timer_viewer::Args::try_parse_from(words());
-    const SECRET: &str = "planted secret";
+    // Arguments are joined by spaces, so a secret with a space could come from two of them.
+    const SECRET: &str = "planted-secret";
     let shown = secrets::cmdline(&[bytes, b"\0--api-key=", SECRET.as_bytes()].concat());
     // A guided fuzzer learns the words with which it is compared, and inserts them where they are
     // not a secret.
