@@ -233,4 +233,3 @@ fn keep_freed_memory() {
         libc::mallopt(libc::M_MMAP_THRESHOLD, AMOUNT);
     }
 }
-
