@@ -226,10 +226,11 @@ fn run_in_child() -> Result<Option<ExitCode>> {
 /// kernel would have to clear it each time it is returned and taken again.
 #[allow(unsafe_code, reason = "mallopt is a function of C")]
 fn keep_freed_memory() {
-    const AMOUNT: i32 = 64 << 20;
+    // Old versions of glibc accept no larger threshold for mmap.
+    const BYTES: i32 = 32 << 20;
     // SAFETY: mallopt only changes settings of the allocator.
     unsafe {
-        libc::mallopt(libc::M_TRIM_THRESHOLD, AMOUNT);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, AMOUNT);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, BYTES);
     }
 }

@@ -1,8 +1,16 @@
 //! The command lines of both programs, and their exit codes. Options end at the first argument that
 //! is not an option: the rest is the user's command, or the program with its arguments.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{
+    ffi::{OsStr, OsString},
+    iter,
+    path::PathBuf,
+};
 
+use lexopt::{
+    Arg::{Long, Short, Value},
+    Parser,
+};
 use xpu_timer_proto::env::{VARIABLES, Variable};
 
 /// Exit code for wrong usage.
@@ -29,19 +37,19 @@ pub enum LaunchRequest {
 }
 
 /// Parses the arguments of `xpu_timer_launch`.
-pub fn parse_launch(mut arguments: Vec<OsString>) -> LaunchRequest {
-    let first = arguments.first().map(|first| first.to_string_lossy().into_owned());
-    match first.as_deref() {
-        None => LaunchRequest::Wrong("no command".into()),
-        Some("--help" | "-h") => LaunchRequest::Help,
-        Some("--version" | "-V") => LaunchRequest::Version,
-        Some("--") => {
-            arguments.remove(0);
-            if arguments.is_empty() { LaunchRequest::Wrong("no command".into()) } else { LaunchRequest::Run(arguments) }
-        }
-        Some(option) if option.starts_with('-') => LaunchRequest::Wrong(format!("unknown option {option}")),
-        Some("") => LaunchRequest::Wrong("the command is empty".into()),
-        Some(_) => LaunchRequest::Run(arguments),
+pub fn parse_launch(arguments: Vec<OsString>) -> LaunchRequest {
+    launch_request(arguments).unwrap_or_else(|error| LaunchRequest::Wrong(error.to_string()))
+}
+
+fn launch_request(arguments: Vec<OsString>) -> Result<LaunchRequest, lexopt::Error> {
+    let mut parser = Parser::from_args(arguments);
+    match parser.next()? {
+        None => Err("no command".into()),
+        Some(Long("help") | Short('h')) => Ok(LaunchRequest::Help),
+        Some(Long("version") | Short('V')) => Ok(LaunchRequest::Version),
+        Some(Value(command)) if command.is_empty() => Err("the command is empty".into()),
+        Some(Value(command)) => Ok(LaunchRequest::Run(iter::once(command).chain(parser.raw_args()?).collect())),
+        Some(option) => Err(option.unexpected()),
     }
 }
 
@@ -137,79 +145,49 @@ pub enum ReportSubject {
 
 /// Parses the arguments of `xpu_timer_print_env`.
 pub fn parse_print_env(arguments: Vec<OsString>) -> PrintEnvRequest {
-    let mut json = false;
-    let mut target = ReportSubject::Here;
-    let mut library = None;
-    let mut rest = arguments.into_iter();
-    while let Some(word) = rest.next() {
-        match word.to_str() {
-            Some("--help" | "-h") => return PrintEnvRequest::Help,
-            Some("--version" | "-V") => return PrintEnvRequest::Version,
-            Some("--json") => json = true,
-            Some("--pid" | "-p") => match rest.next() {
-                Some(number) => match pid(&number) {
-                    Ok(pid) => target = ReportSubject::Process(pid),
-                    Err(why) => return PrintEnvRequest::Wrong(why),
-                },
-                None => return PrintEnvRequest::Wrong("--pid needs the number of a process".into()),
-            },
-            Some(option) if option.starts_with("--pid=") => match pid(&option["--pid=".len()..].into()) {
-                Ok(pid) => target = ReportSubject::Process(pid),
-                Err(why) => return PrintEnvRequest::Wrong(why),
-            },
-            Some("--library") => match rest.next().filter(|file| !file.is_empty()) {
-                Some(file) => library = Some(PathBuf::from(file)),
-                None => return PrintEnvRequest::Wrong("--library needs a file".into()),
-            },
-            Some(option) if option.starts_with("--library=") => library = Some(option["--library=".len()..].into()),
-            Some("--") => {
-                let program: Vec<OsString> = rest.collect();
-                return print_env_request(json, target, library, program, true);
-            }
-            Some(option) if option.starts_with('-') => {
-                return PrintEnvRequest::Wrong(format!("unknown option {option}"));
-            }
-            _ => return print_env_request(json, target, library, std::iter::once(word).chain(rest).collect(), false),
-        }
-    }
-    print_env_request(json, target, library, Vec::new(), false)
+    print_env_request(arguments).unwrap_or_else(|error| PrintEnvRequest::Wrong(error.to_string()))
 }
 
-fn pid(text: &OsString) -> Result<i32, String> {
+fn print_env_request(arguments: Vec<OsString>) -> Result<PrintEnvRequest, lexopt::Error> {
+    let (mut json, mut pid, mut library, mut program) = (false, None, None, Vec::new());
+    let mut parser = Parser::from_args(arguments);
+    loop {
+        let is_end_of_options =
+            parser.try_raw_args().is_some_and(|words| words.peek().is_some_and(|word| word == "--"));
+        match parser.next()? {
+            Some(Long("help") | Short('h')) => return Ok(PrintEnvRequest::Help),
+            Some(Long("version") | Short('V')) => return Ok(PrintEnvRequest::Version),
+            Some(Long("json")) => json = true,
+            Some(Long("pid") | Short('p')) => pid = Some(parse_pid(&parser.value()?)?),
+            Some(Long("library")) => library = Some(PathBuf::from(parser.value()?)),
+            Some(Value(word)) if word.is_empty() => return Err("the program is empty".into()),
+            Some(Value(word)) => program = iter::once(word).chain(parser.raw_args()?).collect(),
+            Some(option) => return Err(option.unexpected()),
+            None if is_end_of_options => return Err("no program".into()),
+            None => break,
+        }
+    }
+    match (pid, library, program.is_empty()) {
+        (_, Some(file), _) if file.as_os_str().is_empty() => Err("--library needs a file".into()),
+        (None, Some(file), true) => Ok(PrintEnvRequest::Library { json, file }),
+        (_, Some(_), _) => Err("a library is compared by itself".into()),
+        (Some(_), None, false) => Err("a process and a program cannot both be shown".into()),
+        (Some(pid), None, true) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Process(pid) }),
+        (None, None, false) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Program(program) }),
+        (None, None, true) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Here }),
+    }
+}
+
+fn parse_pid(text: &OsStr) -> Result<i32, String> {
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(|pid| *pid > 0);
     number.ok_or_else(|| format!("{} is not the number of a process", text.display()))
-}
-
-fn print_env_request(
-    json: bool,
-    target: ReportSubject,
-    library: Option<PathBuf>,
-    program: Vec<OsString>,
-    announced: bool,
-) -> PrintEnvRequest {
-    match library {
-        Some(file) if target == ReportSubject::Here && program.is_empty() && !announced => {
-            return PrintEnvRequest::Library { json, file };
-        }
-        Some(_) => return PrintEnvRequest::Wrong("a library is compared by itself".into()),
-        None => {}
-    }
-    match (target, program.is_empty()) {
-        (ReportSubject::Process(_), false) => {
-            PrintEnvRequest::Wrong("a process and a program cannot both be shown".into())
-        }
-        (ReportSubject::Here, false) if program[0].is_empty() => PrintEnvRequest::Wrong("the program is empty".into()),
-        (ReportSubject::Here, false) => PrintEnvRequest::Show { json, target: ReportSubject::Program(program) },
-        (ReportSubject::Here, true) if announced => PrintEnvRequest::Wrong("no program".into()),
-        (target, _) => PrintEnvRequest::Show { json, target },
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn launch_request(words: &[&str]) -> LaunchRequest {
+    fn launch_of(words: &[&str]) -> LaunchRequest {
         parse_launch(words.iter().map(OsString::from).collect())
     }
 
@@ -219,17 +197,17 @@ mod tests {
 
     #[test]
     fn options_end_where_the_command_begins() {
-        assert_eq!(launch_request(&["python", "--help"]), launch_run(&["python", "--help"]));
-        assert_eq!(launch_request(&["--", "--help"]), launch_run(&["--help"]));
-        assert_eq!(launch_request(&["--", "--", "x"]), launch_run(&["--", "x"]));
-        assert_eq!(launch_request(&["--help", "python"]), LaunchRequest::Help);
-        assert_eq!(launch_request(&["-V"]), LaunchRequest::Version);
+        assert_eq!(launch_of(&["python", "--help"]), launch_run(&["python", "--help"]));
+        assert_eq!(launch_of(&["--", "--help"]), launch_run(&["--help"]));
+        assert_eq!(launch_of(&["--", "--", "x"]), launch_run(&["--", "x"]));
+        assert_eq!(launch_of(&["--help", "python"]), LaunchRequest::Help);
+        assert_eq!(launch_of(&["-V"]), LaunchRequest::Version);
     }
 
     #[test]
     fn what_cannot_be_run_is_wrong() {
         for words in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
-            assert!(matches!(launch_request(words), LaunchRequest::Wrong(_)), "{words:?}");
+            assert!(matches!(launch_of(words), LaunchRequest::Wrong(_)), "{words:?}");
         }
     }
 

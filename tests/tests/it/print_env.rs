@@ -208,7 +208,7 @@ fn what_cannot_be_shown_is_said_in_a_line() {
         (&["no_such_program"], 1, "no_such_program is not on the PATH"),
         (&["/etc/passwd"], 1, "/etc/passwd is not an executable file"),
         (&["--pid", "x"], 2, "x is not the number of a process"),
-        (&["--frobnicate"], 2, "unknown option --frobnicate"),
+        (&["--frobnicate"], 2, "invalid option '--frobnicate'"),
     ] {
         let output = run(&job, arguments);
         assert_eq!(output.code(), code, "{arguments:?}: {}", output.stderr);

@@ -191,9 +191,10 @@ mod tests {
             let written = look() - before;
             held.read_exact(&mut [0; SENT as usize]).expect("all of them");
             let read = look() - before;
-            // Other tests of this process have connections too, with less traffic.
-            assert!((SENT..2 * SENT).contains(&written), "{written} bytes when all were written and none was read");
-            assert!(read >= 2 * SENT, "{read} bytes when all were read");
+            // Other tests of this process open and close connections too, with less traffic.
+            let about = |bytes: u64, wanted: u64| bytes.abs_diff(wanted) < SENT / 10;
+            assert!(about(written, SENT), "{written} bytes when all were written and none was read");
+            assert!(about(read, 2 * SENT), "{read} bytes when all were read");
         }
         assert_eq!(TcpConnections::default().bytes_of(1 << 22, Instant::now()), None, "no such process");
     }

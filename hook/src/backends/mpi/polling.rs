@@ -10,7 +10,8 @@
 //!
 //! Other processes may take the processor away for any time, so the time between two polls says
 //! little: its part on the CPU is other work, and the rest is waiting only if the thread slept,
-//! which the kernel counts as a voluntary context switch.
+//! which the kernel counts as a voluntary context switch, and nobody took the processor away
+//! meanwhile.
 //!
 //! A poll that follows the previous one immediately costs a reading of the processor's counter.
 //! Otherwise, and every few milliseconds, the clocks are read.
@@ -22,7 +23,7 @@ use xpu_timer_proto::v1::OpStatus;
 use crate::{
     backends::host_call::Running,
     runtime::{
-        os::clock,
+        os::clock::{self, Switches},
         recorder::{
             Recorder,
             host_operations::{POLLED, POLLING_STOPPED_NS, close, leave, publish_polled, recorder_address},
@@ -48,6 +49,17 @@ const MAX_POLL_GAP_TICKS: u64 = 50_000;
 /// Maximum number of ticks between two clock readings: a few milliseconds.
 const CLOCK_CHECK_TICKS: u64 = 1 << 22;
 
+/// What the clocks and the kernel's counters said at a poll.
+#[derive(Clone, Copy)]
+struct Look {
+    now: u64,
+    /// The processor's counter.
+    counter: u64,
+    /// The thread's CPU time. 0 at the first poll, which reads only the clock.
+    cpu_ns: u64,
+    switches: Switches,
+}
+
 /// The unsuccessful polls of a thread.
 #[derive(Clone, Copy)]
 struct PollState {
@@ -57,13 +69,8 @@ struct PollState {
     since_ns: u64,
     /// The processor's counter at the last poll.
     last: u64,
-    /// The counter and the clock at the last clock reading.
-    looked: u64,
-    looked_ns: u64,
-    /// The thread's CPU time then. 0 at the first poll, which reads only the clock.
-    looked_cpu_ns: u64,
-    /// How often the thread had slept then.
-    looked_sleeps: u64,
+    /// The last reading of the clocks.
+    look: Look,
     /// CPU time spent on other work since the first poll.
     other_work_ns: u64,
     /// Time spent on polling and sleeping since the first poll.
@@ -76,10 +83,7 @@ const NOT_POLLING: PollState = PollState {
     recorder: 0,
     since_ns: 0,
     last: 0,
-    looked: 0,
-    looked_ns: 0,
-    looked_cpu_ns: 0,
-    looked_sleeps: 0,
+    look: Look { now: 0, counter: 0, cpu_ns: 0, switches: Switches { sleeps: 0, preemptions: 0 } },
     other_work_ns: 0,
     waited_ns: 0,
     open: None,
@@ -95,8 +99,7 @@ impl PollState {
             recorder: recorder_address(recorder),
             since_ns: now,
             last: counter,
-            looked: counter,
-            looked_ns: now,
+            look: Look { now, counter, ..NOT_POLLING.look },
             ..NOT_POLLING
         }
     }
@@ -105,38 +108,43 @@ impl PollState {
     /// was read recently.
     #[inline]
     fn continues(&self, counter: u64) -> bool {
-        counter.wrapping_sub(self.last) <= MAX_POLL_GAP_TICKS && counter.wrapping_sub(self.looked) <= CLOCK_CHECK_TICKS
+        counter.wrapping_sub(self.last) <= MAX_POLL_GAP_TICKS
+            && counter.wrapping_sub(self.look.counter) <= CLOCK_CHECK_TICKS
     }
 
     /// Nanoseconds since the last poll. `counter` and `now` were read at the same time, and the
     /// counter has a constant rate.
     fn gap_ns(&self, counter: u64, now: u64) -> u64 {
-        let (steps, gap) = (counter.wrapping_sub(self.looked), counter.wrapping_sub(self.last));
-        let since = now.saturating_sub(self.looked_ns);
-        if counter <= self.looked || gap > steps {
+        let (steps, gap) = (counter.wrapping_sub(self.look.counter), counter.wrapping_sub(self.last));
+        let since = now.saturating_sub(self.look.now);
+        if counter <= self.look.counter || gap > steps {
             return since;
         }
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
     }
 
     /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
-    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last
-    /// poll was `gap` nanoseconds ago.
-    fn after(self, gap: u64, polled_ns: u64, looked: &Looked) -> Option<PollState> {
+    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last poll
+    /// was `gap` nanoseconds ago.
+    fn after(self, gap: u64, polled_ns: u64, look: &Look) -> Option<PollState> {
         let mut state = self;
         state.waited_ns += polled_ns;
         if gap <= MAX_POLL_GAP_NS {
             state.waited_ns += gap;
-        } else if self.looked_cpu_ns == 0 || gap >= POLLING_STOPPED_NS {
+        } else if self.look.cpu_ns == 0 || gap >= POLLING_STOPPED_NS {
             return None;
         } else {
-            let busy = looked.cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(polled_ns).min(gap);
-            // Waking up and polling take some time too.
-            if busy > MAX_POLL_GAP_NS {
-                state.other_work_ns += busy;
-            }
-            if looked.sleeps != self.looked_sleeps {
+            let busy = look.cpu_ns.saturating_sub(self.look.cpu_ns).saturating_sub(polled_ns).min(gap);
+            // Only if nobody took the processor away is the rest of the gap known to be a sleep.
+            let (switches, before) = (look.switches, self.look.switches);
+            let slept = switches.sleeps != before.sleeps && switches.preemptions == before.preemptions;
+            if slept {
                 state.waited_ns += gap - busy;
+            }
+            // Waking up and polling take some time too.
+            let allowance = if slept { gap / 4 } else { (gap / 20).min(2 * MAX_POLL_GAP_NS) };
+            if busy > allowance.max(MAX_POLL_GAP_NS) {
+                state.other_work_ns += busy;
             }
             let all = state.other_work_ns + state.waited_ns;
             if state.other_work_ns > all / OTHER_WORK_FRACTION {
@@ -145,14 +153,6 @@ impl PollState {
         }
         Some(state)
     }
-}
-
-/// What the clocks and the kernel's counters said at a poll.
-struct Looked {
-    now: u64,
-    counter: u64,
-    cpu_ns: u64,
-    sleeps: u64,
 }
 
 /// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
@@ -179,20 +179,13 @@ fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce(
         return;
     }
     let gap = state.gap_ns(counter, now);
-    let polled_ns = now.saturating_sub(state.looked_ns).saturating_sub(gap);
-    let looked = Looked { now, counter, cpu_ns: clock::thread_cpu_ns().max(1), sleeps: clock::thread_sleeps() };
-    state = state.after(gap, polled_ns, &looked).unwrap_or_else(|| {
+    let polled_ns = now.saturating_sub(state.look.now).saturating_sub(gap);
+    let look = Look { now, counter, cpu_ns: clock::thread_cpu_ns().max(1), switches: clock::thread_switches() };
+    state = state.after(gap, polled_ns, &look).unwrap_or_else(|| {
         interrupt(recorder);
         PollState::new(recorder, now, counter)
     });
-    state = PollState {
-        last: counter,
-        looked: looked.counter,
-        looked_ns: looked.now,
-        looked_cpu_ns: looked.cpu_ns,
-        looked_sleeps: looked.sleeps,
-        ..state
-    };
+    state = PollState { last: counter, look, ..state };
     if let Some((place, slot)) = state.open {
         POLLED[place].polled_ns.store(now, Ordering::Relaxed);
         if POLLED[place].link.load(Ordering::Relaxed) != slot as u32 + 1 {
@@ -241,49 +234,62 @@ mod tests {
         recorder::host_operations::{expire_polled, named_host_call},
     };
 
+    /// How a thread pauses between two polls.
+    #[derive(Clone, Copy)]
+    enum Pause {
+        Sleeps,
+        IsPreempted,
+        SleepsAndIsPreempted,
+    }
+    use Pause::{IsPreempted, Sleeps, SleepsAndIsPreempted};
+
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
-    /// nanoseconds, `busy` of them on the CPU. `sleeps` says whether it pauses by its own will.
-    fn waits(gap: u64, busy: u64, polled_ns: u64, sleeps: bool) -> bool {
-        let looked = |turn: u64| Looked {
+    /// nanoseconds, `busy` of them on the CPU.
+    fn waits(gap: u64, busy: u64, polled_ns: u64, pause: Pause) -> bool {
+        let look = |turn: u64| Look {
             now: turn * (polled_ns + gap),
             counter: 0,
             cpu_ns: 1 + turn * (busy + polled_ns),
-            sleeps: turn * u64::from(sleeps),
+            switches: Switches {
+                sleeps: turn * u64::from(!matches!(pause, IsPreempted)),
+                preemptions: turn * u64::from(!matches!(pause, Sleeps)),
+            },
         };
         let state = PollState::new(Recorder::for_test(), 0, 0);
-        let unknown = state.after(gap, polled_ns, &looked(1));
+        let unknown = state.after(gap, polled_ns, &look(1));
         assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
         (1..100)
             .try_fold(state, |state, turn| {
-                let before = looked(turn - 1);
-                let state = PollState { looked_cpu_ns: before.cpu_ns, looked_sleeps: before.sleeps, ..state };
-                state.after(gap, polled_ns, &looked(turn))
+                PollState { look: look(turn - 1), ..state }.after(gap, polled_ns, &look(turn))
             })
             .is_some()
     }
 
     #[test]
     fn a_thread_that_polls_or_sleeps_waits_and_one_that_computes_does_not() {
-        assert!(waits(2_000, 2_000, 0, false));
-        assert!(waits(10_000_000, 20_000, 0, true), "sleeps, and works for a moment in each turn");
+        assert!(waits(2_000, 2_000, 0, IsPreempted));
+        assert!(waits(10_000_000, 20_000, 0, Sleeps), "sleeps, and works for a moment in each turn");
+        assert!(waits(480_000, 80_000, 0, Sleeps), "polls for many messages after each sleep");
         assert!(
-            waits(10_000_000, 0, 3_000_000, false),
+            waits(10_000_000, 0, 3_000_000, IsPreempted),
             "asks at once, and its processor is taken away again and again"
         );
-        assert!(waits(200_000, 200_000, 10_000_000, false), "an interrupt now and then");
-        assert!(!waits(2_000_000, 2_000_000, 10_000_000, false));
-        assert!(!waits(10_000_000, 9_900_000, 0, false));
-        assert!(!waits(10_000_000, 9_900_000, 3_000_000, false), "computes, then asks many times");
-        assert!(!waits(POLLING_STOPPED_NS + 1, 0, 0, true));
+        assert!(waits(200_000, 200_000, 10_000_000, IsPreempted), "an interrupt now and then");
+        assert!(!waits(2_000_000, 2_000_000, 10_000_000, IsPreempted));
+        assert!(!waits(10_000_000, 9_900_000, 0, IsPreempted));
+        assert!(!waits(10_000_000, 9_900_000, 3_000_000, IsPreempted), "computes, then asks many times");
+        assert!(!waits(100_000, 100_000, 0, IsPreempted), "computes for a moment");
+        assert!(!waits(POLLING_STOPPED_NS + 1, 0, 0, Sleeps));
     }
 
     #[test]
     fn a_thread_that_computes_on_a_busy_machine_does_not_wait() {
         // It gets a twentieth of a processor.
-        assert!(!waits(40_000_000, 2_000_000, 0, false));
-        assert!(!waits(40_000_000, 2_000_000, 100_000, false), "and polls several times in between");
-        assert!(!waits(10_000_000, 2_000_000, 0, true), "and sleeps in between");
-        assert!(waits(40_000_000, 40_000, 0, false), "no sleep is known, but it does nothing");
+        assert!(!waits(40_000_000, 2_000_000, 0, IsPreempted));
+        assert!(!waits(40_000_000, 2_000_000, 100_000, IsPreempted), "and polls several times in between");
+        assert!(!waits(40_000_000, 2_000_000, 0, SleepsAndIsPreempted), "and waits for a lock in between");
+        assert!(waits(40_000_000, 80_000, 0, IsPreempted), "it yields, and each turn of the others is long");
+        assert!(waits(40_000_000, 80_000, 0, SleepsAndIsPreempted));
     }
 
     #[test]

@@ -27,12 +27,20 @@ pub fn thread_cpu_ns() -> u64 {
     if seccomp::may_call() { clock_ns(libc::CLOCK_THREAD_CPUTIME_ID) } else { coarse_now_ns() }
 }
 
-/// How often the calling thread has given up the processor to wait for something, which includes
-/// every sleep. The kernel does not count a thread whose processor was taken away, nor
-/// `sched_yield`. This is a system call; a thread that may not make it appears never to sleep.
-pub fn thread_sleeps() -> u64 {
+/// How often the kernel has taken a thread from its processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Switches {
+    /// Because it waited for something, which includes every sleep.
+    pub sleeps: u64,
+    /// Because another thread had a turn, which includes `sched_yield`.
+    pub preemptions: u64,
+}
+
+/// The counts of the calling thread. This is a system call; a thread that may not make it appears
+/// never to leave its processor.
+pub fn thread_switches() -> Switches {
     if !seccomp::may_call() {
-        return 0;
+        return Switches { sleeps: 0, preemptions: 0 };
     }
     // SAFETY: a zeroed rusage is valid, and `getrusage` only writes to it; RUSAGE_THREAD exists
     // since Linux 2.6.26.
@@ -41,7 +49,7 @@ pub fn thread_sleeps() -> u64 {
         libc::getrusage(libc::RUSAGE_THREAD, &mut usage);
         usage
     };
-    usage.ru_nvcsw as u64
+    Switches { sleeps: usage.ru_nvcsw as u64, preemptions: usage.ru_nivcsw as u64 }
 }
 
 #[inline]
@@ -179,11 +187,11 @@ mod tests {
     fn a_sleep_is_counted_and_a_yield_is_not() {
         // Another thread of the test runner may hold a lock of the allocator, so nothing is
         // allocated here.
-        let before = thread_sleeps();
+        let before = thread_switches().sleeps;
         (0..1000).for_each(|_| thread::yield_now());
-        assert_eq!(thread_sleeps(), before);
+        assert_eq!(thread_switches().sleeps, before);
         (0..3).for_each(|_| thread::sleep(Duration::from_millis(1)));
-        assert!(thread_sleeps() >= before + 3);
+        assert!(thread_switches().sleeps >= before + 3);
     }
 
     #[test]

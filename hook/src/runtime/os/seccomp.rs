@@ -12,9 +12,9 @@
 //!   threads are under a filter. This is the only way to learn of a filter that a bare instruction
 //!   installs.
 //!
-//! Until the collector has looked, a thread under such a filter makes three calls: `futex` when it
-//! is 256 operations ahead of the watcher, `gettid` at its first launch, and `clock_gettime` for
-//! its CPU time while it polls MPI. In its steady state, a job launches from threads that have
+//! Until the collector has looked, a thread under such a filter makes four calls: `futex` when it
+//! is 256 operations ahead of the watcher, `gettid` at its first launch, and `clock_gettime` and
+//! `getrusage` for its CPU time and context switches while it polls MPI. In its steady state, a job launches from threads that have
 //! launched before, and the watcher keeps up. With `TSYNC` the watcher still makes the `futex` call
 //! in which it sleeps. A bare instruction whose filter forbids that call ends the process.
 //!

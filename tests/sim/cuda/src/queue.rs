@@ -30,8 +30,8 @@ use crate::{
 };
 
 static DEPTH: LazyLock<u64> = LazyLock::new(|| process::setting("XPU_SIM_QUEUE_DEPTH", 1024) as u64);
-/// All queues that are not closed.
-static OPEN: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
+/// All queues, except those that were dropped.
+static ALL: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 
 /// A bounded queue with its worker thread.
 pub struct Queue {
@@ -71,7 +71,9 @@ impl Queue {
             work: Condvar::new(),
             progress: Condvar::new(),
         });
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&queue));
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|queue| queue.strong_count() > 0);
+        all.push(Arc::downgrade(&queue));
         queue
     }
 
@@ -146,7 +148,7 @@ impl Queue {
 
     /// Closes the queue: queued work is still done.
     pub fn close(&self) {
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|queue| !std::ptr::eq(queue.as_ptr(), self));
+        // A forked child may close the queues of its parent, so no lock of all queues is taken here.
         self.lock().closed = true;
         self.work.notify_all();
     }
@@ -215,9 +217,9 @@ impl Queue {
 
 /// The open queues of the context with this id, or of all contexts.
 pub fn open_queues(context: Option<u64>) -> Vec<Arc<Queue>> {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let wanted = |queue: &Arc<Queue>| context.is_none_or(|context| queue.context == context);
-    open.iter().filter_map(Weak::upgrade).filter(wanted).collect()
+    let all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let wanted = |queue: &Arc<Queue>| context.is_none_or(|context| queue.context == context) && !queue.lock().closed;
+    all.iter().filter_map(Weak::upgrade).filter(wanted).collect()
 }
 
 fn with_signals_blocked<T>(body: impl FnOnce() -> T) -> T {
