@@ -124,7 +124,7 @@ impl PollState {
     }
 
     /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
-    /// It had polled without a pause for `polled_ns` since the last clock reading, and the last poll
+    /// It had polled without a pause for `polled_ns` since the last clock reading; the last poll
     /// was `gap` nanoseconds ago.
     fn after(self, gap: u64, polled_ns: u64, look: &Look) -> Option<PollState> {
         let mut state = self;
@@ -135,7 +135,7 @@ impl PollState {
             return None;
         } else {
             let busy = look.cpu_ns.saturating_sub(self.look.cpu_ns).saturating_sub(polled_ns).min(gap);
-            // Only if nobody took the processor away is the rest of the gap known to be a sleep.
+            // The rest of the gap is a sleep only if nobody took the processor away.
             let (switches, before) = (look.switches, self.look.switches);
             let slept = switches.sleeps != before.sleeps && switches.preemptions == before.preemptions;
             if slept {

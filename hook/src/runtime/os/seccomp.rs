@@ -13,10 +13,11 @@
 //!   installs.
 //!
 //! Until the collector has looked, a thread under such a filter makes four calls: `futex` when it
-//! is 256 operations ahead of the watcher, `gettid` at its first launch, and `clock_gettime` and
-//! `getrusage` for its CPU time and context switches while it polls MPI. In its steady state, a job launches from threads that have
-//! launched before, and the watcher keeps up. With `TSYNC` the watcher still makes the `futex` call
-//! in which it sleeps. A bare instruction whose filter forbids that call ends the process.
+//! is 256 operations ahead of the watcher, `gettid` at its first launch, and, while it polls MPI,
+//! `clock_gettime` for its CPU time and `getrusage` for its context switches. In its steady state,
+//! a job launches from threads that have launched before, and the watcher keeps up. With `TSYNC`
+//! the watcher still makes the `futex` call in which it sleeps. A bare instruction whose filter
+//! forbids that call ends the process.
 //!
 //! The program's threads continue to record, because that only writes memory. The watcher continues
 //! as long as the filter does not apply to it. With `SECCOMP_FILTER_FLAG_TSYNC` it does; then the

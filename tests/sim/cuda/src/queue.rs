@@ -148,7 +148,7 @@ impl Queue {
 
     /// Closes the queue: queued work is still done.
     pub fn close(&self) {
-        // A forked child may close the queues of its parent, so no lock of all queues is taken here.
+        // A forked child may close the queues of its parent, so this does not lock [`ALL`].
         self.lock().closed = true;
         self.work.notify_all();
     }
