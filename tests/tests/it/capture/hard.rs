@@ -14,7 +14,7 @@ use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
 use super::target::{
-    LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, start, thread,
+    LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, sleeps_in, start, thread,
     without_tables,
 };
 
@@ -158,7 +158,7 @@ fn a_thread_that_sleeps_is_read_whoever_traces_it() {
     for program in [optimized(), without_tables()] {
         let process = start(&program, &["poll"]);
         let wanted = [&["in_poll"], &LEVELS[..], &["main"]].concat();
-        capture_until(process.pid(), "it sleeps", |sample| has_run(&sample.stacktrace[0], &wanted));
+        capture_until(process.pid(), "it sleeps", |sample| sleeps_in(&sample.stacktrace[0], &wanted));
         ptrace::seize(Pid::from_raw(process.pid()), ptrace::Options::empty()).expect("a child can be traced");
         let captured = capture(process.pid());
         let main = thread(&captured.sample, process.pid());

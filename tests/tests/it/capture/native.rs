@@ -7,7 +7,7 @@ use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_tests::{PATIENCE, lacks, skip, wait_until};
 
 use super::target::{
-    LEVELS, SOON, capture_until, capture_with, describe, has_run, names, optimized, start, stripped, thread,
+    LEVELS, SOON, capture_until, capture_with, describe, has_run, names, optimized, sleeps_in, start, stripped, thread,
     unoptimized, without_tables,
 };
 
@@ -23,7 +23,7 @@ fn sleeping_threads_are_read_without_a_stop() {
     {
         let process = start(&optimized(), &[mode]);
         let captured = capture_until(process.pid(), mode, |sample| {
-            sample.stacktrace.len() == 1 && has_run(&sample.stacktrace[0], &run(leaf))
+            sample.stacktrace.len() == 1 && sleeps_in(&sample.stacktrace[0], &run(leaf))
         });
         let sample = &captured.sample;
         let thread = thread(sample, process.pid());
@@ -63,7 +63,7 @@ fn a_build_that_needs_rbp_is_whole_without_a_stop() {
     for mode in ["futex", "poll", "nanosleep"] {
         let process = start(&unoptimized(), &[mode]);
         let leaf = format!("in_{mode}");
-        let captured = capture_until(process.pid(), mode, |sample| has_run(&sample.stacktrace[0], &run(&leaf)));
+        let captured = capture_until(process.pid(), mode, |sample| sleeps_in(&sample.stacktrace[0], &run(&leaf)));
         let thread = thread(&captured.sample, process.pid());
         assert_eq!(thread.incomplete, "", "{}", describe(&captured.sample));
         assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
@@ -73,7 +73,7 @@ fn a_build_that_needs_rbp_is_whole_without_a_stop() {
 #[test]
 fn frame_pointers_do_where_tables_are_missing() {
     let process = start(&without_tables(), &["poll"]);
-    let captured = capture_until(process.pid(), "poll", |sample| has_run(&sample.stacktrace[0], &run("in_poll")));
+    let captured = capture_until(process.pid(), "poll", |sample| sleeps_in(&sample.stacktrace[0], &run("in_poll")));
     let thread = thread(&captured.sample, process.pid());
     assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
     assert_eq!(thread.incomplete, "", "{}", describe(&captured.sample));

@@ -97,6 +97,11 @@ pub fn has_run(thread: &PstackStacktrace, wanted: &[&str]) -> bool {
     names(thread).windows(wanted.len()).any(|run| run == wanted)
 }
 
+/// As [`has_run`], and the thread sleeps: on a busy machine it may still be on its way to the call.
+pub fn sleeps_in(thread: &PstackStacktrace, wanted: &[&str]) -> bool {
+    thread.state.starts_with('S') && has_run(thread, wanted)
+}
+
 /// The thread with this id.
 pub fn thread(sample: &ProcessSample, tid: i32) -> &PstackStacktrace {
     let found = sample.stacktrace.iter().find(|thread| thread.pid == tid as u32);
