@@ -133,15 +133,9 @@ impl FrameExpander {
     pub(crate) fn expand(&mut self, indices: &[u32], frames: &mut Vec<PstackFrame>) {
         for place in indices.iter().filter_map(|index| self.places.get(*index as usize)).flatten() {
             let mut frame = self.spare.pop().unwrap_or_default();
-            let texts = [
-                (&mut frame.func_name, &place.func_name),
-                (&mut frame.file_name, &place.file_name),
-                (&mut frame.module, &place.module),
-            ];
-            for (text, source) in texts {
-                text.clear();
-                text.push_str(source);
-            }
+            frame.func_name.clone_from(&place.func_name);
+            frame.file_name.clone_from(&place.file_name);
+            frame.module.clone_from(&place.module);
             frame.origin.clear();
             // A write to a string cannot fail.
             let _ = write!(frame.origin, "#{:<3} {}", frames.len(), place.origin);

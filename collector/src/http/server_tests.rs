@@ -143,10 +143,11 @@ async fn a_flood_of_idle_connections_leaves_room_for_the_next_request() {
     assert_eq!(closed, 90);
 }
 
-/// On the one thread of this test the server accepts as many connections as tokio lets it, before
-/// those that it has ended have a turn. On a busy machine the same happens with two.
+/// The runtime of this test has one thread. Without a wait, the server accepts connections until
+/// tokio's budget is used up, before the tasks of the connections that it ended run. On a busy
+/// machine, a runtime with two threads does the same.
 #[tokio::test]
-async fn connections_that_have_to_end_end_before_more_are_accepted() {
+async fn ended_connections_close_before_more_are_accepted() {
     let limits = Limits { head: PATIENCE, ..short() };
     let slots = Arc::new(Slots::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -132,8 +132,9 @@ impl Slots {
         Self::evict_of(&lock(&self.open), |_| true);
     }
 
-    /// Waits while many connections have been told to end but have not ended yet. They have no slot
-    /// but a descriptor each, so whoever accepts connections faster than others end calls this.
+    /// Waits while more than [`MAX_ENDING`] connections were told to end and have not ended yet.
+    /// Such a connection no longer counts in its class, but it still has a descriptor. Without this
+    /// wait, a server that accepts faster than connections end runs out of descriptors.
     pub async fn settle(&self) {
         loop {
             let freed = self.freed.notified();

@@ -8,10 +8,10 @@
 //! something else now and then, because interrupts and a hypervisor that takes the processor away
 //! look the same.
 //!
-//! Other processes may take the processor away for any time, so the time between two polls says
-//! little: its part on the CPU is other work, and the rest is waiting only if the thread slept,
-//! which the kernel counts as a voluntary context switch, and nobody took the processor away
-//! meanwhile.
+//! On a busy machine, other processes take the processor away between two polls, so the wall time
+//! of a gap proves nothing. The CPU time of the gap is other work. The rest is waiting only if the
+//! thread slept and was not preempted. The kernel counts both, as voluntary and involuntary context
+//! switches.
 //!
 //! A poll that follows the previous one immediately costs a reading of the processor's counter.
 //! Otherwise, and every few milliseconds, the clocks are read.
@@ -49,7 +49,7 @@ const MAX_POLL_GAP_TICKS: u64 = 50_000;
 /// Maximum number of ticks between two clock readings: a few milliseconds.
 const CLOCK_CHECK_TICKS: u64 = 1 << 22;
 
-/// What the clocks and the kernel's counters said at a poll.
+/// The clocks and the kernel's counters at a poll.
 #[derive(Clone, Copy)]
 struct Look {
     now: u64,
@@ -126,32 +126,29 @@ impl PollState {
     /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
     /// It had polled without a pause for `polled_ns` since the last clock reading; the last poll
     /// was `gap` nanoseconds ago.
-    fn after(self, gap: u64, polled_ns: u64, look: &Look) -> Option<PollState> {
-        let mut state = self;
-        state.waited_ns += polled_ns;
+    fn after(mut self, gap: u64, polled_ns: u64, look: &Look) -> Option<PollState> {
+        self.waited_ns += polled_ns;
         if gap <= MAX_POLL_GAP_NS {
-            state.waited_ns += gap;
-        } else if self.look.cpu_ns == 0 || gap >= POLLING_STOPPED_NS {
-            return None;
-        } else {
-            let busy = look.cpu_ns.saturating_sub(self.look.cpu_ns).saturating_sub(polled_ns).min(gap);
-            // The rest of the gap is a sleep only if nobody took the processor away.
-            let (switches, before) = (look.switches, self.look.switches);
-            let slept = switches.sleeps != before.sleeps && switches.preemptions == before.preemptions;
-            if slept {
-                state.waited_ns += gap - busy;
-            }
-            // Waking up and polling take some time too.
-            let allowance = if slept { gap / 4 } else { (gap / 20).min(2 * MAX_POLL_GAP_NS) };
-            if busy > allowance.max(MAX_POLL_GAP_NS) {
-                state.other_work_ns += busy;
-            }
-            let all = state.other_work_ns + state.waited_ns;
-            if state.other_work_ns > all / OTHER_WORK_FRACTION {
-                return None;
-            }
+            self.waited_ns += gap;
+            return Some(self);
         }
-        Some(state)
+        if self.look.cpu_ns == 0 || gap >= POLLING_STOPPED_NS {
+            return None;
+        }
+        let busy = look.cpu_ns.saturating_sub(self.look.cpu_ns).saturating_sub(polled_ns).min(gap);
+        // The rest of the gap is a sleep only if nobody took the processor away.
+        let (switches, before) = (look.switches, self.look.switches);
+        let slept = switches.sleeps != before.sleeps && switches.preemptions == before.preemptions;
+        if slept {
+            self.waited_ns += gap - busy;
+        }
+        // Waking up and polling take some time too.
+        let allowance = if slept { gap / 4 } else { (gap / 20).min(2 * MAX_POLL_GAP_NS) };
+        if busy > allowance.max(MAX_POLL_GAP_NS) {
+            self.other_work_ns += busy;
+        }
+        let all = self.other_work_ns + self.waited_ns;
+        (self.other_work_ns <= all / OTHER_WORK_FRACTION).then_some(self)
     }
 }
 

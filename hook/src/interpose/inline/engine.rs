@@ -84,8 +84,8 @@ mod frida {
     unsafe impl Sync for Kept {}
 
     fn interceptor() -> Interceptor {
-        static INLINE_REQUESTS: OnceLock<Kept> = OnceLock::new();
-        INLINE_REQUESTS.get_or_init(|| Kept(Interceptor::obtain(&Gum::obtain()))).0.clone()
+        static INTERCEPTOR: OnceLock<Kept> = OnceLock::new();
+        INTERCEPTOR.get_or_init(|| Kept(Interceptor::obtain(&Gum::obtain()))).0.clone()
     }
 
     /// As many bytes as the shortest jump.

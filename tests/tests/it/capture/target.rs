@@ -97,7 +97,8 @@ pub fn has_run(thread: &PstackStacktrace, wanted: &[&str]) -> bool {
     names(thread).windows(wanted.len()).any(|run| run == wanted)
 }
 
-/// As [`has_run`], and the thread sleeps: on a busy machine it may still be on its way to the call.
+/// Like [`has_run`], but the thread must also sleep. On a busy machine, a thread may have these
+/// frames before it is inside the system call.
 pub fn sleeps_in(thread: &PstackStacktrace, wanted: &[&str]) -> bool {
     thread.state.starts_with('S') && has_run(thread, wanted)
 }
