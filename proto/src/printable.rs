@@ -70,9 +70,14 @@ pub fn text(text: &str) -> Cow<'_, str> {
     filtered(text, |character| if character == '\n' { '\n' } else { shown(character) })
 }
 
+/// Whether no character needs a look at it, which is true of nearly all text. The loop has no exit,
+/// so that the compiler checks many bytes at once.
+fn is_printable_ascii(text: &[u8]) -> bool {
+    text.iter().fold(true, |printable, byte| printable & (b' '..=b'~').contains(byte))
+}
+
 fn filtered(text: &str, shown: impl Fn(char) -> char) -> Cow<'_, str> {
-    // Nearly everything is printable ASCII.
-    if text.bytes().all(|byte| (b' '..=b'~').contains(&byte)) || text.chars().all(|letter| shown(letter) == letter) {
+    if is_printable_ascii(text.as_bytes()) || text.chars().all(|letter| shown(letter) == letter) {
         return Cow::Borrowed(text);
     }
     Cow::Owned(text.chars().map(shown).collect())
@@ -84,7 +89,7 @@ fn filtered(text: &str, shown: impl Fn(char) -> char) -> Cow<'_, str> {
 #[must_use]
 pub fn json(json: &str) -> Cow<'_, str> {
     let escaped = |letter: char| is_unsafe(letter) && !matches!(letter, '\n' | '\r' | '\t');
-    if json.bytes().all(|byte| (b' '..=b'~').contains(&byte)) || !json.chars().any(escaped) {
+    if is_printable_ascii(json.as_bytes()) || !json.chars().any(escaped) {
         return Cow::Borrowed(json);
     }
     let mut text = String::with_capacity(json.len() + 64);
@@ -100,19 +105,47 @@ pub fn json(json: &str) -> Cow<'_, str> {
     Cow::Owned(text)
 }
 
-/// A writer that filters JSON like [`json`]. Each write must end between two characters, as those
-/// of `serde_json` do.
+/// A writer that filters JSON like [`json`]. A buffer belongs in front of it: a serializer makes
+/// millions of writes of a few bytes.
 #[derive(Debug)]
-pub struct Json<W>(pub W);
+pub struct Json<W> {
+    out: W,
+    /// The start of a character whose end is in the next write.
+    start: Vec<u8>,
+}
+
+impl<W: Write> Json<W> {
+    /// Filters what is written to `out`.
+    pub fn new(out: W) -> Self {
+        Json { out, start: Vec::new() }
+    }
+
+    fn filter(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.out.write_all(json(&String::from_utf8_lossy(bytes)).as_bytes())
+    }
+}
 
 impl<W: Write> Write for Json<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write_all(json(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        if self.start.is_empty() && is_printable_ascii(bytes) {
+            self.out.write_all(bytes)?;
+            return Ok(bytes.len());
+        }
+        let mut text = std::mem::take(&mut self.start);
+        text.extend_from_slice(bytes);
+        if let Err(error) = std::str::from_utf8(&text)
+            && error.error_len().is_none()
+        {
+            self.start = text.split_off(error.valid_up_to());
+        }
+        self.filter(&text)?;
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
+        let start = std::mem::take(&mut self.start);
+        self.filter(&start)?;
+        self.out.flush()
     }
 }
 
@@ -165,9 +198,17 @@ mod tests {
     fn json_says_the_same_without_acting() {
         let safe = json("{\n  \"a\": \"x\u{202e}\u{7f}\u{e0041}y\"\n}");
         assert_eq!(safe, "{\n  \"a\": \"x\\u202e\\u007f\\udb40\\udc41y\"\n}");
-        let mut written = Json(Vec::new());
-        written.write_all("\"ü\u{202e}\"\n".as_bytes()).unwrap();
-        assert_eq!(written.0, "\"ü\\u202e\"\n".as_bytes());
+        let text = "\"ü\u{202e}\"\n".as_bytes();
+        for at in 0..text.len() {
+            let mut written = Json::new(Vec::new());
+            written.write_all(&text[..at]).unwrap();
+            written.write_all(&text[at..]).unwrap();
+            assert_eq!(written.out, "\"ü\\u202e\"\n".as_bytes(), "two writes, divided at {at}");
+        }
+        let mut incomplete = Json::new(Vec::new());
+        incomplete.write_all(b"a\xe2\x80").unwrap();
+        incomplete.flush().unwrap();
+        assert_eq!(incomplete.out, "a\u{fffd}".as_bytes());
         assert!(matches!(json("{\n\t\"a\": \"ü\"}\r\n"), Cow::Borrowed(_)));
     }
 

@@ -36,6 +36,8 @@ pub struct Member {
     pub started_ns: u64,
     /// CLOCK_MONOTONIC at which it registered; `u64::MAX` until then.
     pub registered_ns: u64,
+    /// CLOCK_MONOTONIC at which it certainly lived: when it registered, else when it was started.
+    pub alive_ns: u64,
     /// CLOCK_MONOTONIC at which it ended; `u64::MAX` while it lives.
     pub ended_ns: u64,
     /// Its communicators with a globally unique identity.
@@ -66,7 +68,10 @@ pub struct Assignment {
 }
 
 /// The end of a process is noticed within this time.
-pub const NOTICED_NS: u64 = 1_000_000_000;
+const NOTICED_NS: u64 = 1_000_000_000;
+
+/// Start times are known to this precision: the kernel reports them in clock ticks.
+const START_TIME_ERROR_NS: u64 = 10_000_000;
 
 impl Member {
     fn descends_from(&self, other: &Member) -> bool {
@@ -74,10 +79,16 @@ impl Member {
     }
 
     fn overlaps(&self, other: &Member) -> bool {
-        let over = |one: &Member, other: &Member| {
-            one.ended_ns <= other.started_ns.saturating_add(NOTICED_NS) && one.ended_ns <= other.registered_ns
-        };
-        !over(self, other) && !over(other, self)
+        !self.ended_before(other) && !other.ended_before(self)
+    }
+
+    /// Whether it ended before another process was started. The end may have been noticed late, but
+    /// a process that certainly lived after the start of the other one did not end before it.
+    #[must_use]
+    pub fn ended_before(&self, other: &Member) -> bool {
+        self.ended_ns <= other.started_ns.saturating_add(NOTICED_NS)
+            && self.ended_ns <= other.registered_ns
+            && self.alive_ns <= other.started_ns.saturating_add(START_TIME_ERROR_NS)
     }
 
     /// Whether they use two rendezvous. The start environment counts: a program may change its own
@@ -312,6 +323,7 @@ mod tests {
             rank,
             world_size: 2,
             started_ns: pid as u64 * SECOND,
+            alive_ns: pid as u64 * SECOND,
             registered_ns: u64::MAX,
             ended_ns: u64::MAX,
             ..Member::default()

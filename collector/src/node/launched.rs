@@ -84,6 +84,7 @@ impl Unregistered {
             attempt: self.info.attempt,
             instance: self.instance.clone(),
             started_ns: process::started_ns(self.start, now_ns),
+            alive_ns: process::started_ns(self.start, now_ns),
             registered_ns: u64::MAX,
             ended_ns: match self.state {
                 State::Runs(_) => u64::MAX,

@@ -16,7 +16,7 @@ use crate::{
     config::Settings,
     job::{
         ConnectionId, JobKey, RankId,
-        partition::{self, Assignment, Member, NOTICED_NS, Place, ProcessId},
+        partition::{self, Assignment, Member, Place, ProcessId},
     },
     metrics::sampler::LivingRank,
     node::launched::{FORGET_AFTER_NS, Unregistered},
@@ -117,6 +117,8 @@ pub struct Rank {
     pub exit: Option<String>,
     /// CLOCK_MONOTONIC at which it registered.
     pub registered_ns: u64,
+    // CLOCK_MONOTONIC at which its process certainly lived. A hello may be read after the end.
+    alive_ns: u64,
     /// CLOCK_MONOTONIC at which it ended or left.
     pub ended_ns: u64,
     /// Whether its process still exists a while after its goodbye: something in its exit does not
@@ -162,6 +164,7 @@ impl Rank {
             instance: process.map(|process| process.instance.clone()).unwrap_or_default(),
             own_instance: self.claimed.instance.clone(),
             started_ns: self.started_ns(now_ns),
+            alive_ns: self.alive_ns,
             registered_ns: self.registered_ns,
             ended_ns,
             communicators: self.communicators.clone(),
@@ -333,6 +336,8 @@ impl Registry {
             self.next += 1;
             self.next
         });
+        let start = process.as_ref().filter(|process| process.is_dead()).map(|process| process.start);
+        let alive_ns = start.map_or(now_ns, |start| process::started_ns(start, now_ns));
         let rank = Rank {
             id,
             job: initial_key(&info, process.as_ref()),
@@ -346,6 +351,7 @@ impl Registry {
             auxiliary: false,
             exit: None,
             registered_ns: now_ns,
+            alive_ns,
             ended_ns: 0,
             lingers: false,
             gone: false,
@@ -521,13 +527,13 @@ impl Registry {
 
         // A launcher starts the ranks of a world after all its own ranks of the previous world have
         // ended. It may count that as the same attempt.
-        let started_ns = new.started_ns(now_ns);
+        let new_member = new.member(now_ns);
         let others = || self.ranks.values().filter(|old| old.id != id && old.job == job && !old.past);
         let begins_world =
             !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
         for old in others() {
-            let ended_before = !old.presence.is_alive()
-                && (old.ended_ns <= started_ns.saturating_add(NOTICED_NS) || is_of_another_size(old));
+            let ended_before =
+                !old.presence.is_alive() && (old.member(now_ns).ended_before(&new_member) || is_of_another_size(old));
             // An agent has given up the previous attempt. That shows nothing about the living ranks
             // of another agent.
             let given_up = old.info.attempt < attempt && (!old.presence.is_alive() || old.parent() == new.parent());

@@ -117,6 +117,22 @@ fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
 }
 
 #[test]
+fn a_rank_that_ends_before_the_others_register_belongs_to_their_world() {
+    let (early, late) = (Sleeper::new(), Sleeper::new());
+    let mut registry = Registry::default();
+    let second = 1_000_000_000;
+    let first = registry.hello(1, early.handle(), (&hello(2, 0), None), &settings(), &mut [], 10 * second).id;
+    assert!(registry.ended(first, Some("exit code 1".into()), 10 * second + 1));
+    // It was started half a second before the other one registered.
+    let mut started_before = Handle::of_peer(late.0.id() as i32).unwrap();
+    started_before.start -= 70;
+    let (process, now_ns) = (Some(Arc::new(started_before)), 10 * second + second / 5);
+    let result = registry.hello(2, process, (&hello(0, 0), None), &settings(), &mut [], now_ns);
+    assert!(!result.new_world && result.superseded.is_empty(), "{result:?}");
+    assert_eq!(ranks(&registry), [(0, Presence::Present), (2, Presence::Dead)]);
+}
+
+#[test]
 fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() {
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();

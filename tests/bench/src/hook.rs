@@ -38,12 +38,16 @@ pub struct Options {
 /// Numbers of threads that call concurrently.
 const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
-const COLLECTIVE_LIMIT_NS: f64 = 150.0;
+const COLLECTIVE_LIMIT_NS: f64 = 80.0;
 const QUESTION_LIMIT_NS: f64 = 50.0;
 /// Maximum time for the rounds of one figure.
 const PATIENCE_S: usize = 60;
 const START_LIMIT: Duration = Duration::from_millis(2);
 const MEMORY_LIMIT: f64 = 16e6;
+
+fn limit(ns: f64) -> String {
+    format!("at most {ns} ns")
+}
 
 /// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
@@ -186,7 +190,12 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
         match measured {
             Ok(calls) => {
                 let (median, p90) = calls.added();
-                report.check(&what, format!("{median:.1} ns ({p90:.1})"), "at most 25 ns", median <= LAUNCH_LIMIT_NS);
+                report.check(
+                    &what,
+                    format!("{median:.1} ns ({p90:.1})"),
+                    &limit(LAUNCH_LIMIT_NS),
+                    median <= LAUNCH_LIMIT_NS,
+                );
                 report.note("  rounds that counted", calls.share());
             }
             Err(error) => report.failed(&what, &error),
@@ -214,7 +223,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
                 report.check(
                     &what,
                     format!("{median:.0} ns ({p90:.0})"),
-                    "at most 150 ns",
+                    &limit(COLLECTIVE_LIMIT_NS),
                     median <= COLLECTIVE_LIMIT_NS,
                 );
                 report.note("  rounds that counted", calls.share());
@@ -247,7 +256,7 @@ fn questions(bench: &Bench, options: &Options, report: &mut Report) {
             Ok(calls) => {
                 let (median, p90) = calls.added();
                 let held = median <= QUESTION_LIMIT_NS;
-                report.check(&line, format!("{median:.1} ns ({p90:.1})"), "at most 50 ns", held);
+                report.check(&line, format!("{median:.1} ns ({p90:.1})"), &limit(QUESTION_LIMIT_NS), held);
                 report.note("  rounds that counted", calls.share());
             }
             Err(error) => report.failed(&line, &error),

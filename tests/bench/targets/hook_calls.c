@@ -59,7 +59,7 @@ static int threads, together, wanted, calls;
 static double deadline;
 static Thread *work;
 static pthread_barrier_t line;
-static atomic_int arrived, counted, at_full_speed, ended;
+static atomic_int arrived, counted, ended;
 /* The control loop's shortest time of all threads, in picoseconds. */
 static atomic_long shortest = LONG_MAX;
 /* As many as fit; what comes after is not printed. */
@@ -97,8 +97,16 @@ static double control(void) {
     return took;
 }
 
-/* As far as is known by now. */
 static int is_at_full_speed(const Row *row) { return row->control * 1e3 < SHARED * atomic_load(&shortest); }
+
+static const Row *end_of_rows(void) { return rows + (counted < MOST_ROWS ? counted : MOST_ROWS); }
+
+/* A shorter time of the control loop may come late, so all rows are judged again. */
+static int enough(void) {
+    int full = 0;
+    for (const Row *row = rows; row < end_of_rows(); row++) full += is_at_full_speed(row);
+    return full >= wanted;
+}
 
 static int is(const char *name) { return strcmp(what, name) == 0; }
 
@@ -179,15 +187,13 @@ static void *run(void *argument) {
         /* The first rounds do things for the first time. */
         int good = round >= 3 && !alone.switched && !thread->hooked.switched && was_together(thread);
         int place = good ? atomic_fetch_add(&counted, 1) : MOST_ROWS;
-        if (place < MOST_ROWS) {
+        if (place < MOST_ROWS)
             rows[place] = (Row){(alone.to - alone.from) / calls, (thread->hooked.to - thread->hooked.from) / calls, thread->control};
-            atomic_fetch_add(&at_full_speed, is_at_full_speed(&rows[place]));
-        }
         /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. And what takes the processor's speed away
          * for a moment, such as another virtual machine on the same core, then meets few of the rounds. */
         usleep(30000);
         if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
-            atomic_store(&ended, atomic_load(&at_full_speed) >= wanted || now() > deadline ? round + 1 : 0);
+            atomic_store(&ended, enough() || now() > deadline ? round + 1 : 0);
         pthread_barrier_wait(&line);
         if (atomic_load(&ended)) return NULL;
     }
@@ -221,7 +227,7 @@ int main(int count, char **arguments) {
         return 0;
     }
     printf("total %lld %d\n", (long long)ended * threads * (WARM_UP + calls) + is("launch"), (int)ended * threads);
-    for (const Row *row = rows; row < rows + counted && row < rows + MOST_ROWS; row++)
+    for (const Row *row = rows; row < end_of_rows(); row++)
         printf("%.2f %.2f %s\n", row->bare, row->hooked, is_at_full_speed(row) ? "full" : "shared");
     return 0;
 }

@@ -3,7 +3,7 @@
 
 use std::{
     collections::HashMap,
-    io::{self, Write},
+    io::{self, BufWriter, Write},
 };
 
 use serde::{Serialize, Serializer};
@@ -21,9 +21,9 @@ use crate::{
 /// Writes one process and its descendants. `pretty` is for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
     let process = Process::new(process, view)?;
-    let out = printable::Json(out);
-    if pretty { serde_json::to_writer_pretty(out, &process) } else { serde_json::to_writer(out, &process) }?;
-    Ok(())
+    let mut out = BufWriter::with_capacity(1 << 16, printable::Json::new(out));
+    if pretty { serde_json::to_writer_pretty(&mut out, &process) } else { serde_json::to_writer(&mut out, &process) }?;
+    out.flush()
 }
 
 /// One process, for serde.
