@@ -11,18 +11,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
+use xpu_timer_analysis::{Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
 use xpu_timer_proto::{
     Message as _, lenient,
-    v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
+    v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees},
 };
 
 use crate::{
     cluster::{ranks::Ranks, service::Credit},
     error::{Error, chain},
     incident::{
+        Plan,
         folder::{Folder, rank_of},
         judging,
         verdict_files::write_verdict,
@@ -35,36 +35,19 @@ use crate::{
     },
 };
 
-/// The incident that is gathered.
+/// What the thread gathers, and where.
 #[derive(Debug, Clone)]
-pub struct Plan {
-    /// Name of the incident.
-    pub incident: String,
-    /// Name of the job.
-    pub job: String,
-    /// Attempt.
-    pub attempt: u32,
+pub struct GatherTask {
+    /// The plan of the dump.
+    pub plan: Plan,
     /// Ranks of the job.
     pub world_size: u32,
-    /// What opened it.
-    pub trigger: Trigger,
-    /// When it was opened.
-    pub opened: Now,
-    /// How long before that the timeout had expired.
-    pub late_ns: u64,
-    /// Hang timeout of the job.
-    pub hang_timeout_ns: u64,
-    /// Time between the two samples.
-    pub sample_interval_ns: u64,
     /// The folder of the incident; `None` if none could be made.
     pub folder: Option<PathBuf>,
     /// Whether a new round begins: the folder contains the files of an earlier round.
     pub is_new_round: bool,
 }
 
-/// An incident that an earlier cluster collector left open: folder, record, and its verdict if
-/// there is one.
-pub type OpenIncident = (PathBuf, Record, Option<Verdict>);
 /// Work for the thread.
 #[derive(Debug)]
 pub enum Work {
@@ -103,15 +86,15 @@ const VIEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(plan: Plan, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(task: GatherTask, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
     let (sender, work) = mpsc::channel();
-    let run = move || Gather::new(plan).run(&work, &report);
+    let run = move || Gather::new(task).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
     Ok(sender)
 }
 
 struct Gather {
-    plan: Plan,
+    task: GatherTask,
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
@@ -135,7 +118,7 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
     /// Continues with the files that an earlier gathering of this incident has written.
-    fn new(plan: Plan) -> Self {
+    fn new(task: GatherTask) -> Self {
         let mut gather = Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
@@ -143,9 +126,9 @@ impl Gather {
             written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
-            plan,
+            task,
         };
-        let kept = if gather.plan.is_new_round { None } else { gather.read(TREES) };
+        let kept = if gather.task.is_new_round { None } else { gather.read(TREES) };
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
@@ -155,7 +138,7 @@ impl Gather {
     }
 
     fn read(&self, name: &str) -> Option<Vec<u8>> {
-        fs::read(self.plan.folder.as_ref()?.join(name)).ok()
+        fs::read(self.task.folder.as_ref()?.join(name)).ok()
     }
 
     /// Loads the ranks into memory again to add to them.
@@ -216,37 +199,27 @@ impl Gather {
         self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
-        let mut evidence = Evidence {
-            incident: self.plan.incident.clone(),
-            job: self.plan.job.clone(),
-            world_size: self.plan.world_size,
-            attempt: self.plan.attempt,
-            trigger: Some(self.plan.trigger.clone()),
-            ranks: Vec::new(),
-            hang_timeout_ns: self.plan.hang_timeout_ns,
-            sample_interval_ns: self.plan.sample_interval_ns,
-        };
+        let plan = self.task.plan.clone();
+        let mut evidence = Evidence { world_size: self.task.world_size, ..plan.evidence() };
         // The bytes are written first, so that they are not in memory together with what is decoded
         // from them.
         let written = self.write_evidence(&evidence);
         let count = self.ranks.len();
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judging::judge(&evidence);
-        info!("incident {}: {count} ranks judged in {:.0?}", self.plan.incident, begun.elapsed());
+        info!("incident {}: {count} ranks judged in {:.0?}", plan.head.id, begun.elapsed());
         // The ranks are freed before the stacks are written, unless they exist only in memory.
         let ranks = std::mem::take(&mut evidence.ranks);
         if !self.written {
             self.ranks.extend(ranks);
         }
-        verdict.timing.status = Status::Open;
-        verdict.timing.opened_at = Some(clock::rfc3339(self.plan.opened.unix_ns));
-        verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
+        plan.date(&mut verdict);
         verdict.timing.errors.extend(errors);
         verdict.timing.errors.append(&mut self.errors);
         verdict.timing.errors.extend(written.err());
         verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
         // Uses the wall clock, because the collector may have restarted in between.
-        let since = Now::get().unix_ns.saturating_sub(self.plan.opened.unix_ns) + self.plan.late_ns;
+        let since = Now::get().unix_ns.saturating_sub(plan.head.opened.unix_ns) + plan.head.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         if let Some(folder) = self.folder() {
             folder.release_reserve();
@@ -276,14 +249,14 @@ impl Gather {
     }
 
     fn folder(&self) -> Option<Folder> {
-        self.plan.folder.clone().map(|path| Folder { path })
+        self.task.folder.clone().map(|path| Folder { path })
     }
 
     /// Logs an error and returns its text for the verdict.
     fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
-            warn!("incident {}: {problem}", self.plan.incident);
+            warn!("incident {}: {problem}", self.task.plan.head.id);
             problem
         })
     }
@@ -291,13 +264,13 @@ impl Gather {
     /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
     /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
-        let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
+        let (Some(folder), Some(rank)) = (self.task.folder.clone(), rank_of(&piece.name)) else { return };
         if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
         let part = folder.join(partial_name(&piece.name));
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
-            warn!("incident {}: {}: {error}", self.plan.incident, part.display());
+            warn!("incident {}: {}: {error}", self.task.plan.head.id, part.display());
             self.files.remove(&rank);
             // Remove an incomplete file.
             let _ = fs::remove_file(&part);
@@ -337,7 +310,7 @@ impl Gather {
 
     /// Removes incomplete files.
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
-        let Some(folder) = &self.plan.folder else { return };
+        let Some(folder) = &self.task.folder else { return };
         for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
             let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
         }
@@ -348,16 +321,16 @@ impl Gather {
         let half = std::mem::take(&mut self.files);
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
-            warn!("incident {}: {problem}", self.plan.incident);
+            warn!("incident {}: {problem}", self.task.plan.head.id);
             let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
                 verdict.timing.errors.push(problem)
             });
             if let Err(error) = changed {
-                warn!("incident {}: {}", self.plan.incident, chain(&error));
+                warn!("incident {}: {}", self.task.plan.head.id, chain(&error));
             }
         }
         if let Err(error) = folder.link_latest() {
-            warn!("incident {}: {}", self.plan.incident, chain(&error));
+            warn!("incident {}: {}", self.task.plan.head.id, chain(&error));
         }
     }
 }
@@ -367,72 +340,28 @@ fn partial_name(name: &str) -> String {
     format!(".{name}.new")
 }
 
-/// The state of an incident that a restarted cluster collector needs; written when the incident is
-/// opened.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Name of the incident.
-    pub id: String,
-    /// [`crate::job::JobKey::name`].
-    pub job: String,
-    /// [`crate::job::JobKey::instance`].
-    pub instance: String,
-    /// Attempt.
-    pub attempt: u32,
-    /// When it was opened.
-    pub opened_unix_ns: u64,
-    /// How long before that the timeout had expired.
-    pub late_ns: u64,
-    /// The trigger as an encoded message.
-    pub trigger: Vec<u8>,
-}
-
-const RECORD: &str = ".cluster.json";
-/// Only the newest folders are searched for open incidents.
-const NEWEST: usize = 200;
-
-impl Record {
-    /// Writes the record.
-    pub fn write(&self, folder: &Path) {
-        let json = serde_json::to_vec(self).unwrap_or_default();
-        if let Err(error) = (Folder { path: folder.into() }).write(RECORD, &json) {
-            warn!("incident {}: a restarted cluster collector will not know it: {}", self.id, chain(&error));
-        }
-    }
-
-    /// Incidents that an earlier cluster collector left open.
-    #[must_use]
-    pub fn open_in(root: &Path) -> Vec<OpenIncident> {
-        let mut folders = crate::incident::folder::own_folders(root);
-        folders.reverse();
-        let of = |folder: PathBuf| {
-            let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
-            let verdict = crate::incident::records::verdict(&folder);
-            let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);
-            open.then_some((folder, record, verdict))
-        };
-        folders.into_iter().take(NEWEST).filter_map(of).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use xpu_timer_proto::v1::Trigger;
+
     use super::*;
+    use crate::{incident::Head, job::JobKey};
 
     #[test]
     fn a_node_has_one_file_for_each_rank() {
         let folder = tempfile::tempdir().unwrap();
-        let now = Now { mono_ns: 1, unix_ns: 1 };
-        let mut gather = Gather::new(Plan {
-            incident: "1".into(),
-            job: "j".into(),
+        let head = Head {
+            id: "1".into(),
+            job: JobKey { name: "j".into(), instance: String::new() },
             attempt: 0,
-            world_size: 8,
             trigger: Trigger::default(),
-            opened: now,
+            opened: Now { mono_ns: 1, unix_ns: 1 },
             late_ns: 0,
-            hang_timeout_ns: 1,
-            sample_interval_ns: 1,
+        };
+        let second = Duration::from_secs(1);
+        let mut gather = Gather::new(GatherTask {
+            plan: Plan { head, hang_timeout: second, sample_interval: second },
+            world_size: 8,
             folder: Some(folder.path().into()),
             is_new_round: true,
         });

@@ -12,23 +12,18 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use tokio::sync::mpsc;
 use tracing::info;
-use xpu_timer_analysis::{HangEvidence, Verdict, stragglers::Comparison};
+use xpu_timer_analysis::{HangEvidence, stragglers::Comparison};
 use xpu_timer_proto::v1::Alarm;
 
 use crate::{
     client::webhook::Webhook,
-    cluster::{
-        comparison::ComparisonThread,
-        config::Settings,
-        gather::{GatherEvent, OpenIncident, Record},
-        incident::Incident,
-        nodes::Nodes,
-    },
+    cluster::{comparison::ComparisonThread, config::Settings, gather::GatherEvent, incident::Incident, nodes::Nodes},
     error::Error,
     http::questions::Question,
     incident::{
         State,
         folder::Folder,
+        records::{self, OpenIncident},
         throttle::{BY_HAND, Throttle},
     },
     job::{JobKey, NodeId, StreamId},
@@ -138,7 +133,7 @@ impl Hub {
         for root in hub.folders() {
             let (commands, below) = (hub.commands.clone(), root.clone());
             let late = move |found| drop(commands.send(Command::OpenIncidentsFound(found)));
-            let found = hub.disk.run(&root, move || Record::open_in(&below), late);
+            let found = hub.disk.run(&root, move || records::open_in_cluster(&below), late);
             hub.restore_all(found.unwrap_or_default(), now);
         }
         hub
@@ -150,21 +145,18 @@ impl Hub {
     }
 
     fn restore_all(&mut self, found: Vec<OpenIncident>, now: Now) {
-        for (folder, record, verdict) in found {
+        for incident in found {
             // Its nodes may have reported it before it was found.
-            if !self.incidents.contains_key(&record.id) {
-                self.restore(folder, record, verdict, now);
+            if !self.incidents.contains_key(&incident.record.id) {
+                self.restore(incident, now);
             }
         }
     }
 
-    fn restore(&mut self, folder: PathBuf, record: Record, verdict: Option<Verdict>, now: Now) {
+    fn restore(&mut self, OpenIncident { folder, record, verdict }: OpenIncident, now: Now) {
         info!("incident {} was left open by an earlier cluster collector", record.id);
-        let trigger = xpu_timer_proto::lenient::decode(&record.trigger).unwrap_or_default();
         let age_ns = now.unix_ns.saturating_sub(record.opened_unix_ns);
-        let opened = Now { mono_ns: now.mono_ns.saturating_sub(age_ns), unix_ns: record.opened_unix_ns };
-        let job = JobKey { name: record.job, instance: record.instance };
-        let mut incident = Incident::new(&record.id, &job, record.attempt, trigger, opened, record.late_ns);
+        let mut incident = Incident::new(record.head(now.mono_ns.saturating_sub(age_ns)));
         incident.folder = Some(folder);
         incident.deadline_ns = now.mono_ns + RETURN_NS;
         if let Some(verdict) = verdict {
@@ -179,8 +171,8 @@ impl Hub {
     /// Whether the job has a world that was started after this incident was opened. The hang of the
     /// incident is over then.
     fn is_over(&self, incident: &Incident) -> bool {
-        let summary = self.nodes.job(&incident.job);
-        summary.alive && summary.first_start_ns > incident.opened.mono_ns
+        let summary = self.nodes.job(&incident.head.job);
+        summary.alive && summary.first_start_ns > incident.head.opened.mono_ns
     }
 
     /// Whether an alarm of a node is about something other than this incident: none of its running
@@ -188,6 +180,6 @@ impl Hub {
     /// yet that the world of the incident is over.
     fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
         let asked = incident.parts.get(&node).map(|part| part.requested_ns);
-        asked.is_some_and(|requested_ns| self.nodes.began_after(&incident.job, node, requested_ns))
+        asked.is_some_and(|requested_ns| self.nodes.began_after(&incident.head.job, node, requested_ns))
     }
 }

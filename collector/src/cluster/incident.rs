@@ -8,14 +8,13 @@ use std::{
 };
 
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
-use xpu_timer_proto::v1::{Trigger, TriggerKind};
+use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
     cluster::gather::Work,
     http::questions::DumpReply,
-    incident::State,
-    job::{JobKey, NodeId},
-    os::clock::Now,
+    incident::{Head, State},
+    job::NodeId,
 };
 
 /// The progress of a node with its part.
@@ -49,18 +48,8 @@ pub struct Part {
 /// One incident.
 #[derive(Debug)]
 pub struct Incident {
-    /// Name of the incident.
-    pub id: String,
-    /// The job.
-    pub job: JobKey,
-    /// Its attempt.
-    pub attempt: u32,
-    /// What opened it.
-    pub trigger: Trigger,
-    /// When it was opened.
-    pub opened: Now,
-    /// How long before that the timeout had expired.
-    pub late_ns: u64,
+    /// What is known of it since it was opened.
+    pub head: Head,
     /// Whether it was requested by hand and no problem is known.
     pub by_hand: bool,
     /// The current state.
@@ -121,15 +110,10 @@ pub struct Incident {
 impl Incident {
     /// A new incident before any node was asked.
     #[must_use]
-    pub fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, opened: Now, late_ns: u64) -> Self {
+    pub fn new(head: Head) -> Self {
         Incident {
-            id: id.into(),
-            job: job.clone(),
-            attempt,
-            by_hand: trigger.kind() == TriggerKind::Manual,
-            trigger,
-            opened,
-            late_ns,
+            by_hand: head.trigger.kind() == TriggerKind::Manual,
+            head,
             state: State::Open,
             round: 0,
             next_round_ns: None,
@@ -259,12 +243,20 @@ impl Incident {
 
 #[cfg(test)]
 mod tests {
+    use xpu_timer_proto::v1::Trigger;
+
     use super::*;
+    use crate::{job::JobKey, os::clock::Now};
 
     fn incident() -> Incident {
-        let job = JobKey { name: "j".into(), instance: String::new() };
-        let now = Now { mono_ns: 1, unix_ns: 1 };
-        let mut incident = Incident::new("1", &job, 0, Trigger::default(), now, 0);
+        let mut incident = Incident::new(Head {
+            id: "1".into(),
+            job: JobKey { name: "j".into(), instance: String::new() },
+            attempt: 0,
+            trigger: Trigger::default(),
+            opened: Now { mono_ns: 1, unix_ns: 1 },
+            late_ns: 0,
+        });
         let part = Part {
             progress: Progress::Requested,
             ranks: RankSet::from_iter([0, 1]),

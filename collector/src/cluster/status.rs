@@ -53,7 +53,7 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
 /// Whether a job hangs according to the newest verdict of an open incident, as in
 /// `XPU_TIMER_COMMON_HANG` of its nodes.
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
-    hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.job == *job)
+    hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.head.job == *job)
 }
 
 /// Incidents without a folder, because none could be made.
@@ -64,7 +64,14 @@ pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
         .map(|one| {
             let status = one.state.status();
             let closed_unix_ns = one.closed.map(|(_, unix_ns)| unix_ns);
-            WithoutFolder::new(&one.id, &one.job, status, one.opened, closed_unix_ns, one.verdict.as_deref())
+            WithoutFolder::new(
+                &one.head.id,
+                &one.head.job,
+                status,
+                one.head.opened,
+                closed_unix_ns,
+                one.verdict.as_deref(),
+            )
         })
         .collect()
 }
@@ -80,11 +87,11 @@ fn incident(hub: &Hub, incident: &Incident) -> Value {
         .collect();
     let delivered = incident.parts.values().filter(|part| part.progress == Progress::Delivered).count();
     json!({
-        "incident": incident.id,
-        "job": incident.job.to_string(),
-        "attempt": incident.attempt,
+        "incident": incident.head.id,
+        "job": incident.head.job.to_string(),
+        "attempt": incident.head.attempt,
         "state": incident.state,
-        "opened_at": clock::rfc3339(incident.opened.unix_ns),
+        "opened_at": clock::rfc3339(incident.head.opened.unix_ns),
         "nodes": incident.parts.len(),
         "delivered": delivered,
         "failed": failed,

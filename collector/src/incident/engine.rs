@@ -4,10 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
-use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
+use xpu_timer_proto::{
+    Message, lenient,
+    v1::{Operation, Trigger, TriggerKind},
+};
 
 use crate::{
-    incident::{State, throttle::Throttle},
+    incident::{Head, State, throttle::Throttle},
     job::JobKey,
     os::clock::Now,
 };
@@ -91,18 +94,8 @@ pub struct RaisedCause {
 /// One incident.
 #[derive(Debug, Clone)]
 pub struct Incident {
-    /// UTC time and a number.
-    pub id: String,
-    /// The job.
-    pub job: JobKey,
-    /// Its attempt.
-    pub attempt: u32,
-    /// What opened it.
-    pub trigger: Trigger,
-    /// When it was opened.
-    pub opened: Now,
-    /// How long before that the timeout had expired.
-    pub late_ns: u64,
+    /// What is known of it since it was opened.
+    pub head: Head,
     /// The current state.
     pub state: State,
     /// The current causes.
@@ -125,14 +118,9 @@ pub struct Incident {
 
 impl Incident {
     /// An open incident without causes.
-    fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) -> Self {
+    fn new(head: Head) -> Self {
         Incident {
-            id: id.into(),
-            job: job.clone(),
-            attempt,
-            trigger,
-            opened: now,
-            late_ns: 0,
+            head,
             state: State::Open,
             causes: BTreeSet::new(),
             seen: BTreeSet::new(),
@@ -223,7 +211,7 @@ impl Engine {
     /// Whether a job hangs, as far as is known.
     #[cfg(test)]
     fn hangs(&self, job: &JobKey) -> bool {
-        let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
+        let of_job = |incident: &Incident| incident.head.job == *job && incident.state.is_open() && incident.is_hang();
         self.incidents.values().any(of_job) || self.deferred.iter().any(|raise| raise.job == *job)
     }
 
@@ -231,7 +219,7 @@ impl Engine {
     #[must_use]
     pub fn has_local_problem(&self, job: &JobKey) -> bool {
         let is_affected =
-            |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.superseded;
+            |incident: &&Incident| incident.head.job == *job && incident.state.is_open() && !incident.superseded;
         self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_local)
     }
 
@@ -244,7 +232,7 @@ impl Engine {
     /// A cause has come up: it joins the open incident of the job or opens one.
     pub fn raise(&mut self, raise: RaisedCause, now: Now) -> Option<Action> {
         let of_job = |incident: &&mut Incident| {
-            incident.job == raise.job && incident.attempt == raise.attempt && !incident.superseded
+            incident.head.job == raise.job && incident.head.attempt == raise.attempt && !incident.superseded
         };
         // A dumped hang takes its later signals even while a dump by hand is in progress.
         let mut open: Vec<&mut Incident> =
@@ -257,7 +245,7 @@ impl Engine {
             return None;
         }
         let adopted = self.incidents.values_mut().filter(of_job).find(|incident| {
-            let dumped_ns = incident.dumped.map_or(incident.opened.mono_ns, |dumped| dumped.mono_ns);
+            let dumped_ns = incident.dumped.map_or(incident.head.opened.mono_ns, |dumped| dumped.mono_ns);
             incident.state == State::Adopted && (incident.seen.contains(&raise.cause) || raise.since_ns < dumped_ns)
         });
         if let Some(incident) = adopted
@@ -289,16 +277,12 @@ impl Engine {
         // The request may repeat an incident whose world is over here.
         let superseded = self.incidents.get(id).is_some_and(|before| before.superseded);
         if !superseded {
-            let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
+            let open = self.incidents.values().filter(|incident| incident.head.job == *job && incident.state.is_open());
             causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_local()).cloned());
             self.deferred.retain(|deferred| deferred.job != *job);
         }
-        let incident = Incident {
-            causes: causes.clone(),
-            seen: causes,
-            superseded,
-            ..Incident::new(id, job, attempt, trigger, now)
-        };
+        let head = Head { id: id.into(), job: job.clone(), attempt, trigger, opened: now, late_ns: 0 };
+        let incident = Incident { causes: causes.clone(), seen: causes, superseded, ..Incident::new(head) };
         self.incidents.insert(id.into(), incident);
     }
 
@@ -306,7 +290,7 @@ impl Engine {
     /// job.
     pub fn rename(&mut self, old: &str, new: &str) {
         if let Some(mut incident) = self.incidents.remove(old) {
-            incident.id = new.into();
+            incident.head.id = new.into();
             incident.add(Cause::Cluster);
             self.incidents.insert(new.into(), incident);
         }
@@ -337,12 +321,10 @@ impl Engine {
             operation: raise.operation,
             unix_ns: now.unix_ns,
         };
-        let incident = Incident {
-            late_ns: raise.late_ns,
-            causes: BTreeSet::from([raise.cause.clone()]),
-            seen: BTreeSet::from([raise.cause]),
-            ..Incident::new(&id, &raise.job, raise.attempt, trigger, now)
-        };
+        let RaisedCause { job, attempt, cause, late_ns, .. } = raise;
+        let head = Head { id: id.clone(), job, attempt, trigger, opened: now, late_ns };
+        let causes = BTreeSet::from([cause]);
+        let incident = Incident { causes: causes.clone(), seen: causes, ..Incident::new(head) };
         self.incidents.insert(id.clone(), incident);
         Action::Dump(id)
     }
@@ -350,7 +332,7 @@ impl Engine {
     /// The incident whose dump a request by hand has joined or opened.
     #[must_use]
     pub fn dump_in_progress(&self, job: &JobKey) -> Option<&Incident> {
-        self.incidents.values().rev().find(|incident| incident.job == *job && incident.state == State::Open)
+        self.incidents.values().rev().find(|incident| incident.head.job == *job && incident.state == State::Open)
     }
 
     /// A cause is over.
@@ -359,7 +341,7 @@ impl Engine {
         let is_affected = |of: &JobKey| of == job || cause.pid().is_some();
         self.deferred.retain(|deferred| !is_affected(&deferred.job) || deferred.cause != *cause);
         self.deaths.retain(|(_, death)| !is_affected(&death.job) || death.cause != *cause);
-        for incident in self.incidents.values_mut().filter(|incident| is_affected(&incident.job)) {
+        for incident in self.incidents.values_mut().filter(|incident| is_affected(&incident.head.job)) {
             incident.remove(|other| other != cause, now.mono_ns);
         }
     }
@@ -380,12 +362,12 @@ impl Engine {
             let causes = if adopted { &incident.seen } else { &incident.causes };
             let of_processes = causes.iter().filter_map(|cause| Some((cause.clone(), job_of(cause.pid()?)?)));
             let of_processes: Vec<(Cause, JobKey)> = of_processes.collect();
-            let stays = of_processes.iter().any(|(_, job)| *job == incident.job);
+            let stays = of_processes.iter().any(|(_, job)| *job == incident.head.job);
             if let Some((_, job)) = of_processes.first().filter(|_| !stays) {
-                incident.job = job.clone();
+                incident.head.job = job.clone();
             }
             for (cause, job) in of_processes {
-                if adopted || job == incident.job {
+                if adopted || job == incident.head.job {
                     continue;
                 }
                 incident.remove(|other| *other != cause, now.mono_ns);
@@ -398,7 +380,7 @@ impl Engine {
     /// A process left or died: its causes can no longer resolve.
     pub fn process_gone(&mut self, job: &JobKey, pid: i32, now: Now) {
         self.deferred.retain(|deferred| deferred.job != *job || deferred.cause.pid() != Some(pid));
-        for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
+        for incident in self.incidents.values_mut().filter(|incident| incident.head.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
             if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_local) {
                 incident.ranks_left = true;
@@ -409,7 +391,7 @@ impl Engine {
     /// A world begins on this node. The causes of the previous world are over, and causes of this
     /// world belong to another incident.
     pub fn world_began(&mut self, job: &JobKey) {
-        for incident in self.incidents.values_mut().filter(|one| one.job == *job && one.state.is_open()) {
+        for incident in self.incidents.values_mut().filter(|one| one.head.job == *job && one.state.is_open()) {
             incident.superseded = true;
             incident.causes.retain(|cause| *cause == Cause::Manual);
             // A job that recovered and was then restarted still counts as recovered.
@@ -483,7 +465,7 @@ impl Engine {
             let over = match incident.state {
                 State::Dumped => {
                     // A job that recovered and then ended still counts as recovered.
-                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    let alive = jobs.is_alive(&incident.head.job, incident.head.attempt);
                     let quiet = incident.quiet_since_ns.filter(|since| !alive || since + QUIET_NS <= now.mono_ns);
                     match quiet {
                         Some(_) if !incident.ranks_left => Some(State::Resolved),
@@ -492,7 +474,7 @@ impl Engine {
                     }
                 }
                 State::Adopted if incident.adopted_until_ns <= now.mono_ns => {
-                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    let alive = jobs.is_alive(&incident.head.job, incident.head.attempt);
                     Some(if alive { State::Resolved } else { State::Ended })
                 }
                 _ => None,
@@ -504,7 +486,7 @@ impl Engine {
         // Counted separately, so that dumps by hand never push out a hang.
         for hangs in [true, false] {
             let closed = self.incidents.values().filter(|one| one.closed.is_some() && one.is_hang() == hangs);
-            let closed: Vec<String> = closed.map(|incident| incident.id.clone()).collect();
+            let closed: Vec<String> = closed.map(|incident| incident.head.id.clone()).collect();
             for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
                 self.incidents.remove(id);
             }
@@ -515,14 +497,13 @@ impl Engine {
     /// Adopts an incident that an earlier collector left open on disk. If the hang lasts, its
     /// signals come again.
     pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
-        let job = JobKey { name: record.job, instance: record.instance };
-        let opened = Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns };
+        let head = record.head(record.opened_mono_ns);
         let incident = Incident {
             state: State::Adopted,
             seen: record.seen,
             dumped: Some(Now { mono_ns: record.dumped_mono_ns, unix_ns: record.opened_unix_ns }),
             adopted_until_ns: now.mono_ns + wait_ns,
-            ..Incident::new(&record.id, &job, record.attempt, Trigger::default(), opened)
+            ..Incident::new(head)
         };
         self.incidents.entry(record.id).or_insert(incident);
     }
@@ -531,16 +512,16 @@ impl Engine {
 fn close(incident: &mut Incident, state: State, now: Now) -> Action {
     incident.state = state;
     incident.closed = Some(now);
-    Action::Close(incident.id.clone(), state)
+    Action::Close(incident.head.id.clone(), state)
 }
 
-/// The state of an incident that the next collector process needs; written beside the verdict.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// The state of an incident that the next collector process needs, on a node and at the cluster
+/// collector; written beside the verdict. Only a node uses the fields from `boot` to `writer`. The
+/// defaults are those of files that earlier releases wrote.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Name of the incident.
     pub id: String,
-    /// The boot in which the monotonic times and pids are valid.
-    pub boot: String,
     /// [`JobKey::name`].
     pub job: String,
     /// [`JobKey::instance`].
@@ -549,17 +530,59 @@ pub struct Record {
     pub attempt: u32,
     /// When it was opened.
     pub opened_unix_ns: u64,
+    /// How long before that the timeout had expired.
+    #[serde(default)]
+    pub late_ns: u64,
+    /// The trigger as an encoded message.
+    #[serde(default)]
+    pub trigger: Vec<u8>,
+    /// The boot in which the monotonic times and pids are valid.
+    #[serde(default)]
+    pub boot: String,
     /// As `opened_unix_ns`, on CLOCK_MONOTONIC.
+    #[serde(default)]
     pub opened_mono_ns: u64,
     /// When the first sample of its newest dump began.
+    #[serde(default)]
     pub dumped_mono_ns: u64,
     /// All causes so far.
+    #[serde(default)]
     pub seen: BTreeSet<Cause>,
     /// The collector that is writing the folder, as
     /// [`own_stamp`](crate::incident::folder::own_stamp) names it. Empty once the folder is
     /// finished.
     #[serde(default)]
     pub writer: String,
+}
+
+impl Record {
+    /// A record without the fields that only a node uses.
+    #[must_use]
+    pub fn new(head: &Head) -> Self {
+        Record {
+            id: head.id.clone(),
+            job: head.job.name.clone(),
+            instance: head.job.instance.clone(),
+            attempt: head.attempt,
+            opened_unix_ns: head.opened.unix_ns,
+            late_ns: head.late_ns,
+            trigger: head.trigger.encode_to_vec(),
+            ..Record::default()
+        }
+    }
+
+    /// The recorded incident. `opened_mono_ns` is when it was opened, on CLOCK_MONOTONIC.
+    #[must_use]
+    pub fn head(&self, opened_mono_ns: u64) -> Head {
+        Head {
+            id: self.id.clone(),
+            job: JobKey { name: self.job.clone(), instance: self.instance.clone() },
+            attempt: self.attempt,
+            trigger: lenient::decode(&self.trigger).unwrap_or_default(),
+            opened: Now { mono_ns: opened_mono_ns, unix_ns: self.opened_unix_ns },
+            late_ns: self.late_ns,
+        }
+    }
 }
 
 #[cfg(test)]

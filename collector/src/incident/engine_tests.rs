@@ -141,7 +141,7 @@ fn a_death_has_a_grace_in_which_the_job_may_end() {
     assert_eq!(engine.raise(raise(Cause::Death { pid: 6 }, 20), at(20)), None);
     let actions = engine.tick(&jobs, at(22));
     let id = opened(actions.into_iter().next());
-    assert_eq!(engine.get(&id).unwrap().trigger.kind(), TriggerKind::Death);
+    assert_eq!(engine.get(&id).unwrap().head.trigger.kind(), TriggerKind::Death);
     engine.dump_finished(&id, at(25));
     engine.process_gone(&job("j"), 6, at(26));
     assert_eq!(engine.tick(&jobs, at(60)), [], "a death does not resolve by being a death");
@@ -175,7 +175,7 @@ fn a_dump_by_hand_is_no_hang_and_ends_with_itself() {
     let id = opened(engine.raise(raise(Cause::Manual, 10), at(10)));
     assert!(!engine.hangs(&job("j")));
     assert_eq!(engine.raise(raise(Cause::Manual, 11), at(11)), None, "one at a time");
-    assert_eq!(engine.dump_in_progress(&job("j")).unwrap().id, id);
+    assert_eq!(engine.dump_in_progress(&job("j")).unwrap().head.id, id);
     assert_eq!(engine.dump_finished(&id, at(15)), Some(Action::Close(id, State::Ended)));
     assert!(engine.dump_in_progress(&job("j")).is_none());
 }
@@ -202,15 +202,12 @@ fn a_hang_that_was_dumped_can_be_dumped_again_by_hand() {
 fn record(seen: Cause) -> Record {
     Record {
         id: "20261121T105510Z-00000000".into(),
-        boot: String::new(),
         job: "j".into(),
-        instance: String::new(),
-        attempt: 0,
         opened_unix_ns: at(10).unix_ns,
         opened_mono_ns: at(10).mono_ns,
         dumped_mono_ns: at(15).mono_ns,
         seen: BTreeSet::from([seen]),
-        writer: String::new(),
+        ..Record::default()
     }
 }
 
@@ -318,7 +315,7 @@ fn a_job_that_is_killed_and_started_again_is_no_incident() {
     engine.process_replaced(&job("j"), 5, at(11));
     let actions = engine.tick(&jobs, at(12));
     let id = opened(actions.first().cloned());
-    assert_eq!((actions.len(), &engine.get(&id).unwrap().job), (1, &job("k")));
+    assert_eq!((actions.len(), &engine.get(&id).unwrap().head.job), (1, &job("k")));
     engine.process_replaced(&job("j"), 6, at(12));
     assert_eq!(engine.tick(&jobs, at(60)), []);
 
@@ -370,10 +367,10 @@ fn causes_follow_their_process_to_another_job() {
     assert_eq!(engine.reassign_causes(of, at(12)), [operation(2, 7)]);
     assert_eq!(engine.get(&id).unwrap().causes, BTreeSet::from([operation(1, 7), Cause::Death { pid: 3 }]));
     let other = opened(engine.raise(RaisedCause { job: job("k"), ..raise(operation(2, 7), 12) }, at(12)));
-    assert!(engine.hangs(&job("k")) && engine.get(&other).unwrap().job == job("k"));
+    assert!(engine.hangs(&job("k")) && engine.get(&other).unwrap().head.job == job("k"));
     // The job of the first process gets another name: its incident follows.
     assert_eq!(engine.reassign_causes(|pid| Some(job(if pid == 2 { "k" } else { "l" })), at(13)), []);
-    assert_eq!(engine.get(&id).unwrap().job, job("l"));
+    assert_eq!(engine.get(&id).unwrap().head.job, job("l"));
     // A process takes back its cause, whichever job it is assigned to.
     engine.clear_cause(&job("j"), &operation(2, 7), at(14));
     assert_eq!(engine.get(&other).unwrap().causes, BTreeSet::new());

@@ -14,7 +14,7 @@ use crate::{
     incident::{
         engine::{Cause, Record},
         folder::{folders, id, own_folders},
-        verdict_files::{self, RECORD},
+        verdict_files::{self, CLUSTER_RECORD, RECORD},
     },
     job::JobKey,
     json::pretty,
@@ -58,6 +58,21 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
         }
         let verdict = verdict(&folder)?;
         (verdict.timing.status == Status::Open).then_some(OpenIncident { folder, record, verdict: Some(verdict) })
+    };
+    folders.into_iter().take(NEWEST).filter_map(of).collect()
+}
+
+/// The incidents that an earlier cluster collector left open. The nodes keep their part in them, so
+/// they outlast a boot of this machine.
+#[must_use]
+pub fn open_in_cluster(root: &Path) -> Vec<OpenIncident> {
+    let mut folders = own_folders(root);
+    folders.reverse();
+    let of = |folder: PathBuf| {
+        let record: Record = serde_json::from_slice(&read(&folder.join(CLUSTER_RECORD))?).ok()?;
+        let verdict = verdict(&folder);
+        let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);
+        open.then_some(OpenIncident { folder, record, verdict })
     };
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }
@@ -286,19 +301,9 @@ mod tests {
         let place = folder::own_stamp().rsplit_once(' ').unwrap().0;
         let make = |id: &str, writer: &str, file: &str| {
             let (folder, _) = folder::Folder::create(root.path(), root.path(), id).unwrap();
-            let record = Record {
-                id: id.into(),
-                boot: "b".into(),
-                job: "j".into(),
-                instance: String::new(),
-                attempt: 0,
-                opened_unix_ns: 1,
-                opened_mono_ns: 1,
-                dumped_mono_ns: 1,
-                seen: BTreeSet::new(),
-                writer: writer.into(),
-            };
-            verdict_files::write_record(&folder.path, &record);
+            let record =
+                Record { id: id.into(), boot: "b".into(), job: "j".into(), writer: writer.into(), ..Record::default() };
+            verdict_files::write_record(&folder.path, RECORD, &record);
             if !file.is_empty() {
                 folder.write(file, b"").unwrap();
             }

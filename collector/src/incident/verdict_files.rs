@@ -68,13 +68,15 @@ pub fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns:
     }
 }
 
-/// Name of the file with the state of an incident for the next collector process.
+/// Name of the file with the state of an incident for the next collector of the node.
 pub const RECORD: &str = ".collector.json";
+/// Name of the file with the state of an incident for the next cluster collector.
+pub const CLUSTER_RECORD: &str = ".cluster.json";
 
-/// Writes the record.
-pub fn write_record(path: &Path, record: &Record) {
+/// Writes the record into the file with this name.
+pub fn write_record(path: &Path, name: &str, record: &Record) {
     let json = serde_json::to_vec_pretty(record).unwrap_or_default();
-    if let Err(error) = (Folder { path: path.into() }).write(RECORD, &json) {
+    if let Err(error) = (Folder { path: path.into() }).write(name, &json) {
         info!("incident {}: a restarted collector will not know it: {}", record.id, chain(&error));
     }
 }

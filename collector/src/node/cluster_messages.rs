@@ -106,7 +106,7 @@ impl NodeState {
             cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
             cluster_message::Message::Verdict(verdict) => self.cluster_verdict(verdict, now),
             cluster_message::Message::Closed(closed) => {
-                if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.job.clone()) {
+                if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.head.job.clone()) {
                     self.engine.clear_cause(&job, &Cause::Cluster, now);
                 }
             }
@@ -118,7 +118,7 @@ impl NodeState {
                 if declined.alone {
                     return self.dump_alone(&declined.incident);
                 }
-                if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.job.clone()) {
+                if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.head.job.clone()) {
                     self.member.declined.insert(job, now.mono_ns + DECLINED_NS);
                 }
                 self.engine.discard(&declined.incident);
@@ -141,17 +141,17 @@ impl NodeState {
 
     /// `None` for a job that concerns this node alone: its processes do not know their rank.
     fn alarm(&self, incident: &Incident) -> Option<Alarm> {
-        let shared = self.registry.ranks().any(|rank| rank.job == incident.job && rank.info.rank >= 0);
+        let shared = self.registry.ranks().any(|rank| rank.job == incident.head.job && rank.info.rank >= 0);
         shared.then(|| Alarm {
-            incident: incident.id.clone(),
-            job: Some(job_id(&incident.job)),
-            attempt: incident.attempt,
-            trigger: Some(incident.trigger.clone()),
-            late_ns: incident.late_ns,
+            incident: incident.head.id.clone(),
+            job: Some(job_id(&incident.head.job)),
+            attempt: incident.head.attempt,
+            trigger: Some(incident.head.trigger.clone()),
+            late_ns: incident.head.late_ns,
             hangs: !incident.superseded
-                && self.engine.has_local_problem(&incident.job)
+                && self.engine.has_local_problem(&incident.head.job)
                 && incident.state != incident::State::Adopted,
-            captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
+            captured: self.member.parts.contains_key(&incident.head.id) || incident.dumped.is_some(),
         })
     }
 
@@ -182,7 +182,7 @@ impl NodeState {
         let operations = request.operations as usize;
         self.member.rounds.insert(id.clone(), request.round);
         let is_past = self.engine.get(&id).is_some_and(|incident| incident.superseded);
-        let is_of_job = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
+        let is_of_job = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.head.job == job);
         let announced = self.member.announced.keys().find(is_of_job);
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
@@ -342,7 +342,9 @@ impl NodeState {
         let open =
             self.engine.incidents().filter(|one| matches!(one.state, incident::State::Open | incident::State::Dumped));
         let now: Vec<(String, bool, bool)> = open
-            .map(|one| (one.id.clone(), !one.superseded && self.engine.has_local_problem(&one.job), one.ranks_left))
+            .map(|one| {
+                (one.head.id.clone(), !one.superseded && self.engine.has_local_problem(&one.head.job), one.ranks_left)
+            })
             .collect();
         for (incident, hangs, ended) in now {
             if self.member.reported_hangs.insert(incident.clone(), hangs) != Some(hangs) {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{Status, names_absent};
+use xpu_timer_analysis::names_absent;
 use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
 use crate::{
@@ -17,9 +17,9 @@ use crate::{
         captures::Captures,
         evidence::{Taken, elsewhere, has_stacks},
         folder_writer::{self, Findings, WriteResult},
-        plan::{Outcome, Plan, add_launched, add_unregistered, world},
+        plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
     },
-    os::clock::{self, Now, nanoseconds},
+    os::clock::Now,
 };
 
 /// Ends the waits of running dumps when the collector stops.
@@ -53,53 +53,58 @@ const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
 const BUDGET: Duration = Duration::from_millis(2700);
 
 /// Dumps, judges and writes one incident. Returns an outcome even when a step fails.
-pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
-    let head = head(&plan);
-    let timeline_path = plan.timeline_path.clone();
-    judging::catch_panic(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
-        error!("incident {}: its dump failed: {why}", head.incident);
-        let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
+pub fn run(task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
+    let evidence = task.plan.evidence();
+    let timeline_path = task.timeline_path.clone();
+    judging::catch_panic(|| work(task, captures, hurry)).unwrap_or_else(|why| {
+        let incident = evidence.incident.clone();
+        error!("incident {incident}: its dump failed: {why}");
+        let verdict = judging::unknown(&evidence, format!("The job could not be looked at: the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
-        Outcome { incident: head.incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
+        Outcome { incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
     })
 }
 
-fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
+fn work(mut task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
-    add_unregistered(&mut plan);
-    add_launched(&mut plan.subjects, std::mem::take(&mut plan.unregistered), &plan.node);
+    add_unregistered(&mut task);
+    add_launched(&mut task.subjects, std::mem::take(&mut task.unregistered), &task.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
-    let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
-    sample(&mut plan, captures, 0, first_deadline, &mut taken);
-    info!("incident {}: the first sample took {:.0?}", plan.incident, begun.elapsed());
-    hurry.wait_until(begun + plan.sample_interval);
+    let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
+    sample(&mut task, captures, 0, first_deadline, &mut taken);
+    info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
+    hurry.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
-    sample(&mut plan, captures, 1, CAPTURE_DEADLINE, &mut taken);
-    info!("incident {}: the second sample took {:.0?}", plan.incident, second.elapsed());
+    sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
+    info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
 
-    let evidence = evidence(&plan, taken);
+    let evidence = evidence(&task, taken);
     let mut verdict = judging::judge(&evidence);
-    verdict.timing.status = Status::Open;
-    verdict.timing.opened_at = Some(clock::rfc3339(plan.opened.unix_ns));
-    verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
-    let deadline = begun + plan.sample_interval + BUDGET;
-    let (incident, timeline_path) = (plan.incident.clone(), plan.timeline_path.clone());
+    task.plan.date(&mut verdict);
+    let deadline = begun + task.plan.sample_interval + BUDGET;
+    let (incident, timeline_path) = (task.plan.head.id.clone(), task.timeline_path.clone());
     let WriteResult { path, written, part, verdict } =
-        folder_writer::write(Findings { plan, evidence }, verdict, deadline);
+        folder_writer::write(Findings { task, evidence }, verdict, deadline);
     Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.
-fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration, taken: &mut BTreeMap<u32, Taken>) {
-    for subject in &mut plan.subjects {
+fn sample(
+    task: &mut DumpTask,
+    captures: &Captures,
+    which: usize,
+    deadline: Duration,
+    taken: &mut BTreeMap<u32, Taken>,
+) {
+    for subject in &mut task.subjects {
         subject.refresh();
     }
     let pids: BTreeMap<i32, u32> =
-        plan.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
+        task.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
     let asked: Vec<i32> = pids.keys().copied().collect();
     let result = captures.capture(&asked, deadline);
-    for subject in &plan.subjects {
+    for subject in &task.subjects {
         let taken = taken.entry(subject.rank).or_default();
         // The flight record is read with the second sample.
         if which == 1 {
@@ -118,40 +123,26 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
             }
         }
         Err(error) => {
-            warn!("incident {}: sample {} of pids {asked:?} failed: {error}", plan.incident, which + 1);
+            warn!("incident {}: sample {} of pids {asked:?} failed: {error}", task.plan.head.id, which + 1);
             for rank in pids.values() {
                 taken.entry(*rank).or_default().errors.push(format!("sample {}: {error}", which + 1));
             }
         }
     }
     // A process that ended meanwhile is dead, not just unreadable.
-    for subject in &mut plan.subjects {
+    for subject in &mut task.subjects {
         subject.refresh();
     }
 }
 
-fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
-    let (world_size, here) = world(&plan.subjects);
+fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, Taken>) -> Evidence {
+    let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
-    if let Some(here) = here.filter(|_| names_absent(world_size, plan.subjects.len())) {
+    if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {
         ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
     }
-    for subject in &plan.subjects {
+    for subject in &task.subjects {
         ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
     }
-    Evidence { world_size, ranks: ranks.into_values().collect(), ..head(plan) }
-}
-
-/// The evidence without any findings.
-fn head(plan: &Plan) -> Evidence {
-    Evidence {
-        incident: plan.incident.clone(),
-        job: plan.key.name.clone(),
-        world_size: 0,
-        attempt: plan.attempt,
-        trigger: Some(plan.trigger.clone()),
-        ranks: Vec::new(),
-        hang_timeout_ns: nanoseconds(plan.hang_timeout),
-        sample_interval_ns: nanoseconds(plan.sample_interval),
-    }
+    Evidence { world_size, ranks: ranks.into_values().collect(), ..task.plan.evidence() }
 }

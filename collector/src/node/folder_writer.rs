@@ -23,18 +23,21 @@ use crate::{
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
         part::{PART, Part, PartLocation},
-        verdict_files::{write_record, write_verdict},
+        verdict_files::{RECORD, write_record, write_verdict},
         viewer,
     },
-    node::{evidence::file_of, plan::Plan, plan::finish_times},
+    node::{
+        evidence::file_of,
+        plan::{DumpTask, finish_times},
+    },
     os::process,
 };
 
 /// The findings of a dump.
 #[derive(Debug)]
 pub struct Findings {
-    /// The input of the dump.
-    pub plan: Plan,
+    /// The task of the dump.
+    pub task: DumpTask,
     /// The collected evidence.
     pub evidence: Evidence,
 }
@@ -64,7 +67,7 @@ pub fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResul
 }
 
 fn write_with(found: &Arc<Findings>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> WriteResult {
-    let (root, fallback) = (&found.plan.timeline_path, &found.plan.fallback_path);
+    let (root, fallback) = (&found.task.timeline_path, &found.task.fallback_path);
     for root_choice in [RootChoice::Preferred, RootChoice::Fallback] {
         let path = if root_choice == RootChoice::Preferred { root } else { fallback };
         if !ABANDONED.has(path) {
@@ -75,10 +78,10 @@ fn write_with(found: &Arc<Findings>, mut verdict: Verdict, deadline: Instant, si
             }
         }
         let problem = format!("{} cannot be used ({})", path.display(), file::unanswered());
-        warn!("incident {}: {problem}", found.plan.incident);
+        warn!("incident {}: {problem}", found.task.plan.head.id);
         verdict.timing.errors.push(problem);
     }
-    finish_times(&found.plan, &mut verdict);
+    finish_times(&found.task.plan, &mut verdict);
     let part = judging::catch_panic(|| part_of(found, verdict.timing.errors.clone())).ok().flatten();
     WriteResult { path: None, written: false, part: part.map(PartLocation::InMemory), verdict }
 }
@@ -99,7 +102,7 @@ fn write_in_root(
 ) -> WriteResult {
     let done = judging::catch_panic(|| write_folder(found, root_choice, &mut verdict, deadline, steps));
     let (path, written, part) = done.unwrap_or_else(|why| {
-        error!("incident {}: its folder could not be finished: {why}", found.plan.incident);
+        error!("incident {}: its folder could not be finished: {why}", found.task.plan.head.id);
         verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
         (None, false, None)
     });
@@ -115,14 +118,14 @@ fn write_folder(
     deadline: Instant,
     steps: &Steps,
 ) -> (Option<PathBuf>, bool, Option<PartLocation>) {
-    let Findings { plan, evidence } = found;
-    let incident = &plan.incident;
-    let folder = make_or_report(plan, root_choice, verdict);
+    let Findings { task, evidence } = found;
+    let incident = &task.plan.head.id;
+    let folder = make_or_report(task, root_choice, verdict);
     let Some(folder) = folder else {
         return (None, false, part_of(found, verdict.timing.errors.clone()).map(PartLocation::InMemory));
     };
-    if !plan.is_part() {
-        write_record(&folder.path, &plan.record);
+    if !task.is_part() {
+        write_record(&folder.path, RECORD, &task.record);
     }
     let given_up = || {
         folder.give_up();
@@ -131,7 +134,7 @@ fn write_folder(
 
     let mut problems = Problems::default();
     let world = evidence.world_size;
-    for subject in &plan.subjects {
+    for subject in &task.subjects {
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
         let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
         problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
@@ -153,9 +156,9 @@ fn write_folder(
         return given_up();
     }
     verdict.timing.errors.extend(problems.report(incident));
-    finish_times(plan, verdict);
+    finish_times(&task.plan, verdict);
     let mut written = write_verdict(&folder, verdict);
-    if plan.is_part() {
+    if task.is_part() {
         // The collector that makes the verdict draws the pictures of the complete job.
         return (Some(folder.path), written, part);
     }
@@ -171,7 +174,7 @@ fn write_folder(
     if !steps.step() {
         return given_up();
     }
-    finish_times(plan, verdict);
+    finish_times(&task.plan, verdict);
     written = write_verdict(&folder, verdict);
     if !steps.step() {
         return given_up();
@@ -183,14 +186,14 @@ fn write_folder(
 }
 
 /// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.
-fn make_or_report(plan: &Plan, root_choice: RootChoice, verdict: &mut Verdict) -> Option<Folder> {
-    let incident = &plan.incident;
-    let (folder, problem) = match make(plan, root_choice) {
+fn make_or_report(task: &DumpTask, root_choice: RootChoice, verdict: &mut Verdict) -> Option<Folder> {
+    let incident = &task.plan.head.id;
+    let (folder, problem) = match make(task, root_choice) {
         Ok((folder, None)) => return Some(folder),
         Ok((folder, Some(error))) => {
             let problem = format!(
                 "{} cannot be used ({}), the folder is {}",
-                plan.timeline_path.display(),
+                task.timeline_path.display(),
                 chain(&error),
                 folder.path.display()
             );
@@ -203,10 +206,10 @@ fn make_or_report(plan: &Plan, root_choice: RootChoice, verdict: &mut Verdict) -
     folder
 }
 
-fn make(plan: &Plan, root_choice: RootChoice) -> Result<(Folder, Option<Error>), Error> {
-    let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
-    let home = plan.is_part().then(|| process::home(&plan.socket));
-    let name = folder_name(&plan.incident, plan.is_part().then_some(plan.node.as_str()));
+fn make(task: &DumpTask, root_choice: RootChoice) -> Result<(Folder, Option<Error>), Error> {
+    let (root, fallback) = (&task.timeline_path, &task.fallback_path);
+    let home = task.is_part().then(|| process::home(&task.socket));
+    let name = folder_name(&task.plan.head.id, task.is_part().then_some(task.node.as_str()));
     match (root_choice, &home) {
         (RootChoice::Fallback, home) => {
             let folder = Folder::create_in_fallback(fallback, &name, home.as_deref())?;
@@ -219,14 +222,14 @@ fn make(plan: &Plan, root_choice: RootChoice) -> Result<(Folder, Option<Error>),
 
 /// What the cluster collector gets, if there is one.
 fn part_of(found: &Findings, errors: Vec<String>) -> Option<Box<NodeDump>> {
-    let Findings { plan, evidence } = found;
-    let operations = plan.for_cluster?.operations;
+    let Findings { task, evidence } = found;
+    let operations = task.for_cluster?.operations;
     let mut part = Part::default();
-    for subject in &plan.subjects {
+    for subject in &task.subjects {
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
         part.add(&file_of(subject, rank), rank, operations);
     }
-    Some(Box::new(part.finish(&plan.incident, errors)))
+    Some(Box::new(part.finish(&task.plan.head.id, errors)))
 }
 
 type Work<T> = Box<dyn FnOnce(&Steps) -> T + Send>;

@@ -17,17 +17,17 @@ use crate::{
     error::{Error, chain},
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::{
-        State,
+        Plan, State,
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
-        verdict_files::{self, set_status, try_write_verdict, write_record},
+        verdict_files::{self, RECORD, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
     node::{
         dump,
         inbox::Command,
-        plan::{ForCluster, Outcome, Plan, registered_subjects},
+        plan::{DumpTask, ForCluster, Outcome, registered_subjects},
         reports::{IncidentReport, VerdictSummary, Waiting},
         state::NodeState,
     },
@@ -70,7 +70,7 @@ impl NodeState {
         };
         self.raise(raise, now);
         if let Some(incident) = self.engine.dump_in_progress(&job) {
-            self.waiting.entry(incident.id.clone()).or_default().push(reply);
+            self.waiting.entry(incident.head.id.clone()).or_default().push(reply);
         }
     }
 
@@ -96,7 +96,7 @@ impl NodeState {
 
     fn note_opened(&mut self, id: &str) {
         let Some(incident) = self.engine.get(id) else { return };
-        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
+        info!("incident {id} opened for job {}: {:?}", incident.head.job, incident.head.trigger.kind());
         self.opened += 1;
         self.reports.insert(id.to_string(), IncidentReport::default());
     }
@@ -108,29 +108,26 @@ impl NodeState {
 
     fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
-        let subjects = registered_subjects(&self.registry, &incident.job, &self.node);
+        let subjects = registered_subjects(&self.registry, &incident.head.job, &self.node);
         let now = Now::get();
         let unregistered = self.unregistered_ranks(now);
-        let members = self.registry.members(&incident.job.name, &unregistered, now.mono_ns);
-        let unregistered = unregistered.into_iter().filter(|rank| rank.job == incident.job);
-        let unregistered = unregistered.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
-        let of_job = self.registry.of_job(&incident.job);
+        let members = self.registry.members(&incident.head.job.name, &unregistered, now.mono_ns);
+        let unregistered = unregistered.into_iter().filter(|rank| rank.job == incident.head.job);
+        let unregistered = unregistered.filter(|rank| rank.info.attempt == incident.head.attempt).cloned().collect();
+        let of_job = self.registry.of_job(&incident.head.job);
         let settings = of_job.first().map(|rank| &rank.settings);
         let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
-        let plan = Plan {
-            incident: incident.id.clone(),
-            key: incident.job.clone(),
-            attempt: incident.attempt,
-            trigger: incident.trigger.clone(),
-            opened: incident.opened,
-            late_ns: incident.late_ns,
+        let task = DumpTask {
+            plan: Plan {
+                head: incident.head.clone(),
+                hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
+                sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
+            },
             subjects,
             unregistered,
             members,
             node: self.node.clone(),
             socket: self.settings.socket.clone(),
-            hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
-            sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
             timeline_path: path.clone(),
             record: Record { dumped_mono_ns: now.mono_ns, writer: own_stamp().into(), ..self.record_of(incident) },
             fallback_path: self.settings.fallback_path.clone(),
@@ -139,17 +136,17 @@ impl NodeState {
         let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
         let (give, take) = mpsc::channel();
         let work = move || {
-            if let Ok(plan) = take.recv() {
-                inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
+            if let Ok(task) = take.recv() {
+                inbox.post(Command::Finished(Box::new(dump::run(task, &captures, &hurry))));
                 resources::trim_heap();
             }
         };
         match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
-            Ok(_) => drop(give.send(plan)),
+            Ok(_) => drop(give.send(task)),
             // Without a thread the dump runs here, and everything else waits for it.
             Err(error) => {
                 warn!("incident {id}: no thread for its dump: {error}");
-                let outcome = dump::run(plan, &self.captures, &self.hurry);
+                let outcome = dump::run(task, &self.captures, &self.hurry);
                 self.inbox.post(Command::Finished(Box::new(outcome)));
             }
         }
@@ -202,28 +199,23 @@ impl NodeState {
         let Some(incident) = self.engine.get(id) else { return };
         let record = self.record_of(incident);
         let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.submit(&root, move || write_record(&path, &record));
+        self.disk.submit(&root, move || write_record(&path, RECORD, &record));
     }
 
     fn record_of(&self, incident: &Incident) -> Record {
         Record {
-            id: incident.id.clone(),
             boot: self.boot.clone(),
-            job: incident.job.name.clone(),
-            instance: incident.job.instance.clone(),
-            attempt: incident.attempt,
-            opened_unix_ns: incident.opened.unix_ns,
-            opened_mono_ns: incident.opened.mono_ns,
-            dumped_mono_ns: self.reports.get(&incident.id).map_or(0, |report| report.sampled_ns),
+            opened_mono_ns: incident.head.opened.mono_ns,
+            dumped_mono_ns: self.reports.get(&incident.head.id).map_or(0, |report| report.sampled_ns),
             seen: incident.seen.clone(),
-            writer: String::new(),
+            ..Record::new(&incident.head)
         }
     }
 
     /// Removes incident folders beyond the number and the age that are kept.
     fn retire(&self) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
-        let open = open.map(|incident| incident.id.clone()).collect();
+        let open = open.map(|incident| incident.head.id.clone()).collect();
         retention::start(self.folders(), self.settings.keep, open);
     }
 

@@ -41,7 +41,7 @@ pub fn text(state: &NodeState, now: Now) -> String {
 /// The metrics of every rank.
 fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
-        let of_job = |incident: &&Incident| incident.job == rank.job && incident.closed.is_none();
+        let of_job = |incident: &&Incident| incident.head.job == rank.job && incident.closed.is_none();
         state.engine.incidents().rev().find(of_job)
     };
     let begun = |rank: &Rank| Some(u64::from(newest(rank).is_some()));

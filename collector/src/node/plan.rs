@@ -6,15 +6,14 @@ use std::{
     ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
 };
 
 use rustix::process::getuid;
 use xpu_timer_analysis::Verdict;
-use xpu_timer_proto::v1::{Presence as Shown, RankInfo, Trigger};
+use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 
 use crate::{
-    incident::{engine::Record, part::PartLocation},
+    incident::{Plan, engine::Record, part::PartLocation},
     job::{
         JobKey,
         partition::{self, Member},
@@ -30,22 +29,12 @@ use crate::{
     },
 };
 
-/// The input of a dump.
+/// A dump of the ranks of a job on this node.
 #[derive(Debug)]
-pub struct Plan {
-    /// Name of the incident.
-    pub incident: String,
-    /// Attempt of the job.
-    pub attempt: u32,
-    /// What opened the incident.
-    pub trigger: Trigger,
-    /// When the incident was opened.
-    pub opened: Now,
-    /// Time between the timeout and `opened`.
-    pub late_ns: u64,
-    /// The job.
-    pub key: JobKey,
-    /// Its registered ranks on this node, in ascending order.
+pub struct DumpTask {
+    /// The plan of the dump.
+    pub plan: Plan,
+    /// The job's registered ranks on this node, in ascending order.
     pub subjects: Vec<Subject>,
     /// Its known ranks on this node that have not registered.
     pub unregistered: Vec<Unregistered>,
@@ -55,10 +44,6 @@ pub struct Plan {
     pub node: String,
     /// The socket of this collector.
     pub socket: PathBuf,
-    /// Hang timeout of the job.
-    pub hang_timeout: Duration,
-    /// Time between the two samples.
-    pub sample_interval: Duration,
     /// The folder that gets the incident folder.
     pub timeline_path: PathBuf,
     /// The folder to use when that cannot be written.
@@ -79,7 +64,7 @@ pub struct ForCluster {
     pub alone: bool,
 }
 
-impl Plan {
+impl DumpTask {
     /// Whether the verdict is made elsewhere.
     pub(crate) fn is_part(&self) -> bool {
         self.for_cluster.is_some_and(|part| !part.alone)
@@ -107,7 +92,7 @@ pub struct Outcome {
 
 /// Records the time from the timeout until now.
 pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
-    let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
+    let since = Now::get().mono_ns.saturating_sub(plan.head.opened.mono_ns) + plan.head.late_ns;
     verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
 }
 
@@ -141,28 +126,28 @@ fn subject(rank: &Rank, node: &str) -> Subject {
 
 /// Adds the processes of the job's other ranks that run under our hook and never registered. They
 /// must use this collector's socket, because another job of the same name may run on this node.
-pub fn add_unregistered(plan: &mut Plan) {
-    let world_size = known_size(&plan.subjects);
+pub fn add_unregistered(task: &mut DumpTask) {
+    let world_size = known_size(&task.subjects);
     let is_known = |found: &Found| {
-        let mut known = plan.members.iter().filter_map(|(member, _)| member.process);
+        let mut known = task.members.iter().filter_map(|(member, _)| member.process);
         known.any(|process| process == (found.pid, found.start))
     };
     let may_be = |found: &Found| {
-        found.info.job == plan.key.name
-            && found.info.attempt == plan.attempt
+        found.info.job == task.plan.head.job.name
+            && found.info.attempt == task.plan.head.attempt
             && may_be_of_world(&found.info, world_size)
-            && found.socket == plan.socket
+            && found.socket == task.socket
             && !is_known(found)
     };
     let now_ns = Now::get().mono_ns;
     let found: Vec<Found> = process::scan(getuid().as_raw()).into_iter().filter(may_be).collect();
     let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
-    for found in of_job(&plan.key, &plan.members, found, now_ns) {
-        if !plan.subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
+    for found in of_job(&task.plan.head.job, &task.members, found, now_ns) {
+        if !task.subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
             by_rank.entry(found.info.rank).or_default().push(found);
         }
     }
-    let (subjects, node) = (&mut plan.subjects, &plan.node);
+    let (subjects, node) = (&mut task.subjects, &task.node);
     for (_, mut candidates) in by_rank {
         let pid = main_process(&candidates, is_shell);
         let Some(index) = candidates.iter().position(|found| found.pid == pid) else { continue };

@@ -267,8 +267,8 @@ impl NodeState {
     }
 
     pub(super) fn raise(&mut self, raise: RaisedCause, now: Now) {
-        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.job == raise.job;
-        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.id.clone()).collect();
+        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.head.job == raise.job;
+        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.head.id.clone()).collect();
         if let Some(action) = self.engine.raise(raise, now) {
             self.execute(action, now);
         }

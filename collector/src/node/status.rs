@@ -70,26 +70,33 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
 #[must_use]
 pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
     let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
-    let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.id)?)));
+    let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.head.id)?)));
     let without_folder = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
     without_folder
         .map(|(incident, report)| {
             let status = incident.state.status();
             let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);
             let verdict = report.verdict.as_deref();
-            WithoutFolder::new(&incident.id, &incident.job, status, incident.opened, closed_unix_ns, verdict)
+            WithoutFolder::new(
+                &incident.head.id,
+                &incident.head.job,
+                status,
+                incident.head.opened,
+                closed_unix_ns,
+                verdict,
+            )
         })
         .collect()
 }
 
 fn incident(state: &NodeState, incident: &Incident) -> Value {
-    let report = state.reports.get(&incident.id).cloned().unwrap_or_default();
+    let report = state.reports.get(&incident.head.id).cloned().unwrap_or_default();
     json!({
-        "incident": incident.id,
-        "job": incident.job.to_string(),
-        "attempt": incident.attempt,
+        "incident": incident.head.id,
+        "job": incident.head.job.to_string(),
+        "attempt": incident.head.attempt,
         "state": incident.state,
-        "opened_at": clock::rfc3339(incident.opened.unix_ns),
+        "opened_at": clock::rfc3339(incident.head.opened.unix_ns),
         "closed_at": incident.closed.map(|closed| clock::rfc3339(closed.unix_ns)),
         "path": report.path,
         "written": report.verdict.is_none() && report.path.is_some(),

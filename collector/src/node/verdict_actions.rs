@@ -40,7 +40,7 @@ impl NodeState {
         report.culprits.clone_from(&judged.culprits);
         report.hanging.clone_from(&judged.hanging);
         let Some(incident) = self.engine.get(id).filter(|_| self.hangs_now(id)) else { return };
-        let (job, attempt) = (incident.job.clone(), incident.attempt);
+        let (job, attempt) = (incident.head.job.clone(), incident.head.attempt);
         let is_ending = self.registry.is_ending(&job, attempt);
         let grounds = if is_ending { judged.grounds.min(Grounds::Doubtful) } else { judged.grounds };
 
@@ -59,7 +59,7 @@ impl NodeState {
     /// Schedules another look at the incident after one more hang timeout. The wait grows with the
     /// number of looks.
     fn schedule_recheck(&mut self, id: &str, postponed: bool, now: Now) {
-        let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
+        let Some(job) = self.engine.get(id).map(|incident| incident.head.job.clone()) else { return };
         let timeout = self.hang_timeout(&job);
         let quiet_ns = self.quiet_at_ns(id, now).map(|quiet_ns| quiet_ns - now.mono_ns);
         let recheck = self.verdict_actions.rechecks.entry(id.into()).or_default();
@@ -85,12 +85,12 @@ impl NodeState {
             let number = u32::try_from(rank.info.rank).unwrap_or(0);
             rank.presence.is_alive() && report.culprits.contains(&number)
         };
-        let ranks = self.registry.of_job(&incident.job);
+        let ranks = self.registry.of_job(&incident.head.job);
         let used_ns = ranks.iter().filter(is_culprit).filter_map(|rank| {
             let progress = rank.ring.as_ref()?.progress().ok()?;
             Some(progress.called_ns.max(progress.completed_ns))
         });
-        let quiet_ns = used_ns.max()?.saturating_add(nanoseconds(self.hang_timeout(&incident.job)));
+        let quiet_ns = used_ns.max()?.saturating_add(nanoseconds(self.hang_timeout(&incident.head.job)));
         (quiet_ns > now.mono_ns).then_some(quiet_ns)
     }
 
@@ -108,7 +108,7 @@ impl NodeState {
     /// Whether the job of an incident hangs now and is configured to be ended for that.
     fn is_to_be_ended(&self, id: &str) -> bool {
         let Some(incident) = self.engine.get(id) else { return false };
-        self.hangs_now(id) && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
+        self.hangs_now(id) && self.registry.of_job(&incident.head.job).iter().any(|rank| rank.settings.hang_kill)
     }
 
     /// Ends the ranks of a job that still hangs, if it is configured to be ended for that. Returns
@@ -118,13 +118,13 @@ impl NodeState {
     fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
         let culprits = self.reports.get(id).map(|report| report.culprits.clone()).unwrap_or_default();
-        let ranks = self.registry.of_job(&incident.job).into_iter().filter(|rank| rank.presence.is_alive());
+        let ranks = self.registry.of_job(&incident.head.job).into_iter().filter(|rank| rank.presence.is_alive());
         let ranks: Vec<&Rank> = ranks.collect();
         if let Some((rank, what)) = ranks.iter().find_map(|rank| Some((rank, progress_since(rank, since_ns)?))) {
             info!("incident {id}: the ranks are not ended: {} {what} since the first stacks were taken", rank.title());
             return false;
         }
-        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
+        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.head.job);
         let registered = ranks.iter().filter_map(|rank| Some((rank.info.rank, Arc::clone(rank.process.as_ref()?))));
         let processes: Vec<(i32, Arc<Handle>)> = registered.chain(self.unregistered_that_hang(id, now)).collect();
         let mut agents: BTreeMap<i32, Vec<(i32, Arc<Handle>)>> = BTreeMap::new();
@@ -153,7 +153,7 @@ impl NodeState {
         let Some((incident, report)) = self.engine.get(id).zip(self.reports.get(id)) else { return Vec::new() };
         let hangs_by_verdict = |unregistered: &&&Unregistered| {
             let hangs = u32::try_from(unregistered.info.rank).is_ok_and(|rank| report.hanging.contains(rank));
-            hangs && (&unregistered.job, unregistered.info.attempt) == (&incident.job, incident.attempt)
+            hangs && (&unregistered.job, unregistered.info.attempt) == (&incident.head.job, incident.head.attempt)
         };
         let unregistered = self.unregistered_ranks(now);
         let processes =
@@ -172,12 +172,12 @@ impl NodeState {
         let is_open_here = |incident: &&Incident| {
             matches!(incident.state, State::Open | State::Dumped)
                 && !incident.superseded
-                && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
+                && (&incident.head.job, incident.head.attempt) == (&rank.job, rank.info.attempt)
         };
         // A process that names no rank is a job of its own, and its only rank.
         let number = u32::try_from(rank.info.rank).unwrap_or(0);
         let mut reports =
-            self.engine.incidents().filter(is_open_here).filter_map(|incident| self.reports.get(&incident.id));
+            self.engine.incidents().filter(is_open_here).filter_map(|incident| self.reports.get(&incident.head.id));
         reports.any(|report| report.hanging.contains(number))
     }
 
@@ -214,7 +214,7 @@ impl NodeState {
             if !self.hangs_now(&id) {
                 self.verdict_actions.rechecks.remove(&id);
             } else if postponed {
-                let Some(job) = self.engine.get(&id).map(|incident| incident.job.clone()) else { continue };
+                let Some(job) = self.engine.get(&id).map(|incident| incident.head.job.clone()) else { continue };
                 // Nothing may have completed for a full timeout.
                 if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
                     self.schedule_recheck(&id, true, now);

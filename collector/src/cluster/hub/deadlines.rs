@@ -33,7 +33,7 @@ const MAX_CLOSED: usize = 500;
 impl Hub {
     /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
-        let ids = self.incidents.values().filter(|one| one.is_active()).map(|one| one.id.clone());
+        let ids = self.incidents.values().filter(|one| one.is_active()).map(|one| one.head.id.clone());
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
@@ -58,7 +58,7 @@ impl Hub {
         // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
             let closed = self.incidents.values().filter(|one| !one.is_open() && one.by_hand == by_hand);
-            let closed: Vec<String> = closed.map(|one| one.id.clone()).collect();
+            let closed: Vec<String> = closed.map(|one| one.head.id.clone()).collect();
             for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
                 self.incidents.remove(id);
             }
@@ -136,9 +136,9 @@ impl Hub {
     /// Closes the incident or starts its next step, if it is time.
     fn advance(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let summary = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.head.job);
         let is_over = self.is_over(incident);
-        let restored = incident.opened.mono_ns < self.started.mono_ns;
+        let restored = incident.head.opened.mono_ns < self.started.mono_ns;
         let is_back = summary.alive && summary.is_complete();
         let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
@@ -175,11 +175,11 @@ impl Hub {
     /// Reopens a hang that begins again before its node learns that it was over: the node will not
     /// open another incident.
     pub(super) fn reopen(&mut self, id: &str, now: Now) {
-        let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.job.clone(), self.is_over(one))) else {
+        let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.head.job.clone(), self.is_over(one))) else {
             return;
         };
         let is_alive = self.nodes.job(&job).alive;
-        let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
+        let is_open = self.incidents.values().any(|one| one.is_open() && one.head.job == job);
         let Some(incident) = self.incidents.get_mut(id).filter(|one| !one.is_open()) else { return };
         if is_open || is_over || !is_alive {
             return;

@@ -13,14 +13,14 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        gather::{self, Plan, Work},
+        gather::{self, GatherTask, Work},
         hub::{Command, Expected, Hub, SECOND, opening::runs},
         incident::Progress,
         nodes::Node,
         service::Credit,
     },
     error::chain,
-    incident::{State, folder::rank_of, judging, part::ALL_FILES, retention},
+    incident::{Plan, State, folder::rank_of, judging, part::ALL_FILES, retention},
     job::NodeId,
     os::{clock::Now, process},
 };
@@ -54,7 +54,7 @@ impl Hub {
     /// Requests as many parts as may be in transfer.
     pub(super) fn request_parts(&mut self, now: Now) {
         let waiting = self.incidents.values().filter(|one| !one.captured.is_empty());
-        let waiting: Vec<String> = waiting.map(|one| one.id.clone()).collect();
+        let waiting: Vec<String> = waiting.map(|one| one.head.id.clone()).collect();
         for id in waiting {
             // Each incident has its own limit: a stuck thread of one does not block the others.
             while let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.transfers() < DELIVERIES)
@@ -124,12 +124,12 @@ impl Hub {
         if !matches!(part.progress, Progress::Delivering(_) | Progress::Failed(_)) {
             return;
         }
-        let world = self.nodes.job(&incident.job).world_size;
+        let world = self.nodes.job(&incident.head.job).world_size;
         let before = dump.ranks.len();
         dump.ranks.retain(|rank| {
             let found = matches!(rank.presence(), Presence::Unregistered | Presence::Dead)
                 && rank.rank < world
-                && self.nodes.node_of_rank(&incident.job, rank.rank).is_none_or(|of| of == node);
+                && self.nodes.node_of_rank(&incident.head.job, rank.rank).is_none_or(|of| of == node);
             if found {
                 part.ranks.insert(rank.rank);
             }
@@ -180,25 +180,21 @@ impl Hub {
     pub(super) fn send_work(&mut self, id: &str, work: Work) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
-            let summary = self.nodes.job(&incident.job);
-            let milliseconds = |ms: u64| ms.saturating_mul(1_000_000);
-            let plan = Plan {
-                incident: id.into(),
-                job: incident.job.name.clone(),
-                attempt: incident.attempt,
+            let summary = self.nodes.job(&incident.head.job);
+            let task = GatherTask {
+                plan: Plan {
+                    head: incident.head.clone(),
+                    hang_timeout: Duration::from_millis(summary.hang_timeout_ms),
+                    sample_interval: Duration::from_millis(summary.sample_interval_ms),
+                },
                 world_size: summary.world_size,
-                trigger: incident.trigger.clone(),
-                opened: incident.opened,
-                late_ns: incident.late_ns,
-                hang_timeout_ns: milliseconds(summary.hang_timeout_ms),
-                sample_interval_ns: milliseconds(summary.sample_interval_ms),
                 folder: incident.folder.clone(),
                 is_new_round: incident.state == State::Open,
             };
             let (commands, name) = (self.commands.clone(), id.to_string());
             // Fails only when the process ends.
             let report = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
-            match gather::start(plan, report) {
+            match gather::start(task, report) {
                 Ok(sender) => incident.work = Some(sender),
                 Err(error) => {
                     warn!("incident {id}: {}", chain(&error));
@@ -225,10 +221,10 @@ impl Hub {
             return;
         }
         // After a restart of this collector the nodes reconnect one by one.
-        let summary = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.head.job);
         let is_over = self.is_over(incident);
         let all_known = is_over || summary.nodes.iter().all(|node| incident.parts.contains_key(node));
-        let restored = incident.opened.mono_ns < self.started.mono_ns;
+        let restored = incident.head.opened.mono_ns < self.started.mono_ns;
         let is_complete = summary.is_complete() && !is_over && !summary.nodes.is_empty();
         let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_complete;
         if all_known && returned {
@@ -275,7 +271,7 @@ impl Hub {
             }
             incident.next_round_ns = None;
             if grounds != Grounds::Proven && !incident.by_hand {
-                let timeout = Duration::from_millis(self.nodes.job(&incident.job).hang_timeout_ms);
+                let timeout = Duration::from_millis(self.nodes.job(&incident.head.job).hang_timeout_ms);
                 let wait_ns = judging::recheck_delay_ns(timeout, incident.round);
                 incident.next_round_ns = Some(now.mono_ns.saturating_add(wait_ns));
             }
@@ -420,7 +416,7 @@ impl Hub {
         if incident.by_hand {
             self.close(id, State::Ended, now);
         }
-        let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
+        let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         retention::start(self.folders(), self.settings.keep, open);
     }
 }

@@ -76,14 +76,15 @@ impl Hub {
         // Transfers on its old stream are lost.
         self.transfers_interrupted(node, now);
         let lasts = |id: &String| hello.incidents.iter().any(|alarm| alarm.incident == *id);
-        for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.id)) {
+        for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.head.id)) {
             // The hang ended there while the node was away.
             incident.note_hang(node, false, false, now.mono_ns);
         }
         let ranks = hello.ranks.unwrap_or_default().ranks;
         info!("node {} joined with {} ranks", hello.node, ranks.len());
         self.claim(node, ranks, now);
-        let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
+        let open: Vec<String> =
+            self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         let requests = open.iter().filter_map(|id| self.dump_request(id, node, now)).collect();
         self.nodes.send(node, Message::Welcome(NodeWelcome { open: requests }), now.mono_ns);
         for alarm in hello.incidents {

@@ -9,13 +9,17 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        gather::Record,
         hub::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND},
         incident::{Incident, Part, Progress},
     },
     error::chain,
     http::questions::{DumpReply, Refusal, wanted_job},
-    incident::{State, folder::Folder},
+    incident::{
+        Head, State,
+        engine::Record,
+        folder::Folder,
+        verdict_files::{CLUSTER_RECORD, write_record},
+    },
     job::{JobKey, NodeId},
     os::clock::{self, Now},
 };
@@ -30,7 +34,8 @@ const OPERATIONS: u32 = 1_000_000;
 impl Hub {
     /// A node with new ranks joins the open incidents of their jobs.
     pub(super) fn request_for_open_incidents(&mut self, node: NodeId, now: Now) {
-        let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
+        let open: Vec<String> =
+            self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         for id in open {
             let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
             if !known && let Some(request) = self.dump_request(&id, node, now) {
@@ -65,12 +70,14 @@ impl Hub {
         }
         // A dump by hand that the node has already taken does not contain a later hang.
         let taken = |one: &Incident| one.by_hand && !one.awaits(node);
-        let is_other = |one: &Incident| one.id != alarm.incident && (taken(one) || self.is_before(one, node));
-        let open =
-            self.incidents.values().find(|one| one.is_open() && one.job == job && !self.is_over(one) && !is_other(one));
-        let open = open.map(|one| one.id.clone());
+        let is_other = |one: &Incident| one.head.id != alarm.incident && (taken(one) || self.is_before(one, node));
+        let open = self
+            .incidents
+            .values()
+            .find(|one| one.is_open() && one.head.job == job && !self.is_over(one) && !is_other(one));
+        let open = open.map(|one| one.head.id.clone());
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
-            let id = incident.id.clone();
+            let id = incident.head.id.clone();
             if alarm.hangs {
                 incident.note_hang(node, true, false, now.mono_ns);
             }
@@ -120,18 +127,11 @@ impl Hub {
         info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
         self.opened += 1;
         let summary = self.nodes.job(job);
-        let mut incident = Incident::new(&id, job, attempt, trigger, now, late_ns);
+        let mut incident =
+            Incident::new(Head { id: id.clone(), job: job.clone(), attempt, trigger, opened: now, late_ns });
         incident.hanging.extend(hanging);
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
-        let record = Record {
-            id: id.clone(),
-            job: job.name.clone(),
-            instance: job.instance.clone(),
-            attempt,
-            opened_unix_ns: now.unix_ns,
-            late_ns,
-            trigger: xpu_timer_proto::Message::encode_to_vec(&incident.trigger),
-        };
+        let record = Record::new(&incident.head);
         self.incidents.insert(id.clone(), incident);
         self.make_folder(&id, record);
         self.request_dumps(&id, now);
@@ -145,7 +145,7 @@ impl Hub {
         let make = move || {
             let made = Folder::create(&root, &fallback, &name);
             if let Ok((folder, _)) = &made {
-                record.write(&folder.path);
+                write_record(&folder.path, CLUSTER_RECORD, &record);
             }
             made
         };
@@ -183,7 +183,7 @@ impl Hub {
     /// Asks every node of the job for a dump.
     fn request_dumps(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let nodes = self.nodes.job(&incident.job).nodes.clone();
+        let nodes = self.nodes.job(&incident.head.job).nodes.clone();
         for node in nodes {
             let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
             let request = self.dump_request(id, node, now);
@@ -202,7 +202,7 @@ impl Hub {
     /// Starts another round for a hang that lasts but may not have been one.
     pub(super) fn begin_round(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let summary = self.nodes.job(&incident.job);
+        let summary = self.nodes.job(&incident.head.job);
         info!("incident {id}: it lasts; the ranks are looked at again");
         incident.begin_round();
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
@@ -218,19 +218,19 @@ impl Hub {
         let ranks = match is_over {
             // For a world that is over, only nodes that were asked before still have data.
             true => incident.parts.get(&node).map(|part| part.ranks.clone()).unwrap_or_default(),
-            false => self.nodes.ranks_of(&incident.job, node),
+            false => self.nodes.ranks_of(&incident.head.job, node),
         };
         let done = incident.parts.get(&node).is_some_and(|part| part.progress == Progress::Delivered);
         if ranks.is_empty() || done {
             return None;
         }
-        let summary = self.nodes.job(&incident.job);
-        let JobKey { name, instance } = self.nodes.key_at(node, &incident.job);
+        let summary = self.nodes.job(&incident.head.job);
+        let JobKey { name, instance } = self.nodes.key_at(node, &incident.head.job);
         let request = DumpRequest {
             incident: id.into(),
             job: Some(JobId { name, instance }),
-            attempt: incident.attempt,
-            trigger: Some(incident.trigger.clone()),
+            attempt: incident.head.attempt,
+            trigger: Some(incident.head.trigger.clone()),
             sample_interval_ms: summary.sample_interval_ms,
             ranks: runs(&ranks),
             operations: (OPERATIONS / summary.world_size.max(1)).clamp(10, 1024),
@@ -247,7 +247,7 @@ impl Hub {
         }
         // The ranks of a restarted node no longer belong to its old entry, which is away.
         let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
-        let job = &incident.job;
+        let job = &incident.head.job;
         let successors: Vec<NodeId> = away.filter(|other| self.nodes.ranks_of(job, *other).is_empty()).collect();
         for old in successors {
             if incident.parts.get(&old).is_some_and(|part| part.progress != Progress::Delivered) {
@@ -265,10 +265,11 @@ impl Hub {
     /// older world.
     pub(super) fn open_successor(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let of_the_next = |node: &&NodeId| self.nodes.began_after(&incident.job, **node, incident.opened.mono_ns);
+        let of_the_next =
+            |node: &&NodeId| self.nodes.began_after(&incident.head.job, **node, incident.head.opened.mono_ns);
         let hanging: Vec<NodeId> = incident.hanging.iter().filter(of_the_next).copied().collect();
-        let job = incident.job.clone();
-        let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
+        let job = incident.head.job.clone();
+        let is_open = self.incidents.values().any(|one| one.is_open() && one.head.job == job);
         if hanging.is_empty() || is_open || !self.throttle.allows(&job, now.mono_ns) {
             return;
         }
@@ -286,8 +287,9 @@ impl Hub {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        let open = self.incidents.values().find(|one| one.state == State::Open && one.job == job && !self.is_over(one));
-        let open = open.map(|incident| incident.id.clone());
+        let open =
+            self.incidents.values().find(|one| one.state == State::Open && one.head.job == job && !self.is_over(one));
+        let open = open.map(|incident| incident.head.id.clone());
         if open.is_none() && !self.dumps.allows(&job, now.mono_ns) {
             return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
         }

@@ -1,6 +1,7 @@
 //! The parts of an incident when streams and deliveries are cut off, with a simulated clock.
 
 use tokio::sync::oneshot;
+use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
     env::Source,
     v1::{
@@ -243,7 +244,7 @@ fn an_alarm_for_a_rank_of_another_node_names_no_rank() {
     let mut cluster = hub();
     let (_first, _second) = (cluster.join(0), cluster.join(1));
     let id = cluster.alarm(1);
-    assert_eq!(cluster.hub.incidents[&id].trigger.rank, -1);
+    assert_eq!(cluster.hub.incidents[&id].head.trigger.rank, -1);
 }
 
 #[test]
@@ -277,7 +278,7 @@ fn a_late_verdict_does_not_reopen_a_closed_incident() {
     cluster.hub.close(&id, State::Resolved, at(42));
     cluster.hub.judge(&id);
     let verdict = cluster.verdict();
-    let status = || crate::incident::records::verdict(&folder).unwrap().timing.status;
+    let status = || records::verdict(&folder).unwrap().timing.status;
     assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
     cluster.hub.apply_verdict(&id, &verdict, at(43));
     assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
@@ -494,6 +495,6 @@ fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
     cluster.restarts(1, at(42), at(46));
     cluster.hub.tick(at(47));
     assert_eq!((cluster.hub.incidents[&old].state, cluster.hub.incidents.len()), (State::Ended, 2));
-    let new = cluster.hub.incidents.values().find(|one| one.id != old).unwrap();
+    let new = cluster.hub.incidents.values().find(|one| one.head.id != old).unwrap();
     assert!(new.is_open() && new.hanging.len() == 1 && new.parts.len() == 2, "{new:?}");
 }
