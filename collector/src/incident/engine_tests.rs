@@ -375,3 +375,20 @@ fn causes_follow_their_process_to_another_job() {
     engine.clear_cause(&job("j"), &operation(2, 7), at(14));
     assert_eq!(engine.get(&other).unwrap().causes, BTreeSet::new());
 }
+
+#[test]
+fn records_of_earlier_releases_are_read() {
+    let of_node = r#"{"id": "1", "boot": "b", "job": "j", "instance": "i", "attempt": 2, "opened_unix_ns": 3,
+        "opened_mono_ns": 4, "dumped_mono_ns": 5, "seen": [{"kind": "operation", "pid": 6, "ticket": 7}]}"#;
+    let record: Record = serde_json::from_str(of_node).unwrap();
+    assert_eq!((record.boot.as_str(), record.dumped_mono_ns), ("b", 5));
+    assert_eq!(record.seen, BTreeSet::from([operation(6, 7)]));
+    let head = record.head(record.opened_mono_ns);
+    assert_eq!((head.job.instance.as_str(), head.attempt, head.opened.mono_ns, head.late_ns), ("i", 2, 4, 0));
+    let of_cluster = r#"{"id": "1", "job": "j", "instance": "i", "attempt": 2, "opened_unix_ns": 3, "late_ns": 8,
+        "trigger": [8, 1, 16, 5]}"#;
+    let head = serde_json::from_str::<Record>(of_cluster).unwrap().head(9);
+    assert_eq!((head.late_ns, head.opened), (8, Now { mono_ns: 9, unix_ns: 3 }));
+    assert_eq!((head.trigger.kind(), head.trigger.rank), (TriggerKind::Operation, 5));
+    assert_eq!(Record::new(&head).head(9).trigger, head.trigger);
+}

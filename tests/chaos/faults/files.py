@@ -29,7 +29,7 @@ def elsewhere(script, *namespaces):
     root = f"/proc/{job.pid}/root" if namespaces else ""
     temporary = os.environ["TMPDIR"]
     wait_for("a verdict", lambda: verdicts(f"{root}{temporary}", f"{root}{TIMELINE}", f"{root}{DIR}/x"), 60)
-    silent(job, 2)
+    silent(job, 1)
     return job.err().strip()[-140:] or "silent"
 
 
@@ -238,7 +238,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
     if code == 77:
         raise Unable("FUSE cannot be mounted here")
     must(code == 0, f"status {code}: {tail(job.err())}")
-    silent(job, 2)
+    silent(job, 1)
 
 
 @promises("it costs one line on stderr, and the job completes")

@@ -74,7 +74,7 @@ def space_chroot():
     subprocess.run(["cp", program, root / "inside"], check=True)
     job = launched("chroot", root, "/inside")
     must((job.wait(30), job.out()) == (3, "inside\n"), f"{job.out()} {job.err()}")
-    silent(job, 2)
+    silent(job, 1)
 
 
 @promises("the job has a collector of its own user, and the launcher prints two lines at most about what it cannot use")

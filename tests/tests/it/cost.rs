@@ -12,7 +12,7 @@ pub fn idle_libraries(job: &Job) {
     idle_library(job, "libnccl.so.2", "-DCOLLECTIVES");
 }
 
-fn idle_library(job: &Job, soname: &str, part: &str) {
+pub fn idle_library(job: &Job, soname: &str, part: &str) {
     let stubs = std::fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
     compile_c(&job.dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
 }

@@ -24,14 +24,25 @@ typedef struct { char internal[128]; } Id;
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int ncclCommInitRank(void **, int, Id, int);
+extern char ompi_mpi_comm_world[], ompi_mpi_int[];
+int MPI_Irecv(void *, int, void *, int, int, void *, void **);
+int MPI_Test(void **, int *, void *);
 
 static void *comm;
+static void *request;
 
 static void train(int times) {
     for (int index = 0; index < times; index++) {
         if (cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) != 0) abort();
         if (ncclAllReduce(comm, comm, 8, 7, 0, comm, (void *)0x100) != 0) abort();
     }
+}
+
+/* Asks for a message that never comes. Between two polls the program sleeps, so the hook has to
+   learn what the thread did meanwhile. */
+static void poll_mpi(void) {
+    int flag = 1;
+    if (MPI_Test(&request, &flag, NULL) != 0 || flag) abort();
 }
 
 static void await(const char *folder, const char *name) {
@@ -140,6 +151,8 @@ int main(int count, char **arguments) {
     if (early) shut_in(arguments[1], action);
     if (ncclCommInitRank(&comm, 4, id, 0) != 0) abort();
     train(10);
+    int buffer = 0;
+    if (MPI_Irecv(&buffer, 1, ompi_mpi_int, 1, 5, ompi_mpi_comm_world, &request) != 0) abort();
     if (!early && !is_executed) {
         await(arguments[3], "go");
         shut_in(arguments[1], action);
@@ -156,6 +169,7 @@ int main(int count, char **arguments) {
     /* More than the ring holds, and longer than the collector takes to look. */
     for (int round = 0; round < 300; round++) {
         train(100);
+        poll_mpi();
         /* Nor may it sleep in the strict mode. */
         int is_strict = strcmp(arguments[1], "strict") == 0;
         for (volatile int index = 0; is_strict && index < 3000000;) index++;
