@@ -13,7 +13,7 @@ use xpu_timer_proto::ring::lane::LONG_NS;
 /// Version of the form of `verdict.json`; a change that breaks a reader raises it.
 pub const FORMAT: u32 = 1;
 
-/// Why the job stopped. A cause stands here only if a rule of the judge can produce it.
+/// Why the job stopped. Every cause here is the result of a rule of the judge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -24,7 +24,7 @@ pub enum Cause {
     ProcessStopped,
     /// A thread sleeps uninterruptibly in the kernel, at the same place in both samples.
     DState,
-    /// The holder of Python's global lock is blocked in native code, and others wait for the lock.
+    /// The holder of the GIL is blocked in native code, and other threads wait for the GIL.
     GilDeadlock,
     /// The main thread waits for its data loader.
     DataLoader,
@@ -67,7 +67,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// The name as it stands in `verdict.json`.
+    /// The name in `verdict.json`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -117,7 +117,7 @@ pub enum Confidence {
 }
 
 impl Confidence {
-    /// The name as it stands in `verdict.json`.
+    /// The name in `verdict.json`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -135,7 +135,7 @@ pub enum HangEvidence {
     /// Nothing does: the job moves, is idle, or the evidence does not tell.
     #[default]
     None,
-    /// An operation is pending for longer than the hang timeout, and no culprit makes progress.
+    /// An operation has been pending for longer than the hang timeout, and no culprit makes progress.
     PendingOperation,
     /// A chain of waiting ends in a rank that is dead or stands still.
     WaitChain,
@@ -241,7 +241,7 @@ pub enum Activity {
     Io,
     /// Waits for a lock.
     Lock,
-    /// Waits for Python's global lock.
+    /// Waits for the GIL.
     Gil,
     /// Compiles.
     Compile,
@@ -280,7 +280,7 @@ pub struct RankGroup {
 pub struct TriggerReport {
     /// `operation`, `idle`, `heartbeat`, `death`, `manual` or `unspecified`.
     pub kind: String,
-    /// The rank that signalled first.
+    /// The rank that reported the first timeout.
     pub rank: Option<u32>,
     /// The operation that was pending for too long.
     pub operation: Option<OperationState>,
@@ -337,7 +337,7 @@ impl HookReport {
             let (long, all) = (self.long_samples, self.long_samples + self.samples);
             parts.push(format!("more than {} us in {long} of {all} calls", LONG_NS / 1000));
         } else if parts.is_empty() {
-            parts.push("its cost was not measured, there were too few calls".to_owned());
+            parts.push("cost not measured (too few calls)".to_owned());
         }
         let lost =
             [(self.dropped, "operations dropped"), (self.panics, "panics"), (self.overflows, "table entries lost")];
@@ -436,7 +436,7 @@ mod tests {
     fn the_line_tells_cost_and_losses() {
         assert_eq!(HookReport::default().line(), None);
         let quiet = HookReport { ranks: 4, ..Default::default() };
-        assert_eq!(quiet.line().unwrap(), "its cost was not measured, there were too few calls, nothing dropped");
+        assert_eq!(quiet.line().unwrap(), "cost not measured (too few calls), nothing dropped");
         let slow = HookReport { long_samples: 7, ..quiet.clone() };
         assert_eq!(slow.line().unwrap(), "more than 20 us in 7 of 7 calls, nothing dropped");
         let report = HookReport { launch_ns: Some(18.4), collective_ns: Some(120.0), dropped: 3, panics: 1, ..quiet };

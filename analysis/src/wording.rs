@@ -136,7 +136,7 @@ pub(crate) mod ruled_out {
         "ranks that are at the same number of a communicator run the same operation";
     pub(crate) const NOT_STOPPED: &str = "no process is in state T";
     pub(crate) const NO_UNINTERRUPTIBLE_SLEEP: &str = "no thread sleeps uninterruptibly in both samples";
-    pub(crate) const NOT_ON_GIL: &str = "the main thread does not wait for Python's global lock";
+    pub(crate) const NOT_ON_GIL: &str = "the main thread does not wait for the GIL";
     pub(crate) const NOT_IN_LOADER: &str = "the main thread is not in a data loader";
     pub(crate) const NOT_IN_IO: &str = "the main thread is not inside a read, write or sync";
     pub(crate) const NOT_ON_LOCK: &str = "the main thread does not wait for a lock";

@@ -1,4 +1,4 @@
-//! Merges the dumps of all ranks one by one, into two trees and into groups of ranks that stand at
+//! Merges the dumps of all ranks one by one, into two trees and into groups of ranks that are at
 //! the same place.
 
 use crate::dump::{Dump, Frame, Thread, Threads};

@@ -300,9 +300,9 @@ pub fn wrapped(text: &str, width: Option<usize>) -> String {
 fn grouped(merged: &Merged) -> String {
     match merged.groups.len() {
         0 => String::new(),
-        1 if merged.ranks.len() == 1 => "It stands here:".to_owned(),
-        1 => "Their main threads all stand at one place:".to_owned(),
-        n => format!("Their main threads stand at {n} places, the largest group first:"),
+        1 if merged.ranks.len() == 1 => "It is here:".to_owned(),
+        1 => "All their main threads are at one place:".to_owned(),
+        n => format!("Their main threads are at {n} places, the largest group first:"),
     }
 }
 
@@ -471,7 +471,7 @@ mod tests {
         assert_eq!(
             text,
             "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
-             7 of 10 ranks have a dump. Their main threads stand at 3 places, the largest group first:\n  \
+             7 of 10 ranks have a dump. Their main threads are at 3 places, the largest group first:\n  \
                ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      apart from the others since step (t.py:9)\n  \
                rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \
                rank 6 on gpu-1\n      no stack\n\n\

@@ -57,7 +57,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 /// A rank that stands apart from the others before any rank has a communicator.
 fn before_communicators(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    case.world.views.iter().all(has_no_communicator).then(|| missing_rank::stands_apart(case, suspect))?
+    case.world.views.iter().all(has_no_communicator).then(|| missing_rank::is_elsewhere(case, suspect))?
 }
 
 fn has_no_communicator(view: &RankView<'_>) -> bool {

@@ -92,7 +92,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Suspect::Device { rank_index, .. } => open_group(case, suspect, *rank_index),
         Suspect::Host { events, .. } if events.is_empty() && case.stack_waiters.is_empty() => None,
         Suspect::Host { rank_index, events, guess } => {
-            stands_apart(case, suspect).or_else(|| absent(case, suspect, (*rank_index, events, *guess)))
+            is_elsewhere(case, suspect).or_else(|| absent(case, suspect, (*rank_index, events, *guess)))
         }
         Suspect::Complete(_) => None,
     }
@@ -182,7 +182,7 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
 }
 
 /// A rank stands still elsewhere than most, and no record shows that any rank waits.
-pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+pub(super) fn is_elsewhere(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Host { rank_index, events, .. } = suspect else { return None };
     let waits = |rank_index: &usize| {
         matches!(case.view(*rank_index).host.observed.activity, Activity::DeviceWait | Activity::CommInit)
@@ -192,8 +192,8 @@ pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
         return None;
     }
     let mut evidence = case.position_lines(*rank_index);
-    evidence.push(collectives::stand_together_line(case, most));
-    let statement = collectives::stands_apart(case, *rank_index, most);
+    evidence.push(collectives::common_place_line(case, most));
+    let statement = collectives::is_elsewhere(case, *rank_index, most);
     Some(Finding { culprits: vec![*rank_index], statement, confidence: Confidence::Low, evidence })
 }
 
@@ -215,7 +215,7 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
         return None;
     }
     let mut evidence =
-        vec![collectives::inside_line(case, inside, event), collectives::stand_together_line(case, outside)];
+        vec![collectives::inside_line(case, inside, event), collectives::common_place_line(case, outside)];
     evidence.extend(case.position_lines(inside[0]));
     let statement = collectives::alone_in(case, inside, outside, event);
     Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Low, evidence })

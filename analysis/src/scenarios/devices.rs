@@ -32,7 +32,7 @@ fn a_collective_that_is_launched_and_does_not_begin_is_blocked_by_something_else
     job.kernel(0, "stuck_kernel");
     let verdict = job.judge();
     expect(&verdict, Cause::KernelHang, &[0], Confidence::High);
-    assert!(verdict.sentence.contains("stuck_kernel does not end"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("stuck_kernel does not complete"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -185,5 +185,5 @@ fn a_rank_whose_record_ends_where_the_others_have_long_been() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[0], Confidence::Medium);
-    assert!(verdict.sentence.contains("fell silent in all_reduce 13"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("recorded nothing after entering all_reduce 13"), "{}", verdict.sentence);
 }

@@ -326,5 +326,5 @@ fn a_collective_of_the_host_that_only_its_rank_does_not_wait_for() {
     job.stands(2, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("does not wait for it as ranks 0-1, 3 do; it stands"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("does not wait for it, unlike ranks 0-1, 3; it is at"), "{}", verdict.sentence);
 }

@@ -221,8 +221,7 @@ fn serves() -> Stack {
 fn ranks_that_all_sleep_may_be_idle() {
     let verdict = quiet(|_| Stack::sleep()).judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    let told =
-        "No operation is pending, so nothing is stuck on any device: all 4 ranks stand at train.py:99 in evaluate";
+    let told = "No operation is pending on any device: all 4 ranks are at train.py:99 in evaluate";
     assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
 }
 
@@ -258,7 +257,7 @@ fn all_ranks_in_their_loaders() {
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 2, 3]);
-    assert!(verdict.sentence.contains("none is to blame"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("no rank is the culprit"), "{}", verdict.sentence);
     job.stands(1, Stack::sleep());
     expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
 }
@@ -275,7 +274,7 @@ fn all_ranks_ask_a_server_that_does_not_answer() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    assert!(verdict.sentence.contains("all 4 ranks stand at train.py:64 in fetch"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("all 4 ranks are at train.py:64 in fetch"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -283,5 +282,5 @@ fn a_minority_at_another_place_is_named_in_a_job_that_stands_still() {
     let at = |file: &str| Stack::new(&[("step", file), ("main", "/job/train.py:133")], &["ioctl"]);
     let verdict = quiet(|rank| at(if rank == 2 { "/job/load.py:7" } else { "/job/train.py:50" })).judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Low);
-    assert!(verdict.sentence.contains("while ranks 0-1, 3 stand at train.py:50"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("while ranks 0-1, 3 are at train.py:50"), "{}", verdict.sentence);
 }

@@ -203,7 +203,7 @@ fn a_rank_that_left_while_others_wait_for_it_is_named() {
     job.rank(2).dump = None;
     let verdict = job.judge();
     expect(&verdict, Cause::ProcessDead, &[2], Confidence::High);
-    assert!(sentence(&verdict).contains("has left"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("has exited"), "{}", sentence(&verdict));
 }
 
 #[test]
@@ -429,7 +429,7 @@ fn the_one_rank_that_goes_on_when_all_others_are_done() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
-    assert!(sentence(&verdict).contains("made a collective too many"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("called one collective too many"), "{}", sentence(&verdict));
     // An error is different, and so is a rank that left before the others.
     job.rank(2).exit = "exit code 1".into();
     assert_eq!(job.judge().cause, Cause::ProcessDead);
@@ -714,8 +714,7 @@ fn words_agree_with_the_number_of_ranks() {
     let mut job = Job::with_world(4, 30);
     (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     (2..4).for_each(|rank| job.no_dump(rank));
-    let told =
-        "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks), and where they stand is not known;";
+    let told = "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks), at an unknown place;";
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 
     for rank in 2..4 {
@@ -725,8 +724,7 @@ fn words_agree_with_the_number_of_ranks() {
         job.flight(rank).operations.last_mut().expect("a kernel").started_ns = read_ns - SECOND;
         job.queue(0x77, rank, Op::AllReduce);
     }
-    let told =
-        "Ranks 2-3 are slow on their device, which goes on, so this is probably not a hang; they stand at train.py:90";
+    let told = "Ranks 2-3 are slow on their device, which makes progress, so this is probably not a hang; they are at train.py:90";
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 }
 

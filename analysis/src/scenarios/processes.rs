@@ -141,7 +141,7 @@ fn the_sentence_about_a_missing_send_names_the_awaited_child() {
     job.rank(0).dump.as_mut().expect("a dump").children[0].parent_pid = 1000;
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::P2pUnmatched, &[0][..]), "{}", verdict.to_text());
-    let told = "has not sent to rank 1; it stands at train.py:9 in evaluate (C function poll), and its child process 4242 (score --all) has not ended";
+    let told = "has not sent to rank 1; it is at train.py:9 in evaluate (C function poll), and its child process 4242 (score --all) has not ended";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
 }
 

@@ -154,7 +154,7 @@ fn a_rank_that_finalizes_while_others_go_on_gave_up() {
     });
     let verdict = job.judge();
     expect(&verdict, Cause::Teardown, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("while others go on: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("while others continue: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
 }
 
 #[test]

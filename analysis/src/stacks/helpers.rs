@@ -182,7 +182,7 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     Some(StuckHelper { who, place })
 }
 
-/// A thread of a worker that stands in the user's own code, inside the worker's task, at the same
+/// A thread of a worker that is in the user's own code, inside the worker's task, at the same
 /// line in both samples.
 fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
     const WORKERS: &str = "/multiprocessing/";
@@ -192,7 +192,7 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
         let frame = own(&thread.frames[..given])?;
         let before = first.map(|first| first.python.iter().find(|before| before.os_thread_id == thread.os_thread_id));
         let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
-        same.then(|| (thread.thread_name.clone(), format!("stands at {}", frame_label(&frame))))
+        same.then(|| (thread.thread_name.clone(), format!("is at {}", frame_label(&frame))))
     })
 }
 

@@ -34,22 +34,22 @@ pub(crate) fn absent(
     let known = !case.place(rank_index).is_empty();
     let stands = |number: Number| match (case.view(rank_index).presence, known) {
         (Presence::Missing, _) => {
-            number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
+            number.word(", and there is no data from it", ", and there is no data from them").to_owned()
         }
-        (_, false) => {
-            number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
-        }
-        (_, true) => case.stands_clause(rank_index, number),
+        (_, false) => number.word(", at an unknown place", ", at an unknown place").to_owned(),
+        (_, true) => case.location_clause(rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
     let busy = if busy { ", busy on a processor" } else { "" };
     Statement::of_ranks(|number| {
         let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(rank_index, number));
         match absence {
-            Absence::Guess => format!("{} probably not in {what}: all others are{stands}", number.is()),
+            Absence::Guess => format!("{} probably not in {what}, because all other ranks are{stands}", number.is()),
             Absence::NotWaiting => {
                 let does = number.does();
-                format!("{has} launched {what} and {does} not wait for it, so nobody runs it{stands}{busy}{itself}")
+                format!(
+                    "{has} launched {what} and {does} not wait for it, so the library does not run it{stands}{busy}{itself}"
+                )
             }
             Absence::NotEntered => format!("{has} not entered {what}{stands}{busy}{itself}"),
         }
@@ -57,14 +57,14 @@ pub(crate) fn absent(
 }
 
 pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "sleeps and looks again: what it looks for may be another's to do")
+    about(case, rank_index, "polls with a sleep in between: another rank may have to do what it polls for")
 }
 
 /// A rank has called a collective in a group that it has not closed.
 pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::of_ranks(|number| {
         let (has, it_has) = (number.has(), number.word("it has", "they have"));
-        let (what, stands) = (case.describe(event), case.stands_clause(rank_index, number));
+        let (what, stands) = (case.describe(event), case.location_clause(rank_index, number));
         format!("{has} called {what} in a group that {it_has} not closed{stands}")
     })
 }
@@ -73,9 +73,9 @@ pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> St
 pub(crate) fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let (what, place) = (case.describe(event), place_of_one(case, silent));
-    let stands = if place.is_empty() { "" } else { "; it stands" };
+    let stands = if place.is_empty() { "" } else { "; it is" };
     Statement::Sentence(format!(
-        "{} fell silent in {what}, which {} completed{stands}{place}.",
+        "{} recorded nothing after entering {what}, which {} completed{stands}{place}.",
         who.capital(),
         others.text()
     ))
@@ -89,7 +89,7 @@ pub(crate) fn fell_silent_line(
 ) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let what = case.describe(event);
-    let text = format!("the record of {} ends in {what}, and {} completed that", who.text(), others.text());
+    let text = format!("the flight record of {} ends in {what}, which {} completed", who.text(), others.text());
     who.line(text)
 }
 
@@ -98,37 +98,36 @@ pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize],
     let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
     let (number, place) = (who.number(), place_of_one(case, away));
     Statement::Sentence(format!(
-        "{} {} begun {} and {} not wait for it as {} {}{}{place}.",
+        "{} {} started {} and {} not wait for it, unlike {}{}{place}.",
         who.capital(),
         number.has(),
         case.describe(event),
         number.does(),
         others.text(),
-        others.number().does(),
-        if place.is_empty() { "" } else { "; it stands" },
+        if place.is_empty() { "" } else { "; it is" },
     ))
 }
 
-/// A rank that stands at another place than most ranks, which stand together.
-pub(crate) fn stands_apart(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
+/// A rank that is at another place than most ranks, which are at one place.
+pub(crate) fn is_elsewhere(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
     let (rank, place) = (case.view(rank_index).rank, case.place(rank_index));
     let (others, there) = (Ranks::of(case, most), case.place(most[0]));
-    Statement::Sentence(format!("Rank {rank} stands{place}, while {} stand{there}.", others.text()))
+    Statement::Sentence(format!("Rank {rank} is{place}, while {} are{there}.", others.text()))
 }
 
-/// The place of ranks that stand together.
-pub(crate) fn stand_together_line(case: &Case<'_>, together: &[usize]) -> EvidenceLine {
+/// The common place of ranks.
+pub(crate) fn common_place_line(case: &Case<'_>, together: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, together);
-    let text = format!("{} stand{}", who.text(), case.place(together[0]));
+    let text = format!("{} are{}", who.text(), case.place(together[0]));
     who.line(text)
 }
 
-/// Few ranks in a collective, while the others stand together at another place.
+/// Few ranks in a collective, while the others are together at another place.
 pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, few), Ranks::of(case, together));
     let number = who.number();
     Statement::Sentence(format!(
-        "{} {} alone in {}; {} all stand{}: they may wait for something that {} not done.",
+        "{} {} alone in {}; {} are all{}: they may wait for something that {} not done.",
         who.capital(),
         number.is(),
         case.describe(event),
@@ -151,9 +150,9 @@ pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize],
     let (number, place) = (who.number(), place_of_one(case, completed_by));
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
     let stands = match (place.is_empty(), gone) {
-        (_, true) => "; it has ended since".to_owned(),
+        (_, true) => "; it has exited since then".to_owned(),
         (true, false) => String::new(),
-        (false, false) => format!("; it stands{place}"),
+        (false, false) => format!("; it is{place}"),
     };
     Statement::Sentence(format!(
         "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{stands}.",
@@ -192,7 +191,7 @@ pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], e
     let (who, others) = (Ranks::of(case, inside), Ranks::of(case, ended));
     let number = Number::of(inside.len());
     Statement::Sentence(format!(
-        "{} {} in {}{}, and all others ({}) are done and have ended: {} made a collective too many.",
+        "{} {} in {}{}, and all others ({}) have finished and exited: {} called one collective too many.",
         who.capital(),
         number.waits(),
         case.describe(event),
@@ -204,7 +203,7 @@ pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], e
 
 pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, ended);
-    let text = format!("{} ended in order without it", who.text());
+    let text = format!("{} exited normally without it", who.text());
     who.line(text)
 }
 
@@ -283,7 +282,7 @@ pub(crate) fn differ_lines(
         |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} at number {number}", runs(case, group)));
     let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
     if by_history {
-        lines.push(line("no group is the larger one; the operations before decide which one was due", Vec::new()));
+        lines.push(line("no group is larger; the earlier operations show which operation was due", Vec::new()));
     }
     lines
 }
@@ -292,7 +291,7 @@ pub(crate) fn differ_lines(
 pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
-        "{} {} in the same {}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
+        "{} {} in the same {}, which all of them have started and which makes no progress: no rank is behind and no arguments differ, so check the network.",
         who.capital(),
         who.number().is(),
         case.describe(event)
@@ -310,7 +309,7 @@ pub(crate) fn stalled_lines(
 ) -> Vec<EvidenceLine> {
     let what = case.describe(event);
     let who = Ranks::of(case, case.graph.waiters_of(event));
-    let text = format!("{}: {what} has begun and has not completed", who.text());
+    let text = format!("{}: {what} has started and has not completed", who.text());
     let mut lines = vec![who.line(text)];
     if !completed_by.is_empty() {
         let completed_by = Ranks::of(case, completed_by);
@@ -318,11 +317,14 @@ pub(crate) fn stalled_lines(
         lines.push(completed_by.line(text));
     }
     if unnamed > 0 {
-        let text = format!("{unnamed} of its members are not known; one of them may be to blame");
+        let text = format!("{unnamed} of its members are unknown; one of them may be the culprit");
         lines.push(line(text, Vec::new()));
     }
     if roots_may_differ {
-        lines.push(line("the records do not tell the root: the ranks may have named different ones", Vec::new()));
+        lines.push(line(
+            "the flight records do not contain the root: the ranks may have passed different roots",
+            Vec::new(),
+        ));
     }
     lines
 }

@@ -26,26 +26,28 @@ pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: Missed, starts
         Missed::Join => "not joined the communicator",
     };
     let moves = |number: Number| match starts {
-        true => number
-            .word("; it moves, so it is probably still starting", "; they move, so they are probably still starting"),
+        true => number.word(
+            "; it makes progress, so it is probably still starting",
+            "; they make progress, so they are probably still starting",
+        ),
         false => "",
     };
     Statement::of_ranks(|number| {
-        format!("{} {what}{}{}", number.has(), case.stands_clause(rank_index, number), moves(number))
+        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), moves(number))
     })
 }
 
 pub(crate) fn missing_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    super::line(format!("{}; rank {rank} is not", case.waiters_in(event)), vec![rank])
+    super::line(format!("{}; rank {rank} is not in it", case.waiters_in(event)), vec![rank])
 }
 
 /// All known members are inside the creation. `unnamed` members are unknown.
 pub(crate) fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Statement {
     let rest = if unnamed > 0 {
-        format!("; {unnamed} of its members are not known")
+        format!("; {unnamed} of its members are unknown")
     } else {
-        " and it does not end: look at the network between them".to_owned()
+        ", which does not complete: check the network between them".to_owned()
     };
     let inside = Ranks::of(case, case.graph.waiters_of(event));
     let what = case.describe(event);
@@ -57,7 +59,7 @@ pub(crate) fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], 
     let (who, most) = (Ranks::of(case, few), Ranks::of(case, creating));
     let number = who.number();
     Statement::Sentence(format!(
-        "{} {} not come to the creation of a communicator that {} are in, and {} in {}{}.",
+        "{} {} not joined the creation of a communicator that {} are in, and {} in {}{}.",
         who.capital(),
         number.has(),
         most.text(),
@@ -102,7 +104,7 @@ impl OtherSize<'_> {
                 match (view.dead(), place.is_empty()) {
                     (true, _) => format!("; rank {} {}", view.rank, hosts::end(case, *culprit, Number::One)),
                     (false, true) => String::new(),
-                    (false, false) => format!("; rank {} stands{place}", view.rank),
+                    (false, false) => format!("; rank {} is{place}", view.rank),
                 }
             }
             _ => String::new(),
@@ -119,11 +121,11 @@ impl OtherSize<'_> {
 pub(crate) fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     Statement::Sentence(format!(
-        "{} cannot connect to the store at which {} {}{}: compare {} MASTER_ADDR and MASTER_PORT, and look at the network between them.",
+        "{}{} cannot connect to the store that {} {}: compare {} MASTER_ADDR and MASTER_PORT, and check the network between them.",
         who.capital(),
-        others.text(),
-        others.number().is(),
         place_of_one(case, outside),
+        others.text(),
+        others.number().word("uses", "use"),
         who.number().its(),
     ))
 }
@@ -132,6 +134,6 @@ pub(crate) fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> 
 pub(crate) fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     let there = format!("{} in the creation of a communicator", others.text());
-    let apart = format!("{} at the connection to its store", who.text());
+    let apart = format!("{} in the connection to its store", who.text());
     vec![others.line(there), who.line(apart)]
 }

@@ -59,16 +59,18 @@ pub(crate) fn left_pattern(
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
         Break::Collective | Break::Transfer => {
-            format!("did not make the {expected} that {it} had always made before the {actual}")
+            format!("skipped the {expected} that {it} had always called before the {actual}")
         }
         Break::NewCollective => {
-            format!("made the {actual} for the first time, where the {expected} had always come")
+            format!("called the {actual} for the first time, in place of the {expected} that always came here")
         }
         Break::NewTransfer => {
-            format!("made a {actual} that {it} had never made before, where the {expected} had always come")
+            format!(
+                "called a {actual} that {it} had never called before, in place of the {expected} that always came here"
+            )
         }
         Break::Order | Break::TransferOrder => {
-            format!("made the {actual} before the {expected}, and had always made them the other way round")
+            format!("called the {actual} before the {expected}, and had always called them in the other order")
         }
     };
     let waits = waited.map_or_else(String::new, |event| format!(": {}", case.waiters_in(event)));
@@ -77,7 +79,7 @@ pub(crate) fn left_pattern(
 
 pub(crate) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
     let text = format!(
-        "{} came where it had been the {} all {} times before",
+        "{} came in place of the {}, which came here all {} times before",
         past_operation(case, rank_index, deviation.actual),
         past_operation(case, rank_index, deviation.expected),
         deviation.times
@@ -125,13 +127,13 @@ pub(crate) fn out_of_step(case: &Case<'_>, rank_index: usize, own: Event, owed: 
 
 pub(crate) fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("all circles of waiting go through rank {rank}, and through no other rank"), vec![rank])
+    line(format!("every wait cycle goes through rank {rank}, and through no other rank"), vec![rank])
 }
 
 /// Ranks whose sends and receives wait for each other.
 pub(crate) fn circle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers: &[Event]) -> Statement {
     Statement::Sentence(format!(
-        "{} wait for each other in a circle of sends and receives: {} is in {}, and so on round.",
+        "{} wait for each other in a cycle of sends and receives; for example, {} is in {}.",
         Ranks::of(case, culprits).capital(),
         case.waiters_text(transfers[0]),
         case.describe(transfers[0])
@@ -188,7 +190,7 @@ impl Apart<'_> {
         let (what, next) = (case.describe(self.creation), case.describe(self.used));
         Statement::Sentence(if blames_early {
             format!(
-                "{} {} in {what}{}, which {} {} not come to: they wait in {next}.",
+                "{} {} in {what}{}, which {} {} not join: they wait in {next}.",
                 early.capital(),
                 early.number().is(),
                 place_of_one(case, self.early),
@@ -197,7 +199,7 @@ impl Apart<'_> {
             )
         } else {
             format!(
-                "{} {} not come to {what} and {} in {next}{}; {} {} there.",
+                "{} {} not joined {what} and {} in {next}{}; {} {} there.",
                 late.capital(),
                 late.number().has(),
                 late.number().is(),

@@ -11,13 +11,13 @@ use crate::{
     verdict::EvidenceLine,
 };
 
-/// The end of a process: `is dead: its process is gone (killed by SIGKILL)`.
+/// The end of a process: `is dead (killed by SIGKILL)`.
 pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String {
     let view = case.view(rank_index);
     let exit = view.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
     let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
     match view.presence {
-        Presence::Left => format!("{} left the job{exit}", number.has()),
+        Presence::Left => format!("{} exited{exit}", number.has()),
         _ if view.host.state.starts_with('Z') => {
             format!(
                 "{} dead: {}{exit}",
@@ -25,7 +25,10 @@ pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String 
                 number.word("its process is a zombie", "their processes are zombies")
             )
         }
-        _ => format!("{} dead: {} gone{exit}", number.is(), number.word("its process is", "their processes are")),
+        _ if exit.is_empty() => {
+            format!("{} dead: {} gone", number.is(), number.word("its process is", "their processes are"))
+        }
+        _ => format!("{} dead{exit}", number.is()),
     }
 }
 
@@ -41,7 +44,7 @@ pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 
 pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let text =
-        "it had launched that collective itself and ended in order before its end was seen; it may have skipped it";
+        "it had launched that collective and exited normally before its completion was seen; it may have skipped it";
     about(case, rank_index, text)
 }
 
@@ -49,7 +52,7 @@ pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> Evi
 pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
     let who = Ranks::of(case, gone);
     Statement::Sentence(format!(
-        "{} {} gone; the others are still inside {}.",
+        "{} {} gone; the others are still in {}.",
         who.capital(),
         who.number().is(),
         case.describe(event)
@@ -102,7 +105,7 @@ pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement 
 fn gil_held(holder: &GilHolder) -> String {
     let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
     format!(
-        "deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",
+        "deadlocked on the GIL: thread {} holds it and is blocked in {}{place}, and {} for it",
         holder.thread,
         holder.function,
         match holder.waiting {
@@ -159,7 +162,7 @@ pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Op
     let itself = match (inside, case.place(holder)) {
         (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(event)),
         (None, place) if place.is_empty() => String::new(),
-        (None, place) => format!("; rank {rank} stands{place}"),
+        (None, place) => format!("; rank {rank} is{place}"),
     };
     let place = case.place(waiter);
     Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{itself}."))
@@ -199,7 +202,7 @@ pub(crate) fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement 
 }
 
 fn progress(in_python: bool) -> &'static str {
-    if in_python { "Python code goes on" } else { "bytes flow" }
+    if in_python { "Python code makes progress" } else { "I/O makes progress" }
 }
 
 /// A busy rank that makes progress: in its Python code, or by the bytes that it reads and writes.
@@ -218,13 +221,13 @@ pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python:
 /// A rank whose device is far behind its host and makes progress.
 pub(crate) fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
-        let (is, its, stands) = (number.is(), number.its(), case.stands_clause(rank_index, number));
-        format!("{is} slow on {its} device, which goes on, so this is probably not a hang{stands}")
+        let (is, its, stands) = (number.is(), number.its(), case.location_clause(rank_index, number));
+        format!("{is} slow on {its} device, which makes progress, so this is probably not a hang{stands}")
     })
 }
 
 pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its device went on between the samples")
+    about(case, rank_index, "its device made progress between the samples")
 }
 
 /// A device on which an operation does not end: the recorded one, or an unknown one after which
@@ -236,24 +239,24 @@ pub(crate) fn stuck_on_device(
     last: Option<&str>,
 ) -> Statement {
     let culprit = match (operation, last) {
-        (Some(operation), _) => format!("{} does not end", shape(operation)),
-        (None, Some(last)) => format!("something does not end, and {last} was launched last"),
-        (None, None) => "something that is not a collective does not end".to_owned(),
+        (Some(operation), _) => format!("{} does not complete", shape(operation)),
+        (None, Some(last)) => format!("an operation does not complete; the last launched kernel is {last}"),
+        (None, None) => "an operation that is not a collective does not complete".to_owned(),
     };
     Statement::of_ranks(|number| {
-        let stands = case.stands_clause(rank_index, number);
+        let stands = case.location_clause(rank_index, number);
         format!("{} stuck on {} device: {culprit}{stands}", number.is(), number.its())
     })
 }
 
 pub(crate) fn not_begun_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
     let (name, seq) = (op_name(operation.op()), operation.seq);
-    about(case, rank_index, &format!("{name} {seq} is launched, and the device has not begun it"))
+    about(case, rank_index, &format!("{name} {seq} is launched, and the device has not started it"))
 }
 
 pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let witness = &case.view(rank_index).host.observed.witness;
-    about(case, rank_index, &format!("waits for its device in {witness}, and no collective of it is pending"))
+    about(case, rank_index, &format!("waits for its device in {witness}, and none of its collectives is pending"))
 }
 
 pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
@@ -261,11 +264,11 @@ pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Opera
 }
 
 pub(crate) fn stale_watcher_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its watcher has not turned for a while, so this may be old")
+    about(case, rank_index, "its watcher thread has not run for a while, so this may be out of date")
 }
 
 pub(crate) fn host_goes_on_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its host goes on, so its device may only be slow")
+    about(case, rank_index, "its host thread makes progress, so its device may only be slow")
 }
 
 /// A rank in the teardown of its communicators or its interpreter.
@@ -282,7 +285,7 @@ pub(crate) fn shut_down_instead(case: &Case<'_>, culprits: &[usize], differs: &S
     let Statement::Sentence(differs) = differs else { return differs.clone() };
     let who = Ranks::of(case, culprits);
     let is = who.number().is();
-    Statement::Sentence(format!("{} {is} shutting down while others go on: {}", who.capital(), lower(differs)))
+    Statement::Sentence(format!("{} {is} shutting down while others continue: {}", who.capital(), lower(differs)))
 }
 
 /// The text with its first letter in lower case.
@@ -297,7 +300,7 @@ pub(crate) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[
     let place = super::place_of_one(case, culprits);
     let others: Vec<String> = others.iter().take(2).map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
-        "{} {} shutting down{place}, while others go on: {}.",
+        "{} {} shutting down{place}, while others continue: {}.",
         who.capital(),
         who.number().is(),
         others.join(", ")

@@ -45,12 +45,12 @@ impl<'a> Case<'a> {
         place
     }
 
-    /// Where a rank is, as a clause: `; it stands at train.py:41 in load`. Empty if it is not
+    /// Where a rank is, as a clause: `; it is at train.py:41 in load`. Empty if it is not
     /// known.
-    pub(super) fn stands_clause(&self, rank_index: usize, number: Number) -> String {
+    pub(super) fn location_clause(&self, rank_index: usize, number: Number) -> String {
         let place = self.place(rank_index);
-        let stands = number.word("; it stands", "; they stand");
-        if place.is_empty() { place } else { format!("{stands}{place}") }
+        let is_at = number.word("; it is", "; they are");
+        if place.is_empty() { place } else { format!("{is_at}{place}") }
     }
 
     /// What a rank waits for itself, or which of its helpers is stuck, as a clause: `, and waits
@@ -259,11 +259,11 @@ impl<'a> Case<'a> {
             let function = host.location.python_function.as_deref().unwrap_or("?");
             let samples = match (host.moved, host.same_in_both) {
                 (None, _) => " (one sample)",
-                (Some(moved), _) if moved.own_frame => ", and stood elsewhere in the first sample",
+                (Some(moved), _) if moved.own_frame => "; the first sample shows another frame",
                 (Some(_), true) => ", in both samples",
                 (Some(_), false) => "",
             };
-            lines.push(about(self, rank_index, &format!("stands in {function} at {python}{samples}")));
+            lines.push(about(self, rank_index, &format!("is in {function} at {python}{samples}")));
         }
         lines.extend(self.awaited_line(rank_index));
         if let Some(native) = &host.location.native {
@@ -275,14 +275,14 @@ impl<'a> Case<'a> {
             lines.push(about(
                 self,
                 rank_index,
-                &format!("between the samples {share:.0} % of a processor used, {bytes} bytes read or written"),
+                &format!("between the samples it used {share:.0} % of a core and read or wrote {bytes} bytes"),
             ));
         }
         if !host.stack {
             let why = view.evidence.map(|evidence| evidence.errors.join("; ")).filter(|why| !why.is_empty());
             let why = why.map_or(String::new(), |why| format!(": {why}"));
             let what = match view.presence {
-                Presence::Missing => "nothing is known of it",
+                Presence::Missing => "no data",
                 _ => "no stack",
             };
             lines.push(about(self, rank_index, &format!("{what}{why}")));
@@ -301,7 +301,7 @@ impl<'a> Case<'a> {
         };
         let text = match self.comms[comm].member(rank_index) {
             Some(member) => format!(
-                "rank {rank}: {} collectives launched, {} begun and {} completed on communicator {id}{others}",
+                "rank {rank}: launched {}, started {} and completed {} collectives on communicator {id}{others}",
                 member.launched, member.started, member.completed
             ),
             None => format!("rank {rank}: no collective recorded on communicator {id}{others}"),

@@ -46,7 +46,7 @@ fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String 
 }
 
 fn stands(case: &Case<'_>, rank_index: usize, number: Number) -> String {
-    case.stands_clause(rank_index, number) + &case.own_wait_clause(rank_index, number)
+    case.location_clause(rank_index, number) + &case.own_wait_clause(rank_index, number)
 }
 
 /// A rank has not made the counterpart of a receive or a send of `waiter`.
@@ -73,7 +73,7 @@ pub(crate) fn no_counterpart_and_waits(
 
 pub(crate) fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize, event: Event) -> EvidenceLine {
     let (rank, waiting, what) = (case.view(culprit).rank, case.view(waiter).rank, case.describe(event));
-    let text = format!("rank {waiting}: {what} has begun and rank {rank} has no counterpart pending");
+    let text = format!("rank {waiting}: {what} has started, and rank {rank} has no counterpart pending");
     line(text, vec![waiting])
 }
 
@@ -128,16 +128,16 @@ pub(crate) fn fewer_in_groups_line(
 /// A rank receives from any rank, and no rank can send to it.
 pub(crate) fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::Sentence(format!(
-        "Rank {} waits in {} and nobody sends to it, because all others wait for it{}.",
+        "Rank {} waits in {} and no rank sends to it, because all others wait for it{}.",
         case.view(rank_index).rank,
         case.describe(event),
-        case.stands_clause(rank_index, Number::One)
+        case.location_clause(rank_index, Number::One)
     ))
 }
 
 pub(crate) fn nobody_sends_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])
+    line(format!("rank {rank}: {} has started, and no rank sends to it", case.describe(event)), vec![rank])
 }
 
 fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
@@ -147,7 +147,7 @@ fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
 
 fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
     match blamed[..] {
-        [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
+        [one] => format!("; rank {} had always used another one", case.view(one).rank),
         _ => String::new(),
     }
 }
@@ -186,7 +186,7 @@ pub(crate) fn ends_differ(
 
 pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
     let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
-    let text = format!("{} have both begun, and their {} differ", both.text(), property.text());
+    let text = format!("{} have both started, and their {} differ", both.text(), property.text());
     both.line(text)
 }
 
@@ -202,12 +202,12 @@ pub(crate) fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd])
         case.view(culprit).rank,
         without.join(" and "),
         Number::of(open.len()).has(),
-        case.stands_clause(culprit, Number::One)
+        case.location_clause(culprit, Number::One)
     ))
 }
 
 pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
-    let text = format!("{} has begun and has no counterpart", open_end(case, open));
+    let text = format!("{} has started and has no counterpart", open_end(case, open));
     line(text, vec![case.view(open.waiter).rank])
 }
 
@@ -215,7 +215,7 @@ pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
 pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
-        "{} is in {}, its peer is in the counterpart, and nothing moves between them: look at the network.",
+        "{} is in {}, its peer is in the counterpart, and no data moves between them: check the network.",
         who.capital(),
         case.describe(event)
     ))
@@ -223,6 +223,6 @@ pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
 
 pub(crate) fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
     let who = Ranks::of(case, case.graph.waiters_of(event));
-    let text = format!("{}: {} and its counterpart have begun", who.text(), case.describe(event));
+    let text = format!("{}: {} and its counterpart have started", who.text(), case.describe(event));
     who.line(text)
 }

@@ -77,7 +77,7 @@ pub(crate) fn explained(
 /// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
 pub(crate) fn no_rank_differs(sentence: &str) -> String {
     format!(
-        "{}; these are all ranks of the job, so none is to blame: look at what they wait for.",
+        "{}; these are all ranks of the job, so no rank is the culprit: check what they wait for.",
         sentence.trim_end_matches('.')
     )
 }
@@ -93,10 +93,12 @@ pub(crate) enum Healthy<'a> {
 
 pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
     let why = match why {
-        Healthy::AllLaunchedRecently => "every operation that is pending was launched a moment ago".to_owned(),
-        Healthy::EveryRankMoves => "no operation is pending, and every rank moves".to_owned(),
+        Healthy::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
+        Healthy::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
         Healthy::NothingPending => "no operation is pending on any rank".to_owned(),
-        Healthy::Left(ranks) => format!("no operation is pending, and {} left in order", Ranks::of(case, ranks).text()),
+        Healthy::Left(ranks) => {
+            format!("no operation is pending, and {} exited normally", Ranks::of(case, ranks).text())
+        }
     };
     format!("No hang is visible: {why}.")
 }
@@ -104,11 +106,11 @@ pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
 /// All ranks do nothing. `together` if they are at one place.
 pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
     let stand = if together {
-        format!("all {} ranks stand{}", case.world.views.len(), case.place(0))
+        format!("all {} ranks are{}", case.world.views.len(), case.place(0))
     } else {
-        "every rank sleeps, or waits for a message, a person or a signal".to_owned()
+        "every rank sleeps, or waits for a message, user input or a signal".to_owned()
     };
-    format!("No operation is pending, so nothing is stuck on any device: {stand}; the job may just be idle.")
+    format!("No operation is pending on any device: {stand}; the job may be idle.")
 }
 
 /// What is known of a job whose stop no rule explains.
@@ -131,20 +133,20 @@ pub(crate) enum Known<'a> {
 pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
     let all = case.world.views.len();
     let known = match known {
-        Known::NoRank => "nothing is known of any rank".to_owned(),
-        Known::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
+        Known::NoRank => "there is no data from any rank".to_owned(),
+        Known::NoStack => "there is no stack of any rank, and no operation is pending".to_owned(),
         Known::Together => {
-            format!("no operation is pending on any rank, and all {all} ranks stand{}", case.place(0))
+            format!("no operation is pending on any rank, and all {all} ranks are{}", case.place(0))
         }
         Known::Stacks(stacks) => {
             format!("no operation is pending on any rank, and {stacks} of {all} ranks have stacks")
         }
         Known::Pending { busiest, unseen } => {
             let whom = match unseen.len() {
-                0 => "no rank is seen to hold it up".to_owned(),
+                0 => "no rank visibly holds it up".to_owned(),
                 _ => {
                     let unseen = Ranks::of(case, unseen);
-                    format!("the reason lies with {}, of which nothing is known here", unseen.text())
+                    format!("the reason lies with {}, from which there is no data", unseen.text())
                 }
             };
             let waits = busiest.map_or("operations are pending".to_owned(), |event| {
@@ -154,7 +156,7 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
             format!("{waits}, and {whom}")
         }
     };
-    format!("It is not known why the job stopped: {known}.")
+    format!("The reason why the job stopped is unknown: {known}.")
 }
 
 /// What is missing in the evidence about some ranks.
@@ -169,7 +171,7 @@ pub(crate) enum Gap {
 
 pub(crate) fn gap_line(case: &Case<'_>, gap: Gap, rank_indices: &[usize]) -> EvidenceLine {
     let what = match gap {
-        Gap::Unseen => "nothing is known of",
+        Gap::Unseen => "there is no data from",
         Gap::NoStack => "there is no stack of",
         Gap::NoFlightRecord => "there is no flight record of",
         Gap::LostOperations => "the flight record lost operations of",
@@ -186,13 +188,13 @@ pub(crate) fn signalled_first_line(rank: u32, operation: &Operation) -> Evidence
         0 => String::new(),
         id => format!(", number {} of communicator {}", operation.seq, communicator(id)),
     };
-    line(format!("rank {rank} signalled first: {}{of_comm}", shape(operation)), vec![rank])
+    line(format!("rank {rank} reported the first timeout: {}{of_comm}", shape(operation)), vec![rank])
 }
 
 /// The age of the oldest pending operation is below the hang timeout.
 pub(crate) fn younger_than_timeout_line(oldest_ns: u64, timeout_ns: u64) -> EvidenceLine {
     let text = format!(
-        "the oldest operation is pending for {} s, less than the hang timeout of {} s",
+        "the oldest operation has been pending for {} s, less than the hang timeout of {} s",
         oldest_ns / 1_000_000_000,
         timeout_ns / 1_000_000_000
     );

@@ -229,9 +229,9 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
         assert!(names.iter().any(|one| one == name), "{name} is not in {names:?}\n{}", cluster.log());
     }
     let python = text(incident.path.join("py_stack"));
-    assert!(python.lines().any(|line| line.contains("@0-3|4")), "all ranks stand at one place:\n{python}");
+    assert!(python.lines().any(|line| line.contains("@0-3|4")), "all ranks are in one place:\n{python}");
     // Rank 4 is no node's.
-    assert!(incident.verdict["evidence"].to_string().contains("nothing is known of rank 4"), "{}", incident.verdict);
+    assert!(incident.verdict["evidence"].to_string().contains("there is no data from rank 4"), "{}", incident.verdict);
     let seconds = incident.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
     assert!(seconds < 0.7 + 3.0, "sample interval 0.7 s plus 3 s, not {seconds}");
 

@@ -59,22 +59,22 @@ fn ended(how: &[&str], words: &[&str]) {
 
 #[test]
 fn a_rank_that_leaves_while_others_wait_is_told_with_its_exit_code() {
-    ended(&["exit", "--code", "3"], &["Rank 2 has left the job (exit code 3)", "all_reduce 2"]);
-    ended(&["exit"], &["Rank 2 has left the job (exit code 0)", "all_reduce 2"]);
-    ended(&["raise"], &["Rank 2 has left the job (exit code 1)", "all_reduce 2"]);
+    ended(&["exit", "--code", "3"], &["Rank 2 has exited (exit code 3)", "all_reduce 2"]);
+    ended(&["exit"], &["Rank 2 has exited (exit code 0)", "all_reduce 2"]);
+    ended(&["raise"], &["Rank 2 has exited (exit code 1)", "all_reduce 2"]);
 }
 
 #[test]
 fn a_rank_that_ends_without_a_word_is_told_with_its_exit_code_or_signal() {
-    ended(&["_exit", "--code", "5"], &["Rank 2 is dead: its process is gone (exit code 5)", "all_reduce 2"]);
-    ended(&["killed"], &["Rank 2 is dead: its process is gone (killed by SIGKILL)", "all_reduce 2"]);
-    ended(&["abort"], &["Rank 2 is dead: its process is gone (killed by SIGABRT", "all_reduce 2"]);
+    ended(&["_exit", "--code", "5"], &["Rank 2 is dead (exit code 5)", "all_reduce 2"]);
+    ended(&["killed"], &["Rank 2 is dead (killed by SIGKILL)", "all_reduce 2"]);
+    ended(&["abort"], &["Rank 2 is dead (killed by SIGABRT", "all_reduce 2"]);
 }
 
 #[test]
 fn a_rank_that_ends_before_its_first_collective_belongs_to_its_job() {
-    ended(&["_exit", "--code", "9", "--moment", "made"], &["Rank 2 is dead: its process is gone (exit code 9)"]);
-    ended(&["raise", "--moment", "start"], &["Rank 2 has left the job (exit code 1)", "creation of communicator"]);
+    ended(&["_exit", "--code", "9", "--moment", "made"], &["Rank 2 is dead (exit code 9)"]);
+    ended(&["raise", "--moment", "start"], &["Rank 2 has exited (exit code 1)", "creation of communicator"]);
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn ranks_of_multiprocessing_are_ranks() {
     let job = job();
     let _ranks = multiprocessing(&job, "fork", &["--rank", "2", "--how", "exit", "--code", "3"]);
     // Children of a fork leave by _exit, whatever their code does.
-    expect(&job, "process_dead", &["Rank 2 is dead: its process is gone (exit code 3)", "ranks 0-1, 3 wait for it"]);
+    expect(&job, "process_dead", &["Rank 2 is dead (exit code 3)", "ranks 0-1, 3 wait for it"]);
 }
 
 #[test]

@@ -274,7 +274,7 @@ fn a_rank_that_does_not_take_part_in_a_split() {
 #[test]
 fn ranks_that_all_send_before_they_receive() {
     let _alone = alone();
-    expect(Mpi::Open, "cycle", "p2p_cycle", &[0, 1, 2, 3], &["circle of sends and receives"]);
+    expect(Mpi::Open, "cycle", "p2p_cycle", &[0, 1, 2, 3], &["cycle of sends and receives"]);
 }
 
 #[test]

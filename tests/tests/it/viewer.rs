@@ -404,7 +404,7 @@ fn the_folder_of_incidents_means_the_latest_one() {
     let output = view_ok(dir.path());
     let latest = dir.path().join("incident-20261121T110000Z-2");
     let expected = format!(
-        "Rank 0 stands in new.\n\nLatest incident: {0}\n\n1 of 1 ranks have a dump. It stands here:\n  rank 0\n      at new (t.py:1)\n\
+        "Rank 0 stands in new.\n\nLatest incident: {0}\n\n1 of 1 ranks have a dump. It is here:\n  rank 0\n      at new (t.py:1)\n\
          \nState D (disk sleep): rank 0\n\n{0}/cpp_stack\n{0}/cpp_stack.svg\n{0}/py_stack\n{0}/py_stack.svg\n{0}/report.html\n",
         latest.display()
     );

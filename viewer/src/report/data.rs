@@ -83,7 +83,7 @@ pub struct Tree {
     pub main: Vec<SetId>,
 }
 
-/// Ranks whose main threads stand at the same place.
+/// Ranks whose main threads are at the same place.
 #[derive(Debug, Serialize)]
 pub struct Group {
     /// The ranks.

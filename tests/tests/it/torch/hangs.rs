@@ -83,11 +83,7 @@ fn a_rank_leaves_out_a_bucket() {
 
 #[test]
 fn a_rank_raises() {
-    expect(
-        &["exception", "--parts", "ddp"],
-        "process_dead",
-        &["Rank 2 has left the job (exit code 1)", "ranks 0-1, 3 wait"],
-    );
+    expect(&["exception", "--parts", "ddp"], "process_dead", &["Rank 2 has exited (exit code 1)", "ranks 0-1, 3 wait"]);
 }
 
 #[test]

@@ -19,7 +19,7 @@ const CONDITIONS = {
   stopped: { sign: "‖", word: "stopped" },
   d_state: { sign: "D", word: "D state: stuck in the kernel" },
   dead: { sign: "✕", word: "dead" },
-  left: { sign: "–", word: "left the job" },
+  left: { sign: "–", word: "exited" },
   no_dump: { sign: "?", word: "no dump" },
 };
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));

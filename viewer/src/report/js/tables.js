@@ -1,27 +1,27 @@
-// The verdict and the tables: where the ranks stand, their operations, and their progress.
+// The verdict and the tables: where the ranks are, their operations, and their progress.
 
 /** Descriptions of the causes. */
 const CAUSES = {
   process_dead: "A process is dead",
   process_stopped: "A process is stopped",
   d_state: "Stuck in the kernel (D state)",
-  gil_deadlock: "Deadlock on Python's global lock",
+  gil_deadlock: "Deadlock on the GIL",
   data_loader: "Waiting for the data loader",
   storage_io: "Stuck in storage I/O",
   compile: "Compiling: not a hang",
   python_gc: "Collecting garbage: not a hang",
-  teardown: "Shutting down while others go on",
+  teardown: "Shutting down while others continue",
   host_lock: "Stuck on a lock",
   comm_init: "A communicator is not complete",
-  p2p_unmatched: "A send or receive without its partner",
-  missing_rank: "A rank did not come to the collective",
-  kernel_hang: "A kernel does not end",
+  p2p_unmatched: "A send or receive without its counterpart",
+  missing_rank: "A rank did not enter the collective",
+  kernel_hang: "A kernel does not complete",
   op_mismatch: "Ranks run different operations",
   size_mismatch: "Ranks pass different sizes",
   dtype_mismatch: "Ranks pass different types",
-  p2p_cycle: "Ranks wait for each other in a circle",
+  p2p_cycle: "Ranks wait for each other in a cycle",
   order_mismatch: "Ranks use communicators in different orders",
-  network_stall: "The network does not move",
+  network_stall: "The network makes no progress",
   long_step: "A long step: not a hang",
   not_a_hang: "Not a hang",
   unknown: "Cause unknown",
@@ -89,7 +89,7 @@ function buildVerdict() {
       el(
         "h1",
         {},
-        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} have a dump; their main threads stand at ${plural(places, "place")}.`,
+        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} have a dump; their main threads are at ${plural(places, "place")}.`,
       ),
     );
     box.append(el("p", {}, "The stacks alone do not tell who is to blame. Ranks that stand apart from the rest are the first to look at."));
