@@ -9,16 +9,15 @@ use xpu_timer_analysis::rank_set::RankSet;
 
 /// Options that select ranks, threads and stacks. The default selects everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
-#[command(next_help_heading = "Narrow (the summary then shows stacks; no file is written unless it is chosen)")]
+#[command(next_help_heading = "Filters (the summary then shows stacks; only the files that are chosen are written)")]
 pub struct Filter {
     /// Only these ranks, such as 6 or 0-3,7
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub rank: Option<RankSet>,
-    /// Only threads with this id, or whose name in Python or in the kernel holds this text, in any
-    /// case
+    /// Only threads with this id, or with this text in their Python or kernel name, in any case
     #[arg(long, value_name = "TID|NAME")]
     pub thread: Option<String>,
-    /// Only stacks with a function or file that holds this text
+    /// Only stacks with this text in a function or file name
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
 }

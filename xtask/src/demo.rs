@@ -27,7 +27,7 @@ pub(crate) struct Options {
 enum Fault {
     /// A data loader that waits for a shard
     Loader,
-    /// A collective that the rank leaves out: the job hangs at its end
+    /// A collective that the rank skips: the job hangs at its end
     Skip,
     /// A kernel that never ends
     Kernel,

@@ -41,7 +41,7 @@ pub struct Options {
     /// Seconds of each measurement of the node collector at rest; 0 leaves it out
     #[arg(long, default_value = "40")]
     idle_seconds: u64,
-    /// Another collector to measure
+    /// Path of another collector to measure
     #[arg(long)]
     collector: Option<PathBuf>,
     /// Write the table into docs/benchmarks.md

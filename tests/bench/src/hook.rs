@@ -22,10 +22,10 @@ use crate::{
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Rounds of each thread that a figure of a call is the median of
+    /// Rounds of each thread; the figure of a call is their median
     #[arg(long, default_value = "100")]
     rounds: usize,
-    /// Starts of a process, with and without the hook
+    /// Number of process starts, with and without the hook
     #[arg(long, default_value = "200")]
     starts: usize,
     #[command(flatten)]

@@ -207,7 +207,7 @@ fn what_cannot_be_shown_is_said_in_a_line() {
         (&["--pid", "4194304"][..], 1, "there is no process 4194304"),
         (&["no_such_program"], 1, "no_such_program is not on the PATH"),
         (&["/etc/passwd"], 1, "/etc/passwd is not an executable file"),
-        (&["--pid", "x"], 2, "x is not the number of a process"),
+        (&["--pid", "x"], 2, "x is not a pid"),
         (&["--frobnicate"], 2, "invalid option '--frobnicate'"),
     ] {
         let output = run(&job, arguments);
