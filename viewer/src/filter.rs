@@ -105,7 +105,8 @@ fn ranks(text: &str) -> Result<RankSet, String> {
     let mut ranks = RankSet::new();
     for run in text.split([',', '/']).map(str::trim) {
         let (first, last) = run.split_once('-').unwrap_or((run, run));
-        let number = |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is no rank and no range"));
+        let number =
+            |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is neither a rank nor a range"));
         let (first, last) = (number(first)?, number(last)?);
         if first > last {
             return Err(format!("{run:?} ends before it begins"));

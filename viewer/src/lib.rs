@@ -92,8 +92,8 @@ impl Choice {
     }
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could not be read are named on stderr and left out); \
-1 there is nothing to draw, or it could not be written; 2 wrong usage.";
+const EXIT_CODES: &str = "Exit codes: 0 if all files are written (stderr names dumps that cannot be read); 1 if there is nothing to draw \
+or a file cannot be written; 2 for wrong usage.";
 
 /// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
@@ -248,7 +248,7 @@ pub fn write_all(
     written: &mut Vec<PathBuf>,
 ) -> anyhow::Result<()> {
     if choice.folded || choice.svg || choice.html {
-        std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
+        std::fs::create_dir_all(output).with_context(|| format!("cannot create the folder {}", shown(output)))?;
     }
     let failed = |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
     for (name, tree) in [("cpp", native), ("py", python)] {
@@ -273,7 +273,7 @@ pub fn write_all(
 
 /// Writes `report.html` and returns its path.
 pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<PathBuf> {
-    let page = report::render(report).context("cannot put report.html together")?;
+    let page = report::render(report).context("cannot build report.html")?;
     output::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))
 }

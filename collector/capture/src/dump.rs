@@ -198,7 +198,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 fn run_in_child() -> Result<Option<ExitCode>> {
     let command = getpid();
     // SAFETY: the command has started no thread yet, so the child has a copy of all its state.
-    match unsafe { fork() }.context("no process can be started that stops threads")? {
+    match unsafe { fork() }.context("cannot fork the process that stops threads")? {
         ForkResult::Child => {
             prctl::set_pdeathsig(Signal::SIGKILL).context("prctl")?;
             if getppid() != command {
@@ -212,10 +212,12 @@ fn run_in_child() -> Result<Option<ExitCode>> {
             let code = match waitpid(child, None).context("waitpid")? {
                 WaitStatus::Exited(_, code) => code,
                 WaitStatus::Signaled(_, Signal::SIGKILL, _) => {
-                    eprintln!("xpu_timer_dump: killed so that no thread stays stopped; the machine may be too busy");
+                    eprintln!(
+                        "xpu_timer_dump: its watchdog killed the capture so that no thread stays stopped; try again when the machine is less busy"
+                    );
                     1
                 }
-                status => bail!("the process that stops threads ended: {status:?}"),
+                status => bail!("the process that stops threads failed: {status:?}"),
             };
             Ok(Some(ExitCode::from(u8::try_from(code).unwrap_or(1))))
         }

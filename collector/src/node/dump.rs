@@ -58,7 +58,7 @@ pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let timeline_path = plan.timeline_path.clone();
     judging::catch_panic(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
         error!("incident {}: its dump failed: {why}", head.incident);
-        let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
+        let verdict = judging::unknown(&head, format!("There is no verdict, because the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
         Outcome { incident: head.incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
     })

@@ -156,7 +156,7 @@ fn hooked(text: &mut String, target: &Hooked) {
 fn functions(library: &HookedLibrary) -> String {
     match &library.functions {
         Err(why) => format!("cannot be read: {why}"),
-        Ok(names) if names.is_empty() => "none of its functions by name".into(),
+        Ok(names) if names.is_empty() => "none of its functions is hooked by name".into(),
         Ok(names) => {
             let first = names.iter().take(SHOWN_FUNCTIONS).cloned().collect::<Vec<_>>().join(", ");
             let more = names.len().saturating_sub(SHOWN_FUNCTIONS);

@@ -119,7 +119,7 @@ impl Bench {
             Calls::parse(&String::from_utf8_lossy(&output.stdout)).context("hook_calls printed something else")?;
         ensure!(
             printed.at_full_speed.len() >= rounds,
-            "too noisy: {} rounds of a thread were undisturbed, together with others and at full speed; {rounds} are wanted",
+            "the machine is too noisy: only {} of {rounds} rounds of a thread were undisturbed and at full speed",
             printed.share()
         );
         if collector.hellos().iter().any(|(speaker, _)| *speaker == pid) {

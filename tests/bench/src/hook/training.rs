@@ -112,7 +112,7 @@ impl Team {
                     if let Some(status) = team.launched.try_wait()? {
                         bail!("the loop ended at its start: {status}");
                     }
-                    ensure!(Instant::now() < deadline, "only {} ranks of the loop came up", team.ranks.len());
+                    ensure!(Instant::now() < deadline, "only {} ranks of the loop started", team.ranks.len());
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => return Err(error.into()),
