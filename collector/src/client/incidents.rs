@@ -211,13 +211,13 @@ impl Remote {
     fn no_dump(&self, id: &str, missing: &RankSet, there: &RankSet) -> anyhow::Error {
         let (of, ranks) = (list_of(missing), list_of(there));
         let there = if there.is_empty() {
-            "none of any rank".into()
+            "it has no dump at all".into()
         } else {
-            format!("those of {} ranks: {ranks}", there.len())
+            format!("it has those of {} ranks: {ranks}", there.len())
         };
         let rank = missing.first().unwrap_or_default();
         anyhow::anyhow!(
-            "{} has no dump of rank {of} of incident {id}, but {there}. On the node of that rank, run: \
+            "{} has no dump of rank {of} of incident {id}; {there}; on the node of that rank, run: \
              xpu_timer_collector incidents --url http://127.0.0.1:{} fetch {id} --rank {rank}",
             self.url,
             self.control_port
@@ -361,9 +361,9 @@ mod tests {
         assert_eq!((list_of(&missing), list_of(&there)), ("12-13".into(), "0-1,7".into()));
         let remote = Remote::new(Some("http://localhost:1".into()), &Source::new(|_| None, "")).unwrap();
         let error = remote.no_dump("x", &missing, &there).to_string();
-        assert!(error.contains("no dump of rank 12-13 of incident x, but those of 3 ranks: 0-1,7;"), "{error}");
+        assert!(error.contains("no dump of rank 12-13 of incident x; it has those of 3 ranks: 0-1,7;"), "{error}");
         assert!(error.ends_with("--url http://127.0.0.1:18888 fetch x --rank 12"), "{error}");
-        assert!(remote.no_dump("x", &missing, &RankSet::default()).to_string().contains("but none of any;"));
+        assert!(remote.no_dump("x", &missing, &RankSet::default()).to_string().contains("; it has no dump at all;"));
     }
 
     #[test]

@@ -278,7 +278,7 @@ mod tests {
         let path = folder.path().join("own/n.sock");
         private_directory(&folder.path().join("own")).unwrap();
         fs::write(&path, "keep me").unwrap();
-        assert!(Endpoint::open(&path).unwrap_err().to_string().contains("is none"));
+        assert!(Endpoint::open(&path).unwrap_err().to_string().contains("is not a socket"));
         assert_eq!(fs::read_to_string(&path).unwrap(), "keep me");
         fs::set_permissions(folder.path().join("own"), fs::Permissions::from_mode(0o777)).unwrap();
         assert!(Endpoint::open(&path).unwrap_err().to_string().contains("mode 777"));
