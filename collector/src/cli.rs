@@ -68,8 +68,8 @@ enum Role {
     },
     /// Lists, shows and fetches the incidents of a collector
     ///
-    /// Queries the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE and
-    /// XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node.
+    /// Queries the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE
+    /// and XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node.
     ///
     /// Exit codes: 0 on success; 1 if there is no such incident or the collector does not answer; 2
     /// for a wrong command line.

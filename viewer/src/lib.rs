@@ -42,7 +42,8 @@ pub struct Args {
     /// Folder of .stacktrace files, or folder of incidents
     #[arg(short, long, value_name = "DIR", default_value = "./", allow_hyphen_values = true)]
     pub path: PathBuf,
-    /// Folder to write to, created if it does not exist [default: the folder of the .stacktrace files]
+    /// Folder to write to, created if it does not exist [default: the folder of the .stacktrace
+    /// files]
     #[arg(long, value_name = "DIR", allow_hyphen_values = true)]
     pub output: Option<PathBuf>,
     /// Which files to write

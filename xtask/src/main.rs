@@ -26,7 +26,8 @@ enum Command {
     Demo(demo::Options),
     /// Runs every test; with CI=true a skipped test is a failure
     Test(test::Options),
-    /// Fuzzes the parsers of outside bytes, guided by coverage; `test` runs a fixed number of inputs
+    /// Fuzzes the parsers of outside bytes, guided by coverage; `test` runs a fixed number of
+    /// inputs
     Fuzz(fuzz::Options),
     /// Runs the hang corpus: real jobs that hang in every known way; prints how many verdicts are
     /// right
@@ -38,8 +39,8 @@ enum Command {
     /// Injects faults and attacks with real processes, and prints each promise and whether it held;
     /// exit status 1 if one did not hold
     Chaos {
-        /// Part of the names of the faults to run, and options: `--list`, `--long`, `--jobs N`, `--seed
-        /// N`
+        /// Part of the names of the faults to run, and options: `--list`, `--long`, `--jobs N`,
+        /// `--seed N`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },

@@ -30,8 +30,8 @@ enum Command {
         /// Folder for the folders of the jobs
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
-        /// Sets XPU_TIMER_HANG_KILL=1, and checks that exactly the ranks of proven hangs end, within
-        /// 10 s of the verdict
+        /// Sets XPU_TIMER_HANG_KILL=1, and checks that exactly the ranks of proven hangs end,
+        /// within 10 s of the verdict
         #[arg(long)]
         kill: bool,
     },

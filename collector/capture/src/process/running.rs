@@ -273,7 +273,7 @@ impl RunningThreads<'_> {
         }
         let reason = match (&self.refusal, watched.mode) {
             _ if late => "the deadline passed before the thread was sampled".into(),
-            (Some(_), _) => "the thread runs, and the kernel does not permit to sample it".into(),
+            (Some(_), _) => "the thread runs, and the kernel does not permit sampling it".into(),
             (None, SampleMode::User) if busy => {
                 "the thread is busy inside a system call, where a user without CAP_PERFMON may sample \
                                             it only if /proc/sys/kernel/perf_event_paranoid is below 2"

@@ -115,7 +115,7 @@ fn without_samples_threads_that_sleep_are_whole() {
         let output = dump_without(folder.path(), &forbidden, running.pid(), &[]);
         let shown = text(&output);
         assert_eq!(
-            shown.matches("not whole: the thread runs, and the kernel does not permit to sample it").count(),
+            shown.matches("not whole: the thread runs, and the kernel does not permit sampling it").count(),
             4,
             "{shown}"
         );

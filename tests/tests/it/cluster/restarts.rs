@@ -1,4 +1,4 @@
-//! Either role is started anew, or stands still, while parts and sending files to the cluster collector: nothing is
+//! Either role restarts, or stops for a while, during the delivery of stacks and files. Nothing is
 //! lost.
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::{Cluster, Node, evidence, network::Network, text};
 
 const RANKS: i32 = 4;
 
-/// Two nodes, of which the second has a slow link and much to send; sending the delivery of this node.
+/// Two nodes. The second one has a slow link and much to send, and its delivery has begun.
 struct Scene {
     cluster: Cluster,
     nodes: Vec<Node>,
