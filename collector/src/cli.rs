@@ -20,7 +20,7 @@ use crate::{
     node::{self, supervisor},
 };
 
-/// Collects hangs of training jobs: which rank stopped, where, and why
+/// Finds hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
 #[command(version, after_help = "Settings come from XPU_TIMER_* variables and the INI file of XPU_TIMER_CONFIG.")]
 pub struct Arguments {
@@ -32,14 +32,13 @@ pub struct Arguments {
 enum Role {
     /// Serves the ranks of this node; usually started by xpu_timer_launch
     ///
-    /// Exit codes: 0 when told to end, when nobody has needed it for --linger seconds, and when one
-    /// runs already for this socket; 1 when the socket cannot be had; 2 for a wrong command line.
+    /// Exit codes: 0 after SIGTERM or SIGINT, after --linger seconds of disuse, or if a collector
+    /// already runs for this socket; 1 if the socket cannot be used; 2 for a wrong command line.
     Node {
-        /// End when nothing has been connected, and no command has lived under a launcher, for this
-        /// many seconds
+        /// End after this many seconds without a connection and without a running launched command
         #[arg(long, value_name = "SECONDS", value_parser = seconds)]
         linger: Option<Duration>,
-        /// Stay as a small parent of the collector, which is started again when it dies
+        /// Run as a small parent process that restarts the collector when it dies
         #[arg(long)]
         supervise: bool,
         // Standard input is the socket between the supervisor and its worker.
@@ -50,14 +49,14 @@ enum Role {
         #[arg(long, value_name = "FILE")]
         log: Option<PathBuf>,
     },
-    /// Joins the nodes of a cluster: they dial in, and one verdict is made for all ranks of a job
+    /// Joins the nodes of a cluster: they connect to it, and it judges all ranks of a job together
     ///
     /// Nodes find it by XPU_TIMER_COLLECTOR. Beyond loopback it listens only with TLS
     /// (XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE) and a token
     /// (XPU_TIMER_COLLECTOR_TOKEN_FILE). The same port answers HTTP: /status, /metrics, /incidents.
     ///
-    /// Exit codes: 0 when told to end; 1 when it cannot listen or may not; 2 for a wrong command
-    /// line.
+    /// Exit codes: 0 after SIGTERM or SIGINT; 1 if it cannot listen, or lacks the TLS files or the
+    /// token that it needs; 2 for a wrong command line.
     Cluster {
         /// Address and port to listen on; default XPU_TIMER_CLUSTER_LISTEN
         #[arg(long, value_name = "ADDRESS:PORT")]
@@ -69,16 +68,16 @@ enum Role {
     },
     /// Lists, shows and fetches the incidents of a collector
     ///
-    /// Asks the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE and
-    /// XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node.
+    /// Queries the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE
+    /// and XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node.
     ///
-    /// Exit codes: 0; 1 when there is no such incident or the collector does not answer; 2 for a
-    /// wrong command line.
+    /// Exit codes: 0 on success; 1 if there is no such incident or the collector does not answer; 2
+    /// for a wrong command line.
     Incidents {
-        /// Another collector to ask
+        /// URL of another collector to query
         #[arg(long, global = true)]
         url: Option<String>,
-        /// JSON instead of text
+        /// Print JSON instead of text
         #[arg(long, global = true)]
         json: bool,
         #[command(subcommand)]
@@ -88,23 +87,23 @@ enum Role {
 
 #[derive(Debug, Subcommand)]
 enum Incidents {
-    /// All incidents, oldest first
+    /// Lists all incidents, oldest first
     List,
-    /// Ranks that slow their job down without a hang
+    /// Lists the ranks that slow their job down without a hang
     Slow,
-    /// The verdict of one
+    /// Shows the verdict of one incident
     Show {
-        /// Its name, as the list has it
+        /// Name of the incident, as `list` prints it
         id: String,
     },
-    /// Copies its files into DIR/incident-ID: all, or the dumps of some ranks
+    /// Copies the files of an incident into DIR/incident-ID: all, or the dumps of some ranks
     Fetch {
-        /// Its name, as the list has it
+        /// Name of the incident, as `list` prints it
         id: String,
-        /// Where to
+        /// Folder to copy into
         #[arg(default_value = ".")]
         dir: PathBuf,
-        /// Only the dump of this rank; may be given several times
+        /// Only the dump of this rank; may be repeated
         #[arg(long, value_name = "R")]
         rank: Vec<u32>,
     },

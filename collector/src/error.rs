@@ -25,7 +25,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Another collector holds the lock of this socket.
-    #[error("a collector runs already for {} (pid {pid})", path.display())]
+    #[error("a collector is already running for {} (pid {pid})", path.display())]
     Running {
         /// The socket.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum Error {
         pid: String,
     },
     /// A descriptor that a hook handed over is not a ring.
-    #[error("the descriptor handed over by pid {pid} is no ring: {problem}")]
+    #[error("the descriptor that pid {pid} sent is not a ring: {problem}")]
     Ring {
         /// The peer.
         pid: i32,
@@ -44,7 +44,7 @@ pub enum Error {
     #[error("capture: {0}")]
     Capture(String),
     /// The cluster role cannot listen.
-    #[error("cannot listen on {address}; --listen or XPU_TIMER_CLUSTER_LISTEN chooses another address")]
+    #[error("cannot listen on {address}; choose another address with --listen or XPU_TIMER_CLUSTER_LISTEN")]
     Listen {
         /// The address.
         address: std::net::SocketAddr,

@@ -44,7 +44,7 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
         let owner = Owners::of_listener(address).filter(|uid| *uid != getuid().as_raw());
         let owner = owner.map(|uid| format!(", by a process of user {uid}")).unwrap_or_default();
         format!(
-            "there is no {what} endpoint: port {port} cannot be listened on ({error}{owner}); {variable} chooses another one"
+            "there is no {what} endpoint: cannot listen on port {port} ({error}{owner}); choose another port with {variable}"
         )
     })
 }
@@ -102,7 +102,7 @@ pub fn refusal(uid: Option<u32>) -> String {
     let owner = getuid().as_raw();
     let who = match uid {
         Some(uid) => format!("this request comes from user {uid}"),
-        None => "the user behind this request cannot be told".into(),
+        None => "the user behind this request is unknown".into(),
     };
     format!(
         "this collector answers its owner (user {owner}) and root only, and {who}; ask as that user, or send the token of the \

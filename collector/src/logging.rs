@@ -228,7 +228,8 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
             Ok(Item::Line(line)) => {
                 if let Some(number) = Some(left_out.swap(0, Ordering::Relaxed)).filter(|number| *number > 0) {
                     target.write(
-                        format!("{number} lines were left out: what this log is written to is slow\n").as_bytes(),
+                        format!("{number} lines were left out, because the log's disk or terminal is slow\n")
+                            .as_bytes(),
                     );
                 }
                 repeats.admit(&line, Instant::now()).iter().for_each(|line| target.write(line));
@@ -357,7 +358,7 @@ impl Rotating {
         {
             // This keeps the size limit without a rename.
             let _ = self.file.set_len(0);
-            let _ = writeln!(self.file, "this log was cut, because it cannot be renamed: {error}");
+            let _ = writeln!(self.file, "this log was truncated, because it cannot be renamed: {error}");
         }
         // On a full disk nothing can report the failure.
         let _ = self.file.write_all(line);
@@ -380,7 +381,7 @@ impl Rotating {
             locked?;
         }
         if !self.is_current() {
-            return Err(io::Error::other("it has another name, and no new one can be made"));
+            return Err(io::Error::other("it was renamed, and no new log can be created"));
         }
         let begun = if self.cap.files > 1 { self.rename_all() } else { self.file.set_len(0) };
         let free = libc::flock { l_type: libc::F_UNLCK as _, ..whole };
@@ -540,7 +541,7 @@ mod tests {
         }
         let text = fs::read_to_string(&path).unwrap();
         assert!(
-            text.starts_with("this log was cut, because it cannot be renamed: ") && text.contains("line 099"),
+            text.starts_with("this log was truncated, because it cannot be renamed: ") && text.contains("line 099"),
             "{text}"
         );
         // Something else has its name, and no new file can be created.

@@ -182,7 +182,7 @@ async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<
         drop(tokio::spawn(http::serve_metrics(server, listener, inbox.clone())));
     }
     if settings.metrics_port.is_none() {
-        problems.push(format!("there is no metrics endpoint: no port is above the one of {variable}"));
+        problems.push(format!("there is no metrics endpoint: no port is above that of {variable}"));
     }
     for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
         match signal(kind) {
@@ -194,7 +194,7 @@ async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<
                     }
                 });
             }
-            Err(error) => problems.push(format!("a signal cannot be watched for: {error}")),
+            Err(error) => problems.push(format!("cannot handle a signal: {error}")),
         }
     }
     for problem in &problems {
@@ -228,7 +228,7 @@ async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<
         };
         let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
         let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
-        problems.push(format!("{why}; until then control is on port {port} and metrics on port {}", port + 1));
+        problems.push(format!("{why}; until then the control port is {port} and the metrics port {}", port + 1));
         (settings.control_port, settings.metrics_port) = (port, Some(port + 1));
         return (Some(control_listener), Some(metrics_listener));
     }
@@ -253,5 +253,5 @@ fn write_settings_file(settings: &Settings) -> Option<String> {
     let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
     let file = settings_file(&settings.socket);
     let error = std::fs::write(&file, lines).err()?;
-    Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
+    Some(format!("{}: {error}; launchers cannot compare their settings with those of this collector", file.display()))
 }

@@ -150,7 +150,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     let refused = if fits(&socket) {
         unreachable(&socket).map(|why| format!("cannot be used ({why})"))
     } else {
-        Some(format!("is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have"))
+        Some(format!("is longer than {MAX_PATH_BYTES} bytes, the limit for a socket's path"))
     };
     let Some(why) = refused else { return Place { socket, directory, problem: None } };
     let problem = format!("XPU_TIMER_SOCKET={} {why}: {} is used instead", socket.display(), own.display());
@@ -160,14 +160,14 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
 /// Why the path of a folder, or of the socket in it, can never be used.
 fn unsuitable(directory: &Path, socket: &Path) -> Option<String> {
     if !directory.is_absolute() {
-        return Some("it is relative, and so another folder for every process".into());
+        return Some("it is relative, so it is a different folder for each process".into());
     }
-    (!fits(socket)).then(|| format!("a socket's path may have {MAX_PATH_BYTES} bytes"))
+    (!fits(socket)).then(|| format!("a socket's path may have at most {MAX_PATH_BYTES} bytes"))
 }
 
 /// Why accessing a path might block forever.
 fn unreachable(path: &Path, look: &Look<'_>, mounts: &str) -> Option<String> {
-    let on_network = remote(path, mounts).map(|kind| format!("it is on a file system of the network, {kind}"));
+    let on_network = remote(path, mounts).map(|kind| format!("it is on a network file system, {kind}"));
     on_network.or_else(|| (look.answers)(path))
 }
 
@@ -177,7 +177,7 @@ fn unusable(directory: &Path, uid: u32, refuses: &dyn Fn(&Path) -> Option<String
     match fs::symlink_metadata(directory) {
         Ok(status) if !status.is_dir() => Some("it is not a folder".into()),
         Ok(status) if status.uid() != uid => Some(format!("it belongs to user {}", status.uid())),
-        Ok(status) if status.mode() & 0o022 != 0 => Some("others may write to it".into()),
+        Ok(status) if status.mode() & 0o022 != 0 => Some("others can write to it".into()),
         Ok(_) => refuses(directory),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let parent = directory.parent()?;

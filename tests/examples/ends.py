@@ -84,7 +84,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", choices=["exit", "raise", "_exit", "killed", "abort", "stay"])
     parser.add_argument("--code", type=int, default=0)
-    parser.add_argument("--rank", type=int, help="which; default: all")
+    parser.add_argument("--rank", type=int, help="the rank that ends; default: all ranks")
     parser.add_argument("--moment", choices=["start", "made", "between"], default="between")
     parser.add_argument("--method", choices=["fork", "spawn", "forkserver"])
     parser.add_argument("--nproc", type=int, default=4)

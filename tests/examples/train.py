@@ -122,7 +122,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
-    parser.add_argument("--jitter", type=float, default=0.0, help="by what part of it a step takes more or less, by chance")
+    parser.add_argument("--jitter", type=float, default=0.0, help="share of it by which the time of a step varies at random")
     parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, nargs="+", default=[30])

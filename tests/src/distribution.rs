@@ -50,9 +50,9 @@ pub fn old_enough(file: &Path) -> Result<()> {
     ensure!(objdump.status.success(), "{}", String::from_utf8_lossy(&objdump.stderr));
     let text = String::from_utf8_lossy(&objdump.stdout);
     let asked: Vec<(&str, (u32, u32))> = text.lines().filter_map(asked).collect();
-    ensure!(!asked.is_empty(), "{} asks for nothing of glibc", file.display());
+    ensure!(!asked.is_empty(), "{} needs no function of glibc", file.display());
     let newer: Vec<_> = asked.into_iter().filter(|(_, version)| *version > OLDEST).collect();
-    ensure!(newer.is_empty(), "{} asks for {newer:?}; glibc_compat/build.rs is for such functions", file.display());
+    ensure!(newer.is_empty(), "{} needs {newer:?}, which is too new; see glibc_compat/build.rs", file.display());
     Ok(())
 }
 

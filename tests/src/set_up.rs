@@ -64,7 +64,7 @@ fn lock(path: &Path) -> Result<Flock<fs::File>> {
             Err((back, nix::errno::Errno::EWOULDBLOCK)) => file = back,
             Err((_, error)) => return Err(error).with_context(|| format!("{}", path.display())),
         }
-        ensure!(start.elapsed() < SETUP_DEADLINE, "{} is held for {SETUP_DEADLINE:?} already", path.display());
+        ensure!(start.elapsed() < SETUP_DEADLINE, "{} has been locked for {SETUP_DEADLINE:?}", path.display());
         std::thread::sleep(Duration::from_millis(100));
     }
 }

@@ -16,10 +16,10 @@ struct Options {
     /// Number of nodes
     #[arg(long, default_value_t = 12_500)]
     nodes: u32,
-    /// Different stacks of each node, 10 frames each
+    /// Number of different stacks of each node, 10 frames each
     #[arg(long, default_value_t = 40)]
     stacks: u32,
-    /// Fail when it takes longer, in milliseconds
+    /// Fail when the merge takes longer than this, in milliseconds
     #[arg(long, default_value_t = 1_000.0)]
     max_ms: f64,
 }

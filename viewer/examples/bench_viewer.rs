@@ -31,16 +31,16 @@ struct Options {
     /// How often each measurement is repeated; the fastest counts
     #[arg(long, default_value_t = 5)]
     rounds: u32,
-    /// Each file gets so many threads whose stack no other file has
+    /// Number of threads in each file whose stack no other file has
     #[arg(long, default_value_t = 0)]
     unique: usize,
-    /// Write report.html too, which reads all of every file
+    /// Also write report.html, which reads every file completely
     #[arg(long)]
     html: bool,
-    /// Fail when the viewer takes longer than so many times the reading
+    /// Fail when the viewer takes more than this many times as long as reading the files
     #[arg(long, default_value_t = 6.0)]
     max_ratio: f64,
-    /// Fail when the viewer takes more memory, in MiB
+    /// Fail when the viewer takes more memory than this, in MiB
     #[arg(long, default_value_t = 64.0)]
     max_memory: f64,
 }

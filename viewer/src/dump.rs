@@ -138,7 +138,7 @@ pub enum DecodeError {
         offset: usize,
     },
     /// These bytes are not a protobuf message.
-    #[error("byte {offset} begins no protobuf field")]
+    #[error("no protobuf field begins at byte {offset}")]
     NoField {
         /// Offset of these bytes.
         offset: usize,

@@ -9,16 +9,15 @@ use xpu_timer_analysis::rank_set::RankSet;
 
 /// Options that select ranks, threads and stacks. The default selects everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
-#[command(next_help_heading = "Narrow (the summary then shows stacks; no file is written unless it is chosen)")]
+#[command(next_help_heading = "Filters (the summary then shows stacks; only the files that are chosen are written)")]
 pub struct Filter {
     /// Only these ranks, such as 6 or 0-3,7
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub rank: Option<RankSet>,
-    /// Only threads with this id, or whose name in Python or in the kernel holds this text, in any
-    /// case
+    /// Only threads with this id, or with this text in their Python or kernel name, in any case
     #[arg(long, value_name = "TID|NAME")]
     pub thread: Option<String>,
-    /// Only stacks with a function or file that holds this text
+    /// Only stacks with this text in a function or file name
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
 }
@@ -106,7 +105,8 @@ fn ranks(text: &str) -> Result<RankSet, String> {
     let mut ranks = RankSet::new();
     for run in text.split([',', '/']).map(str::trim) {
         let (first, last) = run.split_once('-').unwrap_or((run, run));
-        let number = |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is no rank and no range"));
+        let number =
+            |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is neither a rank nor a range"));
         let (first, last) = (number(first)?, number(last)?);
         if first > last {
             return Err(format!("{run:?} ends before it begins"));

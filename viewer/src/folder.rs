@@ -71,17 +71,20 @@ impl Folder {
         let mixed: Vec<_> = self.files.iter().filter(|file| file.world != self.world).collect();
         if !mixed.is_empty() {
             let world = self.world;
-            warnings.push(format!("the folder mixes worlds; labels are of the largest, {world}: {}", names(&mixed)));
+            warnings.push(format!(
+                "the dumps have different world sizes; labels use the largest, {world}: {}",
+                names(&mixed)
+            ));
         }
         let beyond: Vec<_> = self.files.iter().filter(|file| file.rank >= file.world).collect();
         if !beyond.is_empty() {
-            warnings.push(format!("a rank beyond its world: {}", names(&beyond)));
+            warnings.push(format!("a rank that is not below its world size: {}", names(&beyond)));
         }
         // The files are sorted by rank.
         let same = self.files.chunk_by(|a, b| a.rank == b.rank).filter(|files| files.len() > 1);
         let same: Vec<_> = same.flatten().collect();
         if !same.is_empty() {
-            warnings.push(format!("several files of one rank, drawn together: {}", names(&same)));
+            warnings.push(format!("several files of one rank, which are merged: {}", names(&same)));
         }
         warnings
     }
@@ -247,8 +250,14 @@ mod tests {
         assert_eq!(mixed.world, 4);
         assert_eq!(name_of(&mixed.misnamed[0]), "x.stacktrace");
         let warnings = mixed.warnings();
-        assert!(warnings[0].contains("mixes worlds") && warnings[0].contains("0-2.stacktrace"), "{warnings:?}");
-        assert!(warnings[1].contains("beyond") && warnings[1].ends_with("9-4.stacktrace"), "{warnings:?}");
+        assert!(
+            warnings[0].contains("different world sizes") && warnings[0].contains("0-2.stacktrace"),
+            "{warnings:?}"
+        );
+        assert!(
+            warnings[1].contains("not below its world size") && warnings[1].ends_with("9-4.stacktrace"),
+            "{warnings:?}"
+        );
         assert_eq!(warnings.len(), 2);
         let twice = folder(&["0-2.stacktrace", "00-2.stacktrace"]).warnings();
         assert!(twice[0].contains("several files of one rank"), "{twice:?}");

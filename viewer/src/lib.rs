@@ -30,31 +30,32 @@ use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::printable;
 
-/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
+/// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
 /// report.html.
 ///
 /// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents
 /// ($XPU_TIMER_TIMELINE_PATH), it takes the latest one. Each frame is labelled
-/// func@file:line@HAS|LEAK: HAS are the ranks that stand there, LEAK all others.
+/// func@file:line@HAS|LEAK: HAS lists the ranks that have the frame, LEAK all other ranks.
 #[derive(Debug, Clone, Parser)]
 #[command(version, after_help = EXIT_CODES)]
 pub struct Args {
-    /// Folder of the .stacktrace files, or of incidents
+    /// Folder of .stacktrace files, or folder of incidents
     #[arg(short, long, value_name = "DIR", default_value = "./", allow_hyphen_values = true)]
     pub path: PathBuf,
-    /// Folder to write to, made if need be [default: the folder of the .stacktrace files]
+    /// Folder to write to, created if it does not exist [default: the folder of the .stacktrace
+    /// files]
     #[arg(long, value_name = "DIR", allow_hyphen_values = true)]
     pub output: Option<PathBuf>,
     /// Which files to write
     #[command(flatten)]
     pub choice: Choice,
-    /// What is looked at
+    /// Which ranks, threads and stacks to show
     #[command(flatten)]
     pub filter: Filter,
-    /// The summary, or the list, as JSON
+    /// Print the summary, or the list, as JSON
     #[arg(long)]
     pub json: bool,
-    /// List all incidents of the folder with their time, cause and verdict, and do nothing else
+    /// Only list all incidents of the folder, with their time, cause and verdict
     #[arg(long)]
     pub list: bool,
     /// What stdout can show
@@ -66,7 +67,7 @@ pub struct Args {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Files (all, unless some are chosen)")]
 pub struct Choice {
-    /// Write no file but those chosen, only the summary
+    /// Print the summary; write only the files that are chosen
     #[arg(long)]
     pub text: bool,
     /// Write cpp_stack and py_stack
@@ -92,8 +93,8 @@ impl Choice {
     }
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could not be read are named on stderr and left out); \
-1 there is nothing to draw, or it could not be written; 2 wrong usage.";
+const EXIT_CODES: &str = "Exit codes: 0 if all files are written (stderr names dumps that cannot be read); 1 if there is nothing to draw \
+or a file cannot be written; 2 for wrong usage.";
 
 /// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
@@ -248,7 +249,7 @@ pub fn write_all(
     written: &mut Vec<PathBuf>,
 ) -> anyhow::Result<()> {
     if choice.folded || choice.svg || choice.html {
-        std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
+        std::fs::create_dir_all(output).with_context(|| format!("cannot create the folder {}", shown(output)))?;
     }
     let failed = |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
     for (name, tree) in [("cpp", native), ("py", python)] {
@@ -273,7 +274,7 @@ pub fn write_all(
 
 /// Writes `report.html` and returns its path.
 pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<PathBuf> {
-    let page = report::render(report).context("cannot put report.html together")?;
+    let page = report::render(report).context("cannot build report.html")?;
     output::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))
 }

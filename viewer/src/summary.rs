@@ -105,7 +105,7 @@ pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
     }
     let ranks = merged.ranks.len();
     let head = match about.requested {
-        Some(requested) => format!("{ranks} of the {} ranks asked for have a dump.", requested.len()),
+        Some(requested) => format!("{ranks} of the {} requested ranks have a dump.", requested.len()),
         None => format!("{ranks} of {} ranks have a dump.", about.world),
     };
     if about.selects_threads {
@@ -172,7 +172,7 @@ fn push_absent(text: &mut String, merged: &Merged, absent: &[AbsentRanks], width
     }
     if absent.len() > ABSENT_SHOWN {
         let rest: u64 = absent[ABSENT_SHOWN..].iter().map(|absent| absent.ranks.len()).sum();
-        lines.push(format!("and {rest} more ranks that are gone or have no dump; --json shows all"));
+        lines.push(format!("and {rest} more ranks that have ended or have no dump; --json shows all"));
     }
     for (state, ranks) in &merged.states {
         // Running and sleeping are normal; other states are a hint at the cause.
@@ -331,7 +331,7 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSe
     };
     push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
-        push("      apart from the others since ", own, "");
+        push("      differs from the others since ", own, "");
     }
 }
 
@@ -472,7 +472,7 @@ mod tests {
             text,
             "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
              7 of 10 ranks have a dump. Their main threads are at 3 places, the largest group first:\n  \
-               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      apart from the others since step (t.py:9)\n  \
+               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      differs from the others since step (t.py:9)\n  \
                rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \
                rank 6 on gpu-1\n      no stack\n\n\
              Dead: rank 7 on gpu-1 (killed by SIGKILL)\nWithout a dump: ranks 8-9 (2)\n\

@@ -21,29 +21,29 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Captures a program that sits in every kind of system call 10,000 times; fails when one
-    /// returned anything else for it
+    /// Captures a program that waits in every kind of system call, 10,000 times; fails if a capture
+    /// changes a result
     Eintr {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The hook, against the same calls, loop and process without it; fails when a limit does not
-    /// hold
+    /// The hook: calls, a training loop and a process, with and without it; fails when a limit does
+    /// not hold
     Hook {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The collectors: 12,500 nodes of 8 ranks deliver to one cluster collector, a node collector
-    /// watches 8 busy ranks; fails when a limit does not hold
+    /// The collectors: 12,500 nodes of 8 ranks deliver to one cluster collector, and a node
+    /// collector watches 8 busy ranks; fails when a limit does not hold
     Cluster {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The viewer on 1,016 and 4,064 ranks, against reading the same files, and the merge of the
-    /// trees of many nodes; fails when a limit does not hold
+    /// The viewer on 1,016 and 4,064 ranks, compared with reading the same files, and the merge of
+    /// the trees of many nodes; fails when a limit does not hold
     Viewer,
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct Options {
 enum Fault {
     /// A data loader that waits for a shard
     Loader,
-    /// A collective that the rank leaves out: the job hangs at its end
+    /// A collective that the rank skips: the job hangs at its end
     Skip,
     /// A kernel that never ends
     Kernel,
@@ -71,7 +71,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Err(error) = fs::remove_dir_all(&dir)
         && error.kind() != io::ErrorKind::NotFound
     {
-        return Err(error).with_context(|| format!("{} of the run before", dir.display()));
+        return Err(error).with_context(|| format!("cannot remove {} of the previous run", dir.display()));
     }
     let job = Job::at(&dir)
         .with("XPU_TIMER_HANG_TIMEOUT", HANG_TIMEOUT)
@@ -119,7 +119,7 @@ impl Stage {
         match self {
             Stage::Starting => format!("{RANKS} ranks start"),
             Stage::Training => {
-                format!("{RANKS} ranks train until one stops; after {HANG_TIMEOUT} s without progress that is a hang")
+                format!("{RANKS} ranks train until one stops; {HANG_TIMEOUT} s without progress count as a hang")
             }
             Stage::Hanging => {
                 format!("a hang is reported; the stacks of all ranks are taken twice, {SAMPLE_INTERVAL} s apart")

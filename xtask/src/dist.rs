@@ -26,7 +26,7 @@ pub(crate) fn run() -> Result<()> {
     copy_stripped(&target.join("release"), &folder)?;
     let wheel = write_wheel(&folder, &dist)?;
     for file in ["README.md", "LICENSE"] {
-        fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("copy of {file}"))?;
+        fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("cannot copy {file}"))?;
     }
     let archive = dist.join(format!("xpu_timer-{}-x86_64-linux.tar.gz", env!("CARGO_PKG_VERSION")));
     let mut tar = Command::new("tar");

@@ -16,12 +16,12 @@ use crate::shell::{self, cargo, need};
 /// Options of `fuzz`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// How long each target is fuzzed; 0: the short form that is a part of all tests
+    /// Seconds for each target; 0: the short run that `test` includes
     #[arg(default_value_t = 60)]
     seconds: u32,
     /// Only targets whose name contains one of these words
     names: Vec<String>,
-    /// Adds what was found to the kept corpus, and leaves out of it what covers nothing more
+    /// Adds the new inputs to tests/fuzz/corpus, and drops those that add no coverage
     #[arg(long)]
     keep: bool,
 }

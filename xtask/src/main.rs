@@ -26,43 +26,43 @@ enum Command {
     Demo(demo::Options),
     /// Runs every test; with CI=true a skipped test is a failure
     Test(test::Options),
-    /// Fuzzes what reads outside bytes, guided by coverage; `test` does it for some seconds
+    /// Fuzzes the parsers of outside bytes, guided by coverage; `test` runs a fixed number of
+    /// inputs
     Fuzz(fuzz::Options),
-    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict
-    /// is right
+    /// Runs the hang corpus: real jobs that hang in every known way; prints how many verdicts are
+    /// right
     Hangs {
-        /// Part of the names of some scenarios, and options such as `--jobs 4`
+        /// Part of the names of the scenarios to run, and options such as `--jobs 4`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit
-    /// status 1 if a promise did not
+    /// Injects faults and attacks with real processes, and prints each promise and whether it held;
+    /// exit status 1 if one did not hold
     Chaos {
-        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed
-        /// N`
+        /// Part of the names of the faults to run, and options: `--list`, `--long`, `--jobs N`,
+        /// `--seed N`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve
+    /// Runs a busy mixed node for hours and fails if our processes grow; `--hours 0.2` is twelve
     /// minutes
     Soak {
         /// Options of the soak: `--hours N`, `--rate N`; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it
-    /// with few interruptions
+    /// Checks the hook's lock-free parts in every interleaving of their threads; `test` allows two
+    /// preemptions
     Model,
-    /// Layout, format, clippy, documentation and licences
+    /// Checks layout, format, clippy, documentation and licences
     Lint(lint::Options),
-    /// Prints functions of the workspace drawn at random: file:line, name, lines of the body
+    /// Prints random functions of the workspace: file:line, name, lines of the body
     Sample(sample::Options),
-    /// Measures, and prints ratios of two things measured in one run
+    /// Runs a benchmark, and prints ratios of two measurements of the same run
     Bench(bench::Options),
-    /// Builds what is installed on a node into one archive,
-    /// target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
+    /// Builds everything that a node needs, as one archive and as a wheel, in target/dist
     Dist,
-    /// Writes generated code, schemas and goldens anew
+    /// Regenerates code, schemas, pages and goldens
     Bless,
 }
 

@@ -12,8 +12,7 @@ pub(crate) struct Options {
     /// How many functions to draw
     count: usize,
 
-    /// The same seed draws the same functions from the same tree; default: a random one, which is
-    /// printed
+    /// Seed of the random choice, to repeat it; default: a random seed, which is printed
     #[arg(long)]
     seed: Option<u64>,
 }

@@ -68,13 +68,13 @@ pub(crate) fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<(
         if !log.can_be_retried() {
             break;
         }
-        eprintln!("again, alone: {}", log.failed.join(" "));
+        eprintln!("repeating alone: {}", log.failed.join(" "));
         let mut again = test();
         again.args(["--", "--exact", "--test-threads=1"]).args(&log.failed);
         let (success, next) = follow(&mut again)?;
         late.extend(log.failed.into_iter().filter(|name| !next.failed.contains(name)));
         if success {
-            eprintln!("passed only when run again, alone: {}", late.join(" "));
+            eprintln!("passed only when repeated alone: {}", late.join(" "));
             return Ok(());
         }
         log = next;

@@ -14,7 +14,7 @@ pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
 
-    /// Only the tests on real PyTorch: that of PyPI is set up under target first, 2.4 GB
+    /// Only the tests on real PyTorch; sets up PyPI's build under target first (2.4 GB)
     #[arg(long)]
     torch: bool,
 }

@@ -26,31 +26,31 @@ use xpu_timer_proto::printable::{self, Lines};
 
 use crate::{capturer::Capturer, merge::View, native::ptrace, process::Options, stacks::Stacks};
 
-/// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
+/// Prints the stacks of all threads of running processes: Python frames among C frames, with lines.
 ///
-/// No thread is stopped: those that sleep are read as they sleep, those that run are sampled by the
-/// kernel. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
-/// command line.
+/// It stops no thread: it reads a sleeping thread in place, and the kernel samples a running one.
+/// Exit status: 0 if every process was captured, 1 if one could not be captured or the output could
+/// not be written, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_dump", version)]
 #[command(group(ArgGroup::new("which").required(true).multiple(true).args(["pid", "rank", "all"])))]
 pub struct Arguments {
-    /// Process to dump; may be given several times
+    /// Process to dump; may be repeated
     #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Vec<i32>,
-    /// Process whose environment has this RANK; may be given several times
+    /// Process whose environment has this RANK; may be repeated
     #[arg(long, value_name = "RANK")]
     pub rank: Vec<u32>,
     /// Every process on this node that has a RANK
     #[arg(long)]
     pub all: bool,
-    /// Native stacks only
+    /// Print native stacks only
     #[arg(long, group = "what")]
     pub native: bool,
-    /// Python stacks only
+    /// Print Python stacks only
     #[arg(long, group = "what")]
     pub python: bool,
-    /// Python frames in their places in the native stack (the default)
+    /// Print Python frames at their places in the native stack (the default)
     #[arg(long, group = "what")]
     pub merged: bool,
     /// Also dump all descendants
@@ -62,15 +62,15 @@ pub struct Arguments {
     /// Write a `.stacktrace` file for each process into this folder instead of printing
     #[arg(long, short, value_name = "DIR", conflicts_with = "json")]
     pub output: Option<PathBuf>,
-    /// Seconds the whole dump may take; on a busy machine it waits up to three times as long
+    /// Time limit for the whole dump; on a busy machine it may take up to three times as long
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub timeout: Duration,
-    /// Seconds that source lines of C frames are searched for; names are always found. Compressed
-    /// line tables that take longer to unpack are left out
+    /// Time limit for the source lines of C frames; it does not limit their names. Compressed line
+    /// tables that would take longer to unpack are skipped
     #[arg(long, value_name = "SECONDS", default_value = "0.02", value_parser = seconds)]
     pub lines: Duration,
-    /// Stop every thread while its stack is copied. This may cut short system calls of the process:
-    /// they return EINTR, or have sent less than they were asked to. Nothing else stops a thread
+    /// Stop each thread while its stack is copied. This may cut short system calls of the process:
+    /// they return EINTR, or send only a part of the data. No other option stops a thread
     #[arg(long)]
     pub force_ptrace: bool,
 }
@@ -198,7 +198,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 fn run_in_child() -> Result<Option<ExitCode>> {
     let command = getpid();
     // SAFETY: the command has started no thread yet, so the child has a copy of all its state.
-    match unsafe { fork() }.context("no process can be started that stops threads")? {
+    match unsafe { fork() }.context("cannot fork the process that stops threads")? {
         ForkResult::Child => {
             prctl::set_pdeathsig(Signal::SIGKILL).context("prctl")?;
             if getppid() != command {
@@ -212,10 +212,12 @@ fn run_in_child() -> Result<Option<ExitCode>> {
             let code = match waitpid(child, None).context("waitpid")? {
                 WaitStatus::Exited(_, code) => code,
                 WaitStatus::Signaled(_, Signal::SIGKILL, _) => {
-                    eprintln!("xpu_timer_dump: killed so that no thread stays stopped; the machine may be too busy");
+                    eprintln!(
+                        "xpu_timer_dump: its watchdog killed the capture so that no thread stays stopped; try again when the machine is less busy"
+                    );
                     1
                 }
-                status => bail!("the process that stops threads ended: {status:?}"),
+                status => bail!("the process that stops threads failed: {status:?}"),
             };
             Ok(Some(ExitCode::from(u8::try_from(code).unwrap_or(1))))
         }

@@ -27,7 +27,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The caller may not inspect this process.
-    #[error("no permission to look into process {pid} of uid {uid}: {remedy}")]
+    #[error("no permission to inspect process {pid} of uid {uid}: {remedy}")]
     Permission {
         /// Process id.
         pid: i32,

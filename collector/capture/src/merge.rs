@@ -15,7 +15,7 @@ pub enum Frame<'a> {
 /// The two stacks of a thread do not match. This happens if the interpreter's loop has no name, if
 /// C code switches stacks, as greenlets do, or if one of the stacks is incomplete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the native stack has {loops} frames of the interpreter's loop, and C code entered Python {entries} times")]
+#[error("the native stack has {loops} frames of the interpreter's loop, but C code entered Python {entries} times")]
 pub struct Mismatch {
     /// Frames of the loop in the native stack.
     pub loops: usize,

@@ -147,7 +147,7 @@ impl Symbolizer {
             },
         );
         if let Err(error) = started {
-            tracing::warn!("no thread to look for names with: {error}");
+            tracing::warn!("cannot start a thread that looks up names: {error}");
         }
     }
 
@@ -173,7 +173,7 @@ impl Symbolizer {
             },
         );
         if let Err(error) = started {
-            tracing::warn!("no thread to look for lines with: {error}");
+            tracing::warn!("cannot start a thread that looks up lines: {error}");
         }
     }
 
@@ -191,13 +191,13 @@ impl Symbolizer {
     fn missing_name_errors(&self, places: &[RawPlace]) -> BTreeSet<String> {
         let of = |place: &RawPlace| match &place.image {
             Some(image) if self.changed.contains(&image.id) => {
-                Some(format!("{} was written to while it was read: its functions have no names", image.path))
+                Some(format!("{} changed while it was read, so its functions have no names", image.path))
             }
             Some(_) => None,
             None => place
                 .path
                 .starts_with('/')
-                .then(|| format!("{} could not be read: its functions have no names", place.path)),
+                .then(|| format!("{} could not be read, so its functions have no names", place.path)),
         };
         places.iter().filter_map(of).collect()
     }

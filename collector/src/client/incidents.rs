@@ -69,7 +69,7 @@ impl Remote {
         let read = |path: PathBuf| {
             let pem = file::read_within(&path).with_context(|| path.display().to_string())?;
             let certificates = client::certificates(&pem);
-            ensure!(!certificates.is_empty(), "{}: there is no certificate in it", path.display());
+            ensure!(!certificates.is_empty(), "{} contains no certificate", path.display());
             Ok(certificates)
         };
         let authorities = authority.map(read).transpose()?.unwrap_or_default();
@@ -114,7 +114,7 @@ impl Remote {
     }
 
     fn json(&self, path: &str) -> Result<Value> {
-        serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is no JSON", self.url))
+        serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is not JSON", self.url))
     }
 
     /// All incidents as text, oldest first, in lines of at most `width` characters if given,
@@ -163,7 +163,7 @@ impl Remote {
     pub fn show(&self, id: &str, as_json: bool) -> Result<String> {
         let id = plain(id)?;
         let path = if as_json { format!("/incidents/{id}") } else { format!("/incidents/{id}/verdict.txt") };
-        String::from_utf8(self.get(&path)?).context("the verdict is no text")
+        String::from_utf8(self.get(&path)?).context("the verdict is not UTF-8 text")
     }
 
     /// Copies the files of an incident to `incident-ID` below a folder. If `ranks` is not empty,
@@ -194,7 +194,7 @@ impl Remote {
             folder_name("", Some(name)) == format!("-{name}") && !name.is_empty() && !name.starts_with(['.', '-'])
         };
         if let Some(name) = wanted.iter().copied().find(|name| !is_ours(name)) {
-            bail!("{name:?} is no file of an incident");
+            bail!("{name:?} is not a file of an incident");
         }
         let folder = Folder::create_copy(to, id).map_err(|error| anyhow::Error::msg(chain(&error)))?;
         for name in wanted {
@@ -210,11 +210,14 @@ impl Remote {
 
     fn no_dump(&self, id: &str, missing: &RankSet, there: &RankSet) -> anyhow::Error {
         let (of, ranks) = (list_of(missing), list_of(there));
-        let there =
-            if there.is_empty() { "none of any".into() } else { format!("those of {} ranks: {ranks}", there.len()) };
+        let there = if there.is_empty() {
+            "it has no dump at all".into()
+        } else {
+            format!("it has those of {} ranks: {ranks}", there.len())
+        };
         let rank = missing.first().unwrap_or_default();
         anyhow::anyhow!(
-            "{} has no dump of rank {of} of incident {id}, but {there}; on the node of that rank, where its own collector runs: \
+            "{} has no dump of rank {of} of incident {id}; {there}; on the node of that rank, run: \
              xpu_timer_collector incidents --url http://127.0.0.1:{} fetch {id} --rank {rank}",
             self.url,
             self.control_port
@@ -249,11 +252,12 @@ fn missing_dumps(folder: &Path, id: &str) -> Option<String> {
     }
     let why = if world > ALL_FILES {
         format!(
-            "of a job beyond {ALL_FILES} ranks those of the culprits and of one rank of each group are fetched, stacks.bin has the \
-             stacks of all; the other dumps are on the nodes, in incident-{id}-NODE below XPU_TIMER_TIMELINE_PATH"
+            "in a job with more than {ALL_FILES} ranks, the cluster collector fetches only the dumps of the culprits and of one rank \
+             of each group; stacks.bin has the stacks of all ranks, and the other dumps are on the nodes, in incident-{id}-NODE \
+             below XPU_TIMER_TIMELINE_PATH"
         )
     } else {
-        "the verdict says what became of the others".to_string()
+        "the verdict gives the reason for the others".to_string()
     };
     Some(format!("dumps of {dumps} of {world} ranks: {why}"))
 }
@@ -266,7 +270,7 @@ fn error_of(body: &[u8]) -> String {
 
 fn plain(id: &str) -> Result<&str> {
     let good = !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-    ensure!(good, "{id:?} is no name of an incident");
+    ensure!(good, "{id:?} is not the name of an incident; `xpu_timer_collector incidents` lists them");
     Ok(id.strip_prefix("incident-").unwrap_or(id))
 }
 
@@ -357,9 +361,9 @@ mod tests {
         assert_eq!((list_of(&missing), list_of(&there)), ("12-13".into(), "0-1,7".into()));
         let remote = Remote::new(Some("http://localhost:1".into()), &Source::new(|_| None, "")).unwrap();
         let error = remote.no_dump("x", &missing, &there).to_string();
-        assert!(error.contains("no dump of rank 12-13 of incident x, but those of 3 ranks: 0-1,7;"), "{error}");
+        assert!(error.contains("no dump of rank 12-13 of incident x; it has those of 3 ranks: 0-1,7;"), "{error}");
         assert!(error.ends_with("--url http://127.0.0.1:18888 fetch x --rank 12"), "{error}");
-        assert!(remote.no_dump("x", &missing, &RankSet::default()).to_string().contains("but none of any;"));
+        assert!(remote.no_dump("x", &missing, &RankSet::default()).to_string().contains("; it has no dump at all;"));
     }
 
     #[test]

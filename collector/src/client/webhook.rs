@@ -45,7 +45,7 @@ impl Webhook {
         let incident = verdict.incident.clone();
         let post = Arc::clone(&self.posts);
         if Arc::strong_count(&post) > MAX_POSTS + 1 {
-            warn!("incident {incident}: not posted to the webhook, where {MAX_POSTS} verdicts wait for an answer");
+            warn!("incident {incident}: not posted to the webhook, which has not answered {MAX_POSTS} earlier posts");
             return;
         }
         let work = move || {
@@ -53,7 +53,7 @@ impl Webhook {
             drop(post);
         };
         if let Err(error) = thread::Builder::new().name("webhook".into()).spawn(work) {
-            warn!("incident {}: no thread for the webhook: {error}", verdict.incident);
+            warn!("incident {}: cannot start a thread for the webhook: {error}", verdict.incident);
         }
     }
 }
@@ -117,10 +117,10 @@ fn send(url: &str, incident: &str, body: &Value) {
             Err(error) => without_url(&error.to_string(), url),
         };
         let Some(pause) = pauses.next() else {
-            warn!("incident {incident}: the webhook is given up: {problem}");
+            warn!("incident {incident}: gave up posting to the webhook: {problem}");
             return;
         };
-        info!("incident {incident}: the webhook failed, again in {pause:?}: {problem}");
+        info!("incident {incident}: posting to the webhook failed, retry in {pause:?}: {problem}");
         thread::sleep(*pause);
     }
 }

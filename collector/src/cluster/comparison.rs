@@ -58,7 +58,7 @@ impl ComparisonThread {
         let inputs = match thread::Builder::new().name("comparing".into()).spawn(work) {
             Ok(_) => Some(sender),
             Err(error) => {
-                warn!("slow ranks will not be found, there is no thread: {error}");
+                warn!("slow ranks will not be found, because no thread can be started: {error}");
                 None
             }
         };

@@ -53,17 +53,17 @@ impl Settings {
     pub fn new(source: &Source, listen: Option<String>, temporary: PathBuf, uid: u32) -> anyhow::Result<Self> {
         let text = listen.or_else(|| source.text("XPU_TIMER_CLUSTER_LISTEN")).unwrap_or_default();
         let listen = text.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
-        let listen = listen.ok_or_else(|| anyhow!("{text}: not an address and port to listen on"))?;
+        let listen = listen.ok_or_else(|| anyhow!("{text:?} is not an address and port to listen on"))?;
         let files = ["XPU_TIMER_CLUSTER_CERT_FILE", "XPU_TIMER_CLUSTER_KEY_FILE"].map(|name| source.path(name));
         let identity = match files {
             [Some(certificate), Some(key)] => Some((certificate, key)),
             [None, None] => None,
-            _ => bail!("XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE go together"),
+            _ => bail!("set both XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE, or neither"),
         };
         let token_file = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE");
         if !listen.ip().is_loopback() && (identity.is_none() || token_file.is_none()) {
             bail!(
-                "{listen} is beyond loopback, where TLS and a token are a must: give XPU_TIMER_CLUSTER_CERT_FILE, \
+                "{listen} is not a loopback address, so TLS and a token are required: set XPU_TIMER_CLUSTER_CERT_FILE, \
                  XPU_TIMER_CLUSTER_KEY_FILE and XPU_TIMER_COLLECTOR_TOKEN_FILE"
             );
         }
@@ -95,10 +95,10 @@ mod tests {
         const KEY: (&str, &str) = ("XPU_TIMER_CLUSTER_KEY_FILE", "/k");
         const TOKEN: (&str, &str) = ("XPU_TIMER_COLLECTOR_TOKEN_FILE", "/t");
         for (pairs, why) in [
-            (&[][..], "TLS and a token are a must"),
-            (&[TOKEN], "TLS and a token are a must"),
-            (&[CERT, KEY], "TLS and a token are a must"),
-            (&[CERT, TOKEN], "go together"),
+            (&[][..], "TLS and a token are required"),
+            (&[TOKEN], "TLS and a token are required"),
+            (&[CERT, KEY], "TLS and a token are required"),
+            (&[CERT, TOKEN], "or neither"),
         ] {
             let error = settings(pairs, Some("0.0.0.0:18890")).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");

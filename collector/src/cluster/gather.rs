@@ -148,7 +148,7 @@ impl Gather {
         }
         match self.read(EVIDENCE).and_then(|bytes| lenient::decode::<Evidence>(&bytes).ok()) {
             Some(evidence) => self.ranks.extend(evidence.ranks),
-            None => self.errors.push(format!("what was delivered before cannot be read from {EVIDENCE} any more")),
+            None => self.errors.push(format!("the earlier deliveries cannot be read from {EVIDENCE}")),
         }
     }
 
@@ -229,7 +229,7 @@ impl Gather {
     }
 
     fn write_evidence(&mut self, head: &Evidence) -> Result<(), String> {
-        let Some(folder) = self.folder() else { return Err("no folder could be made".into()) };
+        let Some(folder) = self.folder() else { return Err("no folder could be created".into()) };
         let result = folder.write_with(EVIDENCE, |to| self.ranks.write(head, to));
         self.written = result.is_ok();
         self.log_error(result)
@@ -291,7 +291,7 @@ impl Gather {
         };
         incoming.bytes += piece.data.len() as u64;
         if incoming.bytes > MAX_FILE_BYTES {
-            return Err(io::Error::other("it has no end"));
+            return Err(io::Error::other(format!("larger than {MAX_FILE_BYTES} bytes")));
         }
         file.write_all(&piece.data)?;
         if piece.last {

@@ -96,7 +96,7 @@ impl cluster_server::Cluster for Service {
                     }
                 }
                 Some(Ok(_)) => {
-                    let refusal = Status::failed_precondition("the first message must be the hello");
+                    let refusal = Status::failed_precondition("the first message must be Hello");
                     let _ = outgoing.send(Box::new(Err(refusal))).await;
                     return;
                 }
@@ -110,7 +110,7 @@ impl cluster_server::Cluster for Service {
     async fn bring(&self, request: Request<Streaming<Delivery>>) -> Result<Response<Delivered>, Status> {
         let mut pieces = request.into_inner();
         let first = timeout(FIRST_WORD, pieces.message()).await;
-        let first = first.map_err(|_| Status::deadline_exceeded("the key did not come in time"))??;
+        let first = first.map_err(|_| Status::deadline_exceeded("the key did not arrive in time"))??;
         let Some(Delivery { message: Some(delivery::Message::Key(key)) }) = first else {
             return Err(Status::failed_precondition("the first message must be the key"));
         };
@@ -119,7 +119,7 @@ impl cluster_server::Cluster for Service {
         // Fails only when the process ends.
         let _ = self.events.send(StreamEvent::DeliveryStarted(Arc::clone(&key), reply)).await;
         if !known.await.unwrap_or(false) {
-            return Err(Status::not_found("nothing is expected by this key, or no longer"));
+            return Err(Status::not_found("no delivery with this key is expected, or its deadline has passed"));
         }
         let _guard = DeliveryGuard { events: self.events.clone(), key: Arc::clone(&key) };
         let pieces_here = Arc::new(Semaphore::new(PIECES));
@@ -158,7 +158,7 @@ fn check(hello: &NodeHello) -> Result<(), Status> {
     }
     // A short identity could be guessed and used to take over the stream of another node.
     if hello.identity.len() < 16 {
-        return Err(Status::invalid_argument("the hello has no identity"));
+        return Err(Status::invalid_argument("Hello has no identity"));
     }
     Ok(())
 }

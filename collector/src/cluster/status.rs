@@ -109,16 +109,16 @@ pub fn metrics(hub: &Hub, now: Now) -> String {
     let mut page = Page::default();
     page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
     page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").into())], 1);
-    page.family("xpu_timer_job_hang", "gauge", "1 while the job hangs by the newest verdict.");
+    page.family("xpu_timer_job_hang", "gauge", "1 while the newest verdict says that the job hangs.");
     for key in hub.nodes.jobs() {
         page.sample("xpu_timer_job_hang", &[("job_name", key.to_string())], u64::from(hangs(hub, key)));
     }
-    page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that some node speaks for.");
+    page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that a node reports.");
     for key in hub.nodes.jobs() {
         page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], hub.nodes.job(key).ranks);
     }
     let name = "xpu_timer_rank_slow";
-    page.family(name, "gauge", "1 for a rank for which the others wait in most of its collectives.");
+    page.family(name, "gauge", "1 for a rank that the others wait for in most of its collectives.");
     for (job, rank, node) in hub.slow.iter() {
         page.sample(name, &[("job_name", job.to_string()), ("pod_name", node.into()), ("rank", rank.to_string())], 1);
     }
@@ -126,10 +126,10 @@ pub fn metrics(hub: &Hub, now: Now) -> String {
     let open = hub.incidents.values().filter(|one| one.is_open()).count() as u64;
     let uptime_s = now.mono_ns.saturating_sub(hub.started.mono_ns) / 1_000_000_000;
     for (name, kind, help, value) in [
-        ("xpu_timer_nodes", "gauge", "Nodes that are joined.", joined),
+        ("xpu_timer_nodes", "gauge", "Nodes that are connected.", joined),
         ("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.", hub.opened),
         ("xpu_timer_incidents_open", "gauge", "Incidents that last.", open),
-        ("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.", uptime_s),
+        ("xpu_timer_uptime_seconds", "gauge", "Seconds since the start of the collector.", uptime_s),
     ] {
         page.family(name, kind, help);
         page.sample(name, &[], value);

@@ -83,7 +83,7 @@ async fn authorize(State(pages): State<Pages>, request: Request, next: Next) -> 
     let why = if pages.local_only && !is_local(&named) {
         "only requests to localhost are answered\n"
     } else if !is_same_origin(&named) {
-        "a page of another origin may not ask\n"
+        "requests from pages of another origin are refused\n"
     } else {
         return next.run(request).await;
     };

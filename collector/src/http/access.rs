@@ -25,7 +25,9 @@ pub fn check_url(url: &str) -> anyhow::Result<(Uri, bool)> {
         _ => bail!("{shown}: it must begin with https:// or http://"),
     };
     if !secure && !is_loopback(uri.host().unwrap_or_default()) {
-        bail!("{shown}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE");
+        bail!(
+            "{shown}: plain text is allowed on loopback only; elsewhere use https:// and set XPU_TIMER_COLLECTOR_TOKEN_FILE"
+        );
     }
     Ok((uri, secure))
 }
@@ -93,7 +95,7 @@ pub fn read_token(path: &Path) -> Result<String, Error> {
     let bytes = file::read_within(path).map_err(Error::path("read", path))?;
     let mode = fs::metadata(path).map_or(0, |status| status.permissions().mode());
     if mode & 0o004 != 0 {
-        warn!("{}: every user may read this token (mode {:o}); chmod 600 is meant", path.display(), mode & 0o7777);
+        warn!("every user can read the token file {} (mode {:o}); run chmod 600 on it", path.display(), mode & 0o7777);
     }
     match String::from_utf8_lossy(&bytes).trim() {
         "" => Err(Error::path("use", path)(std::io::Error::other("the token is empty"))),

@@ -71,7 +71,7 @@ pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusa
     match matching.as_slice() {
         [job] => Ok((*job).clone()),
         [] if alive.is_empty() => Err(Refusal::NoJob("no rank is registered".into())),
-        [] => Err(Refusal::NoJob(format!("no such job; there are: {}", names()))),
-        _ => Err(Refusal::WhichJob(format!("name one with ?job=; there are: {}", names()))),
+        [] => Err(Refusal::NoJob(format!("no such job; the jobs are: {}", names()))),
+        _ => Err(Refusal::WhichJob(format!("there are several jobs; name one with ?job=: {}", names()))),
     }
 }

@@ -109,7 +109,7 @@ fn refusal(refused: Refusal) -> Response {
         Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
         Refusal::WhichJob(text) => (StatusCode::BAD_REQUEST, text),
         Refusal::TooMany { seconds } => {
-            let text = format!("too many dumps by hand of this job; the next one can be asked for in {seconds} s");
+            let text = format!("too many dumps on demand of this job; retry in {seconds} s");
             let error = Json(json!({ "error": text }));
             return (StatusCode::TOO_MANY_REQUESTS, [(header::RETRY_AFTER, seconds.to_string())], error)
                 .into_response();

@@ -243,7 +243,7 @@ pub fn tls_acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error
     let (certificates, private) = (read(certificate)?, read(key)?);
     let chain: Result<Vec<CertificateDer<'_>>, _> = CertificateDer::pem_slice_iter(&certificates).collect();
     let chain = chain.map_err(io::Error::other).and_then(|chain| match chain.is_empty() {
-        true => Err(io::Error::other("there is no certificate in it")),
+        true => Err(io::Error::other("it contains no certificate")),
         false => Ok(chain.into_iter().map(CertificateDer::into_owned).collect::<Vec<_>>()),
     });
     let chain = chain.map_err(Error::path("use", certificate))?;

@@ -375,7 +375,7 @@ mod tests {
         assert!(copy("2").unwrap_err().to_string().contains("not a folder"));
         fs::create_dir(shared.join("incident-3")).unwrap();
         fs::set_permissions(shared.join("incident-3"), fs::Permissions::from_mode(0o777)).unwrap();
-        assert!(copy("3").unwrap_err().to_string().contains("others may write"));
+        assert!(copy("3").unwrap_err().to_string().contains("others can write"));
         if rustix::process::getuid().is_root() {
             fs::create_dir(shared.join("incident-4")).unwrap();
             std::os::unix::fs::chown(shared.join("incident-4"), Some(12345), None).unwrap();

@@ -80,7 +80,9 @@ fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdic
         Err(why) => why,
     };
     error!("incident {}: the judge failed: {why}", evidence.incident);
-    let sentence = format!("The verdict could not be made: the judge failed ({why}); the stacks and records are here.");
+    let sentence = format!(
+        "There is no verdict, because the judge failed ({why}); this folder has the stacks and flight records."
+    );
     let bare = without_activity(evidence);
     // If the judge fails on all evidence, it may still work on the presence of the ranks alone.
     let mut verdict = catch_panic(|| judge(&bare)).unwrap_or_else(|_| unknown(evidence, String::new()));

@@ -84,7 +84,7 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
         if tree.encoded_len() < MAX_MESSAGE_BYTES {
             return Some(tree);
         }
-        errors.push(format!("its {name} stacks are too many to be sent: {} MB", tree.encoded_len() / 1_000_000));
+        errors.push(format!("its {name} stacks are too large to be sent: {} MB", tree.encoded_len() / 1_000_000));
         None
     };
     // The ranks come first: the cluster collector accepts only trees of ranks that it knows to be

@@ -28,7 +28,7 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
         }
     };
     if let Err(error) = thread::Builder::new().name("retention".into()).spawn(work) {
-        warn!("old incidents are not looked for: {error}");
+        warn!("old incidents are not removed, because no thread can be started: {error}");
     }
 }
 

@@ -77,7 +77,7 @@ pub const CLUSTER_RECORD: &str = ".cluster.json";
 pub fn write_record(path: &Path, name: &str, record: &Record) {
     let json = serde_json::to_vec_pretty(record).unwrap_or_default();
     if let Err(error) = (Folder { path: path.into() }).write(name, &json) {
-        info!("incident {}: a restarted collector will not know it: {}", record.id, chain(&error));
+        info!("incident {}: a restarted collector will not know this incident: {}", record.id, chain(&error));
     }
 }
 
@@ -104,7 +104,8 @@ pub fn finish_leftover_folder(path: PathBuf) {
     } else if has(".stacktrace") {
         let incident = incident_of(&folder.path);
         let evidence = Evidence { incident, ..Default::default() };
-        let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
+        let sentence =
+            "The collector was killed before it could judge. This folder has the stacks that it had captured.";
         let mut verdict = judging::unknown(&evidence, sentence.into());
         verdict.timing.status = Status::Ended;
         folder.write("evidence.bin", &evidence.encode_to_vec()).and(try_write_verdict(&folder, &verdict))

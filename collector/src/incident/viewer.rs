@@ -34,7 +34,8 @@ fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(
     command.arg("--path").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     // The viewer must not be hooked itself if the collector was started under the hook.
     command.env_remove(OsString::from("LD_PRELOAD"));
-    let mut child = command.spawn().map_err(|error| format!("the viewer {} cannot run: {error}", program.display()))?;
+    let mut child =
+        command.spawn().map_err(|error| format!("the viewer {} cannot be started: {error}", program.display()))?;
     // Read on another thread, so that a viewer with much output does not block.
     let stderr = child.stderr.take().map(|stderr| {
         thread::spawn(move || {
@@ -55,7 +56,7 @@ fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(
                 warn!("{folder}: the viewer was killed after {HARD_DEADLINE:?}");
             }
         });
-        return Err(format!("the viewer needs more than {:.1} s; it goes on", patience.as_secs_f32()));
+        return Err(format!("the viewer needs more than {:.1} s and is still running", patience.as_secs_f32()));
     };
     if status.success() {
         return Ok(());
@@ -98,7 +99,7 @@ mod tests {
         let error = run_program(&bad, folder.path(), long).unwrap_err();
         assert!(error.contains("exit status: 3") && error.contains("no colours"), "{error}");
         let error = run_program(&folder.path().join("none"), folder.path(), long).unwrap_err();
-        assert!(error.contains("cannot run"), "{error}");
+        assert!(error.contains("cannot be started"), "{error}");
     }
 
     #[test]
@@ -106,7 +107,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let slow = script(folder.path(), "while [ ! -e \"$2/go\" ]; do sleep 0.01; done; touch \"$2/drawn\"");
         let error = run_program(&slow, folder.path(), Duration::from_millis(50)).unwrap_err();
-        assert!(error.contains("it goes on"), "{error}");
+        assert!(error.contains("is still running"), "{error}");
         fs::write(folder.path().join("go"), "").unwrap();
         let start = Instant::now();
         while !folder.path().join("drawn").exists() {

@@ -249,7 +249,9 @@ impl Interpreters {
             let latest = Arc::clone(&self.latest);
             let started = thread::Builder::new().name("counting".into()).spawn(move || count(&requests, &latest));
             if let Err(error) = started {
-                warn!("collections of garbage and data loaders are not counted, there is no thread: {error}");
+                warn!(
+                    "garbage collections and data loaders are not counted, because no thread can be started: {error}"
+                );
                 self.failed = true;
             }
             sender

@@ -135,10 +135,10 @@ impl Captures {
                 // The worker is busy with the capture of another incident, which may never end.
                 Err(RecvTimeoutError::Timeout) if lock(&life).due.is_some_and(|due| due < Instant::now()) => {
                     self.give_up(&life);
-                    break Err("the capture before it does not end".to_string());
+                    break Err("the previous capture does not end".to_string());
                 }
                 Err(RecvTimeoutError::Timeout) if begun.elapsed() > QUEUE_TIMEOUT => {
-                    break Err(format!("others were captured for {QUEUE_TIMEOUT:?}"));
+                    break Err(format!("other captures have taken {QUEUE_TIMEOUT:?}"));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -164,7 +164,7 @@ impl Captures {
             }
         }
         if self.given_up() >= MAX_GIVEN_UP {
-            return Err(Error::Capture(format!("{MAX_GIVEN_UP} captures before it have not ended")));
+            return Err(Error::Capture(format!("{MAX_GIVEN_UP} earlier captures have not ended")));
         }
         let (sender, requests) = mpsc::channel::<Request>();
         let life = Arc::<Mutex<Life>>::default();

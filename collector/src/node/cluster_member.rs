@@ -70,7 +70,7 @@ impl Link {
         self.runtime.spawn(async move {
             let pieces = tokio_stream::once(first).chain(ReceiverStream::new(pieces));
             if let Err(status) = client.bring(pieces).await {
-                warn!("the cluster collector does not take what it asked for: {}", status_text(&status));
+                warn!("the cluster collector refuses the delivery that it requested: {}", status_text(&status));
             }
         });
         sender
@@ -101,7 +101,7 @@ pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });
-    info!("incident {incident}: its part is on its way");
+    info!("incident {incident}: sending the delivery of this node to the cluster collector");
     for piece in pieces(part) {
         if sender.blocking_send(Delivery { message: Some(delivery::Message::Dump(piece)) }).is_err() {
             return;
@@ -115,7 +115,7 @@ pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Del
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
-    info!("incident {incident}: files are on their way");
+    info!("incident {incident}: sending files to the cluster collector");
     for name in names {
         let asked = rank_of(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
         if asked && !send_file(incident, &folder.join(&name), &name, &send) {
@@ -234,7 +234,7 @@ impl Member {
         let Some(link) = self.link.clone() else { return };
         if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.start_delivery(key)))
         {
-            warn!("no thread for a delivery: {error}");
+            warn!("cannot start a thread for a delivery: {error}");
         }
     }
 }

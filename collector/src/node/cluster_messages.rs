@@ -298,7 +298,7 @@ impl NodeState {
         for id in over {
             self.member.awaiting_verdict.remove(&id);
             if let Some(own) = self.reports.get(&id).and_then(|report| report.own.clone()) {
-                warn!("incident {id}: no verdict of the cluster collector came; that of this node counts");
+                warn!("incident {id}: the cluster collector sent no verdict; the verdict of this node counts");
                 self.apply_verdict(&id, &own, now);
             }
         }

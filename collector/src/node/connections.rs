@@ -106,7 +106,7 @@ impl Connections {
 
     fn take(&mut self, peer: Peer) {
         if !socket::is_own(&peer) {
-            self.limiter.warn(&format!("pid {} of user {} is refused: another user's process", peer.pid, peer.uid));
+            self.limiter.warn(&format!("pid {} is refused: it belongs to another user ({})", peer.pid, peer.uid));
             return;
         }
         if self.open.len() >= MAX_CONNECTIONS {
@@ -115,7 +115,7 @@ impl Connections {
         }
         let process = Handle::of_peer(peer.pid)
             .inspect_err(|error| {
-                self.limiter.warn(&format!("pid {} connects and cannot be looked at: {error}", peer.pid));
+                self.limiter.warn(&format!("pid {} connects but cannot be inspected: {error}", peer.pid));
             })
             .ok()
             .map(Arc::new);
@@ -175,7 +175,7 @@ impl Connections {
         let (limiter, open) = (&mut self.limiter, &mut self.open);
         open.retain(|_, connection| {
             if is_mute(connection) {
-                limiter.warn(&format!("pid {} connected and said nothing; it is disconnected", connection.pid));
+                limiter.warn(&format!("pid {} connected but sent nothing; its connection is closed", connection.pid));
             }
             !is_mute(connection)
         });

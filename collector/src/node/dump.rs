@@ -59,7 +59,7 @@ pub fn run(task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
     judging::catch_panic(|| work(task, captures, hurry)).unwrap_or_else(|why| {
         let incident = evidence.incident.clone();
         error!("incident {incident}: its dump failed: {why}");
-        let verdict = judging::unknown(&evidence, format!("The job could not be looked at: the dump failed ({why})."));
+        let verdict = judging::unknown(&evidence, format!("There is no verdict, because the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
         Outcome { incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
     })

@@ -79,7 +79,7 @@ impl EventLoop {
             self.inbox.clear();
             while let Ok(command) = self.commands.try_recv() {
                 if matches!(command, Command::Stop) && stopping.replace(Instant::now()).is_none() {
-                    info!("told to end");
+                    info!("received a signal to end");
                 }
                 self.state.command(command, now);
             }
@@ -94,7 +94,7 @@ impl EventLoop {
                 match event {
                     Some(SupervisorEvent::Stop) => self.inbox.post(Command::Stop),
                     Some(SupervisorEvent::Alone) if is_tracing_restricted() => {
-                        info!("the hooks connect again, so that they let this process look into theirs");
+                        info!("asking the hooks to reconnect, so that they permit this process to inspect theirs");
                         for id in self.connections.close_all() {
                             self.state.disconnected(id, now);
                         }
@@ -113,7 +113,7 @@ impl EventLoop {
                 return;
             }
             if self.state.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
-                info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
+                info!("unused for {:.1?}: ended", used.elapsed());
                 return;
             }
         }

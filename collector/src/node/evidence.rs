@@ -70,7 +70,7 @@ impl Subject {
     pub fn read_ring(&self, taken: &mut Taken) {
         let Some(ring) = &self.ring else {
             if self.registered {
-                taken.errors.push("no flight record: its hook handed over no ring".into());
+                taken.errors.push("no flight record: its hook sent no ring".into());
             }
             return;
         };
@@ -92,7 +92,7 @@ impl Subject {
             errors.push("its process cannot be seen from the collector's PID namespace".into());
         }
         if self.lingers {
-            errors.push("it said goodbye, and its process does not end".into());
+            errors.push("it sent Goodbye, but its process does not end".into());
         }
         let dump = (first.is_some() || last.is_some()).then(|| stacktrace(self, first, last, &mut errors));
         RankEvidence {
@@ -204,7 +204,7 @@ pub fn elsewhere(rank: u32) -> RankEvidence {
     RankEvidence {
         rank,
         presence: Presence::Unspecified.into(),
-        errors: vec!["it runs on another node, which this collector does not see".into()],
+        errors: vec!["it runs on another node, which this collector cannot inspect".into()],
         ..Default::default()
     }
 }

@@ -199,7 +199,7 @@ fn make_or_report(task: &DumpTask, root_choice: RootChoice, verdict: &mut Verdic
             );
             (Some(folder), problem)
         }
-        Err(error) => (None, format!("no folder could be made: {}", chain(&error))),
+        Err(error) => (None, format!("no folder could be created: {}", chain(&error))),
     };
     warn!("incident {incident}: {problem}");
     verdict.timing.errors.push(problem);
@@ -257,7 +257,7 @@ fn run_with_stall_timeout<T: Send + 'static>(
         }
     };
     if let Err(error) = thread::Builder::new().name("writes".into()).spawn(turn) {
-        warn!("no thread writes to {}: {error}", path.display());
+        warn!("cannot start a thread that writes to {}: {error}", path.display());
         return Some(work(&steps));
     }
     let _ = give.send(Box::new(work));

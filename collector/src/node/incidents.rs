@@ -145,7 +145,7 @@ impl NodeState {
             Ok(_) => drop(give.send(task)),
             // Without a thread the dump runs here, and everything else waits for it.
             Err(error) => {
-                warn!("incident {id}: no thread for its dump: {error}");
+                warn!("incident {id}: cannot start a thread for its dump: {error}");
                 let outcome = dump::run(task, &self.captures, &self.hurry);
                 self.inbox.post(Command::Finished(Box::new(outcome)));
             }
@@ -250,7 +250,7 @@ impl NodeState {
         while self.unwritten.waiting.len() > MAX_KEPT
             && let Some((oldest, _)) = self.unwritten.waiting.pop_first()
         {
-            warn!("incident {oldest}: its verdict is given up: {MAX_KEPT} newer ones cannot be written either");
+            warn!("incident {oldest}: its verdict is dropped: {MAX_KEPT} newer ones cannot be written either");
             if let Some(report) = self.reports.get_mut(&oldest) {
                 report.verdict = None;
             }
@@ -284,7 +284,7 @@ impl NodeState {
     pub(super) fn verdict_written(&mut self, id: &str, result: Result<PathBuf, Error>, now: Now) {
         match result {
             Ok(path) => {
-                info!("incident {id}: its verdict is written now: {}", path.display());
+                info!("incident {id}: its verdict is finally written: {}", path.display());
                 self.unwritten.waiting.remove(id);
                 if let Some(report) = self.reports.get_mut(id) {
                     (report.verdict, report.path) = (None, Some(path.clone()));
@@ -296,7 +296,7 @@ impl NodeState {
                 waiting.pause_ns = (waiting.pause_ns * 2).min(LAST_PAUSE_NS);
                 (waiting.due_ns, waiting.under_way) = (now.mono_ns + waiting.pause_ns, false);
                 let seconds = clock::seconds(waiting.pause_ns);
-                warn!("incident {id}: its verdict cannot be written ({}); next try in {seconds} s", chain(&error));
+                warn!("incident {id}: its verdict cannot be written ({}); retry in {seconds} s", chain(&error));
             }
         }
     }

@@ -52,7 +52,11 @@ fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let collections = |rank: &Rank| Some(state.sampler.interpreters.of(rank.id)?.collections);
     let batches = |rank: &Rank| state.sampler.interpreters.of(rank.id)?.batches;
     let per_rank: [PerRank<'_>; 7] = [
-        ("XPU_TIMER_COMMON_HANG", "1 while this rank hangs by the newest verdict, as a culprit or a victim.", &hangs),
+        (
+            "XPU_TIMER_COMMON_HANG",
+            "1 while the newest verdict says that this rank hangs, as a culprit or a victim.",
+            &hangs,
+        ),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
         ("XPU_TIMER_COMMON_END_DUMP", "1 once the dump of an open incident is finished.", &ended),
         ("XPU_TIMER_COMMON_POOL_QUEUE_SIZE", "Events that the hook keeps for reuse.", &spare),
@@ -60,7 +64,7 @@ fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
         ("XPU_TIMER_COMMON_GC_COUNT", "Garbage collections of Python, of all generations.", &collections),
         (
             "XPU_TIMER_COMMON_DATA_LOADER_COUNT",
-            "Batches that PyTorch's data loaders have yielded; those after the last look at an iterator that ended are missing.",
+            "Batches that PyTorch's data loaders have yielded; batches after the last sample of an iterator that has ended are missing.",
             &batches,
         ),
     ];
@@ -88,7 +92,7 @@ fn kernels(page: &mut Page, seen: &[(Labels, &Sampled)]) {
     const LATENCIES: [Part; 4] = [
         ("AVG_LATENCY", "Average device time in microseconds.", |values| values.average),
         ("MAX_LATENCY", "Longest device time in microseconds.", |values| values.max),
-        ("P99_LATENCY", "Device time in microseconds that 99 of 100 do not exceed.", |values| values.p99),
+        ("P99_LATENCY", "99th percentile of the device time in microseconds.", |values| values.p99),
         ("MIN_LATENCY", "Shortest device time in microseconds.", |values| values.min),
     ];
     const BANDWIDTH: Part = ("BANDWIDTH", "Bus bandwidth in Gbps.", |values| values.performance);
@@ -146,12 +150,12 @@ fn slow(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let families: [(&str, &str, Value<'_>); 2] = [
         (
             "xpu_timer_rank_wait_ratio",
-            "Part of the time that the rank waits for others in collectives.",
+            "Share of the time that the rank waits for others in collectives.",
             &|rank, number| state.slow.waits(&rank.job, number).map(rounded),
         ),
         (
             "xpu_timer_rank_slow",
-            "1 for a rank for which the others wait in most of its collectives.",
+            "1 for a rank that the others wait for in most of its collectives.",
             &|rank, number| state.slow.is_slow(&rank.job, number).map(|slow| f64::from(u8::from(slow))),
         ),
     ];
@@ -183,22 +187,19 @@ fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
         (
             "xpu_timer_operations_missed_total",
             "counter",
-            "Operations that came and went between two looks, at most: tickets that nobody used count too.",
+            "Upper bound of the operations that began and completed between two samples; unused tickets count too.",
             &|sampled| Some(sampled.cursor.missed as f64),
         ),
         ("xpu_timer_hook_panics_total", "counter", "Panics caught in the hook; should be 0.", &word(header::PANICS)),
-        ("xpu_timer_allocated_bytes_total", "counter", "Bytes of memory asked for.", &|sampled| {
+        ("xpu_timer_allocated_bytes_total", "counter", "Bytes of memory requested.", &|sampled| {
             Some(sampled.totals.allocated_bytes as f64)
         }),
-        ("xpu_timer_hook_launch_seconds", "gauge", "Own time of the hook in one launch, on average.", &|sampled| {
+        ("xpu_timer_hook_launch_seconds", "gauge", "Average own time of the hook in one launch.", &|sampled| {
             mean(sampled.totals.launch_cost)
         }),
-        (
-            "xpu_timer_hook_collective_seconds",
-            "gauge",
-            "Own time of the hook in one collective, on average.",
-            &|sampled| mean(sampled.totals.collective_cost),
-        ),
+        ("xpu_timer_hook_collective_seconds", "gauge", "Average own time of the hook in one collective.", &|sampled| {
+            mean(sampled.totals.collective_cost)
+        }),
     ];
     for (name, kind, help, value) in families {
         page.family(name, kind, help);
@@ -231,7 +232,7 @@ fn collector(page: &mut Page, state: &NodeState, ranks: usize, now: Now) {
     page.sample("xpu_timer_incidents_total", &[], state.opened);
     page.family("xpu_timer_incidents_open", "gauge", "Incidents that last.");
     page.sample("xpu_timer_incidents_open", &[], open);
-    page.family("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.");
+    page.family("xpu_timer_uptime_seconds", "gauge", "Seconds since the start of the collector.");
     page.sample("xpu_timer_uptime_seconds", &[], uptime);
 }
 

@@ -50,9 +50,9 @@ impl NodeState {
         let known = self.registry.by_connection(connection).map(|rank| rank.id);
         match (message.message, known) {
             (Some(Message::Hello(hello)), None) => self.hello(connection, pid, process, &hello, descriptor, now),
-            (Some(Message::Hello(_)), Some(_)) => Err("said hello twice".into()),
+            (Some(Message::Hello(_)), Some(_)) => Err("sent Hello twice".into()),
             (None, _) => Err("sent a message of an unknown kind".into()),
-            (Some(_), None) => Err("spoke before its hello".into()),
+            (Some(_), None) => Err("sent a message before Hello".into()),
             (Some(Message::Hang(hang)), Some(id)) => self.hang(id, hang, now),
             (Some(Message::Resolved(resolved)), Some(id)) => {
                 if let Some(rank) = self.registry.get(id) {
@@ -90,7 +90,7 @@ impl NodeState {
     ) -> Result<(), String> {
         if hello.protocol != PROTOCOL_VERSION || hello.ring_version != ring::VERSION {
             return Err(format!(
-                "speaks protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
+                "has protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
                  collector of one release",
                 hello.protocol,
                 hello.ring_version,
@@ -127,7 +127,7 @@ impl NodeState {
             info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
         }
         if registered.new_attempt {
-            info!("it begins a new attempt; the ranks of the one before have left");
+            info!("it begins a new attempt; the ranks of the previous one have left");
         }
         if let Some(remark) = &registered.remark {
             warn!("{remark}");
@@ -223,7 +223,7 @@ impl NodeState {
 
     pub(super) fn goodbye(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
-        info!("{} says goodbye", rank.title());
+        info!("{} sent Goodbye", rank.title());
         self.engine.process_gone(&rank.job, cause_pid(rank), now);
     }
 
@@ -252,8 +252,8 @@ impl NodeState {
             return;
         }
         let Some(rank) = self.registry.get(id) else { return };
-        let how = rank.exit.as_deref().unwrap_or("it is not known how");
-        warn!("{} ended without a goodbye: {how}", rank.title());
+        let how = rank.exit.as_deref().unwrap_or("the reason is unknown");
+        warn!("{} ended without Goodbye: {how}", rank.title());
         let raise = RaisedCause { since_ns: now.mono_ns, ..raised_by(rank, Cause::Death { pid: cause_pid(rank) }) };
         self.engine.process_gone(&raise.job, process.pid, now);
         if !rank.auxiliary {

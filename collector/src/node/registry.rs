@@ -552,7 +552,7 @@ impl Registry {
         }
         if new.job.is_of_process() && new.info.rank >= 0 {
             result.remark = Some(format!(
-                "{} is of another job than the processes of that name that were here before. XPU_TIMER_JOB gives each a name of its own",
+                "{} belongs to another job than the earlier processes with this job name; set XPU_TIMER_JOB to name each job",
                 new.title()
             ));
         }

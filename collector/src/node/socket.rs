@@ -81,7 +81,7 @@ impl Endpoint {
     /// belong to this user alone, or the socket cannot be created.
     pub fn open(path: &Path) -> Result<Endpoint, Error> {
         let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) else {
-            return Err(Error::Folder { path: path.into(), problem: "must be given with its whole path".into() });
+            return Err(Error::Folder { path: path.into(), problem: "must be an absolute path".into() });
         };
         private_directory(directory)?;
         let lock = lock_with_retry(path)?;
@@ -90,7 +90,7 @@ impl Endpoint {
                 fs::remove_file(path).map_err(Error::path("replace", path))?;
             }
             Ok(_) => {
-                let problem = "lies where the socket should, and is none; remove it".into();
+                let problem = "is in the place of the socket but is not a socket; remove it".into();
                 return Err(Error::Folder { path: path.into(), problem });
             }
             Err(_) => {}
@@ -100,7 +100,7 @@ impl Endpoint {
         let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(Error::system("make a socket"))?;
         bind(&listener, &address).map_err(|error| Error::path("bind", path)(error.into()))?;
-        let inode = fs::symlink_metadata(path).map_err(Error::path("look at", path))?.ino();
+        let inode = fs::symlink_metadata(path).map_err(Error::path("inspect", path))?.ino();
         let endpoint = Endpoint { listener, path: path.into(), inode, removes: true, lock: lock.into() };
         endpoint.listen()?;
         Ok(endpoint)
@@ -240,7 +240,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
     match lenient::decode::<HookMessage>(&bytes[..got.bytes]) {
         Ok(message) if message.message.is_none() => Received::Bad("a message of an unknown kind".into()),
         Ok(message) => Received::Message(Box::new(message), descriptor),
-        Err(error) => Received::Bad(format!("a packet that is no message: {error}")),
+        Err(error) => Received::Bad(format!("a packet that is not a message: {error}")),
     }
 }
 
@@ -278,10 +278,10 @@ mod tests {
         let path = folder.path().join("own/n.sock");
         private_directory(&folder.path().join("own")).unwrap();
         fs::write(&path, "keep me").unwrap();
-        assert!(Endpoint::open(&path).unwrap_err().to_string().contains("is none"));
+        assert!(Endpoint::open(&path).unwrap_err().to_string().contains("is not a socket"));
         assert_eq!(fs::read_to_string(&path).unwrap(), "keep me");
         fs::set_permissions(folder.path().join("own"), fs::Permissions::from_mode(0o777)).unwrap();
         assert!(Endpoint::open(&path).unwrap_err().to_string().contains("mode 777"));
-        assert!(Endpoint::open(Path::new("n.sock")).unwrap_err().to_string().contains("whole path"));
+        assert!(Endpoint::open(Path::new("n.sock")).unwrap_err().to_string().contains("absolute path"));
     }
 }

@@ -265,7 +265,7 @@ pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
                 Err(error) => {
                     warn!("the collector cannot be started: {error}");
                     let Some(pause) = restarts.pause(Duration::ZERO, settings.linger, Instant::now()) else {
-                        bail!("the collector has not come up for {:?}", settings.linger);
+                        bail!("the collector has not started for {:?}", settings.linger);
                     };
                     due = Instant::now() + pause.max(FIRST_PAUSE);
                 }
@@ -297,12 +297,12 @@ pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
                 }
                 let how = status.map_or("ended".into(), describe);
                 if !was_up && status.is_some_and(|status| status.signal().is_none()) {
-                    bail!("the collector did not come up: {how}");
+                    bail!("the collector did not start: {how}");
                 }
                 let Some(pause) = restarts.pause(lived, settings.linger, Instant::now()) else {
-                    bail!("the collector died again and again and is given up: {how}");
+                    bail!("the collector died repeatedly and is not restarted: {how}");
                 };
-                warn!("the collector {how}; it is started again in {pause:.1?}");
+                warn!("the collector {how}; it restarts in {pause:.1?}");
                 due = Instant::now() + pause;
             }
         }
@@ -385,7 +385,7 @@ impl Supervised {
             ReadResult::Message(LinkMessage::Stop, ..) => Some(SupervisorEvent::Stop),
             ReadResult::Message(..) | ReadResult::Nothing => None,
             ReadResult::Gone => {
-                warn!("the supervisor is gone; another one is started");
+                warn!("the supervisor has ended; starting another one");
                 // It is dead, so this does not block.
                 let _ = self.child.take().map(|mut child| child.wait());
                 self.gone = true;

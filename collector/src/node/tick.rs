@@ -162,9 +162,9 @@ impl NodeState {
             if bits & !self.filtered.insert(id, bits).unwrap_or(0) != 0 {
                 let what = match bits & filtered::WATCHER {
                     0 => "its threads make no system call for the hook",
-                    _ => "the hook falls silent, so a hang of this rank is seen by its peers alone",
+                    _ => "its hook stops reporting, so only its peers show a hang of this rank",
                 };
-                warn!("{} has put itself under a filter of system calls; {what}", rank.title());
+                warn!("{} has installed a seccomp filter; {what}", rank.title());
             }
         }
     }

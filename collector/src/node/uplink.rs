@@ -92,7 +92,9 @@ impl Address {
 }
 
 fn bearer(token: &str) -> anyhow::Result<MetadataValue<Ascii>> {
-    format!("Bearer {token}").parse().map_err(|_| anyhow!("the token holds characters that a header cannot"))
+    format!("Bearer {token}")
+        .parse()
+        .map_err(|_| anyhow!("the token contains a character that an HTTP header cannot contain"))
 }
 
 /// Keeps a stream open for as long as the node runs.
@@ -159,8 +161,8 @@ mod tests {
             assert!(Address::new(url, None, None).is_ok(), "{url}");
         }
         for (url, why) in [
-            ("http://10.0.0.1:18890", "plain text is for loopback only"),
-            ("http://localhost.evil.example:1", "plain text is for loopback only"),
+            ("http://10.0.0.1:18890", "plain text is allowed on loopback only"),
+            ("http://localhost.evil.example:1", "plain text is allowed on loopback only"),
             ("collector:18890", "must begin with https://"),
             ("ftp://x", "must begin with https://"),
         ] {

@@ -73,7 +73,7 @@ impl NodeState {
         };
         recheck.postponed = postponed;
         recheck.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
-        info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
+        info!("incident {id}: the job may be healthy; it is judged again in {} s if the hang lasts", seconds(wait_ns));
     }
 
     /// The time at which the devices of the incident's culprits will have been quiet for the hang
@@ -225,7 +225,7 @@ impl NodeState {
                     recheck.due_ns = Some(quiet_ns);
                 }
             } else if self.engine.restart_dump(&id) {
-                info!("incident {id}: it lasts; its ranks are looked at again");
+                info!("incident {id}: the hang lasts; its ranks are captured again");
                 self.capture_alone(&id);
             } else {
                 self.schedule_recheck(&id, false, now);

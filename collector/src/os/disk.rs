@@ -108,7 +108,7 @@ impl Disk {
                 match thread::Builder::new().name("disk".into()).spawn(turn) {
                     Ok(_) if is_full => self.shared = Some(thread),
                     Ok(_) => _ = self.roots.insert(root.into(), thread),
-                    Err(error) => warn!("no thread for {}: {error}", root.display()),
+                    Err(error) => warn!("cannot start a thread for {}: {error}", root.display()),
                 }
             }
         }

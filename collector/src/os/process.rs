@@ -206,7 +206,7 @@ impl Handle {
     pub fn where_the_kernel_is(&self) -> String {
         let state = self.stat().map_or('?', |stat| stat.state);
         let function = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
-        let function = if function.is_empty() || function == "0" { "a function that is not shown" } else { &function };
+        let function = if function.is_empty() || function == "0" { "an unknown function" } else { &function };
         format!("the kernel holds it in {function} (state {state})")
     }
 

@@ -126,7 +126,7 @@ mod tests {
         let refused = |fd: OwnedFd| RingFile::new(fd, 7).unwrap_err().to_string();
         assert!(refused(memfd(8)).contains("8 bytes long"));
         assert!(refused(memfd(ring::offset::END as u64)).contains("not a flight ring"));
-        assert!(refused(File::open("/dev/zero").unwrap().into()).contains("pid 7 is no ring: not a memfd"));
+        assert!(refused(File::open("/dev/zero").unwrap().into()).contains("pid 7 sent is not a ring: not a memfd"));
         let (reader, _writer) = io::pipe().unwrap();
         assert!(refused(reader.into()).contains("not a memfd"));
     }

@@ -23,16 +23,16 @@ pub fn private_directory(path: &Path) -> Result<(), Error> {
         Err(error) => return Err(Error::path("create", path)(error)),
     }
     let refuse = |problem: String| Err(Error::Folder { path: path.into(), problem });
-    let status = fs::symlink_metadata(path).map_err(Error::path("look at", path))?;
+    let status = fs::symlink_metadata(path).map_err(Error::path("inspect", path))?;
     if !status.is_dir() {
-        return refuse("is not a folder, or a link to one; remove it".into());
+        return refuse("is not a folder, or is a link to one; remove it".into());
     }
     if status.uid() != getuid().as_raw() {
-        return refuse(format!("belongs to user {}, not to this one", status.uid()));
+        return refuse(format!("belongs to user {}, not to the current user", status.uid()));
     }
     if status.mode() & 0o022 != 0 {
         let mode = status.permissions().mode() & 0o7777;
-        return refuse(format!("has mode {mode:o}: others may write to it; take that away by chmod go-w"));
+        return refuse(format!("has mode {mode:o}, so others can write to it; run chmod go-w on it"));
     }
     Ok(())
 }
@@ -56,11 +56,11 @@ pub fn create_directories(path: &Path) -> Result<(), Error> {
                 result => result.map_err(Error::path("create", &prefix))?,
             }
         }
-        let status = fs::symlink_metadata(&prefix).map_err(Error::path("look at", &prefix))?;
+        let status = fs::symlink_metadata(&prefix).map_err(Error::path("inspect", &prefix))?;
         if ![0, own].contains(&status.uid()) && (is_shared || status.is_symlink()) {
             let problem = match status.is_symlink() {
-                true => format!("is a link that user {} made; it is not followed", status.uid()),
-                false => format!("belongs to user {}, in a folder that everybody may write to", status.uid()),
+                true => format!("is a symbolic link of user {}, which is not followed", status.uid()),
+                false => format!("belongs to user {}, in a world-writable folder", status.uid()),
             };
             return Err(Error::Folder { path: prefix, problem });
         }

@@ -44,7 +44,7 @@ pub fn parse_launch(arguments: Vec<OsString>) -> LaunchRequest {
 fn launch_request(arguments: Vec<OsString>) -> Result<LaunchRequest, lexopt::Error> {
     let mut parser = Parser::from_args(arguments);
     match parser.next()? {
-        None => Err("no command".into()),
+        None => Err("no command is given".into()),
         Some(Long("help") | Short('h')) => Ok(LaunchRequest::Help),
         Some(Long("version") | Short('V')) => Ok(LaunchRequest::Version),
         Some(Value(command)) if command.is_empty() => Err("the command is empty".into()),
@@ -57,15 +57,15 @@ fn launch_request(arguments: Vec<OsString>) -> Result<LaunchRequest, lexopt::Err
 pub fn launch_help() -> String {
     let mut text = format!(
         "\
-Runs a command, such as `python train.py` or `torchrun …`, so that a hang of its GPU ranks is found and explained.
+Runs a command, such as `python train.py` or `torchrun …`, and explains each hang of its GPU ranks.
 
 {LAUNCH_USAGE}
 
-Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts libxpu_timer_hook.so in front of
-LD_PRELOAD, and becomes the command: exit code, signals, input and output are its own. If the collector cannot be started, the
+Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts libxpu_timer_hook.so first in
+LD_PRELOAD, and becomes the command, with its exit code, signals, input and output. If the collector cannot be started, the
 command runs without it, and one line on stderr says why.
 
-When a hang is found, a folder with the verdict and the stacks of all ranks appears below XPU_TIMER_TIMELINE_PATH.
+For each hang, the collector writes the verdict and the stacks of all ranks into a folder below XPU_TIMER_TIMELINE_PATH.
 
 Environment (name, default, meaning):
 "
@@ -80,7 +80,7 @@ Environment (name, default, meaning):
     text.push_str(&format!(
         "Set by xpu_timer_launch itself: {}
 
-Exit codes of its own: 2 wrong usage, 126 the command cannot be executed, 127 the command is not found.
+Exit code of the command, or 2 for wrong usage, 126 if the command cannot be executed, 127 if it is not found.
 ",
         own.join(", ")
     ));
@@ -93,18 +93,18 @@ pub const PRINT_ENV_USAGE: &str =
 
 /// The text of `xpu_timer_print_env --help`.
 pub const PRINT_ENV_HELP: &str = "\
-Shows the settings that are in force, where the parts of xpu_timer are, and what would be hooked.
+Shows the settings in force, where the parts of xpu_timer are, and which functions are hooked.
 
 usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]]
 
   (nothing)        the settings of this shell
-  --pid N          the settings of a running process, the hook in it, and which of its libraries' functions are hooked
-  program …        the same for a program, by the libraries that the dynamic loader would load; it is not run
-  --library FILE   which functions of a library are hooked, and which are not although their names say that they launch, communicate or multiply
+  --pid N          the settings of a running process, whether the hook is in it, and the hooked functions of its libraries
+  program …        the same for a program and the libraries that the dynamic loader would load; does not run it
+  --library FILE   the hooked functions of a library, and functions that are not hooked but look like launches, collectives or matrix products
   --json           the same as JSON
 
-Exit codes: 0 all is well; 1 something is wrong: a value that cannot be used, a part that is missing, or a process or program
-that cannot be hooked; 2 wrong usage.
+Exit codes: 0 without a problem; 1 for an invalid value, a missing part, or a process or program that cannot be hooked; 2 for
+wrong usage.
 ";
 
 /// A parsed command line of `xpu_timer_print_env`.
@@ -163,15 +163,15 @@ fn print_env_request(arguments: Vec<OsString>) -> Result<PrintEnvRequest, lexopt
             Some(Value(word)) if word.is_empty() => return Err("the program is empty".into()),
             Some(Value(word)) => program = iter::once(word).chain(parser.raw_args()?).collect(),
             Some(option) => return Err(option.unexpected()),
-            None if is_end_of_options => return Err("no program".into()),
+            None if is_end_of_options => return Err("no program is given after --".into()),
             None => break,
         }
     }
     match (pid, library, program.is_empty()) {
         (_, Some(file), _) if file.as_os_str().is_empty() => Err("--library needs a file".into()),
         (None, Some(file), true) => Ok(PrintEnvRequest::Library { json, file }),
-        (_, Some(_), _) => Err("a library is compared by itself".into()),
-        (Some(_), None, false) => Err("a process and a program cannot both be shown".into()),
+        (_, Some(_), _) => Err("--library cannot be combined with --pid or a program".into()),
+        (Some(_), None, false) => Err("--pid cannot be combined with a program".into()),
         (Some(pid), None, true) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Process(pid) }),
         (None, None, false) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Program(program) }),
         (None, None, true) => Ok(PrintEnvRequest::Show { json, target: ReportSubject::Here }),
@@ -180,7 +180,7 @@ fn print_env_request(arguments: Vec<OsString>) -> Result<PrintEnvRequest, lexopt
 
 fn parse_pid(text: &OsStr) -> Result<i32, String> {
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(|pid| *pid > 0);
-    number.ok_or_else(|| format!("{} is not the number of a process", text.display()))
+    number.ok_or_else(|| format!("{} is not a pid", text.display()))
 }
 
 #[cfg(test)]

@@ -69,7 +69,9 @@ pub fn differing_settings(config: &Config) -> Vec<&'static str> {
 pub fn overruled(config: &Config) -> Option<String> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     let names = place::overruled(&config.wanted, &file);
-    let words = || format!("the node collector was started with another {}, which it keeps", names.join(", "));
+    let words = || {
+        format!("the node collector keeps its own values of {}, which differ from those of this job", names.join(", "))
+    };
     (!names.is_empty()).then(words)
 }
 
@@ -155,7 +157,7 @@ enum NoAnswer {
 impl std::fmt::Display for NoAnswer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            NoAnswer::Absent => f.write_str("nobody listens there"),
+            NoAnswer::Absent => f.write_str("no process listens there"),
             NoAnswer::Other(why) => f.write_str(why),
         }
     }
@@ -199,7 +201,7 @@ fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), NoAnswer> {
     let mut waiting = [PollFd::new(connection.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
     if poll(&mut waiting, timeout)? == 0 {
-        return Err(NoAnswer::Other("it listens but does not say Welcome".into()));
+        return Err(NoAnswer::Other("a process listens there but does not answer".into()));
     }
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let length = recv(connection.as_raw_fd(), &mut packet, MsgFlags::empty())?;
@@ -208,7 +210,7 @@ fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), NoAnswer> {
     }
     match NodeReply::decode(&packet[..length]).map(|reply| reply.message) {
         Ok(Some(node_reply::Message::Welcome(_))) => Ok(()),
-        _ => Err(NoAnswer::Other("what listens there is not a node collector of this version".into())),
+        _ => Err(NoAnswer::Other("the process that listens there is not a node collector of this version".into())),
     }
 }
 
@@ -230,7 +232,7 @@ pub fn find(config: &Config) -> Result<PathBuf> {
     places
         .filter_map(|place| std::path::absolute(place).ok())
         .find(|place| place.is_file())
-        .with_context(|| format!("{FILE} is neither beside this program nor on the PATH; set XPU_TIMER_DAEMON_PATH"))
+        .with_context(|| format!("{FILE} is neither beside this program nor in PATH; set XPU_TIMER_DAEMON_PATH"))
 }
 
 /// The last line of a collector's log: its error if it did not start.

@@ -68,7 +68,7 @@ fn as_another_user(command: &[OsString]) -> Option<Elsewhere> {
     let program = Path::new(inner.as_deref().unwrap_or(command).first()?).file_name()?;
     let name = USER_CHANGERS.iter().find(|name| program == **name)?;
     let advice =
-        format!("{name} takes LD_PRELOAD away: write xpu_timer_launch behind it, `{name} … xpu_timer_launch python …`");
+        format!("{name} removes LD_PRELOAD: put xpu_timer_launch behind it, `{name} … xpu_timer_launch python …`");
     Some(Elsewhere { advice, in_container: false })
 }
 
@@ -84,12 +84,12 @@ fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
     let in_container =
         *reach == Reach::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
     let place = if in_container {
-        "in a container, which must have xpu_timer too"
+        "in a container, which must also have xpu_timer"
     } else {
         "on nodes that have no collector yet"
     };
     let advice = format!(
-        "{named} starts its command {place}: write xpu_timer_launch behind it, `{named} … xpu_timer_launch python …`"
+        "{named} starts its command {place}: put xpu_timer_launch behind it, `{named} … xpu_timer_launch python …`"
     );
     Some(Elsewhere { advice, in_container })
 }

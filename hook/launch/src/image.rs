@@ -59,14 +59,12 @@ impl Obstacle {
 impl fmt::Display for Obstacle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Obstacle::Static => {
-                "it is statically linked: the dynamic loader, which would load the hook, has no part in it"
-            }
+            Obstacle::Static => "it is statically linked, so the dynamic loader cannot load the hook",
             Obstacle::Privileged => "it is set-user-id or set-group-id: the dynamic loader ignores LD_PRELOAD for it",
-            Obstacle::Musl => "it runs on musl, and the hook is made for glibc",
-            Obstacle::Bits32 => "it is a 32-bit program, and the hook is made for 64 bits",
-            Obstacle::Machine => "it is made for another processor than x86-64",
-            Obstacle::Loader(said) => return write!(f, "its dynamic loader does not take the hook: {said}"),
+            Obstacle::Musl => "it uses musl, but the hook needs glibc",
+            Obstacle::Bits32 => "it is a 32-bit program, but the hook is a 64-bit library",
+            Obstacle::Machine => "it is not built for x86-64",
+            Obstacle::Loader(said) => return write!(f, "its dynamic loader rejects the hook: {said}"),
         })
     }
 }
@@ -171,7 +169,7 @@ fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
     if name.as_bytes().contains(&b'/') {
         let path = PathBuf::from(name);
         if !path.exists() {
-            bail!("{} is not there", path.display());
+            bail!("{} does not exist", path.display());
         }
         if !is_program(&path) {
             bail!("{} is not an executable file", path.display());

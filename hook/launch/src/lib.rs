@@ -94,7 +94,10 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
             has_own_collector = true;
             match collector::with_own_collector(&config) {
                 Ok(own) => config = own,
-                Err(why) => say(&format!("the node collector has another {}: {why}", differing.join(", "))),
+                Err(why) => say(&format!(
+                    "the node collector has other values of {}, and this job cannot start its own collector: {why}",
+                    differing.join(", ")
+                )),
             }
         }
         let mut changes = config.changed.clone();
@@ -156,7 +159,7 @@ fn remark(command: &[OsString]) -> Option<String> {
     let image = Image::of(command).ok()?;
     let obstacle = image.obstacle?;
     let advice = match obstacle {
-        Obstacle::Privileged => "write xpu_timer_launch behind it",
+        Obstacle::Privileged => "put xpu_timer_launch behind it",
         _ => "only programs that it starts get the hook",
     };
     Some(format!("{}: {obstacle}; {advice}", image.file.display()))

@@ -75,7 +75,7 @@ fn nameable(hook: &Path, config: &Config) -> Result<PathBuf> {
     link().with_context(|| {
         let socket = config.socket.display();
         format!(
-            "LD_PRELOAD cannot name {}: it has a colon or a space, and no link can be made beside {socket}",
+            "LD_PRELOAD cannot name {}, which has a colon or a space, and no link can be created beside {socket}",
             hook.display()
         )
     })
@@ -128,11 +128,13 @@ pub fn find(config: &Config) -> Result<PathBuf> {
             Err(_) => bail!("XPU_TIMER_HOOK_PATH={} is not a file", hook.display()),
         }
     }
-    let Some(beside) = &config.beside else { bail!("this executable has no folder to look for {FILE} in") };
+    let Some(beside) = &config.beside else {
+        bail!("cannot find the folder of this executable, which should contain {FILE}; set XPU_TIMER_HOOK_PATH")
+    };
     let places = [beside.join(FILE), beside.join("../lib").join(FILE)];
     match places.iter().find(|place| place.is_file()) {
         Some(place) => Ok(place.clone()),
-        None => bail!("{FILE} is neither in {} nor in ../lib of it; set XPU_TIMER_HOOK_PATH", beside.display()),
+        None => bail!("{FILE} is neither in {} nor in its ../lib; set XPU_TIMER_HOOK_PATH", beside.display()),
     }
 }
 

@@ -101,7 +101,7 @@ fn text_of(report: &Report) -> String {
         hooked(&mut text, target);
     }
     if !report.problems.is_empty() {
-        let _ = writeln!(text, "\nWrong");
+        let _ = writeln!(text, "\nProblems");
         for problem in &report.problems {
             let _ = writeln!(text, "  {}", line(problem));
         }
@@ -111,7 +111,7 @@ fn text_of(report: &Report) -> String {
 
 fn settings(text: &mut String, report: &Report) {
     let ini = report.ini.as_ref().map_or(String::new(), |ini| format!(", INI file {ini}"));
-    let _ = writeln!(text, "\nSettings of {}{}; * marks what is set", report.whose, line(&ini));
+    let _ = writeln!(text, "\nSettings of {}{}; * marks the variables that are set", report.whose, line(&ini));
     let width =
         report.settings.iter().map(|setting| setting.value.len()).filter(|width| *width <= 32).max().unwrap_or(0);
     for setting in &report.settings {
@@ -132,7 +132,7 @@ fn remark(setting: &Setting) -> String {
         Origin::Ini => "INI file",
     };
     match &setting.problem {
-        Some(problem) => format!("NOT {:?} of the {origin}, which cannot be used", problem.value),
+        Some(problem) => format!("{:?} from the {origin} cannot be used", problem.value),
         None => {
             format!("from the {origin}; default {}", if setting.default.is_empty() { "none" } else { setting.default })
         }
@@ -156,7 +156,7 @@ fn hooked(text: &mut String, target: &Hooked) {
 fn functions(library: &HookedLibrary) -> String {
     match &library.functions {
         Err(why) => format!("cannot be read: {why}"),
-        Ok(names) if names.is_empty() => "none of its functions by name".into(),
+        Ok(names) if names.is_empty() => "none of its functions is hooked by name".into(),
         Ok(names) => {
             let first = names.iter().take(SHOWN_FUNCTIONS).cloned().collect::<Vec<_>>().join(", ");
             let more = names.len().saturating_sub(SHOWN_FUNCTIONS);

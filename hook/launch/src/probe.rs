@@ -86,12 +86,12 @@ pub fn forbidden() -> Option<String> {
     }
     let calls = calls();
     let (answers, ended) = try_all(&calls).ok()?;
-    let remedy = "which xpu_timer needs; another profile allows it (docker run --security-opt seccomp=FILE, Kubernetes seccompProfile)";
+    let remedy = "which xpu_timer needs; use a profile that allows it (docker run --security-opt seccomp=FILE, Kubernetes seccompProfile)";
     let pairs = || answers.chunks_exact(2).map(|pair| (&calls[usize::from(pair[0])], pair[1]));
     let refused =
         |answer: u8| [Errno::EPERM, Errno::EACCES, Errno::ENOSYS].contains(&Errno::from_raw(i32::from(answer)));
     if ended && let Some((call, BEGUN)) = pairs().next_back() {
-        return Some(format!("the seccomp filter here ends whoever calls {}, {remedy}", call.name));
+        return Some(format!("the seccomp filter here kills a process that calls {}, {remedy}", call.name));
     }
     let (call, answer) = pairs().find(|(call, answer)| call.vital && *answer != BEGUN && refused(*answer))?;
     let error = Errno::from_raw(i32::from(answer)).desc();

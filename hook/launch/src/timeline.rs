@@ -23,7 +23,7 @@ pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
         Err(error) => error.to_string(),
     };
     let (wanted, fallback) = (shortened(&wanted.to_string_lossy(), MOST_NAME_BYTES), fallback.display());
-    Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}): incidents will be in {fallback}"))
+    Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}); incidents will be in {fallback}"))
 }
 
 /// Only checks: the folder is created with the first incident.

@@ -247,7 +247,7 @@ impl Source {
     #[must_use]
     pub fn without_effect(&self) -> Vec<String> {
         let given = WITHOUT_EFFECT.iter().filter(|variable| self.given(variable.name).is_some());
-        given.map(|variable| format!("{} changes nothing: {}", variable.name, variable.meaning)).collect()
+        given.map(|variable| format!("{} has no effect: {}", variable.name, variable.meaning)).collect()
     }
 
     /// The identity of this process in its job, from the variables of torchrun, Open MPI, PMI, PMIx
@@ -443,7 +443,7 @@ mod tests {
         let source = source(&[("XPU_TIMER_SKIP_TP", "1"), ("XPU_TIMER_HANG_TIMEOUT", "3")], "XPU_TIMER_DEBUG_MODE=1\n");
         let said = source.without_effect();
         assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].starts_with("XPU_TIMER_DEBUG_MODE changes nothing: "), "{said:?}");
+        assert!(said[0].starts_with("XPU_TIMER_DEBUG_MODE has no effect: "), "{said:?}");
         assert_eq!(source.problems(), [], "and is no problem");
         assert!(WITHOUT_EFFECT.iter().all(|one| VARIABLES.iter().all(|other| one.name != other.name)));
     }

@@ -29,51 +29,51 @@ variables! {
     POD_NAME = "NOT_SET", "label pod_name";
     POD_IP = "NOT_SET", "label ip";
     XPU_TIMER_CONFIG = "", "INI file with any of these variables";
-    XPU_TIMER_CONFIG_READ = "", "what that file says" set by xpu_timer_launch;
-    XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
-    XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
+    XPU_TIMER_CONFIG_READ = "", "the settings in that file" set by xpu_timer_launch;
+    XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder that holds the incident folders";
+    XPU_TIMER_HANG_TIMEOUT = "300", "seconds that an operation may stay pending before an incident opens";
     XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status when a verdict proves a hang";
     XPU_TIMER_BASEPORT = "18888", "control port of the node collector; metrics are on the next one";
-    XPU_TIMER_PORT = "", "metrics port; control is then the one below it";
+    XPU_TIMER_PORT = "", "metrics port; the control port is then the one below it";
     XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";
-    XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
-    XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
-    XPU_TIMER_LOGGING_MAX_MB = "10", "megabytes after which the collector's log is renamed and a new one begun";
-    XPU_TIMER_LOGGING_FILES = "3", "how many logs of the collector are kept, with the one that it writes to";
-    XPU_TIMER_FILE_MODE = "600", "mode of the files that are written: incidents and logs; 640 lets the group read them, 644 everybody";
-    XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL = "10", "seconds after which a published kernel metric is made anew";
-    XPU_TIMER_LOCAL_UPDATE_INTERVAL = "1", "seconds between two looks at what the ranks have completed";
-    XPU_TIMER_MM_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of matrix products look back";
-    XPU_TIMER_COLL_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of collectives look back";
-    XPU_TIMER_DEREGISTER_TIME = "300", "seconds after which a silent kernel metric goes away";
-    XPU_TIMER_BUCKETING_METRICS = "1", "0: kernel metrics without the label level";
-    XPU_TIMER_MM_BUCKETING_COUNT = "10", "levels of matrix products, up to what the device can do";
+    XPU_TIMER_LOGGING_DIR = "/tmp", "folder for the logs of the hook and the collector";
+    XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the previous run";
+    XPU_TIMER_LOGGING_MAX_MB = "10", "megabytes after which the collector rotates its log";
+    XPU_TIMER_LOGGING_FILES = "3", "number of log files that the collector keeps, including the current one";
+    XPU_TIMER_FILE_MODE = "600", "mode of incident files and logs; 640 lets the group read them, 644 everybody";
+    XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL = "10", "seconds between two updates of a published kernel metric";
+    XPU_TIMER_LOCAL_UPDATE_INTERVAL = "1", "seconds between two reads of the operations that the ranks have completed";
+    XPU_TIMER_MM_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of matrix products cover";
+    XPU_TIMER_COLL_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of collectives cover";
+    XPU_TIMER_DEREGISTER_TIME = "300", "seconds after which a kernel metric without new values is removed";
+    XPU_TIMER_BUCKETING_METRICS = "1", "0: omit the label level of kernel metrics";
+    XPU_TIMER_MM_BUCKETING_COUNT = "10", "levels of matrix products, up to the peak of the device";
     XPU_TIMER_COMM_BUCKETING_COUNT = "20", "levels of collectives, up to 400 Gbps";
-    XPU_TIMER_DEVICE_NAME = "", "device whose peak makes the levels of matrix products: P100, V100, A100, A800, H100, H800";
-    XPU_TIMER_DISABLE = "0", "1: load and do nothing";
+    XPU_TIMER_DEVICE_NAME = "", "device whose peak sets the levels of matrix products: P100, V100, A100, A800, H100, H800";
+    XPU_TIMER_DISABLE = "0", "1: turn xpu_timer off";
     XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890; unset: every node judges its own ranks";
-    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share; whoever sends it may use a node's control port too";
-    XPU_TIMER_COLLECTOR_CA_FILE = "", "PEM file of the authority that a node trusts; default those of the system";
-    XPU_TIMER_CLUSTER_LISTEN = "127.0.0.1:18890", "where the cluster collector listens; beyond loopback only with TLS and a token";
+    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share; it also gives access to a node's control port";
+    XPU_TIMER_COLLECTOR_CA_FILE = "", "PEM file of the certificate authority that a node trusts; default: those of the system";
+    XPU_TIMER_CLUSTER_LISTEN = "127.0.0.1:18890", "address of the cluster collector; beyond loopback it needs TLS and a token";
     XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
-    XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of its key";
+    XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of the key of that certificate";
     XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
-    XPU_TIMER_KEEP_INCIDENTS = "200", "so many incident folders are kept; 0: all";
+    XPU_TIMER_KEEP_INCIDENTS = "200", "number of incident folders to keep, for hangs and for dumps each; 0: all";
     XPU_TIMER_KEEP_DAYS = "30", "days after which an incident folder is removed; 0: never";
-    XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
+    XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0: off; default: twice the hang timeout";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
-    XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
-    XPU_TIMER_INLINE = "auto", "code that is replaced where no symbol can be interposed: off; auto: collectives and matrix products linked statically or bound to themselves, gloo; all: the driver and the runtime too";
-    XPU_TIMER_NCCL_LIB_PATH = "", "the collective library, when its name is none that is known";
-    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for matrix products";
+    XPU_TIMER_BRACKET = "collectives", "operations that get a start and an end event: collectives, matmuls, all, none";
+    XPU_TIMER_INLINE = "auto", "code to replace where no symbol can be interposed; off: none; auto: gloo, and collectives and matrix products that are statically linked or bound to themselves; all: also the driver and the runtime";
+    XPU_TIMER_NCCL_LIB_PATH = "", "path of the collective library, if its name is not one that the hook knows";
+    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for cuBLAS";
     XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
-    XPU_TIMER_JOB = "", "job name when no scheduler gives one";
+    XPU_TIMER_JOB = "", "job name; default: that of the scheduler";
     XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
-    XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children" set by xpu_timer_launch;
-    XPU_TIMER_FILTERS = "", "seccomp filters that the command was started under, and the boot of the machine" set by xpu_timer_launch;
-    XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to" set by xpu_timer_launch;
-    XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
-    XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";
+    XPU_TIMER_COLLECTOR_PID = "", "process that may read the memory of the ranks and their children" set by xpu_timer_launch;
+    XPU_TIMER_FILTERS = "", "seccomp filters in force at the start of the command, and the boot id of the machine" set by xpu_timer_launch;
+    XPU_TIMER_LAUNCH_ID = "", "identity of the launched command that a process belongs to" set by xpu_timer_launch;
+    XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default: beside the launcher, or in ../lib";
+    XPU_TIMER_LINGER = "600", "seconds without a connected rank and without a running launched command before the collector ends";
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
 }
 
@@ -86,18 +86,18 @@ pub const WITHOUT_EFFECT: &[Variable] = &[
         "0",
         "no timeline is written; an incident has the stacks of all ranks",
     ),
-    without_effect("XPU_TIMER_DEBUG_MODE", "0", "a job runs also when it does not use every device"),
+    without_effect("XPU_TIMER_DEBUG_MODE", "0", "a job also runs if it does not use every device"),
     without_effect(
         "XPU_TIMER_SKIP_TP",
         "0",
-        "a bracket costs little, and what is not bracketed cannot be seen hanging",
+        "a bracket costs little, and a hang of an operation without a bracket cannot be detected",
     ),
     without_effect("XPU_TIMER_TP_SIZE", "8", "it belongs to XPU_TIMER_SKIP_TP"),
     without_effect("XPU_TIMER_HOST_TRACING_FUNC", "", "Python functions are not traced; an incident has their stacks"),
     without_effect(
         "XPU_TIMER_EXIT_HOOK_PLUGIN",
         "",
-        "no Python is run in the ranks; XPU_TIMER_WEBHOOK tells of verdicts",
+        "xpu_timer runs no Python in the ranks; XPU_TIMER_WEBHOOK posts the verdicts",
     ),
     without_effect("XPU_TIMER_TORCH_CUDA_LIB_PATH", "", "no function of libtorch_cuda is called"),
     without_effect("XPU_TIMER_SYMS_FILE", "", "functions are found without a symbol file"),

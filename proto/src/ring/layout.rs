@@ -221,10 +221,10 @@ pub mod coverage {
         "",
         "the library is not loaded",
         "the library does not have it",
-        "nobody asked for it",
-        "calls inside a library that holds a copy of its own are not seen, because its code cannot be replaced",
-        "its kernels run and no call of it is seen: linked statically without symbols, or called past the linker",
-        "the library is not loaded; one that is loaded later and bound to itself is not seen, because the linker does not tell of it",
+        "the program never looked it up",
+        "a library has its own copy, whose code cannot be replaced, so calls inside it are not seen",
+        "its kernels run, but no call of it is seen: it is statically linked without symbols, or called without the linker",
+        "the library is not loaded; if it is loaded later and is bound to itself, it is not seen, because the linker does not report it",
     ];
 }
 

@@ -41,7 +41,7 @@ pub struct Options {
     /// Seconds of each measurement of the node collector at rest; 0 leaves it out
     #[arg(long, default_value = "40")]
     idle_seconds: u64,
-    /// Another collector to measure
+    /// Path of another collector to measure
     #[arg(long)]
     collector: Option<PathBuf>,
     /// Write the table into docs/benchmarks.md
@@ -197,9 +197,9 @@ async fn wait_slow(port: u16) -> Result<Duration> {
         match list.as_array().map(Vec::as_slice) {
             Some([one]) if one["rank"] == SLOW => return Ok(start.elapsed()),
             Some([]) => {}
-            _ => anyhow::bail!("rank {SLOW} is slow, and not: {list}"),
+            _ => anyhow::bail!("expected rank {SLOW} to be slow, found: {list}"),
         }
-        ensure!(start.elapsed() < PATIENCE, "no rank is said to be slow");
+        ensure!(start.elapsed() < PATIENCE, "no rank is reported as slow");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

@@ -17,7 +17,7 @@ pub struct Options {
     /// How often the program is captured
     #[arg(long, default_value_t = 10_000)]
     captures: usize,
-    /// Threads of the program that compute besides, at most 4
+    /// Additional threads of the program that compute, at most 4
     #[arg(long, default_value_t = 2)]
     busy: usize,
 }

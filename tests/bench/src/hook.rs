@@ -22,10 +22,10 @@ use crate::{
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Rounds of each thread that a figure of a call is the median of
+    /// Rounds of each thread; the figure of a call is their median
     #[arg(long, default_value = "100")]
     rounds: usize,
-    /// Starts of a process, with and without the hook
+    /// Number of process starts, with and without the hook
     #[arg(long, default_value = "200")]
     starts: usize,
     #[command(flatten)]
@@ -119,7 +119,7 @@ impl Bench {
             Calls::parse(&String::from_utf8_lossy(&output.stdout)).context("hook_calls printed something else")?;
         ensure!(
             printed.at_full_speed.len() >= rounds,
-            "too noisy: {} rounds of a thread were undisturbed, together with others and at full speed; {rounds} are wanted",
+            "the machine is too noisy: only {} of {rounds} rounds of a thread were undisturbed and at full speed",
             printed.share()
         );
         if collector.hellos().iter().any(|(speaker, _)| *speaker == pid) {

@@ -27,12 +27,12 @@ pub enum Command {
     /// Runs the whole benchmark of the stack capture and prints a table; fails when a limit does
     /// not hold
     Capture(capture::Options),
-    /// Measures what the hook costs and prints a table; fails when a limit does not hold
+    /// Measures the overhead of the hook and prints a table; fails when a limit does not hold
     Hook(hook::Options),
     /// Measures both roles of the collector and prints a table; fails when a limit does not hold
     Cluster(cluster::Options),
-    /// Captures a program that sits in every kind of system call, and fails when one returned
-    /// anything else for it
+    /// Captures a program that waits in every kind of system call, and fails if a capture changes a
+    /// result
     Eintr(eintr::Options),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]

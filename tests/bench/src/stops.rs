@@ -97,7 +97,7 @@ fn stops(log: &str) -> Result<Stops> {
             stops.push(Stop { start_ns, end_ns: ns });
         }
     }
-    ensure!(open.is_empty(), "threads that were not let go: {:?}", open.keys());
+    ensure!(open.is_empty(), "threads that were not released: {:?}", open.keys());
     let longest_ns = stops.iter().map(|stop| stop.end_ns - stop.start_ns).max().unwrap_or(0);
     Ok(Stops { union_ns: union_ns(&mut stops), longest_ns, count: stops.len() })
 }

@@ -149,7 +149,7 @@ fn wait_at_rest(pid: i32) -> Result<()> {
         std::thread::sleep(Duration::from_millis(50));
         let now = places();
         ensure!(!now.is_empty(), "process {pid} is gone");
-        ensure!(start.elapsed() < PATIENCE, "process {pid} does not come to rest within {PATIENCE:?}");
+        ensure!(start.elapsed() < PATIENCE, "process {pid} is not idle within {PATIENCE:?}");
         if now != last {
             (last, since) = (now, Instant::now());
         }

@@ -482,7 +482,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--seconds", type=float, default=3 * float(os.environ.get("XPU_TIMER_HANG_TIMEOUT", "3")) + 3)
-    parser.add_argument("--crowded", action="store_true", help="make the first device call where no thread can be made")
+    parser.add_argument("--crowded", action="store_true", help="make the first device call when no thread can be created")
     options = parser.parse_args()
     if options.crowded:
         crowd()

@@ -28,15 +28,15 @@ const REPEATS: u64 = 10;
 #[derive(Debug, clap::Parser)]
 #[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos")]
 pub struct Options {
-    /// Only faults whose name contains one of these words, or whose area is one
+    /// Only faults whose name contains one of these words, or whose area is one of them
     names: Vec<String>,
-    /// Names of all faults, and what goes wrong in each
+    /// Lists all faults, and what goes wrong in each
     #[arg(long)]
     list: bool,
     /// Repeats the faults that draw random moments, each time with another seed
     #[arg(long)]
     long: bool,
-    /// So many faults at the same time
+    /// Number of faults that run at the same time
     #[arg(long, default_value_t = 2)]
     jobs: usize,
     /// Seed of all random moments; the one of each run is printed

@@ -6,27 +6,6 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use xpu_timer_tests::{python, tree};
 
-const HEAD: &str = "# Faults that are tried, and what is promised
-
-`cargo xtask bless` writes this page from the table of `cargo xtask chaos` and from
-`tests/chaos/proved.md`; a test fails when it is out of date.
-
-## Tried by `cargo xtask chaos`
-
-Each fault is made with real processes, in a folder, on ports and with settings of its own.
-`cargo xtask chaos NAME` runs one.
-
-| fault | what is promised | name |
-|---|---|---|
-";
-
-const PROVED: &str = "
-## Proved by tests
-
-`cargo xtask test` runs these.
-
-";
-
 /// A fault and its promise.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Fault {
@@ -63,7 +42,7 @@ pub fn faults() -> Result<Vec<Fault>> {
 #[must_use]
 pub fn page(faults: &[Fault]) -> String {
     let row = |fault: &Fault| format!("| {} | {} | `{}` |\n", cell(&fault.fault), cell(&fault.promise), fault.name);
-    [HEAD, &faults.iter().map(row).collect::<String>(), PROVED, include_str!("../proved.md")].concat()
+    include_str!("../page.md").replace("{table}\n", &(faults.iter().map(row).collect::<String>() + "\n"))
 }
 
 /// A text as a table cell.

@@ -199,10 +199,10 @@ def parse():
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--kernel-us", type=int, default=200)
-    parser.add_argument("--uneven", action="store_true", help="host work that differs from rank to rank and step to step")
-    parser.add_argument("--long-every", type=int, default=0, help="a long step on all ranks every so many steps")
+    parser.add_argument("--uneven", action="store_true", help="vary the host work from rank to rank and from step to step")
+    parser.add_argument("--long-every", type=int, default=0, help="number of steps from one long step of all ranks to the next")
     parser.add_argument("--long-seconds", type=float, default=0.0)
-    parser.add_argument("--evaluate-seconds", type=float, default=0.0, help="rank 0 evaluates so long every four steps")
+    parser.add_argument("--evaluate-seconds", type=float, default=0.0, help="how long rank 0 evaluates, every four steps")
     parser.add_argument("--fault", type=Fault, action="append", default=[])
     return parser.parse_args()
 

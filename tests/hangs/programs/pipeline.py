@@ -101,7 +101,7 @@ def main():
     parser.add_argument("--kernel-us", type=int, default=400)
     parser.add_argument("--steps", type=int, default=1 << 20)
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--blocking-sends", action="store_true", help="which no such schedule survives")
+    parser.add_argument("--blocking-sends", action="store_true", help="use blocking sends, with which such a schedule deadlocks")
     parser.add_argument("--spoil", type=spoil, action="append", default=[])
     options = parser.parse_args()
     cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -120,7 +120,7 @@ def main():
     parser.add_argument("--validate-seconds", type=float, default=0.0)
     parser.add_argument("--save-seconds", type=float, default=0.0)
     parser.add_argument("--compile-seconds", type=float, default=0.0)
-    parser.add_argument("--start-seconds", type=float, default=0.0, help="the last rank starts so much later")
+    parser.add_argument("--start-seconds", type=float, default=0.0, help="how much later the last rank starts")
     parser.add_argument("--trouble", type=trouble, action="append", default=[])
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

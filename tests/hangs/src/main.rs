@@ -16,22 +16,22 @@ use xpu_timer_analysis::judge;
 
 use crate::scenario::Scenario;
 
-/// Every way in which a job can hang, as real processes on the simulated device
+/// Runs real jobs that hang in every known way, on the simulated device
 #[derive(Parser)]
 #[command(name = "xpu_timer_hangs")]
 enum Command {
-    /// Runs scenarios and compares their verdicts with the truth
+    /// Runs scenarios and compares their verdicts with the expected ones
     Run {
         /// Only scenarios whose name contains this
         filter: Option<String>,
-        /// So many jobs at the same time
+        /// Number of jobs that run at the same time
         #[arg(long, default_value_t = 3)]
         jobs: usize,
-        /// Where the jobs keep their folders
+        /// Folder for the folders of the jobs
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
-        /// With XPU_TIMER_HANG_KILL=1: the ranks of every proven hang must end within 10 s of the
-        /// verdict, and no others
+        /// Sets XPU_TIMER_HANG_KILL=1, and checks that exactly the ranks of proven hangs end,
+        /// within 10 s of the verdict
         #[arg(long)]
         kill: bool,
     },
@@ -39,7 +39,7 @@ enum Command {
     Again {
         /// Only scenarios whose name contains this
         filter: Option<String>,
-        /// Where the jobs kept their folders
+        /// Folder with the folders of the jobs
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
     },
@@ -47,7 +47,7 @@ enum Command {
     Record {
         /// Only scenarios whose name contains this
         filter: Option<String>,
-        /// Where the jobs kept their folders
+        /// Folder with the folders of the jobs
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
     },
@@ -55,11 +55,11 @@ enum Command {
     Judge {
         /// The incident folder
         folder: PathBuf,
-        /// As `verdict.json` has it
+        /// Prints JSON, as in `verdict.json`
         #[arg(long)]
         json: bool,
     },
-    /// Names of all scenarios
+    /// Lists the names of all scenarios
     List,
 }
 

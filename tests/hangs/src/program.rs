@@ -178,7 +178,7 @@ impl Need {
         let writable = |path: &Path| fs::OpenOptions::new().write(true).open(path).is_ok();
         match self {
             Need::Freezer => (!writable(Path::new("/sys/fs/cgroup/freezer/tasks")))
-                .then(|| "no freezer of control groups that can be written".into()),
+                .then(|| "there is no writable freezer of control groups".into()),
             Need::Groups => {
                 let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
                 let mut roots = mounts.lines().filter_map(|line| {
@@ -186,7 +186,7 @@ impl Need {
                     Some((words.next()?, words.next()?)).filter(|(_, kind)| *kind == "cgroup2")
                 });
                 let usable = roots.any(|(root, _)| writable(&Path::new(root).join("cgroup.procs")));
-                (!usable).then(|| "no control groups of the second version that can be written".into())
+                (!usable).then(|| "there is no writable cgroup v2".into())
             }
             Need::Fuse => {
                 let open = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
@@ -194,7 +194,7 @@ impl Need {
                     || Command::new("unshare").args(["--mount", "true"]).output().map(|it| it.status.success());
                 match open {
                     Err(error) => Some(format!("/dev/fuse: {error}")),
-                    Ok(_) if !matches!(mounts(), Ok(true)) => Some("no mounts of its own for a process".into()),
+                    Ok(_) if !matches!(mounts(), Ok(true)) => Some("a process cannot have its own mounts".into()),
                     Ok(_) => None,
                 }
             }

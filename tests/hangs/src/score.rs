@@ -169,7 +169,7 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     let of_slow = "slow runs judged right, resolved by themselves and run to their end";
     line(passed == slow.len(), format!("{passed} of {} {of_slow}", slow.len()));
     let named = count(&stragglers, Outcome::culprits_right);
-    let of_stragglers = "runs without a hang in which exactly the ranks that slow it down are named, or nobody";
+    let of_stragglers = "runs without a hang that name exactly the stragglers, or no rank";
     line(named == stragglers.len(), format!("{named} of {} {of_stragglers}", stragglers.len()));
     if let Some((seconds, of)) = latest(&hangs) {
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();

@@ -28,7 +28,7 @@ use sample::Sample;
 /// Options of the soak.
 #[derive(Debug, Parser)]
 pub struct Options {
-    /// How long; 0.2 is twelve minutes
+    /// Duration in hours; 0.2 is twelve minutes
     #[arg(long, default_value_t = 2.0)]
     hours: f64,
     /// Short processes a second

@@ -352,7 +352,7 @@ fn a_hang_that_may_be_none_is_looked_at_again_on_every_node() {
         cause = incident["cause"].clone();
         incident["state"] == "dumped" && cause != "not_a_hang"
     });
-    assert!(cluster.log().contains("the ranks are looked at again"), "{}", cluster.log());
+    assert!(cluster.log().contains("the ranks are captured again"), "{}", cluster.log());
     let known = evidence(&first).ranks;
     assert!(known.len() == 2 && known.iter().all(|rank| rank.presence() == Presence::Present), "{}", cluster.log());
     for node in &nodes {
@@ -473,7 +473,7 @@ fn a_node_speaks_for_its_own_ranks_only() {
     cluster.wait_ranks("mine", 2);
     let _thief = Node::with_ranks(&cluster, "node-x", "mine", 1, 1, 2);
     wait_until(PATIENCE, "it is refused", || {
-        cluster.log().contains("node node-x says that it has ranks 1 of job mine, which node node-a has")
+        cluster.log().contains("node node-x claims ranks 1 of job mine, which node node-a already has")
     });
     a.hooks[0].hang(3);
     let all = evidence(&cluster.wait_incident(1));
@@ -523,7 +523,7 @@ fn the_job_is_idle_only_when_all_nodes_are() {
     cluster.wait_ranks("idle", 2);
     nodes[0].hooks[0].tell("launch off");
     wait_until(PATIENCE, "the cluster knows better", || {
-        nodes[0].log().contains("the job is not idle, it launches on node node-1")
+        nodes[0].log().contains("the job is not idle: it launches on node node-1")
     });
     assert!(cluster.job.incidents().is_empty() && nodes[0].job.incidents().is_empty());
     nodes[1].hooks[0].tell("launch off");

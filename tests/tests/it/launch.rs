@@ -240,11 +240,11 @@ fn a_collector_that_cannot_do_all_says_so_through_the_launcher() {
     let job = Job::new();
     let _taken = std::net::TcpListener::bind(("127.0.0.1", job.port)).unwrap();
     let line = one_line(&job);
-    let words = format!("port {} cannot be listened on", job.port);
+    let words = format!("cannot listen on port {}", job.port);
     assert!(line.contains(&words) && line.contains("XPU_TIMER_BASEPORT"), "{line}");
     assert!(!line.contains("ERROR"), "{line}");
     // It listens on another pair.
-    assert!(line.contains(&format!("control is on port {}", job.port + 10)), "{line}");
+    assert!(line.contains(&format!("the control port is {}", job.port + 10)), "{line}");
     let (code, _) = xpu_timer_tests::http("GET", job.port + 10, "/health").expect("it answers there");
     assert_eq!(code, 200);
 
@@ -291,7 +291,7 @@ fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
         (own("missing"), "No such file"),
         (own("file"), "Not a directory"),
         (long.clone(), "107 bytes"),
-        (squatted, "others may write"),
+        (squatted, "others can write"),
         ("relative".into(), "it is relative"),
         ("/proc/self".into(), "cannot be used"),
     ];
@@ -350,7 +350,7 @@ fn two_users_of_a_node_have_a_collector_each() {
     assert_eq!((output.code(), output.stdout.clone()), (0, expected(&second, OTHER_USER)), "{output:?}");
     // The port is the first one's, and so are its folder for incidents and its log.
     let said = &output.stderr;
-    assert!(said.contains(&format!("port {} cannot be listened on", first.port)), "{said}");
+    assert!(said.contains(&format!("cannot listen on port {}", first.port)), "{said}");
     assert!(said.contains("XPU_TIMER_TIMELINE_PATH") && said.contains("Permission denied"), "{said}");
     assert_eq!(said.lines().count(), 2, "{said}");
     let log = shared.path().join(format!("xpu_timer-{OTHER_USER}/xpu_timer_collector.log"));

@@ -144,7 +144,7 @@ fn a_second_supervisor_leaves_the_first_collector_alone() {
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
     let locked = collector(&job, &[]);
     let second = Process::spawn(command.args(["node", "--supervise"])).wait(PATIENCE);
-    assert_eq!((second.code(), second.stderr.contains("a collector runs already")), (0, true), "{second:?}");
+    assert_eq!((second.code(), second.stderr.contains("a collector is already running")), (0, true), "{second:?}");
     locked.signal(Signal::SIGTERM);
     assert_eq!(locked.wait(PATIENCE).code(), 0);
     wait_until(PATIENCE, "nothing is left", || collectors(&job).is_empty());

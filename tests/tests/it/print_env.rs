@@ -46,7 +46,7 @@ fn settings_tell_their_origin_and_a_bad_value_is_named() {
         .with("XPU_TIMER_HOOK_PATH", "/nowhere/hook.so");
     let output = run(&bad, &[]);
     assert_eq!(output.code(), 1, "{}", output.stdout);
-    let wrong = output.stdout.split("\nWrong\n").nth(1).expect("what is wrong is at the end");
+    let wrong = output.stdout.split("\nProblems\n").nth(1).expect("what is wrong is at the end");
     assert!(
         wrong.contains("XPU_TIMER_BRACKET=\"everything\" cannot be used, using \"collectives\" instead"),
         "{wrong}"
@@ -178,7 +178,7 @@ fn a_library_is_compared_with_the_hook() {
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     for (file, why) in [
         ("/nowhere/libnccl.so.2", "there is no file /nowhere/libnccl.so.2: --library takes the path"),
-        ("/etc/passwd", "/etc/passwd is no ELF library"),
+        ("/etc/passwd", "/etc/passwd is not an ELF library"),
         ("/etc", "/etc: not a regular file"),
         (&pipe.display().to_string(), "not a regular file"),
     ] {
@@ -194,20 +194,20 @@ fn what_cannot_be_shown_is_said_in_a_line() {
     let plain = Process::spawn(job.command("sleep").arg("600"));
     let output = run(&job, &["--pid", &plain.pid().to_string()]);
     assert_eq!(output.code(), 1);
-    assert!(output.stdout.contains("it was not started under xpu_timer_launch"), "{}", output.stdout);
+    assert!(output.stdout.contains("the process was not started under xpu_timer_launch"), "{}", output.stdout);
     // It ends at once, and nobody waits for it.
     let mut ended = std::process::Command::new("true").spawn().expect("a process");
     let state = || fs::read_to_string(format!("/proc/{}/stat", ended.id())).is_ok_and(|stat| stat.contains(") Z "));
     wait_until(PATIENCE, "the process has ended", state);
     let output = run(&job, &["--pid", &ended.id().to_string()]);
     assert_eq!((output.code(), output.stdout.as_str()), (1, ""));
-    assert!(output.stderr.contains("has ended; its parent has not taken notice yet"), "{}", output.stderr);
+    assert!(output.stderr.contains("has ended; its parent has not waited for it yet"), "{}", output.stderr);
     ended.wait().expect("its end");
     for (arguments, code, words) in [
         (&["--pid", "4194304"][..], 1, "there is no process 4194304"),
         (&["no_such_program"], 1, "no_such_program is not on the PATH"),
         (&["/etc/passwd"], 1, "/etc/passwd is not an executable file"),
-        (&["--pid", "x"], 2, "x is not the number of a process"),
+        (&["--pid", "x"], 2, "x is not a pid"),
         (&["--frobnicate"], 2, "invalid option '--frobnicate'"),
     ] {
         let output = run(&job, arguments);

@@ -113,7 +113,7 @@ fn dumps_by_hand_are_limited_and_say_when_the_next_one_may_be() {
         taken += 1;
     };
     assert!(refused.0 == 429 && taken >= 5, "{taken} {refused:?}");
-    assert!(refused.1.contains("too many dumps by hand") && refused.1.contains(" s\""), "{refused:?}");
+    assert!(refused.1.contains("too many dumps on demand") && refused.1.contains(" s\""), "{refused:?}");
     wait_until(PATIENCE, "the surplus goes", || job.incidents().len() == 3);
     assert!(hang.path.join("verdict.json").exists(), "dumps by hand push out no hang");
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, job.port)).unwrap();

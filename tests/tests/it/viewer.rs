@@ -530,7 +530,7 @@ fn narrowing_shows_stacks_and_replaces_no_file() {
     let files = || fs::read_dir(folder.path()).unwrap().count();
     let before = files();
     let output = narrowed(folder.path(), &["--rank", "6", "--grep", "barrier"]);
-    assert!(output.stdout.starts_with("1 of the 1 ranks asked for have a dump."), "{}", output.stdout);
+    assert!(output.stdout.starts_with("1 of the 1 requested ranks have a dump."), "{}", output.stdout);
     let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
     assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
     assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");

@@ -80,7 +80,7 @@ impl Runtime {
             Some(minor) => Some(minor),
             None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
         };
-        let Some(minor) = minor else { return Err("which version of CPython it is cannot be told".into()) };
+        let Some(minor) = minor else { return Err("the version of its CPython is unknown".into()) };
         let layout = Arc::new(layout_of(minor, &mut memory, runtime)?);
         Ok(Arc::clone(self.layout.get_or_init(|| layout)))
     }
@@ -237,20 +237,20 @@ fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
 fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
     let Some(layout) = LAYOUTS.iter().find(|layout| layout.minor == minor) else {
         let newest = LAYOUTS.last().map_or(0, |layout| layout.minor);
-        return Err(format!("CPython 3.{minor}, and only 3.{OLDEST_MINOR} to 3.{newest} can be read"));
+        return Err(format!("CPython 3.{minor} is not supported, only 3.{OLDEST_MINOR} to 3.{newest}"));
     };
     let Some(debug_offsets) = &layout.debug_offsets else { return Ok(layout.clone()) };
     if debug_offsets_version(memory, runtime) != Some(minor) {
-        return Err(format!("CPython 3.{minor} without its table of offsets"));
+        return Err(format!("CPython 3.{minor} has no table of offsets"));
     }
     if memory.read_u64(OFFSETS, runtime.wrapping_add(debug_offsets.free_threaded)).map_err(|error| error.to_string())?
         != 0
     {
-        return Err(format!("CPython 3.{minor} without a global lock (free-threaded) cannot be read"));
+        return Err(format!("free-threaded CPython 3.{minor} (without a GIL) is not supported"));
     }
     let layout = layout.with_debug_offsets(debug_offsets, memory, runtime).map_err(|error| error.to_string())?;
     let plausible = layout.offsets().into_iter().all(|offset| offset < MAX_OFFSET);
-    if plausible { Ok(layout) } else { Err(format!("CPython 3.{minor} with a table of offsets of another kind")) }
+    if plausible { Ok(layout) } else { Err(format!("CPython 3.{minor} has a table of offsets of an unknown format")) }
 }
 
 #[cfg(test)]

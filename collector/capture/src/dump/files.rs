@@ -32,7 +32,7 @@ impl Files {
     /// One file for each process, numbered by rank. If a process has no rank, or two have the same
     /// rank (of two jobs), the files are numbered by their position in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
+        fs::create_dir_all(folder).with_context(|| format!("cannot create the folder {}", folder.display()))?;
         let ranks: Vec<Option<RankedProcess>> = pids.iter().map(|pid| rank_of(*pid)).collect();
         let largest = ranks
             .iter()
@@ -59,7 +59,7 @@ impl Files {
         if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
             // The file may not even exist.
             let _ = fs::remove_file(&temporary);
-            return Err(error).with_context(|| format!("{} cannot be written", path.display()));
+            return Err(error).with_context(|| format!("cannot write {}", path.display()));
         }
         Ok(path)
     }

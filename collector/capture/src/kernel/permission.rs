@@ -56,16 +56,16 @@ fn explain(facts: &AccessFacts) -> String {
         return format!("this is uid {own_uid}; run as uid {uid}, or with {GRANT}");
     }
     if facts.is_undumpable {
-        return format!("it has made itself undumpable, or has privileges of its own; run with {GRANT}");
+        return format!("it is not dumpable or has additional privileges; run with {GRANT}");
     }
     match facts.ptrace_scope {
-        0 => format!("it has privileges that this process has not; run with {GRANT}"),
+        0 => format!("it has privileges that this process lacks; run with {GRANT}"),
         1 => format!(
             "/proc/sys/kernel/yama/ptrace_scope is 1, so only parents may; start the job with xpu_timer_launch, which \
              lets its collector in, or run with {GRANT}, or set ptrace_scope to 0"
         ),
         2 => format!("/proc/sys/kernel/yama/ptrace_scope is 2; run with {GRANT}"),
-        _ => "/proc/sys/kernel/yama/ptrace_scope is 3, which forbids it to everybody until the next boot".into(),
+        _ => "/proc/sys/kernel/yama/ptrace_scope is 3, which forbids it for all processes until the next boot".into(),
     }
 }
 
@@ -79,15 +79,15 @@ mod tests {
         let other = explain(&AccessFacts { uid: 8, ptrace_scope: 1, ..same });
         assert!(other.contains("this is uid 7; run as uid 8, or with CAP_SYS_PTRACE"), "{other}");
         for (facts, words) in [
-            (AccessFacts { is_undumpable: true, ..same }, "undumpable"),
+            (AccessFacts { is_undumpable: true, ..same }, "not dumpable"),
             (
                 AccessFacts { ptrace_scope: 1, ..same },
                 "ptrace_scope is 1, so only parents may; start the job with xpu_timer_launch",
             ),
             (AccessFacts { ptrace_scope: 2, ..same }, "ptrace_scope is 2; run with CAP_SYS_PTRACE"),
-            (AccessFacts { ptrace_scope: 3, ..same }, "forbids it to everybody"),
+            (AccessFacts { ptrace_scope: 3, ..same }, "forbids it for all processes"),
             (AccessFacts { has_cap_sys_ptrace: true, uid: 8, ..same }, "another user namespace"),
-            (same, "privileges that this process has not"),
+            (same, "privileges that this process lacks"),
         ] {
             let text = explain(&facts);
             assert!(text.contains(words), "{facts:?}: {text}");

@@ -222,8 +222,8 @@ pub(crate) fn explain(error: &io::Error) -> String {
         (Some(libc::EACCES | libc::EPERM), _) => {
             format!("; a seccomp filter or a security module forbids it: allow perf_event_open, or {GRANT}")
         }
-        (Some(libc::ENOSYS), _) => "; this kernel or its seccomp filter has no such call".into(),
-        (Some(libc::EMFILE), _) => "; this process may open no more files: raise its limit (ulimit -n)".into(),
+        (Some(libc::ENOSYS), _) => "; this kernel lacks the call, or a seccomp filter hides it".into(),
+        (Some(libc::EMFILE), _) => "; this process has reached its limit of open files: raise it (ulimit -n)".into(),
         (Some(libc::ENOMEM), _) => "; raise /proc/sys/kernel/perf_event_mlock_kb".into(),
         _ => String::new(),
     };

@@ -238,7 +238,7 @@ impl Thread {
         self.method = CaptureMethod::PerfSample;
         self.incomplete = match end {
             End::Memory(address) if stack.is_some_and(|stack| start < address && address < stack.end) => {
-                format!("the stack is deeper than the {length} bytes that a sample holds")
+                format!("the stack is larger than the {length} bytes of a sample")
             }
             end => end.describe(),
         };

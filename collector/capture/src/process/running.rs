@@ -273,7 +273,7 @@ impl RunningThreads<'_> {
         }
         let reason = match (&self.refusal, watched.mode) {
             _ if late => "the deadline passed before the thread was sampled".into(),
-            (Some(_), _) => "the thread runs and may not be sampled".into(),
+            (Some(_), _) => "the thread runs, and the kernel does not permit sampling it".into(),
             (None, SampleMode::User) if busy => {
                 "the thread is busy inside a system call, where a user without CAP_PERFMON may sample \
                                             it only if /proc/sys/kernel/perf_event_paranoid is below 2"
@@ -330,7 +330,7 @@ impl<'t> WatchedThread<'t> {
     /// as unknown.
     fn report_best(&mut self) {
         let Some(thread) = self.python.as_deref_mut() else { return };
-        thread.stack = self.best.take().unwrap_or_else(|| Stack::unknown("it changed too fast to be read"));
+        thread.stack = self.best.take().unwrap_or_else(|| Stack::unknown("it changed too fast to read it"));
         thread.is_consistent = thread.stack.problem.is_none() && !thread.stack.is_cut;
     }
 }

@@ -66,7 +66,7 @@ impl Worker {
     fn explain_delay(&self) -> String {
         let schedstat = self.scheduler_state().map(|state| state.schedstat).unwrap_or_default();
         format!(
-            "no answer within {:.1} s: the machine is busy (the capture had a processor for {} ms and waited for one for {} ms)",
+            "no answer within {:.1} s: the machine is busy (the capture ran for {} ms and waited {} ms for a processor)",
             self.since.elapsed().as_secs_f64(),
             schedstat.cpu_ns / 1_000_000,
             schedstat.waited_ns / 1_000_000
@@ -103,7 +103,9 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, time_
             job.deadline = job.deadline.max(limit);
             match spawn(index, job, images, &sender) {
                 Ok(worker) => started.push(worker),
-                Err(error) => answers[index] = Some(unanswered(pid, &format!("no thread to capture it with: {error}"))),
+                Err(error) => {
+                    answers[index] = Some(unanswered(pid, &format!("cannot start a thread to capture it: {error}")))
+                }
             }
         }
         let now = Instant::now();
@@ -143,7 +145,10 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, time_
                 unanswered(pid, "no answer by the deadline: the kernel holds a lock of this process")
             }
             Some(worker) => unanswered(pid, &worker.explain_delay()),
-            None => unanswered(pid, "not looked at: the machine is busy, and the captures of others took all the time"),
+            None => unanswered(
+                pid,
+                "not captured: the machine is busy, and the captures of other processes took all the time",
+            ),
         }
     };
     let answers = answers.into_iter().zip(pids).enumerate();
@@ -165,7 +170,8 @@ fn spawn(
         ptrace::use_precise_sleep();
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
-        let answer = answer.unwrap_or_else(|_| unanswered(pid, "a defect of the capture itself, see the log"));
+        let answer =
+            answer.unwrap_or_else(|_| unanswered(pid, "the capture failed with a defect of its own; see the log"));
         // After the deadline nobody receives the answer.
         let _ = sender.send((index, answer));
     };

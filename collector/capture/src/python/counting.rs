@@ -81,7 +81,7 @@ impl Counter {
         let started_workers =
             pool::run(jobs, &POOL, Instant::now() + deadline, work, |index, counts| counts_of[index] = counts);
         if let Err(error) = started_workers {
-            tracing::debug!("no thread to count with: {error}");
+            tracing::debug!("cannot start a thread to count with: {error}");
         }
         counts_of
     }

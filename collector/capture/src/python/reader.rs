@@ -268,7 +268,7 @@ fn locate<'a>(
         return Ok(idle);
     }
     if claims {
-        return Err("no CPython from 3.8 on: nothing in it is called _PyRuntime".into());
+        return Err("not CPython 3.8 or newer: it has no symbol _PyRuntime".into());
     }
     Ok(None)
 }

@@ -84,15 +84,15 @@ impl Hub {
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
                 Progress::Requested | Progress::Captured if now.mono_ns > incident.deadline_ns => {
                     Some(match self.nodes.get(*node) {
-                        Some(node) if node.is_joined() => "it took no dump in time".to_string(),
+                        Some(node) if node.is_joined() => "it did not dump its ranks in time".to_string(),
                         Some(node) => {
                             format!("its connection was lost {:.0} s ago", clock::seconds(now.mono_ns - node.lost_ns))
                         }
-                        None => "it is gone".to_string(),
+                        None => "it has left".to_string(),
                     })
                 }
                 Progress::Delivering(until) if now.mono_ns > until => {
-                    Some(format!("nothing more came of it for {} s", DELIVERY_NS / SECOND))
+                    Some(format!("its delivery stopped {} s ago", DELIVERY_NS / SECOND))
                 }
                 _ => None,
             };
@@ -127,7 +127,7 @@ impl Hub {
             let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
             if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
                 incident.late_since_ns = None;
-                info!("incident {id}: judged again with what came late");
+                info!("incident {id}: judged again with the late deliveries");
                 self.judge(id);
             }
         }
@@ -210,7 +210,7 @@ impl Hub {
             if !logged && now.mono_ns > since + REFUSED_NS {
                 logged = true;
                 warn!(
-                    "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
+                    "node {} claims ranks {} of job {}, which node {} already has; the claim is refused",
                     self.nodes.name(refused.node),
                     refused.ranks,
                     refused.job,

@@ -64,7 +64,7 @@ impl Hub {
                 if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
                     self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
                 } else {
-                    warn!("incident {id}: node {} takes no message any more", self.nodes.name(node));
+                    warn!("incident {id}: node {} accepts no more messages", self.nodes.name(node));
                     self.node_lost(node, now);
                 }
             }
@@ -83,11 +83,11 @@ impl Hub {
         if !matches!(part.progress, Progress::Delivering(_)) {
             return;
         }
-        warn!("incident {id}: the delivery of node {} broke off", self.nodes.name(node));
+        warn!("incident {id}: the delivery of node {} was interrupted", self.nodes.name(node));
         part.interruptions += 1;
         let broken = part.interruptions;
         if broken > RETRIES {
-            incident.progress(node, Progress::Failed(format!("its delivery broke off {broken} times")));
+            incident.progress(node, Progress::Failed(format!("its delivery was interrupted {broken} times")));
             self.judge_if_complete(&id, now);
         } else {
             incident.progress(node, Progress::Captured);
@@ -111,7 +111,7 @@ impl Hub {
             DeliveryMessage::Dump(dump) if !expected.files => self.part_received(id, node, dump, credit, now),
             DeliveryMessage::File(file) if expected.files => self.file_received(id, node, file, credit, now),
             DeliveryMessage::Dump(_) | DeliveryMessage::File(_) => {
-                warn!("node {} brings what it was not asked for", self.nodes.name(node));
+                warn!("node {} sent a delivery that was not requested", self.nodes.name(node));
             }
         }
     }
@@ -144,7 +144,7 @@ impl Hub {
         }
         let name = self.nodes.name(node).to_string();
         if foreign > 0 {
-            let problem = format!("node {name} spoke for ranks that are not its own; that is left out");
+            let problem = format!("node {name} delivered data of ranks that it does not have; these data are ignored");
             warn!("incident {id}: {problem}");
             dump.errors.push(problem);
         }
@@ -164,7 +164,7 @@ impl Hub {
                 incident.merging.insert(node);
             }
             if late {
-                info!("incident {id}: the part of node {name} came late");
+                info!("incident {id}: the delivery of node {name} arrived late");
                 if let Some(incident) = self.incidents.get_mut(id) {
                     incident.late_since_ns.get_or_insert(now.mono_ns);
                 }
@@ -206,7 +206,7 @@ impl Hub {
         let given = incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok());
         if !given {
             // The thread ends only when it is released, or because of a bug.
-            warn!("incident {id}: its gathering thread is gone");
+            warn!("incident {id}: its gathering thread has ended");
             incident.work = None;
             incident.merging.clear();
         }
@@ -370,7 +370,7 @@ impl Hub {
     pub(super) fn file_transfer_ended(&mut self, id: &str, node: NodeId, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let Some(ranks) = incident.files_in_transfer.remove(&node) else { return };
-        warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
+        warn!("incident {id}: the files of node {} were interrupted", self.nodes.name(node));
         self.send_work(id, Work::TransferAborted(ranks.clone()));
         let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.interruptions < RETRIES) {

@@ -53,7 +53,7 @@ impl Hub {
                 // A full stream was given up before it ended; its remaining cleanup is done here.
                 let given_up = self.nodes.get(node).is_some_and(|node| !node.is_joined());
                 if self.nodes.disconnect(node, stream, now.mono_ns) || given_up {
-                    info!("node {} is gone: {why}", self.nodes.name(node));
+                    info!("node {} disconnected: {why}", self.nodes.name(node));
                     self.node_lost(node, now);
                 }
             }
@@ -99,7 +99,7 @@ impl Hub {
             let now = (summary.attempt, summary.world_size);
             if summary.is_complete() && self.complete.insert(job.clone(), now) != Some(now) {
                 info!(
-                    "job {job} is whole: {} ranks on {} nodes, attempt {}",
+                    "job {job} is complete: {} ranks on {} nodes, attempt {}",
                     summary.ranks,
                     summary.nodes.len(),
                     summary.attempt
@@ -131,7 +131,7 @@ impl Hub {
 
     pub(super) fn node_message(&mut self, node: NodeId, message: NodeMessage, now: Now) {
         match message {
-            NodeMessage::Hello(_) => warn!("node {} said hello twice", self.nodes.name(node)),
+            NodeMessage::Hello(_) => warn!("node {} sent Hello twice", self.nodes.name(node)),
             NodeMessage::Ranks(ranks) => {
                 self.claim(node, ranks.ranks, now);
                 self.request_for_open_incidents(node, now);

@@ -51,20 +51,24 @@ impl Hub {
             Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason, alone })
         };
         if !summary.nodes.contains(&node) {
-            let reason = format!("no rank of job {job} is this node's; it works alone");
+            let reason = format!("this node has no rank of job {job}; it works alone");
             self.nodes.send(node, decline(reason, true), now.mono_ns);
             return;
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
         // A node may report only its own ranks. The rest of its alarm still counts.
         if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.node_of_rank(&job, rank) != Some(node)) {
-            warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
+            warn!(
+                "node {} sent an alarm for rank {} of job {job}, which it does not have",
+                self.nodes.name(node),
+                trigger.rank
+            );
             (trigger.rank, trigger.operation) = (-1, None);
         }
         if trigger.kind() == TriggerKind::Idle
             && let Some(busy) = self.nodes.busy_elsewhere(&job, node, now.mono_ns)
         {
-            let reason = format!("the job is not idle, it launches on node {busy}");
+            let reason = format!("the job is not idle: it launches on node {busy}");
             self.nodes.send(node, decline(reason, false), now.mono_ns);
             return;
         }
@@ -99,7 +103,7 @@ impl Hub {
         if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {
             let known = |(other, held): &(NodeId, Alarm)| *other == node && held.incident == alarm.incident;
             if !self.deferred.iter().any(known) {
-                info!("job {job} has had too many incidents of late: {} waits", alarm.incident);
+                info!("job {job} has had too many incidents recently: {} is postponed", alarm.incident);
                 self.deferred.push((node, alarm));
             }
             return;
@@ -165,7 +169,7 @@ impl Hub {
                 }
                 folder
             }
-            Err(error) => return warn!("incident {id}: no folder could be made: {}", chain(&error)),
+            Err(error) => return warn!("incident {id}: no folder could be created: {}", chain(&error)),
         };
         match self.incidents.get_mut(id) {
             Some(incident) if incident.state == State::Open && incident.work.is_none() => {
@@ -173,7 +177,7 @@ impl Hub {
             }
             // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {
-                warn!("incident {id}: {} was made too late and is removed", folder.path.display());
+                warn!("incident {id}: {} was created too late and is removed", folder.path.display());
                 let root = self.settings.timeline_path.clone();
                 self.disk.submit(&root, move || drop(std::fs::remove_dir_all(&folder.path)));
             }
@@ -189,7 +193,7 @@ impl Hub {
             let request = self.dump_request(id, node, now);
             match (away, request) {
                 (Some(away_ns), _) if away_ns > AWAY_NS => {
-                    let why = format!("it has been away for {:.0} s", clock::seconds(away_ns));
+                    let why = format!("it has been disconnected for {:.0} s", clock::seconds(away_ns));
                     self.progress(id, node, Progress::Failed(why));
                 }
                 (None, Some(request)) => _ = self.nodes.send(node, Message::Dump(request), now.mono_ns),
@@ -203,7 +207,7 @@ impl Hub {
     pub(super) fn begin_round(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let summary = self.nodes.job(&incident.head.job);
-        info!("incident {id}: it lasts; the ranks are looked at again");
+        info!("incident {id}: the hang lasts; the ranks are captured again");
         incident.begin_round();
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         self.expected.retain(|_, expected| expected.incident != id);

@@ -63,7 +63,7 @@ impl Compared {
         let hook = loaded::exported_functions(&preload::find(&Config::read())?)?;
         if !file.exists() {
             bail!(
-                "there is no file {}: --library takes the path of a library, which is looked for nowhere else",
+                "there is no file {}: --library takes the path of a library and searches no other folder",
                 file.display()
             );
         }
@@ -95,7 +95,7 @@ impl Compared {
             }
         };
         list("Hooked", &self.hooked);
-        list("Not hooked, and the name says that it launches, communicates or multiplies", &self.not_hooked);
+        list("Not hooked, but named like a launch, a collective or a matrix product", &self.not_hooked);
         text
     }
 }

@@ -94,7 +94,7 @@ fn parse_loader_list(list: &str) -> (Vec<Library>, Vec<String>) {
 /// It cannot be read or is not an ELF file.
 pub fn exported_functions(library: &Path) -> Result<BTreeSet<String>> {
     let bytes = open_library(library)?;
-    let file = object::File::parse(&bytes).with_context(|| format!("{} is no ELF library", library.display()))?;
+    let file = object::File::parse(&bytes).with_context(|| format!("{} is not an ELF library", library.display()))?;
     let symbols = file.dynamic_symbols().filter(|symbol| symbol.is_definition() && symbol.kind() == SymbolKind::Text);
     Ok(symbols.filter_map(|symbol| Some(symbol.name().ok()?.to_string())).collect())
 }
@@ -144,9 +144,11 @@ mod tests {
         assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));
         assert!(exported_functions(libc).unwrap().contains("fopen"));
         assert_eq!(soname(Path::new("/proc/self/maps")), None);
-        for (wrong, why) in
-            [("/nowhere.so", "/nowhere.so"), ("/proc", "not a regular file"), ("/proc/self/maps", "is no ELF library")]
-        {
+        for (wrong, why) in [
+            ("/nowhere.so", "/nowhere.so"),
+            ("/proc", "not a regular file"),
+            ("/proc/self/maps", "is not an ELF library"),
+        ] {
             let error = format!("{:#}", exported_functions(Path::new(wrong)).unwrap_err());
             assert!(error.contains(why), "{error}");
         }

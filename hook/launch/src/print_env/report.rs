@@ -177,13 +177,13 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
     let mapped = process.mapped.iter().find(|path| path.to_string_lossy().contains(HOOK));
     let preload = target::value(&process.environ, "LD_PRELOAD").unwrap_or_default();
     let (loaded, words) = match mapped {
-        Some(path) if config.disabled => (true, format!("the hook is loaded ({}) and XPU_TIMER_DISABLE turns it off", path.display())),
+        Some(path) if config.disabled => (true, format!("the hook is loaded ({}), but XPU_TIMER_DISABLE turns it off", path.display())),
         Some(path) => (true, format!("the hook is loaded: {}", path.display())),
         None if preload.contains(HOOK) => {
-            (false, "LD_PRELOAD names the hook, and it is not loaded: the program is statically linked or privileged, or the file \
+            (false, "LD_PRELOAD names the hook, but it is not loaded: the program is statically linked or privileged, or the file \
                      was not there when it started".into())
         }
-        None => (false, "the hook is not loaded: it was not started under xpu_timer_launch".into()),
+        None => (false, "the hook is not loaded: the process was not started under xpu_timer_launch".into()),
     };
     let libraries = loaded::of_process(process);
     let mut hooked = Hooked {
@@ -210,8 +210,8 @@ fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result
     let (loaded, words) = match hook {
         _ if let Some(elsewhere) = &program.elsewhere => (false, elsewhere.advice.clone()),
         _ if let Some(obstacle) = &program.image.obstacle => (false, obstacle.to_string()),
-        None => (false, "there is no hook to load".into()),
-        Some(_) if config.disabled => (true, "XPU_TIMER_DISABLE is set: it would run as without xpu_timer".into()),
+        None => (false, "the hook is missing".into()),
+        Some(_) if config.disabled => (true, "XPU_TIMER_DISABLE is set: it would run without xpu_timer".into()),
         Some(hook) => match program.image.refusal_of(hook) {
             Some(refusal) => (false, refusal.to_string()),
             None => (true, format!("under xpu_timer_launch it would run with {}", hook.display())),
@@ -227,11 +227,12 @@ fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result
     };
     hooked.find(&libraries, hook);
     for name in missing {
-        hooked.notes.push(format!("{name}, which it needs, is not found by the dynamic loader"));
+        hooked.notes.push(format!("the dynamic loader does not find {name}, which it needs"));
     }
     if hooked.family.is_none() {
         hooked.notes.push(
-            "it is not linked to a device library; those that it loads while it runs, as Python does, are seen with --pid".into(),
+            "it is not linked to a device library; to see those that it loads at run time, as Python does, use --pid"
+                .into(),
         );
     }
     Ok(hooked)
@@ -254,11 +255,14 @@ impl Hooked {
             }
         }
         if let Some(family) = self.family.filter(|family| !family.verified) {
-            self.notes.push(format!("{}: its functions are hooked by what its documents say, unverified", family.name));
+            self.notes.push(format!(
+                "{}: its functions are hooked as its documentation describes them; no test covers them",
+                family.name
+            ));
         }
         let names: BTreeSet<&str> = libraries.iter().map(|library| library.name.as_str()).collect();
         if names.iter().any(|name| name.starts_with("libtorch_cpu.so")) {
-            self.notes.push("gloo lies inside libtorch_cpu.so: its methods are seen by their symbols".into());
+            self.notes.push("gloo is part of libtorch_cpu.so; the hook finds its methods by their symbols".into());
         }
     }
 }
@@ -321,7 +325,7 @@ fn find_parts(config: &Config) -> Vec<Part> {
     let beside = |program: &Path| program.with_file_name("xpu_timer_stacktrace_viewer");
     let viewer = match &daemon {
         Ok(daemon) => there(beside(daemon)),
-        Err(_) => Err("it is looked for beside the collector, which is not there".into()),
+        Err(_) => Err("it belongs beside the collector, which is missing".into()),
     };
     vec![
         Part { name: "hook", place: hook },
@@ -331,7 +335,7 @@ fn find_parts(config: &Config) -> Vec<Part> {
 }
 
 fn there(path: PathBuf) -> Result<PathBuf, String> {
-    if path.is_file() { Ok(path) } else { Err(format!("{} is not there", path.display())) }
+    if path.is_file() { Ok(path) } else { Err(format!("{} does not exist", path.display())) }
 }
 
 #[cfg(test)]

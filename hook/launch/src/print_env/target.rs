@@ -115,14 +115,14 @@ fn process(pid: i32) -> Result<Process> {
     }
     let read = |name: &str| {
         fs::read(folder.join(name)).with_context(|| {
-            format!("process {pid}: its {name} cannot be read: that takes its user, or root with CAP_SYS_PTRACE")
+            format!("process {pid}: cannot read its {name}: run this as its user, or as root with CAP_SYS_PTRACE")
         })
     };
     // An ended process, and a kernel thread, has neither arguments nor memory.
     match state(&folder) {
-        Some('Z' | 'X') => bail!("process {pid} has ended; its parent has not taken notice yet"),
+        Some('Z' | 'X') => bail!("process {pid} has ended; its parent has not waited for it yet"),
         Some(_) if fs::read_link(folder.join("exe")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) => {
-            bail!("process {pid} is a part of the kernel")
+            bail!("process {pid} is a kernel thread")
         }
         _ => {}
     }

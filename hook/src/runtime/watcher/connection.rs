@@ -133,7 +133,7 @@ impl Connection {
         let mut packet = [0; MAX_PACKET_BYTES];
         let Some(bytes) = receive(fd, &mut packet)? else {
             return match since.elapsed() > WELCOME_DEADLINE {
-                true => Err(io::Error::new(io::ErrorKind::TimedOut, "the collector does not say Welcome")),
+                true => Err(io::Error::new(io::ErrorKind::TimedOut, "the collector sent no Welcome")),
                 false => Ok(false),
             };
         };
@@ -187,7 +187,7 @@ impl Connection {
         CONNECTION.close();
         self.waiting.clear();
         if !self.is_reported {
-            log.write_line(&format!("no node collector at {}: {error}; trying again", self.path.display()));
+            log.write_line(&format!("no node collector at {}: {error}; retrying", self.path.display()));
             self.is_reported = true;
         }
         self.stage = Stage::Disconnected { next: Instant::now() + self.retry };
@@ -246,7 +246,7 @@ fn receive(fd: i32, packet: &mut [u8]) -> io::Result<Option<&[u8]>> {
     // SAFETY: a valid buffer.
     let read = unsafe { libc::recv(fd, packet.as_mut_ptr().cast(), packet.len(), libc::MSG_DONTWAIT) };
     match read {
-        0 => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the collector hung up")),
+        0 => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the collector closed the connection")),
         read if read > 0 => Ok(Some(&packet[..read as usize])),
         _ => {
             let error = io::Error::last_os_error();

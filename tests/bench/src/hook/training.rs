@@ -53,17 +53,16 @@ impl Loop {
 #[derive(clap::Args)]
 #[group(id = "loops")]
 pub struct Options {
-    /// Longest time for the training loop, in seconds
+    /// Maximum time for the training loop, in seconds
     #[arg(long, default_value = "600")]
     loop_seconds: u64,
-    /// Burden each step of the hooked job with this share of a step more, to see the benchmark find
-    /// it
+    /// Slow each step of the hooked job by this share, to check that the benchmark detects it
     #[arg(long, default_value = "0")]
     handicap: f64,
-    /// Give neither job the hook, to see by how much two equal jobs differ
+    /// Run both jobs without the hook, to see by how much two equal jobs differ
     #[arg(long)]
     equal: bool,
-    /// Measure a loop of PyPI's PyTorch as well, which is set up under target first: 2.4 GB
+    /// Also measure a loop on PyPI's PyTorch, which is set up under target first (2.4 GB)
     #[arg(long)]
     torch: bool,
 }
@@ -113,7 +112,7 @@ impl Team {
                     if let Some(status) = team.launched.try_wait()? {
                         bail!("the loop ended at its start: {status}");
                     }
-                    ensure!(Instant::now() < deadline, "only {} ranks of the loop came up", team.ranks.len());
+                    ensure!(Instant::now() < deadline, "only {} ranks of the loop started", team.ranks.len());
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => return Err(error.into()),

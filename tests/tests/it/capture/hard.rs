@@ -268,6 +268,6 @@ fn no_permission_says_what_is_missing() {
     command.args(["--pid", &process.pid().to_string()]).uid(65534).gid(65534);
     let output = Process::spawn(&mut command).wait(PATIENCE);
     assert_eq!(output.code(), 1, "{}{}", output.stdout, output.stderr);
-    assert!(output.stdout.contains("no permission to look into process"), "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("no permission to inspect process"), "{}{}", output.stdout, output.stderr);
     assert!(output.stdout.contains("CAP_SYS_PTRACE"), "{}", output.stdout);
 }

@@ -63,7 +63,7 @@ fn check(cluster: &Cluster, count: usize, attempt: u32, ranks: &[(u32, &str)]) {
     let known: Vec<(u32, &str)> = all.ranks.iter().map(|rank| (rank.rank, rank.node.as_str())).collect();
     assert_eq!(known, ranks, "{}", cluster.log());
     assert!(all.ranks.iter().all(|rank| rank.presence() == Presence::Present), "{}", incident.verdict);
-    assert!(!cluster.log().contains("refused to it"), "{}", cluster.log());
+    assert!(!cluster.log().contains("the claim is refused"), "{}", cluster.log());
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn a_node_whose_ranks_are_another_ones_works_alone() {
     cluster.wait_ranks("mine", 2);
     let mut thief = Node::with_ranks(&cluster, "node-x", "mine", 1, 1, 2);
     wait_until(PATIENCE, "it is refused", || {
-        cluster.log().contains("node node-x says that it has ranks 1 of job mine, which node node-a has")
+        cluster.log().contains("node node-x claims ranks 1 of job mine, which node node-a already has")
     });
     // Its ranks hang all the same, and nobody else would look at them.
     thief.hooks[0].hang(3);
@@ -220,7 +220,7 @@ fn collectors_of_one_machine_may_meet_on_its_loopback() {
             node
         })
         .collect();
-    wait_until(PATIENCE, "they are one job", || cluster.log().contains("is whole: 2 ranks on 2 nodes"));
+    wait_until(PATIENCE, "they are one job", || cluster.log().contains("is complete: 2 ranks on 2 nodes"));
     assert!(cluster.log().contains("job near (localhost:29500 on "), "{}", cluster.log());
     drop(nodes);
 }
@@ -239,7 +239,7 @@ fn jobs_that_meet_on_the_loopback_of_two_machines_are_two() {
         })
         .collect();
     wait_until(PATIENCE, "there are two jobs", || {
-        cluster.log().matches("is whole: 2 ranks on 1 nodes, attempt 0").count() == 2
+        cluster.log().matches("is complete: 2 ranks on 1 nodes, attempt 0").count() == 2
     });
     nodes[1].hooks[0].hang(3);
     let incident = cluster.wait_finished(1);

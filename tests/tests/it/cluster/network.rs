@@ -152,7 +152,7 @@ fn a_node_that_is_cut_off_in_the_middle_of_its_dump_is_named_and_delivers_late()
     let folder = tempfile::tempdir().unwrap();
     let cluster = network.cluster(folder.path());
     let mut nodes = three_nodes(&network, &cluster, folder.path(), 3000);
-    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is whole: 6 ranks on 3 nodes"));
+    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is complete: 6 ranks on 3 nodes"));
     nodes[0].hooks[1].hang(7);
     wait_until(PATIENCE, "node 3 takes its dump", || nodes[2].log().contains("the first sample took"));
     network.link(3, "down");
@@ -179,7 +179,7 @@ fn a_slow_link_delays_its_node_and_nobody_else() {
     let folder = tempfile::tempdir().unwrap();
     let cluster = network.cluster(folder.path());
     let mut nodes = three_nodes(&network, &cluster, folder.path(), 1000);
-    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is whole: 6 ranks on 3 nodes"));
+    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is complete: 6 ranks on 3 nodes"));
     if !network.slow(2, 256) {
         return;
     }
@@ -195,7 +195,7 @@ fn all_three_nodes_are_one_incident_over_the_network() {
     let folder = tempfile::tempdir().unwrap();
     let cluster = network.cluster(folder.path());
     let mut nodes = three_nodes(&network, &cluster, folder.path(), 700);
-    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is whole: 6 ranks on 3 nodes"));
+    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job net is complete: 6 ranks on 3 nodes"));
     nodes[2].hooks[0].hang(7);
     let incident = cluster.wait_finished(1);
     let all = evidence(&incident);

@@ -1,4 +1,4 @@
-//! Either role is started anew, or stands still, while parts and files are on their way: nothing is
+//! Either role restarts, or stops for a while, during the delivery of stacks and files. Nothing is
 //! lost.
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::{Cluster, Node, evidence, network::Network, text};
 
 const RANKS: i32 = 4;
 
-/// Two nodes, of which the second has a slow link and much to send; its part is on its way.
+/// Two nodes. The second one has a slow link and much to send, and its delivery has begun.
 struct Scene {
     cluster: Cluster,
     nodes: Vec<Node>,
@@ -30,7 +30,7 @@ fn sending(folder: &Path, text: &str) -> Option<Scene> {
         node.rank_name = (index == 1).then(|| "n".repeat(12_000));
         node.add_ranks("sends", index as i32 * RANKS, RANKS, 2 * RANKS as u32);
     }
-    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job sends is whole: 8 ranks on 2 nodes"));
+    wait_until(PATIENCE, "all ranks are known", || cluster.log().contains("job sends is complete: 8 ranks on 2 nodes"));
     if !network.slow(2, 256) {
         return None;
     }
@@ -61,7 +61,7 @@ impl Scene {
 #[test]
 fn a_node_collector_that_is_started_anew_while_it_delivers() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(mut scene) = sending(folder.path(), "its part is on its way") else { return };
+    let Some(mut scene) = sending(folder.path(), "sending the delivery of this node") else { return };
     scene.nodes[1].restart();
     scene.check();
 }
@@ -69,7 +69,7 @@ fn a_node_collector_that_is_started_anew_while_it_delivers() {
 #[test]
 fn a_cluster_collector_that_is_started_anew_between_deliveries() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(mut scene) = sending(folder.path(), "its part is on its way") else { return };
+    let Some(mut scene) = sending(folder.path(), "sending the delivery of this node") else { return };
     scene.cluster.kill();
     scene.cluster.start();
     scene.check();
@@ -78,7 +78,7 @@ fn a_cluster_collector_that_is_started_anew_between_deliveries() {
 #[test]
 fn a_cluster_collector_that_is_started_anew_while_files_come() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(mut scene) = sending(folder.path(), "files are on their way") else { return };
+    let Some(mut scene) = sending(folder.path(), "sending files to the cluster collector") else { return };
     scene.cluster.kill();
     scene.cluster.start();
     scene.check();

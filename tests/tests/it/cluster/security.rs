@@ -40,14 +40,14 @@ fn beyond_loopback_it_listens_with_tls_and_a_token_only() {
     let job = Job::new();
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
     let (code, said) = run(command.args(["cluster", "--listen", "0.0.0.0:0"]));
-    assert!(code == 1 && said.contains("beyond loopback, where TLS and a token are a must"), "{code} {said}");
+    assert!(code == 1 && said.contains("is not a loopback address, so TLS and a token are required"), "{code} {said}");
     let job = job.with("XPU_TIMER_COLLECTOR_TOKEN_FILE", "/nowhere/token");
     let (code, said) = run(job.command(artifacts().bin("xpu_timer_collector")).arg("cluster"));
     assert!(code == 1 && said.contains("/nowhere/token"), "{code} {said}");
     // A node sends nothing in plain text to another machine either.
     let node = Job::new().with("XPU_TIMER_COLLECTOR", "http://192.0.2.1:18890");
     let process = crate::collector::fake::collector(&node, &[]);
-    wait_until(PATIENCE, "it says so", || process.stderr().contains("plain text is for loopback only"));
+    wait_until(PATIENCE, "it says so", || process.stderr().contains("plain text is allowed on loopback only"));
     let problems = node.status().expect("/status")["problems"].to_string();
     assert!(problems.contains("this node works alone"), "{problems}");
 }

@@ -276,7 +276,7 @@ fn a_webhook_that_hangs_or_does_not_resolve_holds_up_nothing() {
         cluster.wait_state("resolved");
         wait_until(PATIENCE, "the webhook fails and is tried again", || {
             let log = cluster.log();
-            log.lines().any(|line| line.contains("the webhook failed, again in") && line.contains(problem))
+            log.lines().any(|line| line.contains("posting to the webhook failed, retry in") && line.contains(problem))
         });
         let process = cluster.process.take().expect("it runs");
         let told = Instant::now();

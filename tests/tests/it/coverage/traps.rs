@@ -91,7 +91,7 @@ fn seen_later(
     let library = ("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"][..]);
     let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(library), ..WAY };
     let (program, opened) = build(dir, &way, layer);
-    let is_told = |record: &FlightRecord| reason(record, absent).contains("the linker does not tell of it");
+    let is_told = |record: &FlightRecord| reason(record, absent).contains("the linker does not report it");
     counted(&run_under(hook, dir, &wrap(program), &opened, "auto", |_| {}, is_told), layer.0)
 }
 

@@ -145,7 +145,7 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
 fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
     for (how, words) in [
         ("inline", "its threads make no system call for the hook"),
-        ("inline-tsync", "the hook falls silent, so a hang of this rank is seen by its peers alone"),
+        ("inline-tsync", "its hook stops reporting, so only its peers show a hang of this rank"),
     ] {
         let job = Job::new();
         let link = libraries(&job);
@@ -162,7 +162,7 @@ fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
         let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
         seen.write_all_at(b"1", 0).unwrap();
         went_on(how, "kill", &process.wait(PATIENCE));
-        logged("says goodbye");
-        assert!(!job.logs().contains("ended without a goodbye") && job.incidents().is_empty(), "{}", job.logs());
+        logged("sent Goodbye");
+        assert!(!job.logs().contains("ended without Goodbye") && job.incidents().is_empty(), "{}", job.logs());
     }
 }
