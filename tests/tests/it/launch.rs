@@ -485,12 +485,12 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
     };
     let shows = ["sh", "-c", "echo \"[$LD_PRELOAD]\"; exit 3"];
     for (action, call, name) in [
-        ("kill", libc::SYS_memfd_create, "ends whoever calls memfd_create"),
-        ("trap", libc::SYS_sendmsg, "ends whoever calls sendmsg"),
-        ("kill", libc::SYS_socket, "ends whoever calls socket"),
-        ("kill", libc::SYS_prctl, "ends whoever calls prctl"),
-        ("kill", libc::SYS_process_vm_readv, "ends whoever calls process_vm_readv"),
-        ("kill", libc::SYS_clone3, "ends whoever calls clone3"),
+        ("kill", libc::SYS_memfd_create, "kills a process that calls memfd_create"),
+        ("trap", libc::SYS_sendmsg, "kills a process that calls sendmsg"),
+        ("kill", libc::SYS_socket, "kills a process that calls socket"),
+        ("kill", libc::SYS_prctl, "kills a process that calls prctl"),
+        ("kill", libc::SYS_process_vm_readv, "kills a process that calls process_vm_readv"),
+        ("kill", libc::SYS_clone3, "kills a process that calls clone3"),
         ("errno", libc::SYS_memfd_create, "refuses memfd_create (Operation not permitted)"),
     ] {
         runs_without_the_hook(&under(action, call, &shows), &[name]);
