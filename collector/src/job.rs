@@ -40,7 +40,7 @@ impl JobKey {
     }
 
     /// Whether the rendezvous of this job is `instance`.
-    pub(crate) fn is_at(&self, instance: &str) -> bool {
+    pub(crate) fn has_rendezvous(&self, instance: &str) -> bool {
         match self.instance.strip_prefix(instance) {
             Some("") => true,
             Some(rest) => self.is_of_process() && rest.trim_start_matches(", ").starts_with(PID),

@@ -154,12 +154,17 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     };
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-        let about =
-            report::About { folder: &name, world: listed.world, verdict: verdict.as_ref(), absent: &absent, notes };
+        let about = report::ReportContext {
+            folder: &name,
+            world: listed.world,
+            verdict: verdict.as_ref(),
+            absent: &absent,
+            notes,
+        };
         result = write_report(&report.finish(&about, &mut merged), output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
-    let about = summary::About {
+    let about = summary::SummaryContext {
         chosen: chosen.then_some(folder.as_str()),
         world: listed.world,
         sentence: sentence.as_deref(),

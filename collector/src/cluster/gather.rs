@@ -65,9 +65,9 @@ pub struct Plan {
 /// An incident that an earlier cluster collector left open: folder, record, and its verdict if
 /// there is one.
 pub type OpenIncident = (PathBuf, Record, Option<Verdict>);
-/// Work for the thread.
+/// A task for the thread.
 #[derive(Debug)]
-pub enum Work {
+pub enum GatherTask {
     /// A part of a node's dump.
     Part(NodeId, Box<NodeDump>, Credit),
     /// Everything that arrives in time has arrived. Contains the ranks without evidence and the
@@ -99,11 +99,11 @@ const EVIDENCE: &str = "evidence.bin";
 /// Time limit of the viewer; the verdict is already written.
 const VIEW: Duration = Duration::from_secs(60);
 
-/// Starts the thread. It ends when the `Work` sender is dropped.
+/// Starts the thread. It ends when the `GatherTask` sender is dropped.
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(plan: Plan, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(plan: Plan, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<GatherTask>, Error> {
     let (sender, work) = mpsc::channel();
     let run = move || Gather::new(plan).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
@@ -169,20 +169,22 @@ impl Gather {
         }
     }
 
-    fn run(mut self, work: &mpsc::Receiver<Work>, report: &impl Fn(GatherEvent)) {
+    fn run(mut self, work: &mpsc::Receiver<GatherTask>, report: &impl Fn(GatherEvent)) {
         for item in work {
             match item {
-                Work::Part(node, part, _credit) => {
+                GatherTask::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
                         report(GatherEvent::Merged(node));
                     }
                 }
-                Work::Judge(missing, errors) => report(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
-                Work::File(file, _credit) => self.file(*file),
-                Work::TransferAborted(ranks) => self.transfer_aborted(&ranks),
-                Work::Draw => {
+                GatherTask::Judge(missing, errors) => {
+                    report(GatherEvent::Judged(Box::new(self.judge(missing, errors))))
+                }
+                GatherTask::File(file, _credit) => self.file(*file),
+                GatherTask::TransferAborted(ranks) => self.transfer_aborted(&ranks),
+                GatherTask::Draw => {
                     self.draw();
                     report(GatherEvent::Drawn);
                 }

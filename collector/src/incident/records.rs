@@ -202,7 +202,7 @@ fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
 
 /// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
 #[must_use]
-pub fn is_by_hand(folder: &Path) -> bool {
+pub fn was_requested_by_hand(folder: &Path) -> bool {
     let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
     verdict(folder).is_some_and(|verdict| {
         let was_asked_for = verdict.trigger.kind == "manual";

@@ -15,7 +15,7 @@ use crate::{
     incident::judging,
     node::{
         captures::Captures,
-        evidence::{Taken, elsewhere, has_stacks},
+        evidence::{RankCapture, elsewhere, has_stacks},
         folder_writer::{self, Findings, WriteResult},
         plan::{Outcome, Plan, add_launched, add_unregistered, world},
     },
@@ -69,7 +69,7 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut plan);
     add_launched(&mut plan.subjects, std::mem::take(&mut plan.unregistered), &plan.node);
-    let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
+    let mut taken: BTreeMap<u32, RankCapture> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut plan, captures, 0, first_deadline, &mut taken);
     info!("incident {}: the first sample took {:.0?}", plan.incident, begun.elapsed());
@@ -91,7 +91,13 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.
-fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration, taken: &mut BTreeMap<u32, Taken>) {
+fn sample(
+    plan: &mut Plan,
+    captures: &Captures,
+    which: usize,
+    deadline: Duration,
+    taken: &mut BTreeMap<u32, RankCapture>,
+) {
     for subject in &mut plan.subjects {
         subject.refresh();
     }
@@ -130,7 +136,7 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
     }
 }
 
-fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
+fn evidence(plan: &Plan, mut taken: BTreeMap<u32, RankCapture>) -> Evidence {
     let (world_size, here) = world(&plan.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, plan.subjects.len())) {

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{FlightRecord, RankInfo},
 };
 
-use crate::{error::Error, job::partition::Place, os::clock::Now};
+use crate::{error::Error, job::partition::CommunicatorRank, os::clock::Now};
 
 /// The memfd of one rank.
 #[derive(Debug)]
@@ -79,10 +79,10 @@ impl RingFile {
     ///
     /// # Errors
     /// As [`RingFile::read_at`].
-    pub fn places(&self) -> io::Result<Vec<Place>> {
+    pub fn communicator_ranks(&self) -> io::Result<Vec<CommunicatorRank>> {
         let all = ring::read_communicators(|offset, buffer| self.read_at(offset, buffer))?;
         let shared = all.into_iter().filter(|one| one.unique && one.size > 1 && one.rank >= 0);
-        Ok(shared.map(|one| Place { id: one.id, size: one.size, rank: one.rank }).collect())
+        Ok(shared.map(|one| CommunicatorRank { id: one.id, size: one.size, rank: one.rank }).collect())
     }
 
     /// The whole flight record.

@@ -50,7 +50,7 @@ const LOG_START_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
-pub struct Found {
+pub struct RunningCollector {
     /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
     /// What it cannot do if it was just started; a line.
@@ -90,9 +90,9 @@ pub fn with_own_collector(config: &Config) -> Result<Config, String> {
 ///
 /// # Errors
 /// Why none answers, with the location of its log.
-pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
+pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
     match handshake(&config.socket, ANSWER_DEADLINE) {
-        Ok(pid) => return Ok(Found { pid, remark: None }),
+        Ok(pid) => return Ok(RunningCollector { pid, remark: None }),
         Err(NoAnswer::Absent) => {}
         Err(why) => bail!("{}: {why}", config.socket.display()),
     }
@@ -113,7 +113,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     let mut ended = false;
     loop {
         let why = match handshake(&config.socket, deadline.saturating_sub(begun.elapsed())) {
-            Ok(pid) => return Ok(Found { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
+            Ok(pid) => return Ok(RunningCollector { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
             Err(why) => why,
         };
         if !ended && child.has_ended() {

@@ -66,7 +66,7 @@ impl Default for Builder {
 
 /// The context of a report, besides the dumps.
 #[derive(Debug, Default)]
-pub struct About<'a> {
+pub struct ReportContext<'a> {
     /// Name of the folder.
     pub folder: &'a str,
     /// Number of ranks in the job.
@@ -293,7 +293,7 @@ impl Builder {
 
     /// Builds the report. This adds stacks of earlier samples and child processes to the trees of
     /// `merged`, without ranks, so write all other output first.
-    pub fn finish(self, about: &About<'_>, merged: &mut Merged) -> Report {
+    pub fn finish(self, about: &ReportContext<'_>, merged: &mut Merged) -> Report {
         let verdict = about.verdict;
         let Builder { mut texts, mixed, matched, mut threads, lists, ranks, .. } = self;
         let mut sets = Table::new();
@@ -519,7 +519,7 @@ mod tests {
         let mut merged = merger.finish();
         let folder = tempfile::tempdir().unwrap();
         let (absent, _) = absent_ranks(folder.path(), verdict.as_ref(), &merged.ranks, world);
-        let about = About { world, verdict: verdict.as_ref(), absent: &absent, ..About::default() };
+        let about = ReportContext { world, verdict: verdict.as_ref(), absent: &absent, ..ReportContext::default() };
         builder.finish(&about, &mut merged)
     }
 
@@ -604,7 +604,7 @@ mod tests {
         let (mut builder, mut merger) = (Builder::default(), Merger::default());
         merger.add(0, &dump);
         builder.add(0, &dump, &mut merger);
-        let report = builder.finish(&About { world: 1, ..About::default() }, &mut merger.finish());
+        let report = builder.finish(&ReportContext { world: 1, ..ReportContext::default() }, &mut merger.finish());
         assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));
     }
 

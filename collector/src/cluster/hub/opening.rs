@@ -265,7 +265,7 @@ impl Hub {
     /// older world.
     pub(super) fn open_successor(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
-        let of_the_next = |node: &&NodeId| self.nodes.began_after(&incident.job, **node, incident.opened.mono_ns);
+        let of_the_next = |node: &&NodeId| self.nodes.all_started_after(&incident.job, **node, incident.opened.mono_ns);
         let hanging: Vec<NodeId> = incident.hanging.iter().filter(of_the_next).copied().collect();
         let job = incident.job.clone();
         let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
