@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_comes_first_and_each_has_what_sets_it_apart() {
+    fn groups_are_sorted_by_size_and_have_a_distinguishing_frame() {
         let mut python = PrefixTree::new();
         let stacks = [("main;load", 0..1), ("main;step;wait", 1..4), ("main;step", 4..6)];
         let mut of_ranks = Vec::new();

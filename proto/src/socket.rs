@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_given_differs() {
+    fn only_explicit_settings_are_compared() {
         let text = |all: &[Fingerprint]| -> String {
             all.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect()
         };
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_given_is_taken_unless_it_is_too_long() {
+    fn an_explicit_socket_is_used_unless_its_path_is_too_long() {
         let of = |path: String| {
             let find = move |name: &str| (name == "XPU_TIMER_SOCKET").then(|| path.clone());
             super::of(&Source::new(find, ""), 4_000_000)
@@ -385,7 +385,7 @@ mod tests {
 
     /// Only `answers` may access a socket or a temporary folder below `/dead`.
     #[test]
-    fn what_does_not_answer_is_not_looked_at() {
+    fn an_unresponsive_folder_is_not_checked_further() {
         let place = |settings: &[(&'static str, &'static str)]| {
             let settings = settings.to_vec();
             let find = move |name: &str| settings.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_of_the_network_is_not_asked_and_another_folder_is_taken() {
+    fn a_network_file_system_is_skipped_for_the_next_folder() {
         let mounts = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
             30 22 0:40 / /home/a\\040b rw - nfs4 server:/a rw\n\
             31 30 0:41 / /home/a\\040b/local rw - tmpfs none rw\n\
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_of_the_launchers_choice_is_not_looked_at_again() {
+    fn the_folder_that_the_launcher_chose_is_not_checked_again() {
         let find = |name: &str| match name {
             "TMPDIR" => Some("/dead".to_string()),
             "XPU_TIMER_SOCKET" => Some("/tmp/xpu_timer-4000000/1.sock".to_string()),
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_are_tried_in_order_and_the_reason_is_told() {
+    fn folders_are_tried_in_order_and_the_reason_is_reported() {
         let source = Source::new(|name| (name == "TMPDIR").then(|| "/nowhere".to_string()), "");
         let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
         let place = place(&source, 4_000_000, &SocketChecks { refuses: &refused, ..NO_CHECKS });

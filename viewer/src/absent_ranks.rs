@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_known_is_told_once() {
+    fn each_absent_rank_has_one_reason() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(reasons(dir.path(), None), ["NoDump 2-7 [] "]);
         let verdict = judge(&evidence());

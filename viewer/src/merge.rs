@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn one_group_has_no_others_to_differ_from() {
+    fn a_single_group_has_no_distinguishing_frame() {
         let merged = merged(&[rank(0, "f@a:1", "g@b:1"), rank(1, "f@a:1", "g@b:2")]);
         assert_eq!(merged.groups.len(), 1);
         assert_eq!(merged.groups[0].place.as_ref().unwrap().own, None);

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_no_text_is_drawn_with_what_is() {
+    fn an_invalid_utf8_name_is_drawn_with_replacements() {
         let mut stacks = Stacks::default();
         let broken = Frame { func: b"f\xff", file: b"\xe6x" };
         let first = add(&mut stacks, &[broken, frame("root", "r")], 0);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stack_that_no_rank_has_is_not_drawn() {
+    fn a_stack_without_ranks_is_not_drawn() {
         let mut stacks = Stacks::default();
         stacks.intern(&[frame("left", "out")]);
         add(&mut stacks, &[frame("f", "x")], 0);

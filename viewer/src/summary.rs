@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_fits_and_keeps_what_is_looked_for() {
+    fn a_shortened_frame_keeps_the_searched_text() {
         let word = "forward_backward@/data/mcore/Megatron-LM/megatron/core/schedules.py:1467";
         assert_eq!(shown(word, None), "forward_backward (/data/mcore/Megatron-LM/megatron/core/schedules.py:1467)");
         assert_eq!(shown(word, Some(50)), "forward_backward (…egatron/core/schedules.py:1467)");
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_for_people() {
+    fn ranks_are_listed_as_ranges() {
         assert_eq!(ranks_of(&RankSet::from_iter([6])), "rank 6");
         assert_eq!(ranks_of(&RankSet::from_iter([0, 1, 2, 5])), "ranks 0-2, 5 (4)");
         assert_eq!(
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_text() {
+    fn the_summary_has_all_sections() {
         let mut merged = Merger::default().finish();
         merged.ranks = (0..7).collect();
         let place = |deepest: &str, own: Option<&str>| {

@@ -274,7 +274,7 @@ fn communicators_separate_two_jobs_of_one_name() {
 }
 
 #[test]
-fn a_full_stream_is_given_up() {
+fn a_full_stream_is_disconnected() {
     let mut nodes = Nodes::default();
     let (a, _receiver) = node(&mut nodes, "a", 1);
     let message = || Message::Closed(Default::default());

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn latest_follows_and_a_folder_of_that_name_is_left_alone() {
+    fn latest_is_updated_unless_it_is_a_folder() {
         let temporary = tempfile::tempdir().unwrap();
         let make = |id: &str| Folder::create(temporary.path(), temporary.path(), id).unwrap().0;
         let (one, two) = (make("1"), make("2"));
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unwritable_root_falls_back_with_the_reason() {
+    fn an_unwritable_root_is_replaced_and_the_reason_reported() {
         let temporary = tempfile::tempdir().unwrap();
         let file = temporary.path().join("file");
         fs::write(&file, "").unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_refuses_folders_that_others_have_prepared() {
+    fn a_copy_refuses_folders_of_other_users() {
         let temporary = tempfile::tempdir().unwrap();
         let (shared, target) = (temporary.path().join("shared"), temporary.path().join("target"));
         fs::create_dir(&shared).unwrap();
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_dumps() {
+    fn ranks_are_parsed_from_dump_names() {
         assert_eq!(rank_of("00012-00064.stacktrace"), Some(12));
         assert_eq!(rank_of("100012-200000.stacktrace"), Some(100_012));
         for name in [

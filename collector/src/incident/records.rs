@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_a_killed_collector_left_unfinished_is_open_and_finished_when_its_job_ends() {
+    fn an_unfinished_folder_of_a_killed_collector_is_finished_when_its_job_ends() {
         let root = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn dumps_by_hand_never_push_out_a_hang() {
+    fn manual_dumps_never_displace_a_hang() {
         let root = tempfile::tempdir().unwrap();
         let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
         for number in 1..=9 {

@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_of_one_name_are_told_apart_by_their_launchers() {
+    fn launchers_separate_two_jobs_of_one_name() {
         let jobs = [member(10, 0, &[5, 2]), member(11, 1, &[5, 2]), member(20, 0, &[6, 2]), member(21, 1, &[6, 2])];
         check(&jobs, &[0, 0, 2, 2]);
         // One rank of each job is missing.
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_of_one_launcher_are_told_apart_by_their_communicators() {
+    fn communicators_separate_two_jobs_of_one_launcher() {
         let jobs = [
             inside(member(10, 0, &[2]), &[(77, 2, 0)]),
             inside(member(11, 0, &[2]), &[(88, 2, 0)]),
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rendezvous_that_is_set_at_run_time_joins_and_parts() {
+    fn a_rendezvous_set_at_run_time_joins_and_separates_jobs() {
         let set = |member: Member, own: &str| Member { own_instance: own.into(), ..member };
         // The children of a launcher that is rank 0 inherit what it set in its own environment.
         check(&[set(member(10, 0, &[2]), "h:1"), set(at(member(11, 1, &[10, 2]), "h:1"), "h:1")], &[0, 0]);
@@ -429,13 +429,13 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_two_sizes_are_two() {
+    fn two_world_sizes_are_two_jobs() {
         let larger = Member { world_size: 4, ..member(12, 2, &[6, 2]) };
         check(&[member(10, 0, &[5, 2]), member(11, 1, &[5, 2]), larger], &[0, 0, 2]);
     }
 
     #[test]
-    fn a_rank_that_comes_again_is_of_the_same_job() {
+    fn a_restarted_rank_belongs_to_the_same_job() {
         let gone = Member { ended_ns: 15 * SECOND, ..member(10, 0, &[5, 2]) };
         check(&[gone.clone(), member(11, 1, &[5, 2]), member(20, 0, &[5, 2])], &[0, 0, 0]);
         // It was alive when the other one was started.
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_helper_is_one_unless_it_has_communicators() {
+    fn a_process_with_an_inherited_rank_is_a_helper_unless_it_has_communicators() {
         let rank = member(10, 0, &[5]);
         let helpers = [member(11, 0, &[10, 5]), member(12, 0, &[10, 5]), member(13, 0, &[12, 10, 5])];
         let all = [&[rank.clone()][..], &helpers].concat();
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn a_communicator_that_holds_all_numbers_them_anew_and_a_smaller_one_joins_nothing_that_clashes() {
+    fn a_communicator_of_all_renumbers_ranks_and_a_smaller_one_joins_no_duplicates() {
         // All were started with the same number and got their own rank as an argument.
         let spawned_with_argument = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
         let assignments =

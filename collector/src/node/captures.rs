@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn many_incidents_at_once_wait_for_their_turn_and_give_no_worker_up() {
+    fn simultaneous_incidents_queue_without_abandoning_a_worker() {
         struct Slow;
         impl Capture for Slow {
             fn capture(&mut self, pids: &[i32], _: &Options) -> Vec<ProcessCapture> {

@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_sample_stands_in_the_fields_of_the_original_tool() {
+    fn the_last_sample_fills_the_fields_of_the_original_tool() {
         let mut first = capture(10, 1, "R (running)");
         first.children = vec![capture(11, 1, "S (sleeping)")];
         let mut last = capture(10, 2, "S (sleeping)");
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_sample_is_shown_with_a_remark() {
+    fn a_single_sample_has_a_remark() {
         let subject = subject(Presence::Present);
         let taken = RankCapture { samples: [Some(capture(10, 1, "R (running)")), None], ..Default::default() };
         let evidence = subject.evidence(taken);

@@ -424,7 +424,8 @@ impl Registry {
                 let Some(rank) = self.ranks.get_mut(id) else { continue };
                 rank.job.clone_from(job);
                 rank.auxiliary = assignment.helper;
-                let (number, world_size) = assignment.corrected_rank.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
+                let (number, world_size) =
+                    assignment.corrected_rank.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
                 (rank.info.rank, rank.info.world_size) = (number, world_size);
             }
             unregistered.iter_mut().zip(of_unregistered).for_each(|(rank, job)| rank.job.clone_from(job));

@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_and_end_with_the_need() {
+    fn restart_pauses_grow_until_the_reason_is_gone() {
         let begun = Instant::now();
         let linger = Some(Duration::from_secs(600));
         let mut restarts = Restarts::default();

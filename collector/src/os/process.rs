@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_statuses_in_words() {
+    fn wait_statuses_are_described_in_words() {
         assert_eq!(describe(0), "exit code 0");
         assert_eq!(describe(3 << 8), "exit code 3");
         assert_eq!(describe(11 | 0x80), "killed by SIGSEGV (core dumped)");

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn other_descriptors_are_refused() {
+    fn descriptors_that_are_not_rings_are_refused() {
         let refused = |fd: OwnedFd| RingFile::new(fd, 7).unwrap_err().to_string();
         assert!(refused(memfd(8)).contains("8 bytes long"));
         assert!(refused(memfd(ring::offset::END as u64)).contains("not a flight ring"));

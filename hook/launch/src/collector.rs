@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_at_the_socket_is_absent_and_not_an_error() {
+    fn an_unanswered_socket_means_no_collector_and_is_not_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("18888.sock");
         assert!(matches!(handshake(&path, ANSWER_DEADLINE), Err(NoAnswer::Absent)));
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_a_collector_that_works_are_its_remarks() {
+    fn errors_of_a_running_collector_are_passed_on_as_remarks() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let old = "2026-11-22T09:00:00.1Z ERROR xpu_timer_collector::node: of the run before\n";
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_of_another_user_is_left_to_that_one() {
+    fn a_log_of_another_user_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("xpu_timer_collector.log");
         std::os::unix::fs::symlink("/dev/null", &log).unwrap();
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_words_are_the_last_line_that_says_something() {
+    fn the_last_non_empty_line_of_a_log_is_quoted() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let (mut log, _) = open_log(&Config { log: path.clone(), append: false, ..Config::read() });
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logging_folder_that_is_not_there_is_made() {
+    fn a_missing_log_folder_is_created() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("a/b/xpu_timer_collector.log");
         let (_, name) = open_log(&Config { log: log.clone(), append: false, ..Config::read() });
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_of_the_run_before_is_cut_unless_it_is_kept() {
+    fn the_previous_log_is_truncated_unless_it_is_kept() {
         use std::io::Write;
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");

@@ -150,13 +150,13 @@ mod tests {
     }
 
     #[test]
-    fn who_changes_the_user_is_told_to_stand_in_front() {
+    fn the_launcher_belongs_behind_a_command_that_changes_the_user() {
         let found = of("env A=b /usr/bin/sudo -E python train.py").unwrap();
         assert!(!found.in_container && found.advice.contains("`sudo … xpu_timer_launch python …`"), "{found:?}");
     }
 
     #[test]
-    fn what_starts_nothing_elsewhere_is_left_alone() {
+    fn commands_that_start_nothing_elsewhere_need_no_advice() {
         for text in ["python docker run", "docker ps", "apptainer build x y", "torchrun train.py", "env", "time -p"] {
             assert_eq!(of(text), None, "{text}");
         }

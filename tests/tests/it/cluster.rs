@@ -206,7 +206,7 @@ fn text(path: PathBuf) -> String {
 }
 
 #[test]
-fn a_hang_on_one_node_is_one_incident_of_all() {
+fn a_hang_on_one_node_is_one_incident_of_the_cluster() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "wide", 0, 2, 5);
     let b = Node::with_ranks(&cluster, "node-b", "wide", 2, 2, 5);
@@ -267,7 +267,7 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
 }
 
 #[test]
-fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
+fn two_jobs_stay_separate_while_one_grows_shrinks_and_restarts() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "grows", 0, 1, 2);
     let mut b = Node::with_ranks(&cluster, "node-b", "grows", 1, 1, 2);
@@ -330,7 +330,7 @@ fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
 }
 
 #[test]
-fn a_hang_that_may_be_none_is_looked_at_again_on_every_node() {
+fn an_unproven_hang_is_checked_again_on_every_node() {
     let cluster = Cluster::new();
     let mut nodes: Vec<Node> = ["node-a", "node-b"].map(|name| Node::new(&cluster, name)).into();
     for (rank, node) in nodes.iter_mut().enumerate() {
@@ -658,7 +658,7 @@ fn old_incidents_are_removed_on_both_sides() {
 }
 
 #[test]
-fn two_jobs_of_a_node_with_different_cluster_collectors_get_what_they_asked_for() {
+fn two_jobs_of_a_node_may_use_different_cluster_collectors() {
     let clusters = [Cluster::new(), Cluster::new()];
     let node = Job::new();
     let mut ranks = Vec::new();

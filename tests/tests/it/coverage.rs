@@ -473,7 +473,7 @@ Limits:
   function alone. A debugger's breakpoint may come later on any function.
 - **Debuggers.** Under a debugger that watches the dynamic linker, the hook does not inspect
   libraries that are loaded later. The report says so for each function whose library is not loaded
-  (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
+  (`coverage::traps::missed_libraries_under_a_debugger_are_reported`).
 - **glibc 2.41 and newer** reports a library after it has bound it. The hook misses a library that
   is opened with `RTLD_DEEPBIND` and linked with `-z now`. This follows from glibc's source; no test
   system has such a glibc.
@@ -486,5 +486,5 @@ Limits:
 - **SELinux without `execmod`** and similar systems forbid changes of code. The report then lists a
   copy in the program, or in a library loaded at the start, as code that cannot be replaced, and the
   hook does not inspect libraries that are loaded later
-  (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`).
+  (`coverage::traps::a_forbidden_change_of_code_is_reported`).
 ";

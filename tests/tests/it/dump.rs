@@ -111,7 +111,7 @@ fn children_come_below_their_parents() {
 }
 
 #[test]
-fn json_has_what_the_text_has() {
+fn json_and_text_have_equal_content() {
     let target = Target::start(&[]);
     let all = json(&target.dump(&["--json"]));
     let threads = all[0]["stacktrace"].as_array().expect("threads");
@@ -140,7 +140,7 @@ fn unique_rank(offset: u32) -> u32 {
 }
 
 #[test]
-fn ranks_are_found_and_have_files_of_their_names() {
+fn ranks_are_found_and_dumped_into_files_named_by_rank() {
     let world = unique_rank(9);
     let rank = |rank: u32| Target::start(&[("RANK", rank.to_string()), ("WORLD_SIZE", world.to_string())]);
     let (one, two) = (unique_rank(1), unique_rank(2));
@@ -201,7 +201,7 @@ fn wrong_command_lines_end_with_2() {
 }
 
 #[test]
-fn what_cannot_be_done_ends_with_1_and_says_why() {
+fn failures_end_with_1_and_a_reason() {
     let target = Target::start(&[]);
     let file = target.path("file");
     fs::write(&file, "").expect("own folder");
@@ -229,7 +229,7 @@ fn what_cannot_be_done_ends_with_1_and_says_why() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_content_and_a_full_disk_is_not() {
+fn a_closed_pipe_is_success_and_a_full_disk_is_a_failure() {
     let target = Target::start(&[]);
     let dump = artifacts().bin("xpu_timer_dump");
     let shell = |script: &str| {

@@ -102,7 +102,7 @@ fn with_environment_of(command: &Command, program: impl AsRef<OsStr>) -> Command
 }
 
 #[test]
-fn exit_codes_are_the_commands_own() {
+fn the_exit_code_is_that_of_the_command() {
     let place = Place::new();
     let _collector = place.collector();
     let output = place.run(&["sh", "-c", "echo out; echo err >&2; exit 7"]);
@@ -117,7 +117,7 @@ fn exit_codes_are_the_commands_own() {
 }
 
 #[test]
-fn it_becomes_the_command_and_changes_two_variables() {
+fn the_launcher_becomes_the_command_and_changes_two_variables() {
     let place = Place::new();
     let _collector = place.collector();
     let mut command = place.launch(&["sh", "-c", "echo $$; env"]);
@@ -236,7 +236,7 @@ fn one_line(job: &Job) -> String {
 }
 
 #[test]
-fn a_collector_that_cannot_do_all_says_so_through_the_launcher() {
+fn the_launcher_prints_the_problems_of_the_collector() {
     let job = Job::new();
     let _taken = std::net::TcpListener::bind(("127.0.0.1", job.port)).unwrap();
     let line = one_line(&job);
@@ -276,7 +276,7 @@ fn a_socket_that_its_collector_left_behind_is_no_obstacle() {
 }
 
 #[test]
-fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
+fn an_unusable_temporary_folder_is_replaced_and_reported() {
     let place = tempfile::tempdir().unwrap();
     let own = |name: &str| place.path().join(name);
     fs::write(own("file"), "").unwrap();
@@ -501,7 +501,7 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
 }
 
 #[test]
-fn switched_off_nothing_is_started_or_changed() {
+fn a_disabled_launcher_starts_and_changes_nothing() {
     let place = Place::new();
     let shows = ["sh", "-c", "echo [$LD_PRELOAD]"];
     let (output, started) = place.started(place.launch(&shows).env("XPU_TIMER_DISABLE", "1"));
@@ -514,7 +514,7 @@ fn switched_off_nothing_is_started_or_changed() {
 }
 
 #[test]
-fn who_a_rank_is_by_every_launcher() {
+fn rank_variables_of_every_launcher() {
     // What each of them really sets, and rank, world size, local rank, ranks of the node and job by
     // it.
     let launchers: [(&str, &str, [i64; 4], &str); 6] = [

@@ -112,7 +112,7 @@ fn namespaces() -> bool {
 }
 
 #[test]
-fn files_that_only_the_target_sees() {
+fn files_visible_to_the_target_only() {
     if !namespaces() {
         return;
     }
@@ -338,7 +338,7 @@ fn files_that_are_gone_without_any_capability() {
 }
 
 #[test]
-fn another_user_is_told_what_is_missing() {
+fn another_user_gets_the_missing_permission_named() {
     if !root() {
         return;
     }

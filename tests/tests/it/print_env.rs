@@ -21,7 +21,7 @@ fn setting<'a>(report: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn settings_tell_their_origin_and_a_bad_value_is_named() {
+fn settings_show_their_origin_and_bad_values_are_reported() {
     let job = Job::new();
     let ini = job.dir.join("xpu.ini");
     fs::write(&ini, "XPU_TIMER_SAMPLE_INTERVAL=9\nXPU_TIMER_HANG_TIMEOUT=77\nXPU_TIMER_LINGER=30\n").unwrap();
@@ -120,7 +120,7 @@ fn a_process_that_sees_other_files_is_shown_as_it_sees_them() {
 }
 
 #[test]
-fn a_program_is_looked_at_and_not_run() {
+fn a_program_is_inspected_and_not_run() {
     let job = Job::new();
     let mark = job.dir.join("was-run");
     let source =
@@ -189,7 +189,7 @@ fn a_library_is_compared_with_the_hook() {
 }
 
 #[test]
-fn what_cannot_be_shown_is_said_in_a_line() {
+fn failures_are_reported_in_one_line() {
     let job = Job::new();
     let plain = Process::spawn(job.command("sleep").arg("600"));
     let output = run(&job, &["--pid", &plain.pid().to_string()]);

@@ -230,7 +230,7 @@ fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
 }
 
 #[test]
-fn hostile_names_are_shown_and_do_nothing() {
+fn hostile_names_are_shown_as_text() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::hostile(folder.path());

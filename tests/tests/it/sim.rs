@@ -75,7 +75,7 @@ fn simulated(program: &Path) -> Command {
 }
 
 #[test]
-fn streams_are_in_order_and_events_tell_how_far() {
+fn streams_run_in_order_and_events_mark_their_progress() {
     let outputs = one("streams_and_events");
     assert_eq!(outputs[0].stderr, "", "the libraries print nothing");
 }
@@ -92,7 +92,7 @@ fn a_full_queue_blocks_the_host() {
 }
 
 #[test]
-fn capture_has_its_rules() {
+fn capture_follows_the_rules_of_cuda() {
     one("capture_rules");
 }
 
@@ -146,7 +146,7 @@ fn memory_and_devices() {
 }
 
 #[test]
-fn forked_children_are_refused_or_whole() {
+fn forked_children_are_refused_or_work_completely() {
     one("forks");
 }
 
@@ -161,12 +161,12 @@ fn sends_and_receives_of_a_group_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_rank_that_stays_away_leaves_events_pending() {
+fn a_missing_rank_leaves_events_pending() {
     several("missing_rank", 4);
 }
 
 #[test]
-fn a_program_that_disagrees_with_itself_hangs() {
+fn ranks_that_call_different_collectives_hang() {
     several("shape_mismatch_of_the_program", 2);
 }
 
@@ -244,7 +244,7 @@ fn a_lost_device_and_a_destroyed_context_answer_errors() {
 }
 
 #[test]
-fn green_contexts_have_streams_and_are_one_threads() {
+fn green_contexts_have_streams_and_belong_to_one_thread() {
     several("green_contexts", 2);
 }
 

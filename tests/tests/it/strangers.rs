@@ -93,7 +93,7 @@ fn the_control_port_answers_its_owner_and_root_only_and_the_metrics_hold_no_secr
 }
 
 #[test]
-fn dumps_by_hand_are_limited_and_say_when_the_next_one_may_be() {
+fn manual_dumps_are_limited_and_report_when_the_next_is_allowed() {
     let job = Job::new().with("XPU_TIMER_KEEP_INCIDENTS", "2");
     let _collector = collector(&job, &[]);
     let mut hook = FakeHook::start(&job, "much", 0, 1);
@@ -156,7 +156,7 @@ while True:
 ";
 
 #[test]
-fn a_flood_of_half_open_connections_keeps_no_rank_and_no_incident_waiting() {
+fn a_flood_of_half_open_connections_delays_no_rank_and_no_incident() {
     let job = Job::new();
     // As few descriptors as a container may have.
     let mut command = job.command("sh");
@@ -255,7 +255,7 @@ fn wrong_modes(path: &Path, file: u32, folder: u32) -> Vec<String> {
 }
 
 #[test]
-fn what_is_written_is_its_owners_whatever_the_umask_and_the_groups_by_choice() {
+fn written_files_are_private_whatever_the_umask_unless_a_group_is_allowed() {
     for (umask, choice, file, folder) in
         [("000", "", 0o600, 0o700), ("277", "", 0o600, 0o700), ("077", "640", 0o640, 0o750)]
     {
@@ -344,7 +344,7 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
 }
 
 #[test]
-fn a_log_that_nobody_reads_holds_up_neither_ranks_nor_incidents_nor_the_end() {
+fn an_unread_log_pipe_delays_neither_ranks_nor_incidents_nor_the_exit() {
     let job = Job::new();
     let (reader, mut writer) = std::io::pipe().unwrap();
     // Full before it begins: each line would wait for ever.

@@ -226,7 +226,7 @@ fn places(bytes: &[u8], mark: &str) -> Vec<usize> {
 }
 
 #[test]
-fn a_name_that_is_no_text_costs_itself_and_not_the_rank() {
+fn an_invalid_utf8_name_does_not_cost_the_rank() {
     let job = Job::new();
     let mark = "name-XX-name";
     let bytes = hostile_dump(mark).encode_to_vec();

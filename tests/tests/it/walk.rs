@@ -107,7 +107,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 "#;
 
 #[test]
-fn three_nodes_as_the_page_says() {
+fn three_nodes_as_documented() {
     let Some(network) = Network::new(3) else { return };
     let _names = match Names::new(&network, 4) {
         Ok(names) => names,

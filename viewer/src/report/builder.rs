@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn what_repeats_across_ranks_stands_once() {
+    fn repeated_data_of_ranks_is_stored_once() {
         let same: Vec<_> = (0..50).map(|i| (i, rank(100 + 10 * i, "load", "tick run"))).collect();
         let report = report(&same, 50, None);
         assert_eq!(report.ranks.len(), 50);
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn movement_is_told_by_thread() {
+    fn progress_is_reported_per_thread() {
         let report = report(&[(0, rank(100, "load", "sleep run"))], 1, None);
         let rank = &report.ranks[0];
         assert_eq!(rank.moved, Some(Progress { cpu_ms: 400, io_bytes: 0, main: false, stacks: 1, ran: 1 }));
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_name_that_is_cut_within_a_character_costs_nothing() {
+    fn a_thread_name_cut_within_a_character_keeps_all_data() {
         // Field 1: a thread whose name ends within a character, with a frame `f`.
         let file = [0x0a, 9, 0x12, 2, b'a', 0xe6, 0x1a, 3, 0x0a, 1, b'f'];
         let dump = Dump::decode(&file).unwrap();
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_can_leave_the_data() {
+    fn names_cannot_escape_the_embedded_data() {
         let mut dump = rank(1, "</script><!--", "x run");
         dump.node = "</SCRIPT ><img src=x>".into();
         let page = super::super::render(&report(&[(0, dump)], 1, None)).unwrap();

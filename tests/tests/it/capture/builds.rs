@@ -277,7 +277,7 @@ fn rust_names_in_every_build() {
 
 /// Neither tables nor a fixed distance to the caller's frame.
 #[test]
-fn a_stack_ends_where_nobody_knows_the_way() {
+fn a_stack_ends_where_it_cannot_be_unwound() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let arguments = ["-O2", "-fomit-frame-pointer", "-fno-asynchronous-unwind-tables", "-fno-unwind-tables"];
     // The whole program as it is leaves soon after each call, and that is followed.
@@ -399,7 +399,7 @@ fn functions_inlined_from_other_units() {
 }
 
 #[test]
-fn what_dwz_has_moved_elsewhere() {
+fn debug_information_moved_by_dwz() {
     if let Some(reason) = lacks("dwz") {
         return skip(&reason);
     }

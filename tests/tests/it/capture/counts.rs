@@ -122,7 +122,7 @@ fn collections_and_batches_are_counted_in_every_python() {
 }
 
 #[test]
-fn processes_without_an_interpreter_or_without_end_are_no_count() {
+fn processes_that_do_not_exist_or_have_no_interpreter_have_no_counts() {
     let mut counter = Counter::default();
     let own = std::process::id() as i32;
     assert_eq!(counter.read(&[own, i32::MAX], true, Duration::from_secs(10)), [None, None]);

@@ -96,7 +96,7 @@ fn odd(process: &mut Process, round: usize) -> HashMap<String, (u64, u64)> {
 /// Calls that wait, wake and are entered again at any moment of a capture, while others compete for
 /// the processors: `cargo xtask bench eintr` does the same 10,000 times.
 #[test]
-fn no_call_returns_anything_else_for_a_capture() {
+fn a_capture_changes_the_result_of_no_call() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let program = compile_c(folder.path(), "program", include_str!("calls.c"), &["-O1", "-pthread"]);
     let mut process = start(&program, &["2"]);

@@ -92,7 +92,7 @@ fn no_thread_stays_stopped() {
 }
 
 #[test]
-fn moments_at_random() {
+fn captures_at_random_times() {
     let target = start(&optimized(), &["threads", "50"]);
     let pid = target.pid();
     for round in 0..16u64 {

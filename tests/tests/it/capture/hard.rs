@@ -19,7 +19,7 @@ use super::target::{
 };
 
 #[test]
-fn a_process_that_never_was_is_an_entry_with_a_reason() {
+fn a_nonexistent_process_has_an_entry_with_a_reason() {
     let captured = capture(i32::MAX - 1);
     assert_eq!(captured.sample.process_state, "X (dead)");
     assert!(captured.sample.errors[0].contains("is gone"), "{:?}", captured.sample.errors);
@@ -37,7 +37,7 @@ fn order_and_number_of_entries_are_those_of_the_pids() {
 }
 
 #[test]
-fn stopped_processes_stay_stopped_and_tell_their_stacks() {
+fn stopped_processes_stay_stopped_and_have_stacks() {
     for (mode, leaf) in [("spin", "in_spin"), ("poll", "in_poll")] {
         let process = start(&optimized(), &[mode]);
         capture_until(process.pid(), "it has arrived", |sample| names(&sample.stacktrace[0]).contains(&leaf));
@@ -96,7 +96,7 @@ fn the_threads_of_a_leader_that_has_ended() {
 }
 
 #[test]
-fn a_zombie_says_so() {
+fn a_zombie_is_reported_as_such() {
     let process = start(&optimized(), &["poll"]);
     process.signal(Signal::SIGKILL);
     // Nobody has waited for it yet. A capture that began before it ended has seen its threads go.

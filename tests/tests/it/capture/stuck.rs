@@ -100,7 +100,7 @@ fn start_vfork() -> (Process, PathBuf) {
 }
 
 #[test]
-fn eight_ranks_that_do_everything_bad_at_once() {
+fn eight_ranks_with_every_capture_fault_at_once() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let program = optimized();
     let spinning = start(&program, &["spin_threads", "32"]);

@@ -147,7 +147,7 @@ fn a_rank_that_runs_and_has_not_registered_is_looked_at_on_its_node() {
 }
 
 #[test]
-fn a_rank_that_ended_without_having_registered_is_known_to_have_been_there() {
+fn a_rank_that_ended_unregistered_is_known() {
     let (rank, sentence) =
         unregistered_rank("import time\nprint('up', flush=True)\ntime.sleep(3)\nraise SystemExit(3)  # exit");
     assert_eq!((rank.presence(), rank.node.as_str()), (Presence::Dead, "node-b"), "{sentence}");
@@ -193,7 +193,7 @@ fn two_jobs_of_one_name_over_two_nodes_each() {
 }
 
 #[test]
-fn a_node_whose_ranks_are_another_ones_works_alone() {
+fn a_node_with_ranks_of_another_node_works_alone() {
     let cluster = Cluster::new();
     let _owner = Node::with_ranks(&cluster, "node-a", "mine", 0, 2, 2);
     cluster.wait_ranks("mine", 2);
@@ -282,7 +282,7 @@ dist.destroy_process_group()
 /// The agents of one job run on three nodes, which are network namespaces. A rank hangs, the nodes
 /// end their ranks after the verdict of all, and the agents start the job again.
 #[test]
-fn agents_on_three_nodes_start_a_job_again_that_hung() {
+fn agents_on_three_nodes_restart_a_job_that_hung() {
     let Some(network) = Network::new(NODES) else { return };
     let Some((torch, _turn)) = pypi() else { return };
     let folder = tempfile::tempdir().unwrap();

@@ -85,7 +85,7 @@ fn a_cluster_collector_that_is_started_anew_while_files_come() {
 }
 
 #[test]
-fn a_node_that_stands_still_is_named_and_delivers_late() {
+fn a_stopped_node_is_named_and_delivers_late() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "still", 0, 2, 4);
     let b = Node::with_ranks(&cluster, "node-b", "still", 2, 2, 4);

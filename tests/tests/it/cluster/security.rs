@@ -53,7 +53,7 @@ fn beyond_loopback_it_listens_with_tls_and_a_token_only() {
 }
 
 #[test]
-fn only_who_has_the_token_joins_and_reads() {
+fn only_holders_of_the_token_can_join_and_read() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), &["localhost"]);
     let mut cluster = Cluster::with(secured(Job::new(), folder.path()), "https", "127.0.0.1");

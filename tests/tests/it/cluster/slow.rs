@@ -86,7 +86,7 @@ fn two_slow_ranks_of_eight_are_named() {
 }
 
 #[test]
-fn in_an_even_run_nobody_is_slow() {
+fn an_even_run_has_no_stragglers() {
     let job = Job::new();
     let mut ranks = job.train(RANKS, &["--step-ms=60", "--jitter=0.5"]);
     let mut compared_since = None;

@@ -212,7 +212,7 @@ fn two_nodes_of_one_name_may_share_one_folder() {
 }
 
 #[test]
-fn a_disk_of_the_cluster_that_is_full_halfway_still_holds_the_verdict() {
+fn a_cluster_disk_that_fills_during_an_incident_still_has_the_verdict() {
     let job = Job::new();
     let Some(disk) = Tmpfs::new(job.dir.join("disk"), 268) else { return };
     let job = job.with("XPU_TIMER_TIMELINE_PATH", &disk.0.display().to_string());
@@ -234,7 +234,7 @@ fn a_disk_of_the_cluster_that_is_full_halfway_still_holds_the_verdict() {
 }
 
 #[test]
-fn a_disk_of_the_cluster_that_does_not_answer_does_not_hold_it_up() {
+fn an_unresponsive_disk_does_not_block_the_cluster_collector() {
     let cluster = Cluster::new();
     let mut node = Node::with_ranks(&cluster, "node-a", "stuck_disk", 0, 2, 2);
     cluster.wait_ranks("stuck_disk", 2);
@@ -287,7 +287,7 @@ fn a_webhook_that_hangs_or_does_not_resolve_holds_up_nothing() {
 }
 
 #[test]
-fn what_an_on_call_person_mistypes_is_named_in_one_line() {
+fn mistyped_arguments_are_reported_in_one_line() {
     let cluster = Cluster::new();
     let address = format!("127.0.0.1:{}", cluster.port);
     let run = |arguments: &[&str]| {

@@ -118,7 +118,7 @@ fn a_uprobe_that_comes_later_and_the_hook_both_count() {
 }
 
 #[test]
-fn a_uprobe_that_is_there_before_has_the_function_to_itself() {
+fn a_function_with_an_earlier_uprobe_is_not_hooked() {
     for mark in [MARKED, PLAIN] {
         let dir = TempDir::new().unwrap();
         let (program, opened, go) = bound_to_itself(dir.path(), NCCL, mark);
@@ -158,7 +158,7 @@ fn a_debuggers_breakpoint_that_comes_later_and_the_hook_both_count() {
 }
 
 #[test]
-fn with_more_replaced_every_call_still_counts_once() {
+fn every_call_counts_once_with_more_code_replaced() {
     for layer in LAYERS {
         for library in [&["-DCOPY", "-Wl,-Bsymbolic"][..], &[]] {
             let dir = TempDir::new().unwrap();

@@ -241,7 +241,7 @@ fn left_by(family: &[Library], rows: &[Row]) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn every_function_leaves_what_its_line_says() {
+fn every_function_records_what_its_line_lists() {
     let rows = rows();
     let mut found: BTreeMap<String, String> = BTreeMap::new();
     for family in FAMILIES {

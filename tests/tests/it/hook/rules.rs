@@ -12,7 +12,7 @@ pub fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
 }
 
 #[test]
-fn a_graph_launch_is_one_of_each_collective_in_it() {
+fn a_graph_launch_counts_each_of_its_collectives_once() {
     let records = check("captured_collectives", 2, &[]);
     for record in &records {
         let comm = &record.communicators[0];
@@ -65,7 +65,7 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
 }
 
 #[test]
-fn what_is_made_of_a_grown_communicator_tells_that_it_is_the_same_on_all_ranks() {
+fn children_of_a_grown_communicator_have_one_identity_on_all_ranks() {
     let records = check("children_of_a_grown_one", 4, &[]);
     let of = |rank: usize, parent: u64, size: u32| {
         let is_it = |comm: &&Communicator| comm.parent == parent && comm.size == size;
@@ -85,7 +85,7 @@ fn what_is_made_of_a_grown_communicator_tells_that_it_is_the_same_on_all_ranks()
 }
 
 #[test]
-fn the_later_functions_of_nccl_count_like_the_first() {
+fn newer_functions_of_nccl_count_like_older_ones() {
     let records = check("later_functions", 2, &[]);
     for (rank, record) in records.iter().enumerate() {
         let comm = &record.communicators[0];
@@ -130,7 +130,7 @@ fn the_later_functions_of_nccl_count_like_the_first() {
 }
 
 #[test]
-fn a_signal_that_never_comes_is_a_receive_that_pends() {
+fn a_missing_signal_is_a_pending_receive() {
     let waits = |record: &FlightRecord| {
         let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
         pending.map(|operation| (operation.op(), operation.peer, operation.tag)).collect::<Vec<_>>()
@@ -198,7 +198,7 @@ fn several_devices_of_one_process_complete_each_in_its_context() {
 }
 
 #[test]
-fn work_of_green_contexts_is_timed_and_they_stay_their_threads() {
+fn work_of_green_contexts_is_timed_and_stays_in_its_thread() {
     let records = check_until("green_contexts", 2, &[("XPU_TIMER_BRACKET", "all")], all_ended);
     for record in &records {
         let (kernels, reduces) = (operations(record, Op::Kernel), operations(record, Op::AllReduce));
@@ -235,7 +235,7 @@ fn a_full_queue_is_a_hang_of_the_operation_that_is_stuck() {
 }
 
 #[test]
-fn an_exit_without_handlers_is_a_goodbye_when_it_is_a_success() {
+fn an_exit_without_handlers_says_goodbye_on_success() {
     for (status, goodbyes) in [(0, 1), (3, 0)] {
         let job = Job::new();
         let collector = job.collector();

@@ -76,7 +76,7 @@ fn sleeps(pid: i32, name: &str) -> u64 {
 }
 
 #[test]
-fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
+fn the_watcher_of_a_busy_rank_wakes_ten_times_a_second() {
     const TURNS: u64 = 30;
     let guest = Guest::start("steady");
     let pid = guest.process.pid();
@@ -92,7 +92,7 @@ fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
 }
 
 #[test]
-fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
+fn a_burst_wakes_the_watcher_before_the_ring_is_full() {
     // Without the bell every try loses most of its operations; a machine that has something else to
     // do may lose a few of one.
     let tries: Vec<u64> = (0..3)
@@ -105,7 +105,7 @@ fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
 }
 
 #[test]
-fn what_is_complete_when_a_process_ends_is_in_its_record() {
+fn operations_completed_at_exit_are_in_the_record() {
     for (case, code, goodbye) in [
         ("exit", 0, true),
         ("_exit", 0, true),
@@ -138,7 +138,7 @@ fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
 }
 
 #[test]
-fn a_child_of_the_bare_system_call_touches_nothing_of_its_parents() {
+fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
     let guest = Guest::start("bare fork");
     guest.say("go");
     guest.wait("forked");
@@ -153,7 +153,7 @@ fn a_child_of_the_bare_system_call_touches_nothing_of_its_parents() {
 }
 
 #[test]
-fn threads_are_cancelled_in_the_hosts_code_only() {
+fn threads_are_cancelled_in_host_code_only() {
     let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
     // A driver in which a thread can be cancelled at every question that a collective asks it.
     let driver = |folder: &Path| {
@@ -167,13 +167,13 @@ fn threads_are_cancelled_in_the_hosts_code_only() {
 }
 
 #[test]
-fn the_linker_has_no_errors_to_tell_but_the_hosts() {
+fn dlerror_returns_errors_of_the_host_only() {
     assert_eq!(Guest::start("linker errors").end().0, 0);
 }
 
 /// Nobody has looked at these variables before the program was started.
 #[test]
-fn a_variable_that_names_no_file_neither_stops_nor_prints_into_a_program() {
+fn a_bad_path_in_a_variable_neither_stops_a_program_nor_prints() {
     for name in ["XPU_TIMER_CONFIG", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_LOGGING_DIR"] {
         let guest = Guest::start_with("exit", |folder, command| {
             let fifo = folder.join("fifo");
