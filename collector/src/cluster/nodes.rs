@@ -124,7 +124,8 @@ impl Claim {
         self.presence == other.presence && self.has_same_place_as(other)
     }
 
-    /// Whether the same process has the same rank in the same world, and is alive or dead as before.
+    /// Whether the same process has the same rank in the same world, and is alive or dead as
+    /// before.
     fn has_same_place_as(&self, other: &Claim) -> bool {
         let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.is_alive());
         what(self) == what(other) && self.is_process_of(other) && self.started_ns.abs_diff(other.started_ns) < SAME_NS

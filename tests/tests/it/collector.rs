@@ -1,5 +1,5 @@
 //! The node collector against processes that play hooks: what it registers, what becomes an
-//! incident, what it survives.
+//! incident, and which faults it survives.
 
 pub mod fake;
 
@@ -200,7 +200,7 @@ fn malformed_messages_are_reported_and_survived() {
     assert!(lines < 100, "a flood of connections is not a flood of lines: {lines}");
 }
 
-/// An incident whose folder could not be made where it should; `what` is in the way.
+/// An incident whose folder could not be created in its place; `what` prevents it.
 fn in_fallback(job: &Job, timeline: &Path, what: &str) {
     let collector = collector(job, &[]);
     let mut hook = FakeHook::start(job, "homeless", 0, 1);
@@ -232,7 +232,7 @@ fn an_unwritable_timeline_path_is_replaced_and_reported() {
 pub struct Tmpfs(pub std::path::PathBuf);
 
 impl Tmpfs {
-    /// `None`, after having said so, when this machine does not let us.
+    /// `None` if this machine forbids it; the test reports that it is skipped.
     pub fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
         Self::with(path, &format!("size={kib}k"))
     }
@@ -253,7 +253,7 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        // Nothing can be done about one that stays.
+        // A mount that stays cannot be helped.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
@@ -268,7 +268,7 @@ fn a_full_disk_is_replaced_and_reported() {
 #[test]
 fn a_disk_that_fills_during_an_incident_still_has_the_verdict() {
     let job = Job::new();
-    // Room for what is set aside for the verdict, and for nothing else.
+    // There is room for the space reserved for the verdict, and for nothing else.
     let Some(disk) = Tmpfs::new(job.dir.join("disk"), 264) else { return };
     let collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "full", rank, 2)).collect();
@@ -513,7 +513,7 @@ fn an_incident_without_a_folder_is_listed() {
     assert_eq!(http("GET", job.port, "/incidents/20200101T000000Z-00000000").expect("an answer").0, 404);
 }
 
-/// A job that signals and goes on, whose ranks are to be ended.
+/// A job that signals a hang and continues; hang_kill is on.
 fn busy_job(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(job, "busy", rank, 2)).collect();
     for hook in &mut hooks {
@@ -582,7 +582,7 @@ fn hang_kill_spares_a_job_that_makes_progress_after_a_confident_verdict() {
     assert!(!collector.stderr().contains("XPU_TIMER_HANG_KILL ends"), "{}", collector.stderr());
     let verdict = job.wait_incident(1, PATIENCE).verdict;
     assert_ne!(verdict["hang"], "none", "{verdict}");
-    // As soon as nothing moves any more, they are ended.
+    // As soon as nothing moves, the ranks are ended.
     hooks[1].tell("launch off");
     for hook in &mut hooks {
         assert!(!hook.wait().success());
@@ -590,7 +590,7 @@ fn hang_kill_spares_a_job_that_makes_progress_after_a_confident_verdict() {
     wait_state(&job, "ended", 1);
 }
 
-/// Two ranks of which one is told to end by the scheduler, and the other one is still there.
+/// Two ranks: the scheduler ends one, and the other one stays.
 fn preempted(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(job, "preempted", rank, 2)).collect();
     for hook in &mut hooks {

@@ -1,5 +1,5 @@
 //! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and
-//! that of PyPI. A rank that stays away is named with its line; torchrun restarts a hung job.
+//! that of PyPI. A missing rank is named with its line; torchrun restarts a hung job.
 
 use std::{
     ffi::OsString,
@@ -288,7 +288,7 @@ fn torchrun_of_pypi_restarts_a_job_that_hung_and_was_ended() {
     restarts(&torch, &LOCAL);
 }
 
-/// So that the agent does not look up the host's name, which a container may not know.
+/// This keeps the agent from looking up the host's name, which a container may not know.
 const LOCAL: [&str; 1] = ["--local-addr=127.0.0.1"];
 
 fn restarts(torch: &Torch, options: &[&str]) {

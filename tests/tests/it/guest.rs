@@ -1,5 +1,5 @@
-//! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on
-//! as without it, print nothing more, and what can be recorded is.
+//! The hook as a guest of programs that do what programs are free to do: they continue as without
+//! the hook, print nothing more, and the hook records what it can.
 
 use std::process::Command;
 
@@ -239,7 +239,7 @@ fn other_wrappers_of_dlsym_are_still_called() {
     };
     assert!(beside_shim(0).is_none(), "its way leads past the hook");
     assert_eq!(beside_shim(1).expect("a record").kernels_launched, 200);
-    // Who defines dlsym asks the C library past everything preloaded.
+    // A library that defines dlsym calls the C library past everything preloaded.
     loads("asks", &["-DOWN_DLSYM", "-rdynamic"], |_, _| {});
 }
 

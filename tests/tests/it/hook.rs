@@ -92,7 +92,7 @@ fn run(command: &mut Command) -> Output {
     Process::spawn(command).wait(PATIENCE)
 }
 
-/// Asserts that a command does the same with and without the hook, and gives that back.
+/// Asserts that a command has the same result with and without the hook, and returns it.
 fn same(bare: &mut Command, hooked: &mut Command) -> Output {
     let (bare, hooked) = (run(bare), run(hooked));
     assert_eq!(hooked.code(), bare.code(), "{hooked:?}");
@@ -450,7 +450,7 @@ fn a_restarted_collector_is_found_again() {
 fn training_continues_without_descriptors_or_a_writable_folder() {
     let job = Job::new();
     let _collector = job.collector();
-    // Everything that the libraries need is open by then; what the hook wants is not to be had.
+    // Everything that the libraries need is open by then; what the hook needs is not available.
     let program = "import resource, os, cuda, sys\n\
                    highest = max(map(int, os.listdir('/proc/self/fd')))\n\
                    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))\n\

@@ -1,5 +1,5 @@
-//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away
-//! is named, and a job that goes on is left alone.
+//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a missing rank is named,
+//! and a healthy job has no incident.
 
 mod wheels;
 
@@ -207,11 +207,12 @@ fn a_rank_missing_from_allreduce_with_every_earlier_call_recorded_once() {
     }
     let health = record.health.expect("health");
     assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
-    // Of a message that was found before nobody says whose it is.
+    // The sender of a message that was matched before is unknown.
     let means = |one: &Operation| one.communicator != 0 || one.function == "MPI_Mrecv";
     assert!(record.operations.iter().all(means), "all of them mean something");
 
-    // Communicators are the same ones on all their ranks, and no others are.
+    // A communicator has one identity on all its ranks, and different communicators have different
+    // ones.
     let of_size = |rank: u32, size: u32| -> Vec<u64> {
         flight(&incident, rank).communicators.iter().filter(|comm| comm.size == size).map(|comm| comm.id).collect()
     };
@@ -466,8 +467,7 @@ fn a_long_pending_request_of_a_healthy_job_is_not_an_incident() {
     }
 }
 
-/// The Python program with a fault on rank 2; the sentence must name the line that the rank stands
-/// on.
+/// The Python program with a fault on rank 2; the sentence must name the current line of the rank.
 fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
     if let Some(reason) = Mpi::Open.lacks().or_else(|| lacks("python3-mpi4py")) {
         return skip(&reason);

@@ -1,5 +1,4 @@
-//! Either role is started anew, or stands still, while parts and files are on their way: nothing is
-//! lost.
+//! Restarts or stops either role while parts and files are being sent. Nothing is lost.
 
 use std::path::Path;
 
@@ -12,7 +11,7 @@ use super::{Cluster, Node, evidence, network::Network, text};
 
 const RANKS: i32 = 4;
 
-/// Two nodes, of which the second has a slow link and much to send; its part is on its way.
+/// Two nodes, of which the second has a slow link and much to send; its part is being sent.
 struct Scene {
     cluster: Cluster,
     nodes: Vec<Node>,

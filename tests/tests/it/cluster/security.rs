@@ -1,4 +1,4 @@
-//! TLS and the token: who may listen, who may join, who may read.
+//! TLS and the token: the conditions for listening, joining and reading.
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
@@ -67,7 +67,7 @@ fn only_holders_of_the_token_can_join_and_read() {
     let thief =
         Node::on(secured(cluster.node_job("thief"), folder.path()).with("XPU_TIMER_COLLECTOR_TOKEN_FILE", &wrong));
     thief.wait_log("the token is wrong or missing");
-    // Who trusts another authority does not even send its token.
+    // A node that trusts another authority does not even send its token.
     let other = tempfile::tempdir().unwrap();
     certificates(other.path(), &["localhost"]);
     let wary = Node::on(

@@ -249,7 +249,7 @@ fn an_unresponsive_disk_does_not_block_the_cluster_collector() {
     wait_until(PATIENCE, "it is over on the node", || {
         node.job.status().unwrap_or_default()["incidents"][0]["state"] == "resolved"
     });
-    // The next incident finds the disk busy: it has no folder, and a verdict all the same.
+    // The next incident finds the disk busy: it has no folder, but still a verdict.
     node.hooks[1].hang(2);
     cluster.wait_state("dumped");
     let known = cluster.status()["incidents"][1].clone();
@@ -292,7 +292,7 @@ fn mistyped_arguments_are_reported_in_one_line() {
     let address = format!("127.0.0.1:{}", cluster.port);
     let run = |arguments: &[&str]| {
         let mut command = cluster.job.command(artifacts().bin("xpu_timer_collector"));
-        // A proxy for the world leads to no collector.
+        // A proxy for external addresses does not apply to a collector.
         command.env("http_proxy", "http://127.0.0.1:9");
         let output = Process::spawn(command.args(arguments)).wait(PATIENCE);
         assert_eq!((output.stderr.trim().lines().count(), output.code()), (1, 1), "{arguments:?}: {output:?}");

@@ -141,7 +141,7 @@ fn build_family(dir: &Path, family: &[Library], called: &[(&str, Vec<(String, St
     program
 }
 
-/// An operation in words, without what is the same in every row.
+/// The text of an operation, without the fields that are equal in all rows.
 fn words(name: &str, operation: &Operation) -> String {
     let mut words = vec![match operation.kind() {
         OpKind::GraphLaunch => "GraphLaunch".to_string(),
@@ -281,7 +281,7 @@ fn bytes_by_the_document(name: &str) -> Option<u64> {
         let stem = ["nccl", "mccl", "Hccl", "cncl"].iter().find_map(|library| name.strip_prefix(library))?;
         let stem = stem.trim_end_matches("Ext").trim_end_matches("Config").to_ascii_lowercase();
         return match stem.as_str() {
-            // The whole buffer of a rank, the same on all.
+            // The whole buffer of a rank, which is equal on all ranks.
             "allreduce" | "allreducewithbias" | "reduce" | "broadcast" | "bcast" | "send" | "recv" | "putsignal" => {
                 Some(128)
             }

@@ -87,7 +87,7 @@ impl Family {
     }
 }
 
-/// Runs a family's program under the hook. NVIDIA's libraries are not to be had.
+/// Runs a family's program under the hook. NVIDIA's libraries are not available.
 fn record(family: &Family, environment: &[(&str, &str)], settled: impl Fn(&FlightRecord) -> bool) -> FlightRecord {
     record_of(family, "", environment, settled)
 }
@@ -124,7 +124,7 @@ fn no_collective_pends(record: &FlightRecord) -> bool {
     record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
 }
 
-/// What is the same for every family that is timed.
+/// The checks that apply to every timed family.
 fn is_complete(family: &Family) {
     let record = record(family, &[], no_collective_pends);
     assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (4, 1, 6));

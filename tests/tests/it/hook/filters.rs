@@ -1,4 +1,5 @@
-//! Programs that put a filter of system calls on themselves: what it forbids the hook does not do.
+//! Programs that put a filter of system calls on themselves: the hook makes no call that the filter
+//! forbids.
 
 use std::{
     fs,

@@ -58,8 +58,8 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
     let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
     assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
-    // The last one cannot know what the others call it; the one that made the id says that both are
-    // the same.
+    // The last one cannot know the identity that the others use; the rank that created the id
+    // reports that both identities are equal.
     assert_ne!(grown(3).id, grown(0).id);
     assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
 }
@@ -139,7 +139,7 @@ fn a_missing_signal_is_a_pending_receive() {
     assert!(waits(&records[1]).contains(&(Op::Recv, 0, Some(9))), "{:?}", records[1].operations);
 }
 
-/// What has an end, whichever.
+/// Operations that have ended in any way.
 fn all_ended(record: &FlightRecord) -> bool {
     record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
 }
@@ -188,7 +188,7 @@ fn several_devices_of_one_process_complete_each_in_its_context() {
     assert!(!made.is_empty() && reduces.len() > 1);
     let streams: std::collections::BTreeSet<u64> = reduces.iter().map(|operation| operation.stream).collect();
     assert!(streams.len() > 1, "a stream on every device");
-    // One of the calls is wrong on purpose.
+    // One of the calls fails on purpose.
     let (wrong, right): (Vec<_>, Vec<_>) = reduces.into_iter().partition(|operation| operation.error == 4);
     assert!(wrong.len() <= 2 && right.len() > 1);
     for operation in right {
@@ -257,7 +257,7 @@ fn an_exit_without_handlers_says_goodbye_on_success() {
 
 #[test]
 fn a_library_of_another_name_keeps_its_calls() {
-    // A collective library whose soname nobody knows, opened so that only its user sees it.
+    // A collective library with an unknown soname, opened so that only its user sees it.
     let job = Job::new();
     let collector = job.collector();
     let library = "int ncclGroupStart(void) { return 0; } int ncclGroupEnd(void) { return 42; }";
@@ -416,8 +416,8 @@ fn every_product_counts_and_only_a_sample_is_timed_unless_all_are_asked_for() {
 
 #[test]
 fn the_watcher_breaks_no_capture_of_another_thread() {
-    // It asks for the end of the slow kernel all the time, which would be a mistake in a thread
-    // that is not relaxed.
+    // It queries the end of the slow kernel all the time, which would be an error in a thread whose
+    // capture mode is not relaxed.
     let job = Job::new();
     let collector = job.collector();
     let program = "import cuda, os, time; cuda.set_device(0)\n\

@@ -1,5 +1,5 @@
-//! What the hook must not do to its host: turn often, lose what it saw last, speak for another
-//! process, be in the way of who cancels a thread or asks the linker.
+//! What the hook must not do to its host: wake often, lose the last operations, report for another
+//! process, or disturb thread cancellation and dlerror.
 
 use std::{fs, path::Path, process::Command};
 
@@ -50,7 +50,7 @@ impl Guest {
         fs::write(self.job.dir.join(name), "").unwrap();
     }
 
-    /// Lets it go on to its end; its exit status, its record, and whether it has said goodbye.
+    /// Lets it run to its end; its exit status, its record, and whether it has said goodbye.
     fn end(self) -> (i32, FlightRecord, bool) {
         self.say("go");
         let pid = self.process.pid();
@@ -93,8 +93,8 @@ fn the_watcher_of_a_busy_rank_wakes_ten_times_a_second() {
 
 #[test]
 fn a_burst_wakes_the_watcher_before_the_ring_is_full() {
-    // Without the bell every try loses most of its operations; a machine that has something else to
-    // do may lose a few of one.
+    // Without the early wakeup, every try loses most of its operations; a machine that has
+    // something else to do may lose a few of one.
     let tries: Vec<u64> = (0..3)
         .map(|_| Guest::start("bursts").end().1)
         .inspect(|record| assert_eq!(record.collectives_launched, 40_004))
@@ -113,7 +113,8 @@ fn operations_completed_at_exit_are_in_the_record() {
         ("quick_exit", 0, true),
         ("quick_exit 3", 3, false),
     ] {
-        // The host waits for the last look only so long, which may be too short on a busy machine.
+        // The host waits for the watcher's final turn for a limited time, which may be too short on
+        // a busy machine.
         let is_complete = (0..5).any(|_| {
             let (ended, record, said) = Guest::start(case).end();
             assert_eq!((ended, said), (code, goodbye), "{case}");
@@ -155,7 +156,7 @@ fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
 #[test]
 fn threads_are_cancelled_in_host_code_only() {
     let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
-    // A driver in which a thread can be cancelled at every question that a collective asks it.
+    // A driver in which a thread can be cancelled at every driver call of a collective.
     let driver = |folder: &Path| {
         let flags = ["-O2", "-fPIC", "-fexceptions", "-shared", "-DDRIVER", "-DCANCELLATION_POINTS"];
         compile_c(folder, "libcuda.so.1", &stubs, &[&flags[..], &["-Wl,-soname,libcuda.so.1"]].concat());
@@ -171,7 +172,7 @@ fn dlerror_returns_errors_of_the_host_only() {
     assert_eq!(Guest::start("linker errors").end().0, 0);
 }
 
-/// Nobody has looked at these variables before the program was started.
+/// No launcher has checked these variables before the program started.
 #[test]
 fn a_bad_path_in_a_variable_neither_stops_a_program_nor_prints() {
     for name in ["XPU_TIMER_CONFIG", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_LOGGING_DIR"] {

