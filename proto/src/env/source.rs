@@ -224,6 +224,7 @@ impl Source {
         self.problems.borrow().clone()
     }
 
+    /// The value of a variable in the environment, else in the INI file.
     pub(super) fn given(&self, name: &str) -> Option<String> {
         (self.environment)(name).or_else(|| self.ini.get(&name.to_ascii_lowercase()).cloned())
     }

@@ -168,7 +168,7 @@ fn ranks_are_found_and_dumped_into_files_named_by_rank() {
     }
     assert_eq!(fs::read_dir(&folder).expect("the folder").count(), 2, "nothing else is left there");
 
-    // Two jobs on one node may have the same rank: then each has a file all the same.
+    // Two jobs on one node may have equal ranks: each rank still has its file.
     let again = rank(one);
     let both = targets[0].dump(&["--pid", &again.pid(), "--output", &targets[0].path("both").display().to_string()]);
     assert_eq!(both.stdout.lines().count(), 2, "{}{}", both.stdout, both.stderr);
@@ -221,7 +221,7 @@ fn failures_end_with_1_and_a_reason() {
         assert!(line.starts_with(&words) && line.lines().count() == 1, "{arguments:?}: {}", output.stderr);
     }
     assert_eq!(fs::read_dir(&taken).expect("own folder").count(), 1, "no temporary file is left");
-    // One of two is missing: the other is shown, and the exit code tells.
+    // One of two processes is missing: the other is shown, and the exit code reports the failure.
     let output = target.dump(&["--pid", &i32::MAX.to_string()]);
     assert_eq!(output.code(), 1);
     assert!(output.stdout.contains("wait_here"), "{}", output.stdout);

@@ -46,7 +46,7 @@ fn a_data_loader_that_waits_for_a_shard() {
     assert_eq!(incident.verdict["cause"], "data_loader", "{text}");
     assert_eq!(culprits(&incident), &json!([2]), "{text}");
     assert_eq!(incident.verdict["victims"], json!([0, 1, 3]), "{text}");
-    // Where it stands, and where the others wait: steps 0 to 29 had one collective each.
+    // Its position, and that of the others: steps 0 to 29 had one collective each.
     let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
     for part in ["train.py:", "in DataLoader.__next__", "read_shard (train.py:", "all_reduce 31 of communicator 0x"] {
         assert!(sentence.contains(part), "{part} in: {sentence}");

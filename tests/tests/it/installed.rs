@@ -67,7 +67,7 @@ fn a_wheel_installs_into_virtual_environments_and_its_removal_leaves_nothing() {
         let installed = files_below(&venv);
         assert!(INSTALLED.iter().all(|name| installed.iter().any(|path| path.ends_with(name))), "{installed:?}");
 
-        // Only what keeps this job apart from others stays of the environment.
+        // Only the variables that separate this job from others stay in the environment.
         let apart = job.command("true");
         let apart = apart.get_envs().filter_map(|(name, value)| Some((name, value?)));
         let apart = apart.filter(|(name, _)| *name == "TMPDIR" || name.to_string_lossy().starts_with("XPU_TIMER_"));

@@ -1,5 +1,5 @@
-//! Two jobs of one name on one node, with nothing in their environment that tells them apart. One
-//! hangs: it alone is judged, dumped and ended, and the other one trains on.
+//! Two jobs of one name on one node, whose environments do not differ. One hangs: it alone is
+//! judged, dumped and ended, and the other one trains on.
 
 use std::{
     collections::BTreeSet,
@@ -98,7 +98,7 @@ fn one_hangs(mode: &str, together: bool) {
                 .iter()
                 .map(|training| {
                     let process = launch(&job, mode, &[training]);
-                    // The second one comes when the first one trains.
+                    // The second one starts when the first one trains.
                     wait_until(PATIENCE, "its ranks run", || training.read("step-0").is_some());
                     process
                 })

@@ -312,7 +312,7 @@ fn an_unusable_temporary_folder_is_replaced_and_reported() {
     assert!(output.stderr.contains("XPU_TIMER_SOCKET") && output.stderr.contains("107 bytes"), "{output:?}");
 }
 
-/// A user who is nobody else.
+/// A user id that no other test uses.
 const OTHER_USER: u32 = 54321;
 
 #[test]
@@ -360,11 +360,12 @@ fn two_users_of_a_node_have_a_collector_each() {
     assert_eq!(again.stdout, output.stdout);
 }
 
-/// Prints what it is preloaded with, and ends with 3.
+/// Prints its preloaded libraries, and ends with 3.
 const SHOWS_PRELOAD: &str = "#include <stdio.h>\n#include <stdlib.h>\n\
      int main(void) { const char *value = getenv(\"LD_PRELOAD\"); printf(\"[%s]\\n\", value ? value : \"\"); return 3; }";
 
-/// The launcher says one line that holds all of these words, and the command runs as without it.
+/// The launcher prints one line that contains all of these words, and the command runs as without
+/// the launcher.
 fn runs_without_the_hook(output: &Output, words: &[&str]) {
     assert_eq!((output.code(), output.stdout.as_str()), (3, "[]\n"), "{output:?}");
     let line = output.stderr.strip_prefix("xpu_timer_launch: running without the hook: ").unwrap_or_default();
@@ -508,7 +509,7 @@ fn a_disabled_launcher_starts_and_changes_nothing() {
     assert_eq!((output.stdout.as_str(), output.stderr.as_str()), ("[]\n", ""));
     assert!(!started, "a collector");
     assert_eq!(place.files(), ["collector.sh"], "nothing is written");
-    // Switched on, the same check sees one.
+    // When enabled, this check finds one.
     let (_, started) = place.started(&mut place.launch(&shows));
     assert!(started && place.path("xpu_timer_collector.log").exists());
 }

@@ -1,5 +1,5 @@
-//! How long the node collector lives, and how little it keeps: it comes back when it is killed,
-//! ends with its job, and many processes that come and go leave nothing behind.
+//! How long the node collector lives, and how little it keeps: it restarts when it is killed, ends
+//! with its job, and many processes that come and go leave nothing behind.
 
 use std::{
     fs,

@@ -66,7 +66,7 @@ fn a_running_rank_shows_its_family_and_its_hooked_functions() {
     let elsewhere = Job::new();
     let report = show_json(&elsewhere, &["--pid", &pid], 0);
     assert_eq!(setting(&report, "XPU_TIMER_SAMPLE_INTERVAL")["value"], "4", "the settings are the process's");
-    // Whoever listened first says who it is: the supervisor, or the worker where there is none.
+    // The first listener reports its pid: the supervisor, or the worker if there is none.
     assert!([&status["pid"], &status["supervisor"]].contains(&&report["collector_pid"]), "{status}");
     let target = &report["target"];
     assert_eq!((&target["hook"], &target["family"]), (&json!(true), &json!("NVIDIA CUDA")));
@@ -195,7 +195,7 @@ fn failures_are_reported_in_one_line() {
     let output = run(&job, &["--pid", &plain.pid().to_string()]);
     assert_eq!(output.code(), 1);
     assert!(output.stdout.contains("it was not started under xpu_timer_launch"), "{}", output.stdout);
-    // It ends at once, and nobody waits for it.
+    // It ends at once, and its parent does not reap it.
     let mut ended = std::process::Command::new("true").spawn().expect("a process");
     let state = || fs::read_to_string(format!("/proc/{}/stat", ended.id())).is_ok_and(|stat| stat.contains(") Z "));
     wait_until(PATIENCE, "the process has ended", state);

@@ -9,7 +9,7 @@ use std::{
 
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, python, tree, wait_until};
 
-/// Notes who allows whom, and does what was asked for.
+/// Records which process allows which tracer, and passes the call on.
 const RECORDER: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -1,4 +1,5 @@
-//! The simulated device on its own, without the hook: what a real device would do, and the faults.
+//! The simulated device on its own, without the hook: the behaviour of a real device, and the
+//! faults.
 //!
 //! The checks themselves are Python, in `sim/checks.py`: ctypes is also what the example programs
 //! use.
@@ -13,7 +14,7 @@ use std::{
 use tempfile::TempDir;
 use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, python, tree};
 
-/// A check to run: its name, and what is in the environment of all its ranks.
+/// A check to run: its name, and the environment of its ranks.
 struct Check<'a> {
     name: &'a str,
     ranks: usize,
@@ -21,7 +22,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Runs all ranks to their end and returns what they left.
+    /// Runs all ranks to their end and returns their output.
     fn run(&self) -> Vec<Output> {
         let rendezvous = TempDir::new().unwrap();
         let spawn = |rank: usize| {
@@ -42,7 +43,7 @@ impl Check<'_> {
         ranks.into_iter().map(|rank| rank.wait(PATIENCE)).collect()
     }
 
-    /// Runs it, and says which ranks failed.
+    /// Runs it, and reports which ranks failed.
     fn succeeds(&self) -> Vec<Output> {
         let outputs = self.run();
         for (rank, output) in outputs.iter().enumerate() {

@@ -34,7 +34,7 @@ fn as_stranger(script: &str) -> Option<Command> {
     Some(command)
 }
 
-/// What a stranger gets who sends a request to a port.
+/// The response that another user gets from a port.
 fn stranger_gets(port: u16, request: &str) -> Option<String> {
     let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf '{request}' >&3; cat <&3");
     Some(Process::spawn(&mut as_stranger(&script)?).wait(PATIENCE).stdout)
@@ -132,7 +132,7 @@ fn manual_dumps_are_limited_and_report_when_the_next_is_allowed() {
     });
 }
 
-/// Keeps opening connections until it is killed; says `up` when it has had as many as it wants.
+/// Opens connections until it is killed; prints `up` when it has opened the wanted number.
 const FLOOD: &str = "import resource, socket, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

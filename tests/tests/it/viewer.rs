@@ -204,7 +204,7 @@ fn files_that_are_no_dumps_are_named_and_left_out() {
     put(dir.path(), "00011-00012.stacktrace.tmp", &good);
     write("notes.txt", b"not mine");
     let output = view_ok(dir.path());
-    // A name that is no text costs itself, and not the rank.
+    // Invalid UTF-8 in a name is replaced, and the rank is kept.
     for rank in (1..10).filter(|rank| *rank != 6) {
         assert!(
             output.stderr.contains(&format!("{rank:05}-00012.stacktrace is left out: ")),

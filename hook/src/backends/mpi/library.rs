@@ -327,7 +327,7 @@ impl Abi {
 }
 
 /// Whether a buffer argument is `MPI_IN_PLACE`.
-pub fn in_place(buffer: Word) -> bool {
+pub fn is_in_place(buffer: Word) -> bool {
     IN_PLACE.contains(&(buffer as isize))
 }
 
@@ -357,6 +357,6 @@ mod tests {
 
     #[test]
     fn in_place_is_recognized_in_every_abi() {
-        assert!(in_place(1) && in_place(usize::MAX) && !in_place(0) && !in_place(0x1000));
+        assert!(is_in_place(1) && is_in_place(usize::MAX) && !is_in_place(0) && !is_in_place(0x1000));
     }
 }

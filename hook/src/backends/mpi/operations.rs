@@ -12,7 +12,7 @@ use crate::{
         host_call::BlockingCall,
         mpi::{
             communicator::{self, known},
-            library::{in_place, library},
+            library::{is_in_place, library},
             polling,
         },
     },
@@ -44,7 +44,7 @@ pub const VARIES: Size = Size(0, 0);
 /// The size of a collective: that of the send buffer, or that of the receive buffer if the call
 /// sends in place.
 pub fn sized(send: Word, sends: Size, receives: Size) -> Size {
-    if in_place(send) { receives } else { sends }
+    if is_in_place(send) { receives } else { sends }
 }
 
 /// A collective. `None` for a communicator of this process alone.

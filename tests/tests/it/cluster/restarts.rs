@@ -58,7 +58,7 @@ impl Scene {
 }
 
 #[test]
-fn a_node_collector_that_is_started_anew_while_it_delivers() {
+fn a_node_collector_restarts_while_it_delivers() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "its part is on its way") else { return };
     scene.nodes[1].restart();
@@ -66,7 +66,7 @@ fn a_node_collector_that_is_started_anew_while_it_delivers() {
 }
 
 #[test]
-fn a_cluster_collector_that_is_started_anew_between_deliveries() {
+fn a_cluster_collector_restarts_between_deliveries() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "its part is on its way") else { return };
     scene.cluster.kill();
@@ -75,7 +75,7 @@ fn a_cluster_collector_that_is_started_anew_between_deliveries() {
 }
 
 #[test]
-fn a_cluster_collector_that_is_started_anew_while_files_come() {
+fn a_cluster_collector_restarts_while_files_arrive() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "files are on their way") else { return };
     scene.cluster.kill();

@@ -1,4 +1,4 @@
-//! Variables that name something else than a file: it costs one line and nothing else, and nobody
+//! Variables that name something else than a file: the launcher prints one line, and no process
 //! waits for it.
 
 use std::{

@@ -98,8 +98,7 @@ fn the_verdict_is_there_before_torch_ends_the_job_itself() {
     let ranks = torch.launch("torch_cuda.py", &arguments);
     check(&torch.job.wait_incident(1, LONG), "missing_rank", &["has not entered all_reduce", "in wait_for_shard"]);
     assert!(!ranks.stderr().contains(WATCHDOG), "{}", ranks.stderr());
-    // Nothing of ours keeps torch from what it does; the rank that stays away has nothing to time
-    // out.
+    // xpu_timer does not change what torch does; the missing rank has nothing to time out.
     wait_until(LONG, "the watchdogs of three ranks", || ranks.stderr().matches(WATCHDOG).count() >= 3);
 }
 

@@ -1,5 +1,5 @@
-//! Folders of every kind that a disk can hold, against `reference.py`: a second way to the same
-//! files, without our code.
+//! Folders of every kind that a disk can contain, against `reference.py`: an independent way to the
+//! same files, without our code.
 
 use super::{FILES, Output, binary, copy_rank6, dump, put, run, view_ok};
 use std::ffi::OsStr;
@@ -9,8 +9,8 @@ use std::process::Command;
 use xpu_timer_proto::Message;
 use xpu_timer_tests::{PATIENCE, Process, python, tree};
 
-/// Fails unless the files in `written` are what the dumps in `folder` give; the names of the files
-/// that hold no dump.
+/// Fails unless the files in `written` are the expected result of the dumps in `folder`; the names
+/// of the files that hold no dump.
 pub fn reference(folder: &Path, written: &Path) -> Vec<String> {
     let output = ask(folder, written);
     assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
