@@ -54,7 +54,8 @@ def go(options):
 
 
 def train(rank, options):
-    # The simulated device is loaded in the rank alone: a forked child cannot go on with its parent's.
+    # The simulated device is loaded in the rank alone: a forked child cannot go on with its
+    # parent's.
     import cuda
 
     def moment(name):

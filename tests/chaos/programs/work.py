@@ -283,7 +283,8 @@ def child_of_one(rank):
 def thread_of_one(rank):
     """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
 
-    # Of two looks at so many lines nearly none find the same one; a loop at one line is not told from an endless one.
+    # Of two looks at so many lines nearly none find the same one; a loop at one line is not told
+    # from an endless one.
     lines = "".join(f"    values = sorted((index % {divisor} for index in range(20_000)), reverse=True)\n" for divisor in range(3, 40))
     defined = {}
     exec(f"def turn():\n{lines}", defined)

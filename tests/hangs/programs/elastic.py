@@ -49,7 +49,8 @@ def train(options):
 
 
 def start(options):
-    # Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does as well.
+    # Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does
+    # as well.
     store = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "agents")
     words = [f"--nproc_per_node={options.ranks}", "--nnodes=1", "--max_restarts=3", "--rdzv_backend=c10d", "--rdzv_id=elastic"]
     # Without --redirects its words for that come to nothing on Python 3.11.
