@@ -1,4 +1,4 @@
-"""Ranks on the public CUDA and NCCL interfaces that end in every way there is, some of them right after their first device call.
+"""Ranks on the public CUDA and NCCL interfaces that end in every way, some of them right after their first device call.
 
     run_ranks.py --nproc 4 ends.py --how exit --code 3
     ends.py --method fork --nproc 4 --how killed
@@ -54,8 +54,7 @@ def go(options):
 
 
 def train(rank, options):
-    # The simulated device is loaded in the rank alone: a forked child cannot go on with its
-    # parent's.
+    # Only the rank loads the simulated device: a forked child cannot use that of its parent.
     import cuda
 
     def moment(name):

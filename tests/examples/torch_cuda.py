@@ -38,7 +38,7 @@ def say(line):
 
 
 def wait_for_shard():
-    """What a rank does that has lost the others."""
+    """The fault: this rank leaves its collectives."""
     signal.pause()
 
 
@@ -101,7 +101,7 @@ def fsdp2(options):
 
 def graph(options):
     values = full(256, 1)
-    # NCCL connects at its first use, which a capture would not like.
+    # NCCL connects at its first use, which a capture forbids.
     dist.all_reduce(values)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -266,7 +266,7 @@ def measured(options):
 
 
 def lose(options):
-    """The faults that are no step of a training loop."""
+    """The faults outside of a training loop."""
     fault, mine = options.fault, RANK == options.fault_rank
     if fault == "tensor_parallel":
         tensor_parallel, data_parallel = mesh()

@@ -1,4 +1,4 @@
-"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one rank does not come.
+"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one rank is missing.
 
     run_ranks.py --nproc 4 torch_gloo.py --fault all_reduce --fault-rank 2
 
@@ -28,7 +28,7 @@ def check(what, found, expected):
 
 
 def train_step(step, group):
-    """Every kind of collective that gloo has, with results that are known."""
+    """Every kind of collective of gloo, with known results."""
     gradients = torch.full((1024,), float(RANK + step))
     pending = dist.all_reduce(gradients, async_op=True)
     flags = torch.tensor([RANK])
@@ -55,7 +55,7 @@ def train_step(step, group):
 
 
 def rarer_collectives():
-    """Those that are in no step: ten of the whole job."""
+    """The ten collectives of the whole job before the first step."""
     parts = [torch.zeros(2) for _ in range(SIZE)] if RANK == 1 else None
     dist.gather(torch.full((2,), float(RANK)), parts, dst=1)
     check("what was gathered", [part[0].item() for part in parts or []], list(map(float, range(SIZE))) if parts else [])
@@ -83,7 +83,7 @@ def rarer_collectives():
 
 
 def evaluate_forever():
-    """What a rank does that has lost the others."""
+    """The fault: this rank leaves its collectives."""
     signal.pause()
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are well and look as if they were not: `work.py MODE [--seconds S]`.
+"""Healthy ranks that look unhealthy: `work.py MODE [--seconds S]`.
 
 Each mode is a function. It works for some seconds, several times the hang timeout, in which it launches no collective.
 """
@@ -42,13 +42,13 @@ class Rank:
         self.stream.synchronize()
 
     def left(self):
-        """Until the time is over on this rank: for work without a collective, because ranks end at different moments."""
+        """Loops until this rank's time is over: for work without collectives, because ranks end separately."""
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             yield
 
     def left_on_all(self):
-        """Until the time is over on one rank. All ranks agree on it by a step, so all take the same number of turns."""
+        """Loops until one rank's time is over. All ranks agree on it, so all take equally many turns."""
         end, over = time.monotonic() + self.seconds, 0.0
         while not over:
             yield
@@ -90,7 +90,7 @@ def evaluate(rank):
 
 @mode
 def evaluate_in_c(rank):
-    """The same inside one C function for seconds at a time."""
+    """Evaluates inside one C function for seconds at a time."""
     for _ in rank.left():
         sorted(range(3_000_000), key=lambda value: -value)
 
@@ -126,7 +126,7 @@ def memset_sync(rank):
 
 @mode
 def synchronize(rank):
-    """Nothing but synchronizing an idle device."""
+    """Only synchronizes an idle device."""
     for _ in rank.left():
         cuda.synchronize()
         time.sleep(0.05)
@@ -134,7 +134,7 @@ def synchronize(rank):
 
 @mode
 def copies(rank):
-    """Copies to and fro, without a kernel."""
+    """Copies in both directions, without a kernel."""
     for _ in rank.left():
         rank.buffer.fill(2.0)
         rank.buffer.to_list()
@@ -143,7 +143,7 @@ def copies(rank):
 
 @mode
 def long_step(rank):
-    """Host work of two timeouts between two collectives, on all ranks alike."""
+    """All ranks do host work for two timeouts between two collectives."""
     for _ in range(2):
         end = time.monotonic() + rank.seconds / 2
         while time.monotonic() < end:
@@ -161,7 +161,7 @@ def long_sleep(rank):
 
 @mode
 def compile(rank):
-    """Compiles, as a just-in-time compiler does, with programs of its own."""
+    """Runs compilers, as a just-in-time compiler does."""
     source = os.path.join(rank.folder(), "kernel.c")
     with open(source, "w") as file:
         file.write("#include <stdio.h>\n" + "".join(f"int f{i}(int x) {{ return x * {i} + (x > {i}); }}\n" for i in range(4000)))
@@ -171,7 +171,7 @@ def compile(rank):
 
 @mode
 def collect_garbage(rank):
-    """Collects garbage of a large heap again and again."""
+    """Collects garbage of a large heap repeatedly."""
     heap = [[index] for index in range(400_000)]
     for _ in rank.left():
         gc.collect()
@@ -190,7 +190,7 @@ def server(rank):
 
 @mode
 def notebook(rank):
-    """Somebody reads the result of a cell before running the next one."""
+    """A person reads the result of a notebook cell before running the next one."""
     rank.step()
     reading, _writing = os.pipe()
     select.select([reading], [], [], rank.seconds)
@@ -199,7 +199,7 @@ def notebook(rank):
 
 @mode
 def debugger(rank):
-    """Rank 0 waits at a prompt between two steps; nobody waits for it yet."""
+    """Rank 0 waits at a prompt between two steps; no rank waits for it yet."""
     rank.step()
     time.sleep(rank.seconds)
 
@@ -222,7 +222,7 @@ def download(rank):
 
 @mode
 def busy_loaders(rank):
-    """The main thread waits for worker processes that prepare data without an end in sight."""
+    """The main thread waits for worker processes that prepare data for a long time."""
     workers = [subprocess.Popen([sys.executable, "-c", f"import time\ne = time.monotonic() + {rank.seconds}\n"
                                  "while time.monotonic() < e: sum(range(100000))"]) for _ in range(2)]
     for worker in workers:
@@ -283,8 +283,8 @@ def child_of_one(rank):
 def thread_of_one(rank):
     """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
 
-    # Of two looks at so many lines nearly none find the same one; a loop at one line is not told
-    # from an endless one.
+    # Two samples of this many lines rarely find the same one; a loop at one line looks like an
+    # endless loop.
     lines = "".join(f"    values = sorted((index % {divisor} for index in range(20_000)), reverse=True)\n" for divisor in range(3, 40))
     defined = {}
     exec(f"def turn():\n{lines}", defined)
@@ -301,7 +301,7 @@ def thread_of_one(rank):
 
 
 class Sender:
-    """A process that sends to whoever connects, so many bytes at a time, until the time is up."""
+    """A process that sends this many bytes at a time to each connection, until the time is over."""
 
     SERVER = """
 import socket, sys, threading, time
@@ -347,7 +347,7 @@ def download_of_one(rank):
 
 @mode
 def timed_download_of_one(rank):
-    """The same with a timeout, as libraries for HTTP do it: it waits in poll, not in recv."""
+    """Receives with a timeout, as HTTP libraries do: it waits in poll, not in recv."""
     if rank.rank == 0:
         sender = Sender(rank.seconds, 20_000)
         peer = sender.connect(timeout=30)
@@ -459,7 +459,7 @@ def steps(rank):
 
 
 def crowd():
-    """Makes the first device call where there is no room for another thread."""
+    """Makes the first device call where the limits allow no further thread."""
     over = threading.Event()
     waiting = []
     try:

@@ -1,4 +1,4 @@
-"""Small jobs on the simulated device in which the main thread, or the only communicator, is not where to look.
+"""Small jobs on the simulated device in which the main thread, or the only communicator, has no evidence.
 
     beside.py JOB [RANK]
 
@@ -69,7 +69,7 @@ def thread_and_signal(job):
 
 
 def thread_and_sleep(job):
-    """The main thread looks now and then whether the other one lives."""
+    """The main thread sometimes checks whether the other thread lives."""
     trainer = job.in_thread(lambda: threading.Barrier(2).wait())
     while trainer.is_alive():
         time.sleep(0.5)
@@ -85,7 +85,7 @@ def two_orders(job):
 
 
 def idle_after(job, idles):
-    """Cells of a notebook that have run, and nobody starts the next one."""
+    """The cells of a notebook have run, and the user does not start the next one."""
     for _ in range(TROUBLE_STEP):
         job.reduce(job.comm)
     idles()

@@ -1,4 +1,4 @@
-"""Small jobs on the simulated device, written by somebody who did not know the rules of the judge.
+"""Small jobs on the simulated device, written without knowledge of the judge's rules.
 
     blind.py JOB RANK[+RANK...]
 
@@ -54,7 +54,7 @@ def forever():
 
 
 def decoder_keeps_interpreter(job):
-    """A thread reads a pipe in a C function that does not let go of Python's lock."""
+    """A thread reads a pipe in a C function that does not release the GIL."""
     holding = ctypes.PyDLL(None)
 
     def trouble():
@@ -67,7 +67,7 @@ def decoder_keeps_interpreter(job):
 
 
 def another_program(job):
-    """The process becomes another program, and its pid lives on."""
+    """The process executes another program and keeps its pid."""
     job.train(lambda: os.execvp("sleep", ["sleep", "3600"]))
 
 
@@ -127,7 +127,7 @@ def short_graph(job):
 
 
 def half_leaves(job):
-    """The even ranks are done and leave in order; of the odd ones, one never comes again."""
+    """The even ranks finish and leave; one of the odd ranks never arrives."""
     half = job.comm.split(job.rank % 2, job.rank)
     for step, _here in job.steps():
         if step == TROUBLE_STEP and job.rank % 2 == 0:
@@ -147,7 +147,7 @@ def wrong_group(job):
 
 
 def exchange_with_hole(job):
-    """Everybody sends to everybody, itself included, on a stream of its own; one send is left out."""
+    """Every rank sends to all ranks, itself included, on its own stream; one send is missing."""
     exchange = cuda.Stream()
     part = cuda.Buffer(8)
     for _step, here in job.steps():

@@ -53,7 +53,7 @@ def start(options):
     # as well.
     store = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "agents")
     words = [f"--nproc_per_node={options.ranks}", "--nnodes=1", "--max_restarts=3", "--rdzv_backend=c10d", "--rdzv_id=elastic"]
-    # Without --redirects its words for that come to nothing on Python 3.11.
+    # Without --redirects, its default values for that are invalid on Python 3.11.
     words += ["--rdzv_conf=store_type=file,last_call_timeout=2", f"--rdzv_endpoint={store}", "--monitor_interval=1", "--redirects=1", "--tee=1"]
     words += [__file__, f"--plan={options.plan}", f"--steps={options.steps}"]
     environment = dict(os.environ, PYTHONWARNINGS="ignore", LOGLEVEL="CRITICAL", OMP_NUM_THREADS="1")

@@ -1,4 +1,4 @@
-"""How ranks end: a framework calls hooks of the user's code, and what goes wrong is told to callbacks.
+"""How ranks end: a framework calls hooks of the user's code, and errors are reported to callbacks.
 
 `--end NAME@RANK` lets that rank go wrong in step 14:
     in_except        the handler tells a service that does not listen
@@ -113,7 +113,7 @@ class Framework:
         raise problem
 
     def barrier(self):
-        """All ranks come to the end of the training."""
+        """All ranks reach the end of the training."""
         self.group.broadcast(self.vote, 0, self.stream)
         self.stream.synchronize()
         self.group.destroy()

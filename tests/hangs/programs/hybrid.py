@@ -36,7 +36,7 @@ class Fault:
 
 
 class Faults:
-    """Those of this rank."""
+    """The groups of this rank."""
 
     def __init__(self, faults_of_all, rank):
         self.mine = [fault for fault in faults_of_all if rank in fault.ranks]
@@ -51,7 +51,7 @@ class Faults:
 
 
 class DataLoader:
-    """Batches, read when they are asked for."""
+    """Batches that are read on demand."""
 
     def __init__(self, trouble):
         self.trouble = trouble
@@ -170,7 +170,7 @@ class Trainer:
         self.world.destroy()
 
     def pause(self, step):
-        """Host work between steps; uneven when asked for."""
+        """Host work between steps, optionally uneven."""
         seconds = self.options.step_ms / 1000
         if self.options.uneven:
             seconds *= self.pace.uniform(0.2, 3.0)
@@ -217,7 +217,7 @@ def main():
     try:
         trainer.train()
     except ValueError as problem:
-        # As torch does it: the exception is told, and the communicators end before the process.
+        # Like torch: it prints the exception, and the communicators end before the process.
         print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
         trainer.world.destroy()
         raise

@@ -1,4 +1,4 @@
-"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a compiler that does not come to an end.
+"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a compiler that never ends.
 
 `begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of devices or of the program. What has to
 live beside the program is started as a process that is not its child.
@@ -94,7 +94,7 @@ def mount(*silent):
 
 
 def fuse_read():
-    """Reads a shard whose server does not answer any more."""
+    """Reads a shard whose server no longer answers."""
     with open(os.path.join(mount(READ), "part-00003.bin"), "rb", buffering=0) as shard:
         shard.read(4096)
 
@@ -114,7 +114,7 @@ def fuse_write():
 
 
 def fuse_close():
-    """All is written, and what the close has to bring to the server does not arrive."""
+    """Everything is written, and the flush of the close never completes."""
     descriptor = os.open(os.path.join(mount(FLUSH), "new.ckpt"), os.O_CREAT | os.O_WRONLY)
     os.write(descriptor, bytes(4096))
     os.close(descriptor)
@@ -133,13 +133,13 @@ def fuse_mapped():
 
 
 def fuse_import():
-    """Imports a module from a file system that does not answer any more."""
+    """Imports a module from a file system that no longer answers."""
     sys.path.insert(0, mount(READ))
     importlib.import_module("model_zoo")
 
 
 def fuse_killed():
-    """Somebody has tried to kill it while it waits for the file system, which does not help."""
+    """It got SIGKILL while it waits for the file system, without effect."""
     folder = mount(READ)
     waits = f"grep -q request_wait_answer /proc/{os.getpid()}/wchan"
     # Those that are answered are soon over.
@@ -149,7 +149,7 @@ def fuse_killed():
 
 
 def fuse_worker():
-    """The worker of a loader reads from a file system that does not answer any more."""
+    """The worker of a loader reads from a file system that no longer answers."""
     fork = multiprocessing.get_context("fork")
     batches = fork.Queue()
     fork.Process(target=lambda: batches.put(fuse_read()), name="loader-worker", daemon=True).start()
@@ -157,7 +157,7 @@ def fuse_worker():
 
 
 def frozen_with_group():
-    """A control group of the second version is frozen, as a paused container."""
+    """A control group of version 2 is frozen, like a paused container."""
     mounts = (line.split() for line in open("/proc/self/mounts"))
     root = next(point for _, point, kind, *_ in mounts if kind == "cgroup2")
     group = tempfile.mkdtemp(prefix="xpu-hangs-", dir=root)
@@ -170,7 +170,7 @@ def frozen_with_group():
 
 
 def in_gdb():
-    """Somebody has attached a debugger and gone to lunch."""
+    """A debugger is attached and stops it."""
     words = ["-nx", "-iex", "set auto-solib-add off", "-p", str(os.getpid()), "-ex", "shell sleep 100000"]
     beside("gdb", "-q", "-batch", *words)
     while True:
@@ -185,14 +185,14 @@ def hold(pid):
 
 
 def in_tracer():
-    """A tracer has stopped it and does not let it go on."""
+    """A tracer has stopped it and does not continue it."""
     beside(sys.executable, __file__, "hold", str(os.getpid()))
     while True:
         time.sleep(0.01)
 
 
 def in_strace():
-    """It reads from a pipe, and somebody who wonders about it has started strace."""
+    """It reads from a pipe under strace."""
     beside("strace", "-q", "-f", "-o", "/dev/null", "-p", str(os.getpid()))
     while "TracerPid:\t0\n" in open("/proc/self/status").read():
         time.sleep(0.05)
@@ -213,7 +213,7 @@ def builds_extension():
 
 
 def builds_with_shell():
-    """As a build system does it: a shell starts the compiler and waits."""
+    """Like a build system: a shell starts the compiler and waits."""
     subprocess.run(["sh", "-c", '"$@"; echo built', "sh", *extension()], check=True)
 
 
@@ -278,7 +278,7 @@ def handshake():
 
 
 def pause_all(seconds):
-    """A stranger stops all ranks, and lets them go on."""
+    """Another process stops and continues all ranks."""
     ranks = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read()
     beside("sh", "-c", f"kill -STOP {ranks}; sleep {seconds}; kill -CONT {ranks}")
 

@@ -66,7 +66,7 @@ def train(rank, world, options):
             comms.synchronize()
     finally:
         if "raises" in mine:
-            # A summary over all ranks, which nobody else wants at this moment.
+            # A summary over all ranks that no other rank calls at this moment.
             comm.all_gather(loss, cuda.Buffer(world), comms)
             comms.synchronize()
     comm.destroy()
@@ -91,7 +91,7 @@ def save(options):
 
 
 def compile_kernels(options):
-    """Rank 1 has a shape that nobody has met before."""
+    """Rank 1 has a new shape."""
     compiler = os.path.join(tempfile.mkdtemp(), "ptxas")
     shutil.copy(shutil.which("sleep"), compiler)
     subprocess.run([compiler, str(options.compile_seconds)], check=True)

@@ -62,7 +62,7 @@ chance = random.Random(rank)
 
 
 def groups():
-    """Of the ranks of my node, and of the ranks at my place."""
+    """The groups of the ranks of this node, and of the ranks with this local rank."""
     node, place = divmod(rank, options.node)
     wanted = [(f"node{node}", place, options.node), (f"place{place}", node, world // options.node)]
     made = {name[:4]: cuda.Communicator.create(name, member, size) for name, member, size in wanted}
@@ -70,14 +70,14 @@ def groups():
 
 
 def come(place, now):
-    """Where a function of machine.py is to begin."""
+    """The place where a function of machine.py begins."""
     if options.at == place:
         for name in now & machine.NAMES:
             machine.begin(name)
 
 
 class Step:
-    """What a step needs, made once."""
+    """The data of a step, created once."""
 
     def __init__(self):
         made = groups() if "groups_swapped" in bugs else None
@@ -103,7 +103,7 @@ class Step:
         self.mine.reduce_scatter(self.layer, self.shard, self.side)
 
     def anybody(self, leave):
-        """Whether some rank was told to end."""
+        """Whether any rank was terminated."""
         self.loss.fill(1.0 if leave else 0.0)
         self.everybody.all_reduce(self.loss, self.side)
         self.side.synchronize()
