@@ -306,7 +306,7 @@ fn a_rank_that_is_killed_is_an_incident_and_its_ring_is_read() {
     assert_eq!(incident.verdict["trigger"]["kind"], "death");
     let all = evidence(&incident);
     assert_eq!((all.ranks[1].presence(), all.ranks[0].presence()), (Presence::Dead, Presence::Present));
-    assert_eq!(all.ranks[1].flight.as_ref().expect("the ring outlives its process").collectives_launched, 41);
+    assert_eq!(all.ranks[1].flight.as_ref().expect("the ring survives its process").collectives_launched, 41);
     // Linux before 6.15 does not tell how a process ended that its parent has reaped.
     assert!(["killed by SIGKILL", ""].contains(&all.ranks[1].exit.as_str()), "{}", all.ranks[1].exit);
     assert_eq!(dump(&incident, 1, 3).process_state, "X (dead)");

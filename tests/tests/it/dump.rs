@@ -87,7 +87,7 @@ fn the_text_has_every_thread_once() {
     assert!(text.contains("    wait_here /") && text.contains("program.c:7\n"), "{text}");
     assert_eq!(text.matches("    wait_here").count(), 2, "one block for the main thread, one for both others: {text}");
     assert!(!text.contains('\x1b') && !text.contains("child of"), "{text}");
-    assert_eq!(target.dump(&["--merged"]).stdout.matches("wait_here").count(), 2, "the same is the default");
+    assert_eq!(target.dump(&["--merged"]).stdout.matches("wait_here").count(), 2, "this is the default");
     let native = target.dump(&["--native"]);
     assert_eq!((native.code(), native.stdout.matches("    wait_here").count()), (0, 2), "{}", native.stdout);
     let python = target.dump(&["--python"]);

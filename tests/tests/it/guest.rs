@@ -237,7 +237,7 @@ fn other_wrappers_of_dlsym_are_still_called() {
             command.env("LD_PRELOAD", &beside(&shim.display().to_string())[order]);
         })
     };
-    assert!(beside_shim(0).is_none(), "its way leads past the hook");
+    assert!(beside_shim(0).is_none(), "this way bypasses the hook");
     assert_eq!(beside_shim(1).expect("a record").kernels_launched, 200);
     // A library that defines dlsym calls the C library past everything preloaded.
     loads("asks", &["-DOWN_DLSYM", "-rdynamic"], |_, _| {});

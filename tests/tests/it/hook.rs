@@ -140,7 +140,7 @@ fn tools_run_unchanged_without_thread_descriptor_or_mapping() {
         same(job.bare(program).args(arguments), job.hooked(program).args(arguments));
     }
     assert_eq!(job.log(), "");
-    assert_eq!(collector.hellos().len() + collector.ended().len(), 0, "nobody connected");
+    assert_eq!(collector.hellos().len() + collector.ended().len(), 0, "no connection");
 }
 
 /// Launches through every way to the functions; prints how many launches of each kind there were.
@@ -497,7 +497,7 @@ fn a_forked_child_does_not_share_the_state_of_its_parent() {
     let hellos = collector.hellos();
     assert_eq!(hellos.len(), 1, "only the parent: {hellos:?}");
     let record = collector.ring(hellos[0].0);
-    assert_eq!(record.kernels_launched, 2, "the parent goes on recording");
+    assert_eq!(record.kernels_launched, 2, "the parent continues to record");
 }
 
 #[test]

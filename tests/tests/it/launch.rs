@@ -145,7 +145,7 @@ fn signals_arrive_with_their_default_or_inherited_action() {
         u64::from_str_radix(&mask, 16).unwrap() & (1 << (Signal::SIGPIPE as u64 - 1)) != 0
     };
     assert!(!ignored("trap - PIPE;"), "Rust's runtime ignores SIGPIPE, the command must not");
-    assert!(ignored("trap '' PIPE;"), "what the caller ignores stays ignored");
+    assert!(ignored("trap '' PIPE;"), "a signal that the caller ignores stays ignored");
 }
 
 #[test]

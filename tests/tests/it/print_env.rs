@@ -46,7 +46,7 @@ fn settings_show_their_origin_and_bad_values_are_reported() {
         .with("XPU_TIMER_HOOK_PATH", "/nowhere/hook.so");
     let output = run(&bad, &[]);
     assert_eq!(output.code(), 1, "{}", output.stdout);
-    let wrong = output.stdout.split("\nWrong\n").nth(1).expect("what is wrong is at the end");
+    let wrong = output.stdout.split("\nWrong\n").nth(1).expect("the last argument is wrong");
     assert!(
         wrong.contains("XPU_TIMER_BRACKET=\"everything\" cannot be used, using \"collectives\" instead"),
         "{wrong}"

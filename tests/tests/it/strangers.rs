@@ -202,7 +202,7 @@ fn a_large_file_goes_to_a_slow_reader_without_being_in_memory() {
     fs::File::create(folder.join("report.html")).unwrap().set_len(BYTES).unwrap();
     std::os::unix::fs::symlink("/etc/passwd", folder.join("link")).unwrap();
     let page = "/incidents/20261121T000000Z-00000001";
-    assert_eq!(http("GET", job.port, &format!("{page}/link")).unwrap().0, 404, "a link is no file of an incident");
+    assert_eq!(http("GET", job.port, &format!("{page}/link")).unwrap().0, 404, "a link is not a file of an incident");
     let before = resident_kib(&collector);
     let mut readers: Vec<TcpStream> = (0..6)
         .map(|_| {
@@ -276,7 +276,7 @@ fn written_files_are_private_whatever_the_umask_unless_a_group_is_allowed() {
         wait_until(PATIENCE, "the folder is finished", || made.join("latest/report.html").exists());
         assert_eq!(wrong_modes(&timeline.join("made"), file, folder), [""; 0], "umask {umask}, mode {choice:?}");
         let mode = fs::metadata(&timeline).unwrap().permissions().mode() & 0o777;
-        assert_eq!(mode, 0o755, "a folder that was there stays as it is");
+        assert_eq!(mode, 0o755, "an existing folder is unchanged");
     }
 }
 

@@ -237,7 +237,7 @@ fn exit_codes() {
     assert_eq!(broken.code(), 1);
     assert!(broken.stderr.contains("00000-00001.stacktrace is left out"), "{}", broken.stderr);
     assert!(!dir.path().join("cpp_stack").exists());
-    assert_eq!(view(&dir.path().join("00000-00001.stacktrace")).code(), 1, "a file is no folder");
+    assert_eq!(view(&dir.path().join("00000-00001.stacktrace")).code(), 1, "a file is not a folder");
     assert_eq!(run(&["--no-such-option".as_ref()]).code(), 2);
     let help = run(&["--help".as_ref()]);
     assert_eq!(help.code(), 0);

@@ -359,7 +359,7 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(said > 0, "a file that changes below the reader is said");
+    assert!(said > 0, "a file that changes during the read is reported");
     // All names are there again, also for those that have seen it change.
     for capturer in [&mut old, &mut Capturer::new()] {
         let captured = capturer.capture(&[pid], &Options::default()).remove(0);

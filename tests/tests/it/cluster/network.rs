@@ -89,7 +89,8 @@ impl Network {
 
     /// Pulls or plugs the cable of a member.
     fn link(&self, member: u32, state: &str) {
-        ip(&format!("-n {}-hub link set {}{member} {state}", self.prefix, self.prefix)).expect("the link is ours");
+        ip(&format!("-n {}-hub link set {}{member} {state}", self.prefix, self.prefix))
+            .expect("this user owns the link");
     }
 
     /// Kilobits a second from a member on. False when the kernel has no such thing.

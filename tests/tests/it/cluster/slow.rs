@@ -81,7 +81,7 @@ fn two_slow_ranks_of_eight_are_named() {
     assert!(list.starts_with("no incidents\n\nslow ranks, without a hang:\nuneven  rank 6 on "), "{list}");
     let list = incidents(&job, &["slow"]);
     assert!(list.lines().count() == 2 && list.contains("uneven  rank 1 on "), "{list}");
-    assert!(job.incidents().is_empty(), "slow is no hang");
+    assert!(job.incidents().is_empty(), "a slow rank does not hang");
     assert!(ranks.try_wait().is_none(), "it goes on");
 }
 

@@ -58,7 +58,7 @@ fn hang_kill_ends_the_ranks_of_all_nodes_after_the_verdict_of_all() {
         assert!(!hook.wait().success(), "the elastic agent must see a failure");
     }
     cluster.wait_state("ended");
-    assert_eq!(cluster.job.incidents().len(), 1, "that its ranks die is no second incident");
+    assert_eq!(cluster.job.incidents().len(), 1, "the deaths of its ranks are not a second incident");
     for node in &nodes {
         assert!(node.log().contains("XPU_TIMER_HANG_KILL ends the ranks of job kill"), "{}", node.log());
     }

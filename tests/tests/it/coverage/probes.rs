@@ -31,7 +31,7 @@ const PLAIN: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-fcf-protection=none"];
 fn offset_of(file: &Path, function: &str) -> u64 {
     let symbols = Command::new("nm").arg("-D").arg(file).output().expect("nm of binutils runs");
     let symbols = String::from_utf8_lossy(&symbols.stdout).into_owned();
-    let line = symbols.lines().find(|line| line.ends_with(&format!(" {function}"))).expect("the library has it");
+    let line = symbols.lines().find(|line| line.ends_with(&format!(" {function}"))).expect("the library exports it");
     u64::from_str_radix(line.split(' ').next().unwrap(), 16).unwrap()
 }
 

@@ -113,7 +113,7 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
     wait_until(PATIENCE, "it says goodbye", || collector.goodbyes().contains(&pid));
     let record = collector.ring(pid);
     let pending = record.operations.iter().filter(|operation| operation.completed_ns == 0);
-    assert_eq!((pending.count(), record.collectives_launched), (0, 30_010), "the watcher goes on");
+    assert_eq!((pending.count(), record.collectives_launched), (0, 30_010), "the watcher continues");
     assert_eq!(collector.header(pid)[header::FILTERS_SEEN], 0);
 }
 

@@ -57,7 +57,7 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     }
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
     let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
-    assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
+    assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "a joining rank knows no parent");
     // The last one cannot know the identity that the others use; the rank that created the id
     // reports that both identities are equal.
     assert_ne!(grown(3).id, grown(0).id);

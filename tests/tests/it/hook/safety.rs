@@ -143,12 +143,16 @@ fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
     let guest = Guest::start("bare fork");
     guest.say("go");
     guest.wait("forked");
-    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty(), "the parent is there");
+    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty(), "the parent lives");
     let record = guest.collector.ring(guest.process.pid());
-    assert_eq!((record.kernels_launched, record.collectives_launched), (0, 1), "the child's are not its parent's");
+    assert_eq!(
+        (record.kernels_launched, record.collectives_launched),
+        (0, 1),
+        "launches of the child do not count for its parent"
+    );
     guest.say("leave");
     let collector_heard = |guest: &Guest| guest.collector.hellos().len();
-    assert_eq!(collector_heard(&guest), 1, "and it is no rank");
+    assert_eq!(collector_heard(&guest), 1, "and it is not a rank");
     let (code, record, said) = guest.end();
     assert_eq!((code, record.collectives_launched, said), (0, 4, true));
 }
