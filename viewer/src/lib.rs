@@ -128,16 +128,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     });
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
-    // A closed terminal must not cost the pictures, so errors of writing to stderr are ignored.
-    for note in &notes {
-        let _ = writeln!(err, "warning: {}", printable::line(note));
-    }
-    for ((field, text), ranks) in &merged.capture_errors {
-        let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
-        for line in text.lines() {
-            let _ = writeln!(err, "  {}", printable::line(line));
-        }
-    }
+    print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
     }
@@ -182,6 +173,20 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Prints the notes, and the errors of the captures with their ranks. A closed terminal must not
+/// cost the pictures, so errors of writing are ignored.
+fn print_warnings(notes: &[String], merged: &Merged, err: &mut dyn Write) {
+    for note in notes {
+        let _ = writeln!(err, "warning: {}", printable::line(note));
+    }
+    for ((field, text), ranks) in &merged.capture_errors {
+        let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
+        for line in text.lines() {
+            let _ = writeln!(err, "  {}", printable::line(line));
+        }
+    }
 }
 
 /// Writes to stdout. A reader that closed the pipe early, such as `head`, has seen enough: that is
