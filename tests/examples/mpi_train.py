@@ -1,9 +1,10 @@
-"""Ranks of an MPI job in Python (mpi4py): rounds of collectives with checked results, then one rank is missing.
+"""Ranks of an MPI job in Python (mpi4py): rounds of collectives with checked results, then one rank
+is missing.
 
     mpirun -n 4 python3 mpi_train.py --fault allreduce --fault-rank 2
 
-Faults, on --fault-rank: it stays away from the collective of that name; `recv` and `wait`: it never sends what the rank before it
-receives. Without a fault all rounds are run and the job ends.
+Faults, on --fault-rank: it stays away from the collective of that name; `recv` and `wait`: it never
+sends what the rank before it receives. Without a fault all rounds are run and the job ends.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one rank is missing.
+"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one
+rank is missing.
 
     run_ranks.py --nproc 4 torch_gloo.py --fault all_reduce --fault-rank 2
 
-Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what the rank before it receives;
-`recv_any`: the same without a name; `send`: it never receives a large message; `group`: it stays away from an all_reduce of its half
-of the job; `init`: it never joins (rank 0 would be the host of the store); `new_group`: it stays away from the making of another
-group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only before the first restart. Without
-a fault all rounds are run and the job ends.
+Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what
+the rank before it receives; `recv_any`: the same without a name; `send`: it never receives a large
+message; `group`: it stays away from an all_reduce of its half of the job; `init`: it never joins
+(rank 0 would be the host of the store); `new_group`: it stays away from the making of another
+group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only
+before the first restart. Without a fault all rounds are run and the job ends.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Healthy ranks that look unhealthy: `work.py MODE [--seconds S]`.
 
-Each mode is a function. It works for some seconds, several times the hang timeout, in which it launches no collective.
+Each mode is a function. It works for some seconds, several times the hang timeout, in which it
+launches no collective.
 """
 
 import argparse
@@ -42,13 +43,15 @@ class Rank:
         self.stream.synchronize()
 
     def left(self):
-        """Loops until this rank's time is over: for work without collectives, because ranks end separately."""
+        """Loops until this rank's time is over: for work without collectives, because ranks end
+        separately."""
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             yield
 
     def left_on_all(self):
-        """Loops until one rank's time is over. All ranks agree on it, so all take equally many turns."""
+        """Loops until one rank's time is over. All ranks agree on it, so all take equally many
+        turns."""
         end, over = time.monotonic() + self.seconds, 0.0
         while not over:
             yield
@@ -231,7 +234,8 @@ def busy_loaders(rank):
 
 @mode
 def uneven(rank):
-    """One rank evaluates alone, for less than the timeout, while the others wait for it in a collective."""
+    """One rank evaluates alone, for less than the timeout, while the others wait for it in a
+    collective."""
     for _ in range(3):
         if rank.rank == 0:
             end = time.monotonic() + float(os.environ["XPU_TIMER_HANG_TIMEOUT"]) / 2
@@ -264,7 +268,8 @@ def computes(_number):
 
 @mode
 def pool_of_one(rank):
-    """Rank 0 waits for a pool of worker processes, as a tokenizer does; the others wait for it in a collective."""
+    """Rank 0 waits for a pool of worker processes, as a tokenizer does; the others wait for it in a
+    collective."""
     if rank.rank == 0:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(computes, range(int(4 * rank.seconds)), chunksize=1)
@@ -281,7 +286,8 @@ def child_of_one(rank):
 
 @mode
 def thread_of_one(rank):
-    """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
+    """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a
+    collective."""
 
     # Two samples of this many lines rarely find the same one; a loop at one line looks like an
     # endless loop.
@@ -335,7 +341,8 @@ while time.monotonic() < end:
 
 @mode
 def download_of_one(rank):
-    """Rank 0 receives from a server that sends a little at a time; the others wait for it in a collective."""
+    """Rank 0 receives from a server that sends a little at a time; the others wait for it in a
+    collective."""
     if rank.rank == 0:
         sender = Sender(rank.seconds, 1000)
         peer = sender.connect()
@@ -392,7 +399,8 @@ def asynchronous_download_of_one(rank):
 
 @mode
 def upload_of_one(rank):
-    """Rank 0 sends to a peer that takes a little at a time, so that it blocks in send; the others wait for it in a collective."""
+    """Rank 0 sends to a peer that takes a little at a time, so that it blocks in send; the others
+    wait for it in a collective."""
     if rank.rank == 0:
         taker = "import socket, sys, time\n" \
             "listener = socket.socket()\n" \
@@ -423,7 +431,8 @@ def copies_of_one(rank):
 
 @mode
 def posted_receive(rank):
-    """A receive is posted for the whole life of the job on a communicator of its own; steps of most of a timeout go on."""
+    """A receive is posted for the whole life of the job on a communicator of its own; steps of most
+    of a timeout go on."""
     control, stream, message = cuda.Communicator.create("control", rank.rank, rank.size), cuda.Stream(), cuda.Buffer(16)
     if rank.rank == 1:
         control.recv(message, 0, stream)
@@ -437,7 +446,8 @@ def posted_receive(rank):
 
 @mode
 def slow_pipeline(rank):
-    """Each rank in turn works on a batch for most of a timeout; the last receive is posted several timeouts ahead."""
+    """Each rank in turn works on a batch for most of a timeout; the last receive is posted several
+    timeouts ahead."""
     for _ in range(3):
         if rank.rank > 0:
             rank.world.recv(rank.buffer, rank.rank - 1, rank.stream)

@@ -1,8 +1,10 @@
-"""Small jobs on the simulated device in which the main thread, or the only communicator, has no evidence.
+"""Small jobs on the simulated device in which the main thread, or the only communicator, has no
+evidence.
 
     beside.py JOB [RANK]
 
-JOB is a function of this file. It trains until its trouble begins on the rank that is named, in step 9; without a rank, on all.
+JOB is a function of this file. It trains until its trouble begins on the rank that is named, in
+step 9; without a rank, on all.
 """
 
 import os
@@ -76,7 +78,8 @@ def thread_and_sleep(job):
 
 
 def two_orders(job):
-    """One rank has its two communicators the other way round, and waits for each collective, from the first step on."""
+    """One rank has its two communicators the other way round, and waits for each collective, from
+    the first step on."""
     other = cuda.Communicator.create("other", job.rank, job.world)
     comms = [other, job.comm] if job.mine else [job.comm, other]
     while True:

@@ -2,7 +2,8 @@
 
     blind.py JOB RANK[+RANK...]
 
-JOB is a function of this file. It trains until its trouble begins on the ranks that are named, in step 9.
+JOB is a function of this file. It trains until its trouble begins on the ranks that are named, in
+step 9.
 """
 
 import ctypes
@@ -82,7 +83,8 @@ def main_thread_ends(job):
 
 
 def module_in_import(job):
-    """A plugin is imported twice: by a thread, which does not come to its end, and by the main thread."""
+    """A plugin is imported twice: by a thread, which does not come to its end, and by the main
+    thread."""
 
     def trouble():
         folder = tempfile.mkdtemp()
@@ -114,7 +116,8 @@ def streams_cross(job):
 
 
 def short_graph(job):
-    """One rank launches a graph with one all_reduce where the others launch one with two; the job goes on to its end."""
+    """One rank launches a graph with one all_reduce where the others launch one with two; the job
+    goes on to its end."""
     graphs = []
     for reductions in (2, 1):
         with cuda.capture(job.stream) as graph:
@@ -181,7 +184,8 @@ def first_of_all(job):
 
 
 def dies_between_groups(job):
-    """A rank dies after the groups of neighbours are made, and before those of every second rank."""
+    """A rank dies after the groups of neighbours are made, and before those of every second
+    rank."""
     pair, column = job.rank // 2, job.rank % 2
     neighbours = cuda.Communicator.create(f"blind-pair-{pair}", column, 2)
     if job.mine:

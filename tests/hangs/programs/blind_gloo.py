@@ -25,7 +25,8 @@ MINE = RANK == int(sys.argv[2])
 
 
 def steps():
-    """The numbers of the steps, each with whether the trouble begins in it on this rank; after each, gradients are summed."""
+    """The numbers of the steps, each with whether the trouble begins in it on this rank; after
+    each, gradients are summed."""
     gradients = torch.ones(64)
     for step in range(1 << 20):
         yield step, MINE and step == TROUBLE_STEP

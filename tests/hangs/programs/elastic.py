@@ -1,9 +1,9 @@
 """A job of PyTorch on gloo under an elastic agent that starts its ranks again when one has failed.
 
-    elastic.py --ranks 3 --plan fail@1:0,stop@2:1     starts torchrun, and what torchrun starts trains
+    elastic.py --ranks 3 --plan fail@1:0,stop@2:1     starts torchrun, whose ranks train
 
-A plan is NAME@RANK:ATTEMPT, several with a comma: in step 12 of that attempt the rank ends with status 1 (fail), is killed (kill), or begins a
-function of troubles.py.
+A plan is NAME@RANK:ATTEMPT, several with a comma: in step 12 of that attempt the rank ends with
+status 1 (fail), is killed (kill), or begins a function of troubles.py.
 """
 
 import argparse

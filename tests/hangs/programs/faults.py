@@ -1,6 +1,7 @@
 """Ways in which one rank of a job stops, each a function as in real programs.
 
-Every function blocks for ever, ends the process, or keeps it busy; none knows of the device. `run(NAME)` calls one of them.
+Every function blocks for ever, ends the process, or keeps it busy; none knows of the device.
+`run(NAME)` calls one of them.
 """
 
 import ctypes
@@ -121,7 +122,8 @@ def native_lock():
 
 
 def gil_main():
-    """A thread holds a mutex and waits for the GIL; this one holds the GIL and waits for the mutex."""
+    """A thread holds a mutex and waits for the GIL; this one holds the GIL and waits for the
+    mutex."""
     mutex = ctypes.create_string_buffer(64)
     held = threading.Event()
 

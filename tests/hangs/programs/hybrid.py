@@ -1,7 +1,9 @@
-"""A training loop with tensor, pipeline and data parallelism on the public CUDA and NCCL interfaces, and ways to go wrong.
+"""A training loop with tensor, pipeline and data parallelism on the public CUDA and NCCL
+interfaces, and ways to go wrong.
 
-Ranks count through the tensor-parallel group first, then the pipeline, then the data-parallel replicas, as Megatron does it.
-A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of faults.py, run at PLACE; or one of the faults of collectives:
+Ranks count through the tensor-parallel group first, then the pipeline, then the data-parallel
+replicas, as Megatron does it. A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of
+faults.py, run at PLACE; or one of the faults of collectives:
     skip       the rank leaves out one collective of the group PLACE (tp, dp or world)
     op         it broadcasts where the others sum
     size       it sums half as many elements
@@ -10,7 +12,8 @@ A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of faults.py, 
     unsent     it does not send its activations to the next stage
     unreceived it does not receive them
     cycle      it and its neighbour both receive before they send
-PLACE of the others is start, load, forward, backward, optimizer, checkpoint, evaluate or end. STEP is 12 unless given.
+PLACE of the others is start, load, forward, backward, optimizer, checkpoint, evaluate or end. STEP
+is 12 unless given.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a compiler that never ends.
+"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a
+compiler that never ends.
 
-`begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of devices or of the program. What has to
-live beside the program is started as a process that is not its child.
+`begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of
+devices or of the program. What has to live beside the program is started as a process that is not
+its child.
 """
 
 import ctypes
@@ -40,7 +42,8 @@ def directory_entry(name, node):
 
 
 def serve(device, *silent):
-    """Answers all requests of a FUSE mount but those whose number is in `silent`, and all after the first of those."""
+    """Answers all requests of a FUSE mount but those whose number is in `silent`, and all after the
+    first of those."""
     silent = {int(number) for number in silent}
     entry = lambda node: struct.pack("<4Q2I", node, 0, 3600, 3600, 0, 0) + attributes(node)
     opened = struct.pack("<Q2I", 1, 0, 0)
@@ -80,7 +83,8 @@ def beside(*command, pass_fds=()):
 
 
 def mount(*silent):
-    """A folder whose server leaves requests of these kinds without an answer. No other process sees the mount."""
+    """A folder whose server leaves requests of these kinds without an answer. No other process sees
+    the mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     device = os.open("/dev/fuse", os.O_RDWR)
     folder = tempfile.mkdtemp()
@@ -201,7 +205,8 @@ def in_strace():
 
 
 def extension():
-    """The source of an extension that the compiler never comes to the end of: a file that includes itself twice, 40 deep."""
+    """The source of an extension that the compiler never comes to the end of: a file that includes
+    itself twice, 40 deep."""
     source = os.path.join(tempfile.mkdtemp(), "fused_norm.cpp")
     with open(source, "w") as file:
         file.write("#if __INCLUDE_LEVEL__ < 40\n#include __FILE__\n#include __FILE__\n#endif\n")
@@ -237,7 +242,8 @@ def long_import():
 
 
 def import_twice():
-    """A thread imports a module whose import waits for an answer, and so must everybody who imports it."""
+    """A thread imports a module whose import waits for an answer, and so must everybody who imports
+    it."""
     text = "import socket\nOURS, THEIRS = socket.socketpair()\nOURS.recv(1)\n"
     threading.Thread(target=import_of, args=(text,), name="warm-up", daemon=True).start()
     while "tables_of_zoo" not in sys.modules:
@@ -271,7 +277,8 @@ def name_server():
 
 
 def handshake():
-    """The server is alive as far as the kernel goes: it never accepts, and so nobody answers the greeting of TLS."""
+    """The server is alive as far as the kernel goes: it never accepts, and so nobody answers the
+    greeting of TLS."""
     listener = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(listener.getsockname())
     ssl.create_default_context().wrap_socket(client, server_hostname="localhost")

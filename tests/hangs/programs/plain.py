@@ -1,7 +1,9 @@
-"""Data-parallel training as a first script is written: one function, one communicator for everything.
+"""Data-parallel training as a first script is written: one function, one communicator for
+everything.
 
-Every epoch has batches of gradients in two buckets, the loss of some steps summed on all ranks, the rate that rank 0 decides, and a
-barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong there in the third epoch.
+Every epoch has batches of gradients in two buckets, the loss of some steps summed on all ranks, the
+rate that rank 0 decides, and a barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong
+there in the third epoch.
 """
 
 import argparse

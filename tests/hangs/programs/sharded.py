@@ -1,8 +1,10 @@
-"""Training with sharded parameters: every layer is gathered before its use and its gradients are scattered after it; two kinds of groups.
+"""Training with sharded parameters: every layer is gathered before its use and its gradients are
+scattered after it; two kinds of groups.
 
-Ranks of one node share the parameters, ranks at the same place of the nodes average their shards. A node has `--node` ranks. An epoch ends
-with its loss, a table of which rank 0 keeps, and a checkpoint. `--bug NAME@RANK` begins in the second epoch: a function of machine.py at
-the place that `--at` names (load, layer, save), or one of
+Ranks of one node share the parameters, ranks at the same place of the nodes average their shards. A
+node has `--node` ranks. An epoch ends with its loss, a table of which rank 0 keeps, and a
+checkpoint. `--bug NAME@RANK` begins in the second epoch: a function of machine.py at the place that
+`--at` names (load, layer, save), or one of
     swapped            the gradients are scattered before the next layer is gathered
     groups_swapped     it makes its groups before that of all ranks, at the start
     empty_batch        its batch is empty, and it leaves the step out
