@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_beyond_the_world_is_drawn_and_leaks_nowhere() {
+    fn a_rank_beyond_the_world_size_is_drawn_without_leaks() {
         let mut tree = PrefixTree::new();
         tree.insert(["a@f"], 9);
         assert_eq!(folded(&tree, 4), "a@f@9|0-3 1\n");
@@ -189,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn labels_hold_what_they_promise(
+        fn labels_list_exactly_the_stuck_and_leaking_ranks(
             stacks in prop::collection::vec((prop::collection::vec("[ab@ |/]{0,2}", 1..5), 0u32..24), 1..40),
             world in 24u32..30,
         ) {

@@ -19,12 +19,12 @@ pub struct Group {
     /// Ranks of the group.
     pub ranks: RankSet,
     /// Where the ranks are. `None` if they have no stack.
-    pub place: Option<Place>,
+    pub place: Option<StackLocation>,
 }
 
 /// Where a group is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct StackLocation {
     /// The kind of stack that was compared.
     pub mode: Mode,
     /// The deepest frame that all ranks of the group share.
@@ -47,7 +47,7 @@ pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree
             let tree = if mode == Mode::Native { native } else { python };
             let deepest = tree.words().text(*words.last()?).to_owned();
             let own = if alone { None } else { first_own(tree, &words, &ranks) };
-            Some(Place { mode, deepest, own })
+            Some(StackLocation { mode, deepest, own })
         });
         Group { ranks, place }
     };
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_comes_first_and_each_has_what_sets_it_apart() {
+    fn groups_are_sorted_by_size_and_have_a_distinguishing_frame() {
         let mut python = PrefixTree::new();
         let stacks = [("main;load", 0..1), ("main;step;wait", 1..4), ("main;step", 4..6)];
         let mut of_ranks = Vec::new();

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn no_pattern_is_left_where_there_is_none() {
+    fn an_irregular_history_has_no_pattern() {
         assert_eq!(letters("SRSRSRSR"), None);
         assert_eq!(letters("RttttSRttttSRttttS"), None, "the end of the first run");
         assert_eq!(letters("SRR"), None, "too short a past");

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_surest_sign_decides() {
+    fn the_strongest_evidence_decides() {
         let thread = |tid, name: &'static str, root: Option<&'static str>| Candidate {
             tid,
             name: name.as_bytes(),

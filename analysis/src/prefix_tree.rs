@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_stack_is_nothing() {
+    fn an_empty_stack_adds_no_node() {
         let tree = tree(&[("", 0)]);
         assert!(tree.nodes().is_empty());
         assert_eq!(tree.order().depth_first().count(), 0);

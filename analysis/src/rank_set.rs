@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_runs_as_labels_do() {
+    fn consecutive_ranks_are_shown_as_ranges() {
         assert_eq!(set(&[]).to_string(), "");
         assert_eq!(set(&[0, 1]).to_string(), "0-1");
         assert_eq!(set(&[5, 0, 2, 1]).to_string(), "0-2/5");

@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn an_even_run_with_jitter_names_nobody() {
+    fn jitter_alone_names_no_straggler() {
         for seed in 0..200 {
             let mut random = Random(seed);
             let job = one_group(8).run(40, |_, _| 100_000.0 * (0.7 + 0.6 * random.next()));
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_has_a_slow_one_and_a_rank_alone_has_nobody_to_compare_with() {
+    fn a_pair_can_have_a_straggler_and_a_single_rank_cannot() {
         let job = one_group(2).run(30, |rank, _| if rank == 1 { 150_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [1]);
         let job = one_group(1).run(30, |_, _| 100_000.0);

@@ -433,7 +433,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_tells_cost_and_losses() {
+    fn the_hook_line_reports_cost_and_losses() {
         assert_eq!(HookReport::default().line(), None);
         let quiet = HookReport { ranks: 4, ..Default::default() };
         assert_eq!(quiet.line().unwrap(), "cost not measured (too few calls), nothing dropped");

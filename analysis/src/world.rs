@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_of_the_collector_is_parsed() {
+    fn the_exit_text_of_the_collector_is_parsed() {
         assert_eq!(Exit::of(""), Exit::Unknown);
         assert_eq!(Exit::of("exit code many"), Exit::Unknown);
         assert_eq!(Exit::of("exit code 3"), Exit::Code(3));

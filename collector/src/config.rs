@@ -9,7 +9,7 @@ use rustix::process::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
     file,
-    socket::{self, Fingerprint, Look, NO_LOOK},
+    socket::{self, Fingerprint, NO_CHECKS, SocketChecks},
 };
 
 use crate::metrics::settings::MetricsSettings;
@@ -50,7 +50,7 @@ pub struct Settings {
     /// URL that receives the verdicts.
     pub webhook: Option<String>,
     /// How many incident folders to keep.
-    pub keep: Keep,
+    pub keep: RetentionLimits,
     /// Folder of the hooks' logs.
     pub logging_dir: PathBuf,
     /// The collector ends when for this long nothing has been connected and no command of a
@@ -78,7 +78,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, &Look { answers: &unresponsive, ..NO_LOOK });
+        let place = socket::place(source, uid, &SocketChecks { answers: &unresponsive, ..NO_CHECKS });
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),
@@ -96,7 +96,7 @@ impl Settings {
             token_file: source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE"),
             ca_file: source.path("XPU_TIMER_COLLECTOR_CA_FILE"),
             webhook: source.text("XPU_TIMER_WEBHOOK"),
-            keep: Keep::new(source),
+            keep: RetentionLimits::new(source),
             logging_dir: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_default(),
             linger,
         }
@@ -114,19 +114,19 @@ fn unresponsive(path: &Path) -> Option<String> {
 
 /// How many incident folders to keep; zero is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Keep {
+pub struct RetentionLimits {
     /// Number of newest folders to keep.
     pub count: usize,
     /// Greatest age to keep.
     pub age: Duration,
 }
 
-impl Keep {
+impl RetentionLimits {
     /// Reads any source.
     #[must_use]
     pub fn new(source: &Source) -> Self {
         let days: u64 = source.number("XPU_TIMER_KEEP_DAYS").unwrap_or(0);
-        Keep {
+        RetentionLimits {
             count: source.number("XPU_TIMER_KEEP_INCIDENTS").unwrap_or(0),
             age: Duration::from_secs(days.saturating_mul(24 * 3600)),
         }

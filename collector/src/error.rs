@@ -84,7 +84,7 @@ impl Error {
 
     /// Whether a file of that name already exists.
     #[must_use]
-    pub fn is_taken(&self) -> bool {
+    pub fn is_already_exists(&self) -> bool {
         matches!(self, Error::Path { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
     }
 }

@@ -40,7 +40,7 @@ impl JobKey {
     }
 
     /// Whether the rendezvous of this job is `instance`.
-    pub(crate) fn is_at(&self, instance: &str) -> bool {
+    pub(crate) fn has_rendezvous(&self, instance: &str) -> bool {
         match self.instance.strip_prefix(instance) {
             Some("") => true,
             Some(rest) => self.is_of_process() && rest.trim_start_matches(", ").starts_with(PID),
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rendezvous_on_loopback_is_one_of_this_machine() {
+    fn a_loopback_rendezvous_belongs_to_this_machine() {
         for instance in ["127.0.0.1:29500", "localhost:29500", "[::1]:1", "::1:1", "127.0.1.1:29500"] {
             let reported = beyond_this_machine(instance);
             assert!(reported.starts_with(instance) && reported.len() > instance.len() + 8, "{reported}");

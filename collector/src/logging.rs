@@ -605,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn old_logs_of_hooks_go_and_those_of_processes_that_live_stay() {
+    fn old_hook_logs_are_removed_unless_their_process_lives() {
         let folder = tempfile::tempdir().unwrap();
         let log = |pid: u32| folder.path().join(format!("xpu_timer_hook.{pid}.log"));
         for pid in (5_000_000..5_000_000 + HOOK_LOGS as u32 + 20).chain([std::process::id()]) {

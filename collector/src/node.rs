@@ -58,7 +58,7 @@ use crate::{
         inbox::{Command, Inbox},
         socket::Endpoint,
         state::NodeState,
-        supervisor::Supervised,
+        supervisor::SupervisorLink,
         uplink::Address,
     },
     os::resources,
@@ -83,7 +83,7 @@ const PAIRS_APART: u16 = 10;
 /// When another collector holds this socket, or the socket cannot be opened.
 pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     let (supervised, endpoint) = match tied {
-        true => Supervised::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
+        true => SupervisorLink::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
         false => (None, Endpoint::open(&settings.socket)?),
     };
     let descriptors = resources::raise_descriptor_limit();
@@ -108,7 +108,7 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     // An earlier collector may have been killed. Its commands still run, and their ranks may not
     // have registered yet.
     state.launched.find(&state.settings.socket);
-    state.supervisor = supervised.as_ref().and_then(Supervised::pid);
+    state.supervisor = supervised.as_ref().and_then(SupervisorLink::pid);
     info!("listening on {} as pid {}", state.settings.socket.display(), std::process::id());
     // The launcher looks for errors in the log after it has received the welcome.
     logging::flush();
@@ -119,7 +119,7 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         EventLoop { state, endpoint, supervised, connections: Connections::default(), inbox, commands };
     event_loop.run();
     if let Some(supervised) = &event_loop.supervised
-        && !supervised.ends()
+        && !supervised.announce_end()
     {
         event_loop.endpoint.set_removes_file(true);
     }

@@ -74,14 +74,14 @@ pub struct DeviceNames {
     /// (stream, status*, id*, …null): the capture in which a stream takes part.
     pub capture_info: &'static CStr,
     /// The functions for contexts or devices.
-    pub place: Place,
+    pub place: LaunchTarget,
     /// (name*, function), if known.
     pub function_name: Option<&'static CStr>,
 }
 
 /// What the launches of a thread go to: a driver has contexts, a runtime has device numbers.
 #[derive(Debug)]
-pub enum Place {
+pub enum LaunchTarget {
     /// Contexts.
     Context {
         /// (stream, context*)
@@ -177,7 +177,7 @@ pub static FAMILIES: [Family; 6] = [
             stream_is_capturing: c"cuStreamIsCapturing",
             exchange_capture_mode: c"cuThreadExchangeStreamCaptureMode",
             capture_info: c"cuStreamGetCaptureInfo_v2",
-            place: Place::Context {
+            place: LaunchTarget::Context {
                 of_stream: c"cuStreamGetCtx",
                 of_any_stream: c"cuStreamGetCtx_v2",
                 current: c"cuCtxGetCurrent",
@@ -212,7 +212,11 @@ pub static FAMILIES: [Family; 6] = [
             stream_is_capturing: c"hipStreamIsCapturing",
             exchange_capture_mode: c"hipThreadExchangeStreamCaptureMode",
             capture_info: c"hipStreamGetCaptureInfo_v2",
-            place: Place::Device { of_stream: c"hipStreamGetDevice", current: c"hipGetDevice", set: c"hipSetDevice" },
+            place: LaunchTarget::Device {
+                of_stream: c"hipStreamGetDevice",
+                current: c"hipGetDevice",
+                set: c"hipSetDevice",
+            },
             // hipKernelNameRef has another signature.
             function_name: None,
         }),
@@ -235,7 +239,11 @@ pub static FAMILIES: [Family; 6] = [
             stream_is_capturing: c"mcStreamIsCapturing",
             exchange_capture_mode: c"mcThreadExchangeStreamCaptureMode",
             capture_info: c"mcStreamGetCaptureInfo_v2",
-            place: Place::Device { of_stream: c"mcStreamGetDevice", current: c"mcGetDevice", set: c"mcSetDevice" },
+            place: LaunchTarget::Device {
+                of_stream: c"mcStreamGetDevice",
+                current: c"mcGetDevice",
+                set: c"mcSetDevice",
+            },
             function_name: None,
         }),
     },

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn work_that_does_not_answer_is_left_behind() {
+    fn blocked_work_is_abandoned_at_the_deadline() {
         let (hold, held) = mpsc::channel::<()>();
         let error = within(Duration::from_millis(20), move || held.recv().is_ok()).unwrap_err();
         assert_eq!((error.kind(), error.to_string()), (io::ErrorKind::TimedOut, unanswered().to_string()));

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_none_costs_itself_alone_wherever_it_stands() {
+    fn invalid_utf8_changes_only_its_own_field() {
         let message = everywhere();
         let bytes = message.encode_to_vec();
         let places: Vec<usize> =
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_in_more_bytes_than_it_needs_and_a_cut_message() {
+    fn padded_lengths_are_read_and_truncated_messages_fail() {
         // Field 11, process_state, with a length of three bytes.
         let long = [0x5a, 0x82, 0x80, 0x00, b'a', 0xff, 0x18, 5];
         let decoded: Stacktrace = decode(&long).unwrap();

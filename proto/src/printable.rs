@@ -177,7 +177,7 @@ mod tests {
         "a\u{1b}[31m\u{9b}2J\u{7f}\u{202e}\u{2066}\u{200e}\u{61c}\u{200b}\u{feff}\u{e0041}\u{ad}\u{3164}\u{0}z";
 
     #[test]
-    fn nothing_that_acts_gets_through() {
+    fn control_characters_are_replaced() {
         let seen = line(HOSTILE);
         assert!(!seen.chars().any(is_unsafe), "{seen:?}");
         assert_eq!(seen.chars().count(), HOSTILE.chars().count(), "each is replaced by something that is seen");
@@ -188,14 +188,14 @@ mod tests {
     }
 
     #[test]
-    fn what_people_write_stays() {
+    fn printable_text_is_unchanged() {
         for plain in ["", "train-7b", "обучение", "学習", "a:b/c\\d\"e", "naïve ½ …", "🙂"] {
             assert!(matches!(line(plain), Cow::Borrowed(same) if same == plain), "{plain}");
         }
     }
 
     #[test]
-    fn json_says_the_same_without_acting() {
+    fn json_is_escaped_across_write_boundaries() {
         let safe = json("{\n  \"a\": \"x\u{202e}\u{7f}\u{e0041}y\"\n}");
         assert_eq!(safe, "{\n  \"a\": \"x\\u202e\\u007f\\udb40\\udc41y\"\n}");
         let text = "\"ü\u{202e}\"\n".as_bytes();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_a_log_is_one_line() {
+    fn a_log_record_is_one_line() {
         let mut log = Lines(Vec::new());
         log.write_all(b"job \"a\n2026-01-01 ERROR forged\x1b[2J\" \xff\n").unwrap();
         log.write_all(b"two\n").unwrap();

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_secret_stays() {
+    fn arguments_without_secrets_are_unchanged() {
         for arguments in [
             &["python", "-m", "torch.distributed.run", "--nproc-per-node=8", "train.py", "--max-tokens=4096"][..],
             &["t", "--tokenizer", "gpt2", "--num_tokens", "7", "--token-file=/run/token", "--password-file", "/x"],
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_url_that_is_a_secret_shows_its_host() {
+    fn only_the_host_of_a_secret_url_is_shown() {
         assert_eq!(host_of("https://hooks.example/services/T0/B0/s3cret"), "https://hooks.example/…");
         assert_eq!(host_of("http://u:s3cret@127.0.0.1:9/h?s3cret"), "http://127.0.0.1:9/…");
         assert_eq!(host_of("s3cret"), "…");
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn any_text_is_taken() {
+    fn any_text_is_accepted() {
         for odd in [
             "", "=", "--token", "--token=", "token:", "token: ", "token=\"", "a://@", "://", "a://b", "ä=ö", "token \\",
         ] {

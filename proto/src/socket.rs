@@ -57,7 +57,7 @@ pub const MAX_PATH_BYTES: usize = 107;
 
 /// The location at which a process finds its collector.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct SocketLocation {
     /// The socket.
     pub socket: PathBuf,
     /// The user's own folder, for other files that nobody else may write.
@@ -79,11 +79,11 @@ pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
     let given = source.path("XPU_TIMER_SOCKET").filter(|socket| fits(socket));
-    given.unwrap_or_else(|| place(source, uid, &NO_LOOK).socket)
+    given.unwrap_or_else(|| place(source, uid, &NO_CHECKS).socket)
 }
 
 /// Accepts every folder.
-pub const NO_LOOK: Look<'static> = Look { answers: &|_| None, refuses: &|_| None };
+pub const NO_CHECKS: SocketChecks<'static> = SocketChecks { answers: &|_| None, refuses: &|_| None };
 
 /// Whether a path is short enough for a socket.
 fn fits(socket: &Path) -> bool {
@@ -92,7 +92,7 @@ fn fits(socket: &Path) -> bool {
 
 /// The checks of [`place`] for a folder, which may not exist yet. Each returns a reason against the
 /// folder.
-pub struct Look<'a> {
+pub struct SocketChecks<'a> {
     /// Called first, before any other access to the folder: why its file system does not answer.
     pub answers: &'a dyn Fn(&Path) -> Option<String>,
     /// Why no file can be created in it.
@@ -101,7 +101,7 @@ pub struct Look<'a> {
 
 /// Like [`of`], with the reason if it is not the first choice.
 #[must_use]
-pub fn place(source: &Source, uid: u32, look: &Look<'_>) -> Place {
+pub fn place(source: &Source, uid: u32, look: &SocketChecks<'_>) -> SocketLocation {
     place_among(source, uid, look, &mounts())
 }
 
@@ -116,7 +116,7 @@ pub fn is_remote(path: &Path) -> bool {
     remote(path, &mounts()).is_some()
 }
 
-fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Place {
+fn place_among(source: &Source, uid: u32, look: &SocketChecks<'_>, mounts: &str) -> SocketLocation {
     let file = format!("{}.sock", source.control_port());
     let temporary = temporary(source);
     let places = [temporary.clone(), "/tmp".into(), format!("/run/user/{uid}").into(), "/dev/shm".into()];
@@ -128,7 +128,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
         && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory))
         && remote(&directory, mounts).is_none()
     {
-        return Place { socket: socket.clone(), directory, problem: None };
+        return SocketLocation { socket: socket.clone(), directory, problem: None };
     }
     let wanted = directory(&temporary, uid);
     let unreachable = |path: &Path| unreachable(path, look, mounts);
@@ -146,15 +146,15 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     if let Some(why) = &mut problem {
         *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
     }
-    let Some(socket) = given else { return Place { socket: own, directory, problem } };
+    let Some(socket) = given else { return SocketLocation { socket: own, directory, problem } };
     let refused = if fits(&socket) {
         unreachable(&socket).map(|why| format!("cannot be used ({why})"))
     } else {
         Some(format!("is longer than {MAX_PATH_BYTES} bytes, the limit for a socket's path"))
     };
-    let Some(why) = refused else { return Place { socket, directory, problem: None } };
+    let Some(why) = refused else { return SocketLocation { socket, directory, problem: None } };
     let problem = format!("XPU_TIMER_SOCKET={} {why}: {} is used instead", socket.display(), own.display());
-    Place { socket: own, directory, problem: Some(problem) }
+    SocketLocation { socket: own, directory, problem: Some(problem) }
 }
 
 /// Why the path of a folder, or of the socket in it, can never be used.
@@ -166,7 +166,7 @@ fn unsuitable(directory: &Path, socket: &Path) -> Option<String> {
 }
 
 /// Why accessing a path might block forever.
-fn unreachable(path: &Path, look: &Look<'_>, mounts: &str) -> Option<String> {
+fn unreachable(path: &Path, look: &SocketChecks<'_>, mounts: &str) -> Option<String> {
     let on_network = remote(path, mounts).map(|kind| format!("it is on a network file system, {kind}"));
     on_network.or_else(|| (look.answers)(path))
 }
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_given_differs() {
+    fn only_explicit_settings_are_compared() {
         let text = |all: &[Fingerprint]| -> String {
             all.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect()
         };
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_given_is_taken_unless_it_is_too_long() {
+    fn an_explicit_socket_is_used_unless_its_path_is_too_long() {
         let of = |path: String| {
             let find = move |name: &str| (name == "XPU_TIMER_SOCKET").then(|| path.clone());
             super::of(&Source::new(find, ""), 4_000_000)
@@ -385,7 +385,7 @@ mod tests {
 
     /// Only `answers` may access a socket or a temporary folder below `/dead`.
     #[test]
-    fn what_does_not_answer_is_not_looked_at() {
+    fn an_unresponsive_folder_is_not_checked_further() {
         let place = |settings: &[(&'static str, &'static str)]| {
             let settings = settings.to_vec();
             let find = move |name: &str| settings.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
@@ -394,7 +394,7 @@ mod tests {
                 assert!(!path.starts_with("/dead"), "{}", path.display());
                 None
             };
-            place_among(&Source::new(find, ""), 4_000_000, &Look { answers: &answers, refuses: &refuses }, "")
+            place_among(&Source::new(find, ""), 4_000_000, &SocketChecks { answers: &answers, refuses: &refuses }, "")
         };
         let (temporary, socket) = (("TMPDIR", "/dead/tmp"), ("XPU_TIMER_SOCKET", "/dead/s"));
         let own = Path::new("/tmp/xpu_timer-4000000/18888.sock");
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_of_the_network_is_not_asked_and_another_folder_is_taken() {
+    fn a_network_file_system_is_skipped_for_the_next_folder() {
         let mounts = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
             30 22 0:40 / /home/a\\040b rw - nfs4 server:/a rw\n\
             31 30 0:41 / /home/a\\040b/local rw - tmpfs none rw\n\
@@ -437,30 +437,30 @@ mod tests {
             assert!(!folder.starts_with("/over"), "asked");
             folder.starts_with("/tmp").then(|| "dead".to_string())
         };
-        let place = place_among(&source, 4_000_000, &Look { answers: &answers, ..NO_LOOK }, mounts);
+        let place = place_among(&source, 4_000_000, &SocketChecks { answers: &answers, ..NO_CHECKS }, mounts);
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
         assert!(place.problem.is_some_and(|why| why.contains("/over/xpu_timer-4000000") && why.contains("fuse.sshfs")));
     }
 
     #[test]
-    fn the_folder_of_the_launchers_choice_is_not_looked_at_again() {
+    fn the_folder_that_the_launcher_chose_is_not_checked_again() {
         let find = |name: &str| match name {
             "TMPDIR" => Some("/dead".to_string()),
             "XPU_TIMER_SOCKET" => Some("/tmp/xpu_timer-4000000/1.sock".to_string()),
             _ => None,
         };
         let asked = |folder: &Path| -> Option<String> { panic!("{} is asked", folder.display()) };
-        let look = Look { answers: &asked, refuses: &asked };
+        let look = SocketChecks { answers: &asked, refuses: &asked };
         let place = place(&Source::new(find, ""), 4_000_000, &look);
         assert_eq!(place.directory, Path::new("/tmp/xpu_timer-4000000"));
         assert_eq!((place.socket, place.problem), (place.directory.join("1.sock"), None));
     }
 
     #[test]
-    fn folders_are_tried_in_order_and_the_reason_is_told() {
+    fn folders_are_tried_in_order_and_the_reason_is_reported() {
         let source = Source::new(|name| (name == "TMPDIR").then(|| "/nowhere".to_string()), "");
         let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
-        let place = place(&source, 4_000_000, &Look { refuses: &refused, ..NO_LOOK });
+        let place = place(&source, 4_000_000, &SocketChecks { refuses: &refused, ..NO_CHECKS });
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
         assert!(
             place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm"))

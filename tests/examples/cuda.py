@@ -1,4 +1,4 @@
-"""A small ctypes view of the CUDA runtime, the driver's kernel launch and NCCL, for the example training programs.
+"""Small ctypes bindings of the CUDA runtime, the driver's kernel launch and NCCL, for the example training programs.
 
 It loads the libraries by soname, so the dynamic linker decides whether they are real or simulated. `Kernel` alone needs the
 simulated driver, whose modules are text. Every failure raises `CudaError` or `NcclError`. Ranks come from RANK, LOCAL_RANK and
@@ -154,7 +154,7 @@ def _driver(name, *arguments):
 
 
 def _nccl(name, *arguments, ready=None):
-    """Calls NCCL; with `ready`, "in progress" is waited for with the communicator that it returns."""
+    """Calls NCCL. With `ready`, waits while the communicator that it returns is "in progress"."""
     code = getattr(nccl, name)(*arguments)
     if code == IN_PROGRESS and ready is not None:
         ready().wait_ready(name)
@@ -185,7 +185,7 @@ def synchronize():
 
 
 class Stream:
-    """A stream of its own; `Stream.default()` is the NULL stream."""
+    """A new stream; `Stream.default()` is the NULL stream."""
 
     def __init__(self, priority=0, non_blocking=True):
         self.handle = _HANDLE()
@@ -321,7 +321,7 @@ def capture(stream, mode=CAPTURE_GLOBAL):
     try:
         yield graph
     except BaseException:
-        # The capture must end whatever happened; the exception on its way is the one that counts.
+        # The capture must end in any case, and the current exception must not be replaced.
         runtime.cudaStreamEndCapture(stream.handle, byref(graph.graph))
         raise
     _cuda("cudaStreamEndCapture", stream.handle, byref(graph.graph))
@@ -361,7 +361,7 @@ class Communicator:
             _nccl("ncclCommInitRankConfig", byref(communicator.handle), size, unique_id, rank, byref(config))
             communicator.wait_ready("ncclCommInitRankConfig")
         if rank == 0:
-            # Everybody is in, so everybody has read it.
+            # All ranks have joined, so all have read it.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return communicator

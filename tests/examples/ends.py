@@ -1,12 +1,15 @@
-"""Ranks on the public CUDA and NCCL interfaces that end in every way there is, some of them right after their first device call.
+"""Ranks on the public CUDA and NCCL interfaces that end in every way, some of them right after
+their first device call.
 
     run_ranks.py --nproc 4 ends.py --how exit --code 3
     ends.py --method fork --nproc 4 --how killed
 
-Every rank sums twice. On --rank, at --moment `start` (after its first device call), `made` (after the creation of the
-communicator) or `between` (the two sums), it goes: `exit` by sys.exit, `raise` by an exception, `_exit` by os._exit, which runs no
-handler, `killed` and `abort` by a signal, `stay` not at all. Without --how all ranks end as they should, `--how _exit` without a
---rank lets all leave at once after the first sum. With --method the program starts its ranks itself, as torch.multiprocessing does.
+Every rank sums twice. On --rank, at --moment `start` (after its first device call), `made` (after
+the creation of the communicator) or `between` (the two sums), it goes: `exit` by sys.exit, `raise`
+by an exception, `_exit` by os._exit, which runs no handler, `killed` and `abort` by a signal,
+`stay` not at all. Without --how all ranks end as they should, `--how _exit` without a --rank lets
+all leave at once after the first sum. With --method the program starts its ranks itself, as
+torch.multiprocessing does.
 """
 
 import argparse
@@ -24,8 +27,9 @@ def wait_for_shard():
 
 
 def known():
-    """Waits until the collector knows this process. One that ends in the first milliseconds after its first device call may go
-    before the hook's thread has had its turn to say hello, above all on a busy machine."""
+    """Waits until the collector knows this process. One that ends in the first milliseconds after
+    its first device call may go before the hook's thread has had its turn to say hello, above all
+    on a busy machine."""
     status = f"http://127.0.0.1:{os.environ['XPU_TIMER_BASEPORT']}/status"
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -54,7 +58,7 @@ def go(options):
 
 
 def train(rank, options):
-    # The simulated device is loaded in the rank alone: a forked child cannot go on with its parent's.
+    # Only the rank loads the simulated device: a forked child cannot use that of its parent.
     import cuda
 
     def moment(name):

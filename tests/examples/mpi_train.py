@@ -1,9 +1,10 @@
-"""Ranks of an MPI job in Python (mpi4py): rounds of collectives with checked results, then one of them does not come.
+"""Ranks of an MPI job in Python (mpi4py): rounds of collectives with checked results, then one rank
+is missing.
 
     mpirun -n 4 python3 mpi_train.py --fault allreduce --fault-rank 2
 
-Faults, on --fault-rank: it stays away from the collective of that name; `recv` and `wait`: it never sends what the rank before it
-receives. Without a fault all rounds are run and the job ends.
+Faults, on --fault-rank: it stays away from the collective of that name; `recv` and `wait`: it never
+sends what the rank before it receives. Without a fault all rounds are run and the job ends.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def train_step(step):
 
 
 def evaluate_forever():
-    """What a rank does that has lost the others."""
+    """The fault: this rank leaves its collectives."""
     while True:
         time.sleep(0.5)
 

@@ -2,8 +2,9 @@
 
     run_ranks.py --nproc 4 train.py --steps 100
 
-Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. SIGTERM and SIGINT go on to the ranks. A rank that ends does not end
-the others: that is what the hang tests need. The exit status is 1 when any rank failed.
+Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. SIGTERM and SIGINT go on to the ranks. A
+rank that ends does not end the others: that is what the hang tests need. The exit status is 1 when
+any rank failed.
 """
 
 import argparse

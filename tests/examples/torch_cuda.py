@@ -1,14 +1,17 @@
-"""Ranks of a PyTorch job on the (simulated) GPU with ProcessGroupNCCL: parts that train or communicate, then perhaps a fault.
+"""Ranks of a PyTorch job on the (simulated) GPU with ProcessGroupNCCL: parts that train or
+communicate, then perhaps a fault.
 
     run_ranks.py --nproc 4 torch_cuda.py --parts ddp fsdp2 --fault ddp --fault-rank 2
 
-What NCCL moves is right and is checked; the kernels of a simulated device compute nothing, so losses mean nothing, and
-all_gather_object, which takes a maximum on the device, cannot be used. Faults, on --fault-rank, in the middle of the steps:
-`ddp`, `fsdp2`: it does not come to a step; `tensor_parallel`: it stays away from its tensor-parallel group, on which the others
-wait in a chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one all_reduce and goes on;
-`shapes`: it leaves out one bucket of another size; `exception`: it raises; `once`: as `ddp`, but only before the first restart;
-`sharded`: it does not come to a step of FSDP over tensor parallelism; `objects`: it stays away from an all_gather_object on gloo;
-`checkpoint`: its part of a checkpoint cannot be written.
+What NCCL moves is right and is checked; the kernels of a simulated device compute nothing, so
+losses mean nothing, and all_gather_object, which takes a maximum on the device, cannot be used.
+Faults, on --fault-rank, in the middle of the steps: `ddp`, `fsdp2`: it does not come to a step;
+`tensor_parallel`: it stays away from its tensor-parallel group, on which the others wait in a
+chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one
+all_reduce and goes on; `shapes`: it leaves out one bucket of another size; `exception`: it raises;
+`once`: as `ddp`, but only before the first restart; `sharded`: it does not come to a step of FSDP
+over tensor parallelism; `objects`: it stays away from an all_gather_object on gloo; `checkpoint`:
+its part of a checkpoint cannot be written.
 """
 
 import argparse
@@ -38,7 +41,7 @@ def say(line):
 
 
 def wait_for_shard():
-    """What a rank does that has lost the others."""
+    """The fault: this rank leaves its collectives."""
     signal.pause()
 
 
@@ -101,7 +104,7 @@ def fsdp2(options):
 
 def graph(options):
     values = full(256, 1)
-    # NCCL connects at its first use, which a capture would not like.
+    # NCCL connects at its first use, which a capture forbids.
     dist.all_reduce(values)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -153,7 +156,8 @@ def point_to_point(options):
 
 
 def mesh():
-    """Ranks in rows of two: the tensor-parallel groups are the rows, the data-parallel ones the columns."""
+    """Ranks in rows of two: the tensor-parallel groups are the rows, the data-parallel ones the
+    columns."""
     grid = init_device_mesh("cuda", (SIZE // 2, 2), mesh_dim_names=("dp", "tp"))
     return grid["tp"].get_group(), grid["dp"].get_group()
 
@@ -214,7 +218,8 @@ def objects(options):
 
 
 def checkpoint(options):
-    """Checkpoints that are written beside the training, each rank its part; with the fault one rank's is a pipe that nobody reads."""
+    """Checkpoints that are written beside the training, each rank its part; with the fault one
+    rank's is a pipe that nobody reads."""
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import fully_shard
 
@@ -232,8 +237,9 @@ def checkpoint(options):
 
 
 def measured(options):
-    """Batches of a data loader through DDP in half precision, and collectives whose sizes are known, in a type that nothing else
-    has. In the last batch the rank says what it has counted itself, and rests for ever."""
+    """Batches of a data loader through DDP in half precision, and collectives whose sizes are
+    known, in a type that nothing else has. In the last batch the rank says what it has counted
+    itself, and rests for ever."""
     from torch.utils.data import DataLoader, TensorDataset
 
     network = DistributedDataParallel(model())
@@ -266,7 +272,7 @@ def measured(options):
 
 
 def lose(options):
-    """The faults that are no step of a training loop."""
+    """The faults outside of a training loop."""
     fault, mine = options.fault, RANK == options.fault_rank
     if fault == "tensor_parallel":
         tensor_parallel, data_parallel = mesh()
@@ -297,7 +303,8 @@ def lose(options):
 
 
 def join(options):
-    """All ranks meet before the first call of the device, so that a slow start of one is no wait of the others in NCCL."""
+    """All ranks meet before the first call of the device, so that a slow start of one is no wait of
+    the others in NCCL."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     settings = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))}
     if options.timeout:

@@ -1,12 +1,14 @@
-"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one rank does not come.
+"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one
+rank is missing.
 
     run_ranks.py --nproc 4 torch_gloo.py --fault all_reduce --fault-rank 2
 
-Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what the rank before it receives;
-`recv_any`: the same without a name; `send`: it never receives a large message; `group`: it stays away from an all_reduce of its half
-of the job; `init`: it never joins (rank 0 would be the host of the store); `new_group`: it stays away from the making of another
-group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only before the first restart. Without
-a fault all rounds are run and the job ends.
+Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what
+the rank before it receives; `recv_any`: the same without a name; `send`: it never receives a large
+message; `group`: it stays away from an all_reduce of its half of the job; `init`: it never joins
+(rank 0 would be the host of the store); `new_group`: it stays away from the making of another
+group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only
+before the first restart. Without a fault all rounds are run and the job ends.
 """
 
 import argparse
@@ -28,7 +30,7 @@ def check(what, found, expected):
 
 
 def train_step(step, group):
-    """Every kind of collective that gloo has, with results that are known."""
+    """Every kind of collective of gloo, with known results."""
     gradients = torch.full((1024,), float(RANK + step))
     pending = dist.all_reduce(gradients, async_op=True)
     flags = torch.tensor([RANK])
@@ -55,7 +57,7 @@ def train_step(step, group):
 
 
 def rarer_collectives():
-    """Those that are in no step: ten of the whole job."""
+    """The ten collectives of the whole job before the first step."""
     parts = [torch.zeros(2) for _ in range(SIZE)] if RANK == 1 else None
     dist.gather(torch.full((2,), float(RANK)), parts, dst=1)
     check("what was gathered", [part[0].item() for part in parts or []], list(map(float, range(SIZE))) if parts else [])
@@ -83,7 +85,7 @@ def rarer_collectives():
 
 
 def evaluate_forever():
-    """What a rank does that has lost the others."""
+    """The fault: this rank leaves its collectives."""
     signal.pause()
 
 

@@ -49,7 +49,7 @@ class ShardReader(threading.Thread):
             reading, writing = os.pipe()
             if self.delay:
                 threading.Timer(self.delay, os.write, (writing, b"x")).start()
-            os.read(reading, 1)  # a shard that does not come
+            os.read(reading, 1)  # a shard that never arrives
         return float(shard)
 
 
@@ -151,7 +151,7 @@ def main():
             if fault == "raise":
                 raise ValueError("a bad sample")
         total = trainer.train_step(batch, fault if step in options.fault_step else None)
-        if options.fault != "skip":  # as in real training, where nobody knows the right sum
+        if options.fault != "skip":    # as in real training, where the right sum is unknown
             trainer.check(batch, total)
         time.sleep(options.step_ms / 1000 * random.uniform(1 - options.jitter, 1 + options.jitter))
         if rank == 0 and step % 10 == 0:

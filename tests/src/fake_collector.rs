@@ -269,7 +269,7 @@ fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
         }
         message.bytes
     });
-    let mut heard = heard.lock().expect("nobody panics with it");
+    let mut heard = heard.lock().expect("no thread panics while it holds the lock");
     if length == 0 {
         heard.ended.push(pid);
         return false;

@@ -87,8 +87,7 @@ pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
 /// The pid of the program that [`run_in_forky`], or another `unshare --fork`, runs: the only child
 /// of that process.
 ///
-/// # Errors
-/// There is no child yet, or no longer.
+/// # Errors The child does not exist yet, or has ended.
 pub fn only_child(pid: i32) -> Result<i32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
     let child = children.split_whitespace().next().with_context(|| format!("process {pid} has no child"))?;

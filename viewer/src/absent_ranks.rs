@@ -131,7 +131,7 @@ mod tests {
         Evidence { world_size: 8, ranks, ..Default::default() }
     }
 
-    fn told(folder: &Path, verdict: Option<&Verdict>) -> Vec<String> {
+    fn reasons(folder: &Path, verdict: Option<&Verdict>) -> Vec<String> {
         // Rank 1 died after its dump was taken.
         let (absent, _) = absent_ranks(folder, verdict, &RankSet::from_iter([0, 1]), 8);
         let line =
@@ -140,17 +140,17 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_known_is_told_once() {
+    fn each_absent_rank_has_one_reason() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(told(dir.path(), None), ["NoDump 2-7 [] "]);
+        assert_eq!(reasons(dir.path(), None), ["NoDump 2-7 [] "]);
         let verdict = judge(&evidence());
         assert_eq!(
-            told(dir.path(), Some(&verdict)),
+            reasons(dir.path(), Some(&verdict)),
             ["Dead 1 [] the process is gone", "Left 4 [] ", "NoDump 2-3 [] permission denied", "NoDump 5-7 [] "]
         );
         fs::write(dir.path().join("evidence.bin"), evidence().encode_to_vec()).unwrap();
         assert_eq!(
-            told(dir.path(), Some(&verdict)),
+            reasons(dir.path(), Some(&verdict)),
             [
                 "Dead 1 [node-0] killed by SIGKILL; the process is gone",
                 "Left 4 [node-1] exit code 0",

@@ -432,7 +432,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_dump_is_told_from_a_dump() {
+    fn files_that_are_not_dumps_are_rejected() {
         assert_eq!(Dump::decode(b""), Err(DecodeError::NoDump));
         assert_eq!(Dump::decode(&[0; 64]), Err(DecodeError::NoField { offset: 0 }));
         // Only field 90: a message of some other program.
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_name_that_is_cut_within_a_character_does_not_cost_the_rank() {
+    fn a_thread_name_cut_within_a_character_keeps_the_rank() {
         let thread = [0x12, 2, b'a', 0xe6];
         let mut file = vec![0x0a, thread.len() as u8];
         file.extend(thread);

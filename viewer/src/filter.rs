@@ -122,7 +122,7 @@ mod tests {
     use crate::dump::Frame;
 
     #[test]
-    fn ranks_as_people_write_them() {
+    fn rank_ranges_are_parsed() {
         assert_eq!(ranks("6").unwrap().to_string(), "6");
         assert_eq!(ranks("7, 0-3").unwrap().to_string(), "0-3/7");
         assert_eq!(ranks("0-3/7").unwrap().to_string(), "0-3/7");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_by_id_name_and_frames() {
+    fn threads_match_by_id_name_and_frames() {
         let thread =
             |tid, name: &'static str, at| Thread { tid, name: name.as_bytes(), frames: at, ..Thread::default() };
         let threads = || Threads {

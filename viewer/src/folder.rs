@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_held_is_not_read() {
+    fn too_large_and_irregular_files_are_not_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("0-1.stacktrace");
         let file = fs::File::create(&path).unwrap();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_folders_are_warned_of_by_name() {
+    fn warnings_name_unusual_folders() {
         assert_eq!(folder(&["0-2.stacktrace", "1-2.stacktrace", "readme"]).warnings(), Vec::<String>::new());
         let mixed = folder(&["0-2.stacktrace", "1-4.stacktrace", "9-4.stacktrace", "x.stacktrace"]);
         assert_eq!(mixed.world, 4);
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_incident_with_a_dump_is_meant() {
+    fn the_latest_incident_with_a_dump_is_chosen() {
         let dir = tempfile::tempdir().unwrap();
         for name in
             ["incident-20260101T000000Z-1", "incident-20261121T101500Z-3", "incident-20261121T101800Z-4", "other"]
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_of_all_ranks_are_read_and_rubbish_is_not() {
+    fn trees_of_all_ranks_are_read_and_other_files_are_not() {
         let folder = tempfile::tempdir().unwrap();
         assert!(merged_trees(folder.path()).is_none());
         let mut tree = PrefixTree::new();

@@ -72,7 +72,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn every_incident_is_listed_the_oldest_first() {
+    fn incidents_are_listed_oldest_first() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["incident-20261121T101800Z-4", "incident-20261121T101500Z-3", "other", "incident-odd"] {
             fs::create_dir(dir.path().join(name)).unwrap();

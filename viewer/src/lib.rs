@@ -129,16 +129,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     });
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
-    // A closed terminal must not cost the pictures, so errors of writing to stderr are ignored.
-    for note in &notes {
-        let _ = writeln!(err, "warning: {}", printable::line(note));
-    }
-    for ((field, text), ranks) in &merged.capture_errors {
-        let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
-        for line in text.lines() {
-            let _ = writeln!(err, "  {}", printable::line(line));
-        }
-    }
+    print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
     }
@@ -155,12 +146,17 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     };
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-        let about =
-            report::About { folder: &name, world: listed.world, verdict: verdict.as_ref(), absent: &absent, notes };
+        let about = report::ReportContext {
+            folder: &name,
+            world: listed.world,
+            verdict: verdict.as_ref(),
+            absent: &absent,
+            notes,
+        };
         result = write_report(&report.finish(&about, &mut merged), output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
-    let about = summary::About {
+    let about = summary::SummaryContext {
         chosen: chosen.then_some(folder.as_str()),
         world: listed.world,
         sentence: sentence.as_deref(),
@@ -178,6 +174,20 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Prints the notes, and the errors of the captures with their ranks. A closed terminal must not
+/// cost the pictures, so errors of writing are ignored.
+fn print_warnings(notes: &[String], merged: &Merged, err: &mut dyn Write) {
+    for note in notes {
+        let _ = writeln!(err, "warning: {}", printable::line(note));
+    }
+    for ((field, text), ranks) in &merged.capture_errors {
+        let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
+        for line in text.lines() {
+            let _ = writeln!(err, "  {}", printable::line(line));
+        }
+    }
 }
 
 /// Writes to stdout. A reader that closed the pipe early, such as `head`, has seen enough: that is

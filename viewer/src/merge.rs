@@ -6,7 +6,7 @@ use crate::stacks::{End, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
 use xpu_timer_analysis::groups;
-pub use xpu_timer_analysis::groups::{Group, Mode, Place};
+pub use xpu_timer_analysis::groups::{Group, Mode, StackLocation};
 use xpu_timer_analysis::main_thread::{self, Candidate};
 use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId};
 use xpu_timer_analysis::rank_set::RankSet;
@@ -211,7 +211,7 @@ mod tests {
         ]);
         let shown: Vec<_> = merged.groups.iter().map(|g| (g.ranks.to_string(), g.place.clone())).collect();
         let place = |deepest: &str, own: &str| {
-            Some(Place { mode: Mode::Python, deepest: deepest.into(), own: Some(own.into()) })
+            Some(StackLocation { mode: Mode::Python, deepest: deepest.into(), own: Some(own.into()) })
         };
         assert_eq!(
             shown,
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn one_group_has_no_others_to_differ_from() {
+    fn a_single_group_has_no_distinguishing_frame() {
         let merged = merged(&[rank(0, "f@a:1", "g@b:1"), rank(1, "f@a:1", "g@b:2")]);
         assert_eq!(merged.groups.len(), 1);
         assert_eq!(merged.groups[0].place.as_ref().unwrap().own, None);

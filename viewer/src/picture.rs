@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_inferno_would_trim_skip_or_choke_on_is_drawn() {
+    fn labels_that_inferno_mishandles_are_drawn() {
         let odd = [
             " lead",
             "# comment",
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_whose_text_sorts_apart_stay_one_frame() {
+    fn a_frame_is_drawn_once_whatever_the_sort_order() {
         // As text, `a@f…` < `a@f… b@f…` < `a@f…;c@f…`, which would split the frame of `a`.
         let tree = tree(&stacks(&[&["a"], &["a@f@0|1-7 b"], &["a", "c"]]));
         let frames = frames(&svg(&tree));
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_picture_says_so_and_is_no_error() {
+    fn an_empty_picture_has_a_message_and_is_not_an_error() {
         let svg = svg(&PrefixTree::new());
         assert!(
             roxmltree::Document::parse_with_options(

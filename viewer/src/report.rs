@@ -13,7 +13,7 @@ mod communicators;
 mod data;
 mod mixed;
 
-pub use builder::{About, Builder};
+pub use builder::{Builder, ReportContext};
 pub use data::Report;
 
 use serde::Serialize;
@@ -56,7 +56,7 @@ pub fn render(report: &Report) -> serde_json::Result<String> {
     // In JSON, `<` occurs only in strings, where this escape has the same meaning. No name can
     // therefore close the element that contains the data.
     let mut data = Vec::new();
-    report.serialize(&mut serde_json::Serializer::with_formatter(&mut data, Shown))?;
+    report.serialize(&mut serde_json::Serializer::with_formatter(&mut data, JsonFormatter))?;
     let data = String::from_utf8_lossy(&data).replace('<', "\\u003c");
     let mut page = String::with_capacity(data.len() + 128 * 1024);
     let mut rest = PAGE;
@@ -74,9 +74,9 @@ pub fn render(report: &Report) -> serde_json::Result<String> {
 
 /// Writes JSON without characters that affect a page or text copied from it. Line breaks stay,
 /// because the page shows texts of several lines.
-struct Shown;
+struct JsonFormatter;
 
-impl Formatter for Shown {
+impl Formatter for JsonFormatter {
     fn write_string_fragment<W: Write + ?Sized>(&mut self, writer: &mut W, fragment: &str) -> io::Result<()> {
         writer.write_all(printable::line(fragment).as_bytes())
     }

@@ -59,7 +59,7 @@ impl Stacks {
         for frame in leaf_first.iter().rev() {
             // The word that followed its caller last time nearly always follows it again.
             let word = match guess {
-                Some(guess) if is_word_of(self.words.text(guess), frame) => guess,
+                Some(guess) if is_text_of(self.words.text(guess), frame) => guess,
                 _ => self.word(frame),
             };
             match self.stack.last() {
@@ -83,7 +83,7 @@ impl Stacks {
     fn word(&mut self, frame: &Frame<'_>) -> WordId {
         let hash = self.hasher.hash_one((frame.func, frame.file));
         let words = &self.words;
-        if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_word_of(words.text(word), frame)) {
+        if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_text_of(words.text(word), frame)) {
             return word;
         }
         let (func, file) = frame.text();
@@ -94,7 +94,7 @@ impl Stacks {
             self.dropped.push(self.text.contains(DROPPED_FROM));
             self.next.push(None);
         }
-        if is_word_of(&self.text, frame) {
+        if is_text_of(&self.text, frame) {
             self.by_frame.insert_unique(hash, (hash, word), |&(hash, _)| hash);
         }
         word
@@ -159,7 +159,7 @@ pub enum End {
 }
 
 /// Whether the word is exactly the text of the frame.
-fn is_word_of(word: &str, frame: &Frame<'_>) -> bool {
+fn is_text_of(word: &str, frame: &Frame<'_>) -> bool {
     let (word, func, file) = (word.as_bytes(), frame.func, frame.file);
     word.len() == func.len() + 1 + file.len()
         && word[func.len()] == b'@'
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_no_text_is_drawn_with_what_is() {
+    fn an_invalid_utf8_name_is_drawn_with_replacements() {
         let mut stacks = Stacks::default();
         let broken = Frame { func: b"f\xff", file: b"\xe6x" };
         let first = add(&mut stacks, &[broken, frame("root", "r")], 0);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stack_that_no_rank_has_is_not_drawn() {
+    fn a_stack_without_ranks_is_not_drawn() {
         let mut stacks = Stacks::default();
         stacks.intern(&[frame("left", "out")]);
         add(&mut stacks, &[frame("f", "x")], 0);

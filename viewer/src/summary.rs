@@ -41,7 +41,7 @@ pub fn verdict_sentence(folder: &Path) -> Option<String> {
 
 /// The context of a summary, besides the merged dumps.
 #[derive(Debug, Default)]
-pub struct About<'a> {
+pub struct SummaryContext<'a> {
     /// The folder, if it was chosen among several.
     pub chosen: Option<&'a str>,
     /// Number of ranks in the job.
@@ -62,7 +62,7 @@ pub struct About<'a> {
     pub written: &'a [PathBuf],
 }
 
-impl About<'_> {
+impl SummaryContext<'_> {
     /// The part of `ranks` that was requested.
     fn requested_part(&self, ranks: &RankSet) -> RankSet {
         self.requested.map_or_else(|| ranks.clone(), |requested| ranks.intersection(requested))
@@ -83,7 +83,7 @@ impl About<'_> {
 }
 
 /// The summary as text.
-pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
+pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> String {
     let mut text = String::new();
     let (paint, culprits) = (Paint(screen.colour), about.culprits());
     let prose = screen.width.map(|width| width.min(PROSE));
@@ -201,7 +201,7 @@ fn on_nodes(merged: &Merged, ranks: &RankSet) -> String {
 }
 
 /// The summary as JSON. Rank sets have the form of labels.
-pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Result<String> {
+pub fn json(merged: &Merged, about: &SummaryContext<'_>, folder: &str) -> serde_json::Result<String> {
     let place_of = |group: &Group| {
         group.place.as_ref().map(|place| {
             let mode = if place.mode == Mode::Python { "python" } else { "native" };
@@ -392,13 +392,13 @@ pub fn ranks_of(ranks: &RankSet) -> String {
 mod tests {
     use super::*;
     use crate::absent_ranks::Absence;
-    use crate::merge::{Merger, Place};
+    use crate::merge::{Merger, StackLocation};
     use std::fs;
 
     #[test]
     fn a_terminal_gets_a_sentence_that_stands_out_and_fits() {
         let merged = Merger::default().finish();
-        let about = About { sentence: Some("Rank 5 reads a file."), ..About::default() };
+        let about = SummaryContext { sentence: Some("Rank 5 reads a file."), ..SummaryContext::default() };
         let text = summary(&merged, &about, Screen { width: Some(12), colour: true });
         assert!(text.starts_with("\u{1b}[1mRank 5 reads\na file.\u{1b}[0m\n\n"), "{text:?}");
         assert!(!summary(&merged, &about, Screen::default()).contains('\u{1b}'));
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_fits_and_keeps_what_is_looked_for() {
+    fn a_shortened_frame_keeps_the_searched_text() {
         let word = "forward_backward@/data/mcore/Megatron-LM/megatron/core/schedules.py:1467";
         assert_eq!(shown(word, None), "forward_backward (/data/mcore/Megatron-LM/megatron/core/schedules.py:1467)");
         assert_eq!(shown(word, Some(50)), "forward_backward (…egatron/core/schedules.py:1467)");
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_for_people() {
+    fn ranks_are_listed_as_ranges() {
         assert_eq!(ranks_of(&RankSet::from_iter([6])), "rank 6");
         assert_eq!(ranks_of(&RankSet::from_iter([0, 1, 2, 5])), "ranks 0-2, 5 (4)");
         assert_eq!(
@@ -434,11 +434,11 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_text() {
+    fn the_summary_has_all_sections() {
         let mut merged = Merger::default().finish();
         merged.ranks = (0..7).collect();
         let place = |deepest: &str, own: Option<&str>| {
-            Some(Place { mode: Mode::Python, deepest: deepest.into(), own: own.map(Into::into) })
+            Some(StackLocation { mode: Mode::Python, deepest: deepest.into(), own: own.map(Into::into) })
         };
         merged.groups = vec![
             Group { ranks: (0..5).collect(), place: place("wait@w.py:3", Some("step@t.py:9")) },
@@ -459,13 +459,13 @@ mod tests {
             },
             AbsentRanks { absence: Absence::NoDump, ranks: (8..10).collect(), node: String::new(), why: String::new() },
         ];
-        let about = About {
+        let about = SummaryContext {
             world: 10,
             sentence: Some("Rank 5 reads."),
             verdict: Some(&verdict),
             absent: &absent,
             written: &["/x/cpp_stack".into()],
-            ..About::default()
+            ..SummaryContext::default()
         };
         let text = summary(&merged, &about, Screen::default());
         assert_eq!(
@@ -479,7 +479,7 @@ mod tests {
              State D (disk\u{fffd}[1m sleep): rank 6 on gpu-1\n\n/x/cpp_stack\n"
         );
         let requested: RankSet = (5..9).collect();
-        let text = summary(&merged, &About { requested: Some(&requested), ..about }, Screen::default());
+        let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Screen::default());
         assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
     }
 

@@ -157,6 +157,7 @@ impl<'w, 'a> Builder<'w, 'a> {
         Node::Event(self.events.binary_search(&event).unwrap_or(0))
     }
 
+    /// Collects every event that a rank waits for or takes part in.
     pub(super) fn collect_events(&mut self) {
         let mut events = BTreeSet::new();
         for (comm, content) in self.comms.iter().enumerate() {

@@ -112,7 +112,7 @@ const ARBITRATIONS: &[Arbitration] = &[
         name: "few_inside",
         reason: "If most members of a communicator are together at one place and have not entered the collective that few \
                  wait in, the few may have made a call that was not due.",
-        scenario: "collectives::few_in_a_collective_while_most_stand_together_elsewhere",
+        scenario: "collectives::a_few_ranks_in_a_collective_while_most_wait_elsewhere",
         leaves_doubt: false,
         apply: few_inside,
     },
@@ -146,7 +146,7 @@ const LIMITS: &[Limit] = &[
     Limit {
         name: "many_together",
         reason: "Many ranks together at another place, while few wait, may wait for something that the few have not done.",
-        scenario: "transfers::many_together_may_wait_for_the_few_that_wait_for_them",
+        scenario: "transfers::a_majority_may_wait_for_the_few_that_wait_for_it",
         confidence: Confidence::Medium,
         applies: many_together,
     },

@@ -71,13 +71,13 @@ const SUSPICIONS: &[Suspicion] = &[
         name: "not_waiting",
         reason: "In any healthy job some ranks wait for the device and others are elsewhere, so only ranks that stand still \
                  count, if there are any.",
-        scenario: "hosts::a_job_that_computes_nothing_is_judged_by_its_stacks",
+        scenario: "hosts::a_job_without_recorded_collectives_is_judged_by_its_stacks",
         find: not_waiting,
     },
     Suspicion {
         name: "manual",
         reason: "A manual dump may be of a healthy job, so a rank that only stands still is no suspect.",
-        scenario: "hosts::a_manual_dump_accuses_no_rank_that_only_stands_still",
+        scenario: "hosts::a_manual_dump_does_not_accuse_an_idle_rank",
         find: manual,
     },
     Suspicion {

@@ -21,7 +21,7 @@ fn all_enter(world: u32, odd: u32, op: Op, change: impl Fn(&mut Operation)) -> J
 }
 
 #[test]
-fn all_agree_and_nothing_moves() {
+fn all_ranks_agree_and_no_data_moves() {
     let verdict = all_enter(4, 9, Op::AllReduce, |_| ()).judge();
     expect(&verdict, Cause::NetworkStall, &[], Confidence::High);
     assert_eq!(verdict.victims, [0, 1, 2, 3]);
@@ -330,7 +330,7 @@ fn a_rank_that_does_not_split_holds_up_all_children() {
 }
 
 #[test]
-fn some_create_a_communicator_and_the_others_wait_for_them_in_a_collective() {
+fn some_ranks_create_a_communicator_while_the_others_are_in_a_collective() {
     let judge = |creating: &[u32]| {
         let mut job = Job::with_world(4, 3);
         for rank in 0..4 {
@@ -404,7 +404,7 @@ fn a_rank_that_finalizes_where_others_reduce_gave_up() {
 }
 
 #[test]
-fn few_in_a_collective_while_most_stand_together_elsewhere() {
+fn a_few_ranks_in_a_collective_while_most_wait_elsewhere() {
     let judge = |outside: &[u32], elsewhere: &[u32]| {
         let mut job = Job::with_world(5, 6);
         for rank in 0..5 {

@@ -59,7 +59,7 @@ fn several_collectives_in_flight_do_not_confuse() {
 }
 
 #[test]
-fn a_watcher_that_does_not_turn_is_not_believed() {
+fn the_record_of_a_stuck_watcher_is_not_trusted() {
     let mut job = queued(2);
     let flight = job.flight(2);
     flight.health.as_mut().unwrap().heartbeat_ns = flight.read_ns - 30 * SECOND;
@@ -163,7 +163,7 @@ fn a_group_that_is_not_closed_is_no_stuck_device() {
 }
 
 #[test]
-fn a_rank_that_asks_again_and_again_waits() {
+fn a_polling_rank_counts_as_waiting() {
     let mut job = Job::with_world(4, 40);
     for rank in 1..4 {
         job.enter_with(0x77, rank, Op::Barrier, |operation| operation.status = OpStatus::Completed.into());
@@ -175,7 +175,7 @@ fn a_rank_that_asks_again_and_again_waits() {
 }
 
 #[test]
-fn a_rank_whose_record_ends_where_the_others_have_long_been() {
+fn a_rank_whose_record_ends_early_is_behind() {
     let mut job = Job::with_world(4, 12);
     job.enter(0x77, 0, Op::AllReduce);
     job.flight(0).health.as_mut().expect("it tells").heartbeat_ns = 900 * SECOND;

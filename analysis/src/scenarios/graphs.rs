@@ -46,7 +46,7 @@ fn pipeline(rank: u32) -> u64 {
 }
 
 #[test]
-fn the_culprit_stands_three_groups_away_from_most_victims() {
+fn the_culprit_is_three_groups_away_from_most_victims() {
     for (culprit, stack, cause, confidence) in [
         (1, Stack::loader(), Cause::DataLoader, Confidence::Medium),
         (1, Stack::checkpoint(), Cause::StorageIo, Confidence::High),
@@ -95,7 +95,7 @@ fn a_chain_ends_at_a_stall_of_one_group() {
 }
 
 #[test]
-fn a_victim_whose_collective_waits_behind_another_of_its_own_is_no_culprit() {
+fn a_victim_with_a_queued_collective_is_not_a_culprit() {
     // Rank 0 has also launched its data collective, behind the tensor collective that waits for
     // rank 1.
     let mut job = three_dimensions();

@@ -226,7 +226,7 @@ fn ranks_that_all_sleep_may_be_idle() {
 }
 
 #[test]
-fn a_server_is_not_in_the_way_of_those_that_sleep() {
+fn a_server_does_not_block_sleeping_ranks() {
     let verdict = quiet(|rank| if rank == 0 { serves() } else { Stack::sleep() }).judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
     assert!(verdict.sentence.contains("every rank sleeps, or waits for a message"), "{}", verdict.sentence);

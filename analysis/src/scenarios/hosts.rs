@@ -33,7 +33,7 @@ fn too_late(sample: &mut ProcessSample) {
 }
 
 #[test]
-fn a_sample_that_came_too_late_is_no_proof_of_standing_still() {
+fn a_late_sample_does_not_prove_that_a_rank_stood_still() {
     for (which, stack) in [Stack::loader(), Stack::checkpoint(), Stack::lock(), Stack::pause()].into_iter().enumerate()
     {
         for late in [&[0][..], &[1], &[0, 1]] {
@@ -68,7 +68,7 @@ fn a_sample_that_came_too_late_is_no_proof_of_standing_still() {
 /// All stacks are there except those of one rank, which is where the others are. A missing stack
 /// accuses nobody.
 #[test]
-fn a_rank_without_a_dump_is_no_culprit_for_that() {
+fn a_missing_dump_alone_does_not_make_a_culprit() {
     let mut job = Job::with_world(4, 30);
     for rank in 0..4 {
         job.enter(0x77, rank, Op::AllReduce);
@@ -153,14 +153,14 @@ fn io_of_other_threads_is_no_progress_of_the_main_thread() {
 }
 
 #[test]
-fn by_the_kernel_function_alone_it_is_storage_but_a_socket_is_not() {
+fn a_kernel_function_alone_identifies_storage_but_not_a_socket() {
     let read = |wchan| Stack::new(&[("load", "/job/train.py:9")], &["??"]).state("S (sleeping)", wchan);
     expect(&behind(1, read("request_wait_answer")).judge(), Cause::StorageIo, &[1], Confidence::High);
     expect(&behind(1, read("sk_wait_data")).judge(), Cause::MissingRank, &[1], Confidence::High);
 }
 
 #[test]
-fn a_dead_rank_that_is_behind_is_dead_whoever_it_is() {
+fn any_dead_rank_that_is_behind_is_dead() {
     for culprit in 0..4 {
         let mut job = behind(culprit, Stack::loader());
         job.dies(culprit, "killed by SIGKILL");
@@ -252,12 +252,12 @@ fn uninterruptible_sleep_counts_when_it_lasts() {
 }
 
 #[test]
-fn a_lock_is_a_lock_with_medium_confidence() {
+fn a_wait_for_a_lock_has_medium_confidence() {
     expect(&behind(2, Stack::lock()).judge(), Cause::HostLock, &[2], Confidence::Medium);
 }
 
 #[test]
-fn compiling_and_collecting_are_no_hangs() {
+fn compiling_and_collecting_garbage_are_not_hangs() {
     let inductor = Stack::new(
         &[("compile_fx", "/v/site-packages/torch/_inductor/compile_fx.py:9"), ("main", "/job/train.py:5")],
         &["?"],
@@ -398,7 +398,7 @@ fn an_unregistered_rank_is_behind() {
 }
 
 #[test]
-fn a_job_that_computes_nothing_is_judged_by_its_stacks() {
+fn a_job_without_recorded_collectives_is_judged_by_its_stacks() {
     let gloo = || {
         Stack::new(
             &[("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:9")],
@@ -420,7 +420,7 @@ fn a_job_that_computes_nothing_is_judged_by_its_stacks() {
 }
 
 #[test]
-fn the_one_rank_that_goes_on_when_all_others_are_done() {
+fn the_one_rank_that_continues_after_all_others_finished_is_named() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 1, Op::AllReduce);
     for rank in [0, 2, 3] {
@@ -516,7 +516,7 @@ fn a_thread_that_is_stuck_is_named_beside_the_lock_that_the_main_thread_waits_fo
 }
 
 #[test]
-fn main_threads_that_wait_for_those_that_train_tell_nothing() {
+fn main_threads_that_wait_for_training_threads_are_ignored() {
     let joins = || Stack::new(&[], &["__futex_abstimed_wait_common64", "wait_for_thread_shutdown", "Py_FinalizeEx"]);
     let mut job = behind(3, joins());
     expect(&job.judge(), Cause::Teardown, &[3], Confidence::High);
@@ -620,7 +620,7 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
 }
 
 #[test]
-fn the_sentence_names_what_a_system_call_waits_for() {
+fn the_sentence_names_the_peer_of_a_blocked_system_call() {
     let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(77, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
     let told = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
@@ -762,7 +762,7 @@ fn a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member() {
 }
 
 #[test]
-fn a_manual_dump_accuses_no_rank_that_only_stands_still() {
+fn a_manual_dump_does_not_accuse_an_idle_rank() {
     let mut job = Job::new(1);
     job.stands(0, Stack::checkpoint());
     job.trigger(TriggerKind::Idle);

@@ -199,7 +199,7 @@ fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, hol
 }
 
 #[test]
-fn the_holder_of_what_others_wait_for_is_followed() {
+fn the_holder_of_an_awaited_resource_is_followed() {
     for (native, kind) in [("flock", AwaitedKind::Lock), ("recv", AwaitedKind::Socket), ("read", AwaitedKind::Pipe)] {
         let mut job = outside(&[2, 5]);
         awaits(&mut job, 5, native, kind, &[1002]);

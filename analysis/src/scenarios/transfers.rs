@@ -35,7 +35,7 @@ fn a_transfer_cycle_that_never_worked_has_high_confidence() {
 }
 
 #[test]
-fn the_one_rank_that_is_in_no_transfer_of_the_circle() {
+fn the_one_rank_outside_a_cycle_of_transfers_is_named() {
     let mut job = together(4);
     job.transfer(0x77, 0, Op::Recv, 1);
     job.transfer(0x77, 1, Op::Recv, 2);
@@ -101,7 +101,7 @@ fn a_rank_that_receives_from_itself_is_named() {
 }
 
 #[test]
-fn the_size_that_is_new_is_the_wrong_one() {
+fn the_rank_with_the_new_size_is_named() {
     let sizes = |old: [u64; 2], new: [u64; 2]| {
         let mut job = together(3);
         for _ in 0..3 {
@@ -304,7 +304,7 @@ fn a_circle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
 }
 
 #[test]
-fn many_together_may_wait_for_the_few_that_wait_for_them() {
+fn a_majority_may_wait_for_the_few_that_wait_for_it() {
     let judge = |away: std::ops::Range<u32>| {
         let mut job = together(4);
         for rank in away.clone() {

@@ -41,7 +41,7 @@ pub use error::Error;
 pub use kernel::{procfs::children, sock_diag};
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
-pub use stacks::{Function, Place, ProcessCapture, Stacks};
+pub use stacks::{CodeLocation, Function, ProcessCapture, Stacks};
 
 const _: fn() = || {
     fn is_send<T: Send>() {}

@@ -85,7 +85,7 @@ pub(crate) struct RawProcess {
     pub sample: ProcessSample,
     pub python_entries: Vec<Vec<bool>>,
     /// The places that the frames are at.
-    pub places: Vec<RawPlace>,
+    pub places: Vec<RawCodeLocation>,
     /// Frames of the threads in `sample.stacktrace`, in the same order, as indices into `places`.
     pub frames: Vec<Vec<u32>>,
 }
@@ -94,7 +94,7 @@ pub(crate) struct RawProcess {
 pub(crate) const JIT_MODULE: &str = "[jit]";
 
 /// A place in the code of one process that its frames are at, and the object that contains it.
-pub(crate) struct RawPlace {
+pub(crate) struct RawCodeLocation {
     pub frame: RawFrame,
     pub image: Option<Arc<Image>>,
     pub bias: u64,
@@ -104,7 +104,7 @@ pub(crate) struct RawPlace {
     pub name: Option<Arc<str>>,
 }
 
-impl RawPlace {
+impl RawCodeLocation {
     /// The address in terms of the object's own tables.
     pub fn address(&self) -> u64 {
         self.frame.lookup().wrapping_sub(self.bias)
@@ -114,12 +114,12 @@ impl RawPlace {
 /// Distinct places, each with an index. A thousand frames share a few dozen places, so the
 /// information about a place is kept once.
 #[derive(Default)]
-pub(crate) struct Places {
-    pub list: Vec<RawPlace>,
+pub(crate) struct CodeLocations {
+    pub list: Vec<RawCodeLocation>,
     numbers: HashMap<RawFrame, u32>,
 }
 
-impl Places {
+impl CodeLocations {
     /// The indices of the places of a stack.
     pub fn of(&mut self, frames: &[RawFrame], space: Option<&AddressSpace<'_>>) -> Vec<u32> {
         frames.iter().map(|frame| self.number(*frame, space)).collect()
@@ -136,7 +136,7 @@ impl Places {
             if made { JIT_MODULE.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
         let name = space.filter(|_| made).and_then(|space| space.perf_map().find(frame.lookup()));
         let number = self.list.len() as u32;
-        self.list.push(RawPlace {
+        self.list.push(RawCodeLocation {
             frame,
             image: object.as_ref().map(|object| Arc::clone(&object.image)),
             bias: object.map_or(0, |object| object.bias),

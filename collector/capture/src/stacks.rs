@@ -39,7 +39,7 @@ pub struct Stacks {
     /// As in [`ProcessCapture`].
     pub python_entries: Vec<Vec<bool>>,
     /// The places that `frames` refers to.
-    pub places: Vec<Place>,
+    pub places: Vec<CodeLocation>,
     /// For each thread in `sample.stacktrace`, the indices of its frames' places, leaf first.
     pub frames: Vec<Vec<u32>>,
     /// All descendants, flattened, parents before their children. Empty unless `Options::children`
@@ -49,7 +49,7 @@ pub struct Stacks {
 
 /// A place in the code of one process.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct CodeLocation {
     /// Program counter in the process.
     pub pc: u64,
     /// Path of the object that contains the place; `[jit]` for code generated at run time; empty if
@@ -71,7 +71,7 @@ pub struct Function {
     pub line: Option<Arc<str>>,
 }
 
-impl Place {
+impl CodeLocation {
     /// `path:line` of one of the functions, or the object's path if the line is unknown.
     #[must_use]
     pub fn file_name<'a>(&'a self, function: &'a Function) -> &'a str {
@@ -125,8 +125,8 @@ pub(crate) struct FrameExpander {
 }
 
 impl FrameExpander {
-    pub(crate) fn new(places: &[Place]) -> Self {
-        FrameExpander { places: places.iter().map(Place::expand).collect(), spare: Vec::new() }
+    pub(crate) fn new(places: &[CodeLocation]) -> Self {
+        FrameExpander { places: places.iter().map(CodeLocation::expand).collect(), spare: Vec::new() }
     }
 
     /// Appends the frames with these indices to those of a thread.

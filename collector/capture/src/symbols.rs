@@ -20,8 +20,8 @@ use std::{
 use crate::{
     objects::{bytes::Bytes, image::Image},
     pool::{self, PoolConfig},
-    process::{RawPlace, RawProcess},
-    stacks::{Function, Place, Stacks},
+    process::{RawCodeLocation, RawProcess},
+    stacks::{CodeLocation, Function, Stacks},
 };
 
 use lines::{Lookup, Source};
@@ -188,8 +188,8 @@ impl Symbolizer {
 
     /// Messages about objects whose functions have no names because their files changed or could
     /// not be read.
-    fn missing_name_errors(&self, places: &[RawPlace]) -> BTreeSet<String> {
-        let of = |place: &RawPlace| match &place.image {
+    fn missing_name_errors(&self, places: &[RawCodeLocation]) -> BTreeSet<String> {
+        let of = |place: &RawCodeLocation| match &place.image {
             Some(image) if self.changed.contains(&image.id) => {
                 Some(format!("{} changed while it was read, so its functions have no names", image.path))
             }
@@ -202,7 +202,7 @@ impl Symbolizer {
         places.iter().filter_map(of).collect()
     }
 
-    fn place<'a>(&self, raw: &'a RawPlace, modules: &mut HashMap<&'a str, Arc<str>>) -> Place {
+    fn place<'a>(&self, raw: &'a RawCodeLocation, modules: &mut HashMap<&'a str, Arc<str>>) -> CodeLocation {
         let known = raw.image.as_ref().and_then(|image| self.objects.get(&image.id));
         let name = known.and_then(|known| known.names.get(&raw.address())?.clone()).or_else(|| raw.name.clone());
         let python = || raw.image.as_ref()?.known_python()?.name(raw.address());
@@ -220,7 +220,7 @@ impl Symbolizer {
             (Some(_), None) => {}
             (None, name) => functions.push(Function { name: name.unwrap_or_else(|| "??".into()), line: None }),
         }
-        Place {
+        CodeLocation {
             pc: raw.frame.pc,
             module: Arc::clone(modules.entry(module).or_insert_with(|| module.into())),
             module_address: raw.image.as_ref().map_or(0, |_| raw.frame.pc.wrapping_sub(raw.bias)),

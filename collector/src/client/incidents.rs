@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_plain() {
+    fn incident_names_must_be_plain() {
         assert_eq!(plain("incident-20261121T132019Z-0e0c1f66").unwrap(), "20261121T132019Z-0e0c1f66");
         for bad in ["", "../x", "a/b", "a b", "a?b"] {
             assert!(plain(bad).is_err(), "{bad}");
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_stand_below_their_names() {
+    fn columns_are_aligned_with_their_headers() {
         let text = table(&incidents(), None);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_name_mentions_nobody() {
+    fn a_job_name_cannot_mention_chat_users() {
         let mut verdict = xpu_timer_analysis::judge(&Evidence::default());
         verdict.job = "<!channel> @here <https://example.org|log>".into();
         let body = body(&verdict, None);

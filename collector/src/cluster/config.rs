@@ -13,7 +13,7 @@ use xpu_timer_proto::{
     socket,
 };
 
-use crate::config::Keep;
+use crate::config::RetentionLimits;
 
 /// Settings of the cluster collector.
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub struct Settings {
     /// URL that verdicts are posted to.
     pub webhook: Option<String>,
     /// Retention of incident folders.
-    pub keep: Keep,
+    pub keep: RetentionLimits,
 }
 
 impl Settings {
@@ -74,7 +74,7 @@ impl Settings {
             timeline_path: source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
             fallback_path: socket::directory(&temporary, uid).join("timeline"),
             webhook: source.text("XPU_TIMER_WEBHOOK"),
-            keep: Keep::new(source),
+            keep: RetentionLimits::new(source),
         })
     }
 }

@@ -37,7 +37,7 @@ use crate::{
 
 /// What the thread gathers, and where.
 #[derive(Debug, Clone)]
-pub struct GatherTask {
+pub struct GatherPlan {
     /// The plan of the dump.
     pub plan: Plan,
     /// Ranks of the job.
@@ -48,9 +48,9 @@ pub struct GatherTask {
     pub is_new_round: bool,
 }
 
-/// Work for the thread.
+/// A task for the thread.
 #[derive(Debug)]
-pub enum Work {
+pub enum GatherTask {
     /// A part of a node's dump.
     Part(NodeId, Box<NodeDump>, Credit),
     /// Everything that arrives in time has arrived. Contains the ranks without evidence and the
@@ -82,11 +82,14 @@ const EVIDENCE: &str = "evidence.bin";
 /// Time limit of the viewer; the verdict is already written.
 const VIEW: Duration = Duration::from_secs(60);
 
-/// Starts the thread. It ends when the `Work` sender is dropped.
+/// Starts the thread. It ends when the `GatherTask` sender is dropped.
 ///
 /// # Errors
 /// If no thread can be started.
-pub fn start(task: GatherTask, report: impl Fn(GatherEvent) + Send + 'static) -> Result<mpsc::Sender<Work>, Error> {
+pub fn start(
+    task: GatherPlan,
+    report: impl Fn(GatherEvent) + Send + 'static,
+) -> Result<mpsc::Sender<GatherTask>, Error> {
     let (sender, work) = mpsc::channel();
     let run = move || Gather::new(task).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
@@ -94,7 +97,7 @@ pub fn start(task: GatherTask, report: impl Fn(GatherEvent) + Send + 'static) ->
 }
 
 struct Gather {
-    task: GatherTask,
+    task: GatherPlan,
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
@@ -118,7 +121,7 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
     /// Continues with the files that an earlier gathering of this incident has written.
-    fn new(task: GatherTask) -> Self {
+    fn new(task: GatherPlan) -> Self {
         let mut gather = Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
@@ -152,20 +155,22 @@ impl Gather {
         }
     }
 
-    fn run(mut self, work: &mpsc::Receiver<Work>, report: &impl Fn(GatherEvent)) {
+    fn run(mut self, work: &mpsc::Receiver<GatherTask>, report: &impl Fn(GatherEvent)) {
         for item in work {
             match item {
-                Work::Part(node, part, _credit) => {
+                GatherTask::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
                         report(GatherEvent::Merged(node));
                     }
                 }
-                Work::Judge(missing, errors) => report(GatherEvent::Judged(Box::new(self.judge(missing, errors)))),
-                Work::File(file, _credit) => self.file(*file),
-                Work::TransferAborted(ranks) => self.transfer_aborted(&ranks),
-                Work::Draw => {
+                GatherTask::Judge(missing, errors) => {
+                    report(GatherEvent::Judged(Box::new(self.judge(missing, errors))))
+                }
+                GatherTask::File(file, _credit) => self.file(*file),
+                GatherTask::TransferAborted(ranks) => self.transfer_aborted(&ranks),
+                GatherTask::Draw => {
                     self.draw();
                     report(GatherEvent::Drawn);
                 }
@@ -359,7 +364,7 @@ mod tests {
             late_ns: 0,
         };
         let second = Duration::from_secs(1);
-        let mut gather = Gather::new(GatherTask {
+        let mut gather = Gather::new(GatherPlan {
             plan: Plan { head, hang_timeout: second, sample_interval: second },
             world_size: 8,
             folder: Some(folder.path().into()),

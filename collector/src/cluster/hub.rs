@@ -180,6 +180,6 @@ impl Hub {
     /// yet that the world of the incident is over.
     fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
         let asked = incident.parts.get(&node).map(|part| part.requested_ns);
-        asked.is_some_and(|requested_ns| self.nodes.began_after(&incident.head.job, node, requested_ns))
+        asked.is_some_and(|requested_ns| self.nodes.all_started_after(&incident.head.job, node, requested_ns))
     }
 }

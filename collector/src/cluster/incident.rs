@@ -11,7 +11,7 @@ use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
-    cluster::gather::Work,
+    cluster::gather::GatherTask,
     http::questions::DumpReply,
     incident::{Head, State},
     job::NodeId,
@@ -79,7 +79,7 @@ pub struct Incident {
     /// Its folder; `None` if none could be made.
     pub folder: Option<PathBuf>,
     /// The thread that merges, as long as data may arrive.
-    pub work: Option<mpsc::Sender<Work>>,
+    pub work: Option<mpsc::Sender<GatherTask>>,
     /// Whether the last work of the thread is to draw. The thread is released after that.
     pub drawing: bool,
     /// The sentence of the verdict; empty until there is one.

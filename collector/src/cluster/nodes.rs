@@ -120,12 +120,13 @@ impl Claim {
     }
 
     /// Whether this repeats the other report of the same process.
-    fn is_again(&self, other: &Claim) -> bool {
-        self.presence == other.presence && self.is_as_before(other)
+    fn repeats(&self, other: &Claim) -> bool {
+        self.presence == other.presence && self.has_same_place_as(other)
     }
 
-    /// Whether the same process is in the same place of the world, and alive or dead as before.
-    fn is_as_before(&self, other: &Claim) -> bool {
+    /// Whether the same process has the same rank in the same world, and is alive or dead as
+    /// before.
+    fn has_same_place_as(&self, other: &Claim) -> bool {
         let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.is_alive());
         what(self) == what(other) && self.is_process_of(other) && self.started_ns.abs_diff(other.started_ns) < SAME_NS
     }
@@ -214,7 +215,7 @@ impl Claims {
             if !age_is_known && (old.attempt, old.world_size) == (claim.attempt, claim.world_size) {
                 claim.started_ns = old.started_ns;
             }
-            if old.is_again(&claim) {
+            if old.repeats(&claim) {
                 return;
             }
             if old.is_process_of(&claim) {
@@ -222,7 +223,7 @@ impl Claims {
                 // A message may be late but never early.
                 claim.started_ns = claim.started_ns.min(old.started_ns);
             }
-            if old.is_alive() && old.is_as_before(&claim) {
+            if old.is_alive() && old.has_same_place_as(&claim) {
                 // The rank has registered.
                 claim.started_ns = old.started_ns;
                 if let Some(known) = self.summary.get_mut() {
@@ -235,7 +236,7 @@ impl Claims {
         let alone = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX)).next().is_none();
         let summary = self.summary.get_mut();
         match summary {
-            Some(known) if alone && known.takes(rank, &claim) => Arc::make_mut(known).add(rank, node, &claim),
+            Some(known) if alone && known.can_add(rank, &claim) => Arc::make_mut(known).add(rank, node, &claim),
             _ => *summary = None,
         }
         self.ranks.insert((rank, node), claim);
@@ -304,7 +305,7 @@ pub struct JobSummary {
 
 impl JobSummary {
     /// Whether a rank that no node has claimed yet can be added without recomputing the summary.
-    fn takes(&self, rank: u32, claim: &Claim) -> bool {
+    fn can_add(&self, rank: u32, claim: &Claim) -> bool {
         let in_order =
             claim.started_ns <= self.world.started_ns || (!self.ended && claim.attempt == self.world.attempt);
         claim.is_alive() && claim.world_size == self.world.size && in_order && self.world.holds(rank, claim)
@@ -623,7 +624,7 @@ impl Nodes {
 
     /// Whether all running ranks of a job on a node were started after a given time.
     #[must_use]
-    pub fn began_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
+    pub fn all_started_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
         let (Some(node), Some(claims)) = (self.nodes.get(&id), self.claims.get(job)) else { return false };
         let ranks = node.reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
         let claims = ranks.filter_map(|(_, rank)| claims.ranks.get(&(rank, id)));

@@ -137,7 +137,7 @@ fn a_late_message_changes_no_start_time() {
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 3, 10, None))], at(19));
     let claim = &nodes.claims[&job("j")].ranks[&(0, a)];
     assert_eq!((claim.started_ns, claim.number), (at(5), number));
-    assert!(!nodes.began_after(&job("j"), a, at(5)) && nodes.began_after(&job("j"), a, at(4)));
+    assert!(!nodes.all_started_after(&job("j"), a, at(5)) && nodes.all_started_after(&job("j"), a, at(4)));
     // The first message of a node is late and the next one is not: the start times of the first
     // message were wrong.
     let (c, _c) = node(&mut nodes, "c", 3);
@@ -151,7 +151,7 @@ fn a_late_message_changes_no_start_time() {
     let claim = &nodes.claims[&job("j")].ranks[&(0, c)];
     assert!(claim.process.is_some_and(|(pid, _)| pid == 8) && claim.number > before);
     // For a process that is not visible, the start time is unknown.
-    assert!(!nodes.began_after(&job("j"), b, at(1)));
+    assert!(!nodes.all_started_after(&job("j"), b, at(1)));
 }
 
 #[test]
@@ -274,7 +274,7 @@ fn communicators_separate_two_jobs_of_one_name() {
 }
 
 #[test]
-fn a_full_stream_is_given_up() {
+fn a_full_stream_is_disconnected() {
     let mut nodes = Nodes::default();
     let (a, _receiver) = node(&mut nodes, "a", 1);
     let message = || Message::Closed(Default::default());

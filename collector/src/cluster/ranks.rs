@@ -16,13 +16,14 @@ use xpu_timer_proto::{
 pub struct Ranks {
     // Length-delimited entries in chunks, so that the chunks can be freed one by one.
     chunks: Vec<Vec<u8>>,
-    places: HashMap<u32, Place>,
+    places: HashMap<u32, EvidenceRange>,
     // Bytes of replaced entries.
     replaced: usize,
 }
 
+/// The bytes of one rank's evidence within a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct EvidenceRange {
     chunk: usize,
     offset: usize,
     bytes: usize,
@@ -65,7 +66,7 @@ impl Ranks {
         let into = &mut self.chunks[chunk];
         let offset = into.len();
         write(into);
-        let place = Place { chunk, offset, bytes: into.len() - offset };
+        let place = EvidenceRange { chunk, offset, bytes: into.len() - offset };
         self.replaced += self.places.insert(rank, place).map_or(0, |old| old.bytes);
     }
 
@@ -73,7 +74,7 @@ impl Ranks {
     /// again.
     fn compact(&mut self) {
         self.replaced = 0;
-        let mut places: Vec<(u32, Place)> = self.places.drain().collect();
+        let mut places: Vec<(u32, EvidenceRange)> = self.places.drain().collect();
         places.sort_unstable_by_key(|(_, place)| (place.chunk, place.offset));
         let mut places = places.into_iter().peekable();
         for (chunk, bytes) in std::mem::take(&mut self.chunks).into_iter().enumerate() {
@@ -90,7 +91,7 @@ impl Ranks {
     /// Errors of `to`.
     pub fn write(&self, head: &Evidence, to: &mut dyn Write) -> io::Result<()> {
         to.write_all(&head.encode_to_vec())?;
-        let mut places: Vec<(&u32, &Place)> = self.places.iter().collect();
+        let mut places: Vec<(&u32, &EvidenceRange)> = self.places.iter().collect();
         places.sort_unstable_by_key(|(rank, _)| **rank);
         for (_, place) in places {
             // The key of a message field; the length follows.

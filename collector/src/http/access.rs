@@ -66,22 +66,25 @@ impl Token {
     #[must_use]
     pub fn is_shown(&self, headers: &HeaderMap) -> bool {
         let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        self.0.as_deref().zip(authorization).is_some_and(|(token, authorization)| proves(authorization, token))
+        self.0.as_deref().zip(authorization).is_some_and(|(token, authorization)| shows_token(authorization, token))
     }
 }
 
-fn proves(authorization: &str, token: &str) -> bool {
+fn shows_token(authorization: &str, token: &str) -> bool {
     use base64::{Engine, engine::general_purpose::STANDARD};
     let Some((scheme, value)) = authorization.split_once(' ') else { return false };
     if scheme.eq_ignore_ascii_case("basic") {
         let decoded = STANDARD.decode(value.trim()).ok().and_then(|bytes| String::from_utf8(bytes).ok());
-        return decoded.as_deref().and_then(|pair| pair.split_once(':')).is_some_and(|(_, word)| same(word, token));
+        return decoded
+            .as_deref()
+            .and_then(|pair| pair.split_once(':'))
+            .is_some_and(|(_, word)| equal_in_constant_time(word, token));
     }
-    scheme.eq_ignore_ascii_case("bearer") && same(value.trim(), token)
+    scheme.eq_ignore_ascii_case("bearer") && equal_in_constant_time(value.trim(), token)
 }
 
 /// Compares in constant time.
-fn same(one: &str, other: &str) -> bool {
+fn equal_in_constant_time(one: &str, other: &str) -> bool {
     let difference = one.bytes().zip(other.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
     one.len() == other.len() && std::hint::black_box(difference) == 0
 }

@@ -31,7 +31,7 @@ use crate::{
     error::Error,
     http::{
         peer::Owners,
-        watch::{Answer, Class, InFlight, KEEPALIVE, Limits, Place, Slots, Watch, Watched},
+        watch::{Answer, Class, InFlight, KEEPALIVE, Limits, Slot, Slots, Watch, Watched},
     },
 };
 
@@ -131,7 +131,7 @@ impl Server {
             std::net::IpAddr::V6(ip) => Class::Address(std::net::Ipv6Addr::from(u128::from(ip) >> 64 << 64).into()),
             ip => Class::Address(ip),
         };
-        let Some(place) = self.slots.take(class, &self.limits) else {
+        let Some(slot) = self.slots.take(class, &self.limits) else {
             debug!("{peer} is refused: {class:?} has too many connections that are busy");
             if self.tls.is_none() {
                 // It fits into an empty buffer.
@@ -142,20 +142,20 @@ impl Server {
         };
         // Only an optimization of some milliseconds.
         let _ = stream.set_nodelay(true);
-        let caller = Caller { uid, limits: self.limits, watch: Arc::clone(&place.watch) };
-        tokio::spawn(self.clone().connection(stream, peer, place, caller, router.clone()));
+        let caller = Caller { uid, limits: self.limits, watch: Arc::clone(&slot.watch) };
+        tokio::spawn(self.clone().connection(stream, peer, slot, caller, router.clone()));
     }
 
-    async fn connection(self, stream: TcpStream, peer: SocketAddr, place: Place, caller: Caller, router: Router) {
-        let stream = Watched::new(stream, Arc::clone(&place.watch));
-        let Some(tls) = &self.tls else { return self.speak(stream, peer, &place, caller, router).await };
+    async fn connection(self, stream: TcpStream, peer: SocketAddr, slot: Slot, caller: Caller, router: Router) {
+        let stream = Watched::new(stream, Arc::clone(&slot.watch));
+        let Some(tls) = &self.tls else { return self.speak(stream, peer, &slot, caller, router).await };
         tokio::select! {
             secured = timeout(self.limits.handshake, tls.accept(stream)) => match secured {
-                Ok(Ok(stream)) => self.speak(stream, peer, &place, caller, router).await,
+                Ok(Ok(stream)) => self.speak(stream, peer, &slot, caller, router).await,
                 Ok(Err(error)) => debug!("{peer}: {error}"),
                 Err(_) => debug!("{peer}: no TLS handshake within {:?}", self.limits.handshake),
             },
-            () = place.watch.killed() => {}
+            () = slot.watch.killed() => {}
         }
     }
 
@@ -163,11 +163,11 @@ impl Server {
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         peer: SocketAddr,
-        place: &Place,
+        slot: &Slot,
         caller: Caller,
         router: Router,
     ) {
-        let watch = Arc::clone(&place.watch);
+        let watch = Arc::clone(&slot.watch);
         let router = TowerToHyperService::new(router);
         let service = service_fn(move |request: Request<Incoming>| {
             let in_flight = watch.begin();
@@ -188,9 +188,9 @@ impl Server {
                     }
                     return;
                 }
-                () = place.watch.killed() => return,
+                () = slot.watch.killed() => return,
                 _ = ticks.tick() => {
-                    if let Some(why) = place.watch.overdue(&self.limits, Instant::now().into_std()) {
+                    if let Some(why) = slot.watch.overdue(&self.limits, Instant::now().into_std()) {
                         debug!("{peer} {why}: it is disconnected");
                         return;
                     }

@@ -58,7 +58,7 @@ async fn rest(mut stream: impl AsyncRead + Unpin) -> String {
     String::from_utf8_lossy(&all).into_owned()
 }
 
-async fn asks(address: SocketAddr) -> bool {
+async fn gets_answer(address: SocketAddr) -> bool {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let asked = stream.write_all(b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await;
     asked.is_ok() && rest(stream).await.contains("here")
@@ -81,7 +81,7 @@ async fn silent_and_slow_senders_are_disconnected() {
         });
         assert_eq!(rest(reads).await, "");
         trickle.abort();
-        assert!(asks(address).await);
+        assert!(gets_answer(address).await);
     }
 }
 
@@ -124,7 +124,7 @@ async fn a_stalled_reader_is_disconnected_in_bounded_memory() {
     );
     let got = rest(stream).await.len();
     assert!(got <= before + before / 1000 + 4096, "the connection ended before the next piece");
-    assert!(asks(address).await);
+    assert!(gets_answer(address).await);
 }
 
 #[tokio::test]
@@ -134,7 +134,7 @@ async fn a_flood_of_idle_connections_leaves_room_for_the_next_request() {
     for _ in 0..100 {
         idle.push(TcpStream::connect(address).await.unwrap());
     }
-    assert!(asks(address).await);
+    assert!(gets_answer(address).await);
     // All connections beyond the limit are closed long before their deadline.
     let mut closed = 0;
     for mut stream in idle.into_iter().take(90) {
@@ -155,7 +155,7 @@ async fn ended_connections_close_before_more_are_accepted() {
     let idle: Vec<_> = (0..100).map(|_| std::net::TcpStream::connect(address).unwrap()).collect();
     let router = Router::new().route("/x", get(|| async { "here\n" }));
     tokio::spawn(Server { limits, slots: Arc::clone(&slots), tls: None, http2: false }.run(listener, router));
-    let asked = tokio::spawn(asks(address));
+    let asked = tokio::spawn(gets_answer(address));
     let mut most = 0;
     while !asked.is_finished() {
         most = most.max(slots.count());
@@ -213,7 +213,7 @@ async fn a_stream_of_http2_without_a_window_ends_its_connection() {
     stream.write_all(&[start, frame(1, 5, 1, &headers)].concat()).await.unwrap();
     rest(stream).await;
     assert!(made.load(Ordering::Relaxed) < 1 << 20, "{made:?}");
-    assert!(asks(address).await);
+    assert!(gets_answer(address).await);
 }
 
 #[tokio::test]
@@ -234,7 +234,7 @@ async fn a_flood_of_resets_is_ended() {
     });
     let (ended, _) = tokio::join!(flood, rest(reads));
     assert!(ended.unwrap(), "a million resets went through");
-    assert!(asks(address).await);
+    assert!(gets_answer(address).await);
 }
 
 #[tokio::test]

@@ -103,7 +103,7 @@ const MAX_ENDING: usize = 16;
 impl Slots {
     /// Takes a slot for a connection. If its class is full, the connection that has waited longest
     /// for its next request is closed. `None` if all are busy.
-    pub fn take(self: &Arc<Self>, class: Class, limits: &Limits) -> Option<Place> {
+    pub fn take(self: &Arc<Self>, class: Class, limits: &Limits) -> Option<Slot> {
         let mut open = lock(&self.open);
         if !Self::make_room(&open, class, limits) {
             return None;
@@ -111,7 +111,7 @@ impl Slots {
         let id = open.last_key_value().map_or(0, |(last, _)| last + 1);
         let watch = Arc::new(Watch::new(id, Arc::clone(self)));
         open.insert(id, (class, Arc::clone(&watch)));
-        Some(Place { watch })
+        Some(Slot { watch })
     }
 
     /// Moves a connection to the class of those with the token.
@@ -288,12 +288,12 @@ impl Watch {
 
 /// The slot of a connection; dropping it frees the slot.
 #[derive(Debug)]
-pub struct Place {
+pub struct Slot {
     /// The activity of the connection.
     pub watch: Arc<Watch>,
 }
 
-impl Drop for Place {
+impl Drop for Slot {
     fn drop(&mut self) {
         lock(&self.watch.slots.open).remove(&self.watch.id);
         self.watch.slots.freed.notify_waiters();
@@ -444,11 +444,11 @@ mod tests {
     fn only_the_longest_idle_connection_is_closed_for_room() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
-        let places: Vec<Place> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
-        let busy = places[0].watch.begin();
+        let taken: Vec<Slot> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
+        let busy = taken[0].watch.begin();
         let fourth = slots.take(Class::Own, &limits).unwrap();
-        assert!(!places[0].watch.is_killed() && places[1].watch.is_killed() && !places[2].watch.is_killed());
-        let (second, third) = (places[2].watch.begin(), fourth.watch.begin());
+        assert!(!taken[0].watch.is_killed() && taken[1].watch.is_killed() && !taken[2].watch.is_killed());
+        let (second, third) = (taken[2].watch.begin(), fourth.watch.begin());
         assert!(slots.take(Class::Own, &limits).is_none(), "all of them are busy");
         drop((busy, second, third));
         assert!(slots.take(Class::Own, &limits).is_some());
@@ -458,14 +458,14 @@ mod tests {
     fn unauthenticated_connections_never_take_slots_of_the_owner() {
         let slots = Arc::new(Slots::default());
         let limits = limits();
-        let busy = |uid| slots.take(Class::User(Some(uid)), &limits).map(|place| (place.watch.begin(), place));
-        let places: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
+        let busy = |uid| slots.take(Class::User(Some(uid)), &limits).map(|slot| (slot.watch.begin(), slot));
+        let taken: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
         assert!(busy(1).is_none(), "two of one user");
         assert!(busy(3).is_none(), "three of all");
         assert!(slots.take(Class::Own, &limits).is_some());
-        places[0].1.watch.promote(&limits);
+        taken[0].1.watch.promote(&limits);
         assert!(busy(3).is_some(), "one of them has shown the token");
-        drop(places);
+        drop(taken);
         assert_eq!(lock(&slots.open).len(), 0);
     }
 
@@ -474,8 +474,8 @@ mod tests {
         let slots = Arc::new(Slots::default());
         let limits = Limits::new(1024);
         let late = |more: Duration| Instant::now() + more + Duration::from_secs(1);
-        let place = slots.take(Class::Own, &limits).unwrap();
-        let watch = &place.watch;
+        let slot = slots.take(Class::Own, &limits).unwrap();
+        let watch = &slot.watch;
         assert_eq!(watch.overdue(&limits, Instant::now()), None);
         assert_eq!(watch.overdue(&limits, late(limits.head)), Some("sends no request"));
         let request = watch.begin();

@@ -355,7 +355,7 @@ impl Engine {
                 raise.job = job;
             }
         }
-        let mut strays = Vec::new();
+        let mut orphaned = Vec::new();
         for incident in self.incidents.values_mut().filter(|incident| incident.closed.is_none() && !incident.superseded)
         {
             let adopted = incident.state == State::Adopted;
@@ -371,10 +371,10 @@ impl Engine {
                     continue;
                 }
                 incident.remove(|other| *other != cause, now.mono_ns);
-                strays.push(cause);
+                orphaned.push(cause);
             }
         }
-        strays
+        orphaned
     }
 
     /// A process left or died: its causes can no longer resolve.

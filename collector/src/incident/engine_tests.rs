@@ -110,7 +110,7 @@ fn the_end_of_the_job_ends_its_incident() {
 }
 
 #[test]
-fn a_job_that_recovers_and_then_ends_was_resolved() {
+fn a_job_that_recovers_before_it_ends_counts_as_resolved() {
     let (mut engine, id) = hung(operation(1, 7));
     engine.clear_cause(&job("j"), &operation(1, 7), at(20));
     engine.process_gone(&job("j"), 1, at(20));
@@ -170,7 +170,7 @@ fn jobs_and_attempts_have_incidents_of_their_own() {
 }
 
 #[test]
-fn a_dump_by_hand_is_no_hang_and_ends_with_itself() {
+fn a_manual_dump_is_not_a_hang_and_closes_when_done() {
     let mut engine = Engine::default();
     let id = opened(engine.raise(raise(Cause::Manual, 10), at(10)));
     assert!(!engine.hangs(&job("j")));
@@ -224,7 +224,7 @@ fn after_a_restart_the_same_hang_is_the_same_incident() {
 }
 
 #[test]
-fn after_a_restart_a_rank_that_had_not_signalled_joins_when_its_operation_is_as_old() {
+fn after_a_restart_a_rank_with_an_equally_old_operation_joins() {
     let mut engine = Engine::default();
     engine.adopt(record(operation(1, 7)), 10 * SECOND, at(100));
     assert_eq!(engine.raise(raise(operation(2, 3), 14), at(101)), None);
@@ -232,7 +232,7 @@ fn after_a_restart_a_rank_that_had_not_signalled_joins_when_its_operation_is_as_
 }
 
 #[test]
-fn after_a_restart_a_younger_hang_is_another_one_and_the_old_one_over() {
+fn after_a_restart_a_younger_hang_replaces_the_old_incident() {
     let mut engine = Engine::default();
     engine.adopt(record(operation(1, 7)), 10 * SECOND, at(100));
     opened(engine.raise(raise(operation(1, 9), 90), at(101)));
@@ -241,7 +241,7 @@ fn after_a_restart_a_younger_hang_is_another_one_and_the_old_one_over() {
 }
 
 #[test]
-fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
+fn a_flapping_job_gets_a_burst_of_dumps_and_is_then_throttled() {
     let mut engine = Engine::default();
     let jobs = alive();
     let flap = |engine: &mut Engine, start: u64| {
@@ -282,7 +282,7 @@ fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
 }
 
 #[test]
-fn a_part_of_a_wide_incident_ends_with_its_cluster_and_its_own_causes() {
+fn a_node_part_ends_with_the_cluster_incident_and_its_own_causes() {
     let mut engine = Engine::default();
     let jobs = alive();
     engine.open_for_cluster("wide", &job("j"), 0, Trigger::default(), at(10));

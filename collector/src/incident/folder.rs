@@ -95,8 +95,8 @@ impl Folder {
         let mut taken = None;
         for name in own_names(id) {
             // Creating it decides the ownership: another node may try at the same moment.
-            match Self::create_in(root, &name, |path| is_of(path, owner), Some(owner)) {
-                Err(error) if error.is_taken() => taken = Some(error),
+            match Self::create_in(root, &name, |path| is_owned_by(path, owner), Some(owner)) {
+                Err(error) if error.is_already_exists() => taken = Some(error),
                 made => return made,
             }
         }
@@ -223,7 +223,7 @@ pub fn own_names(id: &str) -> impl Iterator<Item = String> {
 
 /// Whether [`Folder::create_own`] made the folder for this owner.
 #[must_use]
-pub fn is_of(path: &Path, owner: &str) -> bool {
+pub fn is_owned_by(path: &Path, owner: &str) -> bool {
     is_own_folder(path) && fs::read(path.join(OWNER)).is_ok_and(|other| other == owner.as_bytes())
 }
 
@@ -323,15 +323,15 @@ mod tests {
         let root = temporary.path();
         let make = |owner: &str| Folder::create_own(root, root, "1-node", owner).unwrap().0.path;
         let (first, second) = (make("a"), make("b"));
-        assert!(first.ends_with("incident-1-node") && is_of(&first, "a") && !is_of(&first, "b"));
-        assert!(second.ends_with("incident-1-node-2") && is_of(&second, "b"));
+        assert!(first.ends_with("incident-1-node") && is_owned_by(&first, "a") && !is_owned_by(&first, "b"));
+        assert!(second.ends_with("incident-1-node-2") && is_owned_by(&second, "b"));
         assert_eq!([make("a"), make("b")], [first.clone(), second], "who was restarted goes on in its folder");
         fs::remove_file(first.join(OWNER)).unwrap();
         assert!(make("a").ends_with("incident-1-node-3"), "a folder that does not say whose it is may be anybody's");
     }
 
     #[test]
-    fn latest_follows_and_a_folder_of_that_name_is_left_alone() {
+    fn latest_is_updated_unless_it_is_a_folder() {
         let temporary = tempfile::tempdir().unwrap();
         let make = |id: &str| Folder::create(temporary.path(), temporary.path(), id).unwrap().0;
         let (one, two) = (make("1"), make("2"));
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unwritable_root_falls_back_with_the_reason() {
+    fn an_unwritable_root_is_replaced_and_the_reason_reported() {
         let temporary = tempfile::tempdir().unwrap();
         let file = temporary.path().join("file");
         fs::write(&file, "").unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_refuses_folders_that_others_have_prepared() {
+    fn a_copy_refuses_folders_of_other_users() {
         let temporary = tempfile::tempdir().unwrap();
         let (shared, target) = (temporary.path().join("shared"), temporary.path().join("target"));
         fs::create_dir(&shared).unwrap();
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_dumps() {
+    fn ranks_are_parsed_from_dump_names() {
         assert_eq!(rank_of("00012-00064.stacktrace"), Some(12));
         assert_eq!(rank_of("100012-200000.stacktrace"), Some(100_012));
         for name in [

@@ -217,7 +217,7 @@ fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
 
 /// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
 #[must_use]
-pub fn is_by_hand(folder: &Path) -> bool {
+pub fn was_requested_by_hand(folder: &Path) -> bool {
     let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
     verdict(folder).is_some_and(|verdict| {
         let was_asked_for = verdict.trigger.kind == "manual";
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_a_killed_collector_left_unfinished_is_open_and_finished_when_its_job_ends() {
+    fn an_unfinished_folder_of_a_killed_collector_is_finished_when_its_job_ends() {
         let root = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();

@@ -12,7 +12,7 @@ use std::{
 use tracing::{info, warn};
 
 use crate::{
-    config::Keep,
+    config::RetentionLimits,
     incident::{
         folder::{id, incident_of, own_folders},
         records,
@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Cleans up some roots on a thread of its own: a network file system may be slow.
-pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
+pub fn start(roots: Vec<PathBuf>, keep: RetentionLimits, open: BTreeSet<String>) {
     let work = move || {
         for root in roots {
             retire(&root, keep, &open, SystemTime::now());
@@ -33,19 +33,19 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
 }
 
 /// Removes expired incidents in one root.
-fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
+fn retire(root: &Path, keep: RetentionLimits, open: &BTreeSet<String>, now: SystemTime) {
     finish_removals(root);
     // Sorted by name, oldest first. Only folders that a collector has made count: a user's own
     // folders are never removed. Folders of other users are ignored, because they would push out
     // ours.
-    let ours: Vec<PathBuf> = own_folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
+    let ours: Vec<PathBuf> = own_folders(root).into_iter().filter(|folder| is_incident_folder(folder)).collect();
     // The parts of one incident are removed together: a file system that many nodes share has many
     // of them.
     let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
     // The verdicts are read only if there may be too many folders.
     let may_be_surplus = keep.count != 0 && ours.len() > keep.count;
     for folder in ours.iter().filter(|_| may_be_surplus) {
-        *incidents.entry(incident_of(folder)).or_insert(true) &= records::is_by_hand(folder);
+        *incidents.entry(incident_of(folder)).or_insert(true) &= records::was_requested_by_hand(folder);
     }
     let surplus: BTreeSet<&String> = [true, false]
         .into_iter()
@@ -94,7 +94,8 @@ fn finish_removals(root: &Path) {
     }
 }
 
-fn is_ours(folder: &Path) -> bool {
+/// Whether a collector wrote an incident into this folder.
+fn is_incident_folder(folder: &Path) -> bool {
     // A full disk may have had no space for the evidence.
     folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
 }
@@ -126,10 +127,10 @@ mod tests {
             folder(root.path(), &format!("incident-{number}"), &["verdict.json", "evidence.bin", "x"]);
         }
         folder(root.path(), "incident-0-of-a-person", &["verdict.json"]);
-        let keep = Keep { count: 2, age: Duration::ZERO };
+        let keep = RetentionLimits { count: 2, age: Duration::ZERO };
         retire(root.path(), keep, &BTreeSet::from(["1".to_string()]), SystemTime::now());
         assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
-        retire(root.path(), Keep { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
+        retire(root.path(), RetentionLimits { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
         assert_eq!(names(root.path()).len(), 4, "zero is no limit");
     }
 
@@ -141,7 +142,7 @@ mod tests {
         let linked = tempfile::tempdir().unwrap();
         folder(linked.path(), "folder", &["precious"]);
         std::os::unix::fs::symlink(linked.path().join("folder"), root.path().join(".removed-incident-2")).unwrap();
-        retire(root.path(), Keep { count: 0, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        retire(root.path(), RetentionLimits { count: 0, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
         assert_eq!(names(root.path()), [".removed-by-a-person", ".removed-incident-2"]);
         assert!(linked.path().join("folder/precious").exists());
     }
@@ -155,13 +156,13 @@ mod tests {
                 folder(root.path(), &name, &["verdict.json", "evidence.bin"]);
             }
         }
-        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        retire(root.path(), RetentionLimits { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
         let left = names(root.path());
         assert!(left.len() == 8 && left.iter().all(|name| !name.contains("20261121")), "{left:?}");
     }
 
     #[test]
-    fn dumps_by_hand_never_push_out_a_hang() {
+    fn manual_dumps_never_displace_a_hang() {
         let root = tempfile::tempdir().unwrap();
         let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
         for number in 1..=9 {
@@ -179,7 +180,7 @@ mod tests {
                 fs::write(root.path().join(&name).join(".collector.json"), record).unwrap();
             }
         }
-        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        retire(root.path(), RetentionLimits { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
         let left: Vec<String> = names(root.path()).iter().map(|name| name[16..17].to_string()).collect();
         assert_eq!(left, ["1", "2", "8", "9"]);
     }
@@ -188,7 +189,7 @@ mod tests {
     fn expired_folders_are_removed() {
         let root = tempfile::tempdir().unwrap();
         folder(root.path(), "incident-1", &["verdict.json", "evidence.bin"]);
-        let keep = Keep { count: 10, age: Duration::from_secs(3600) };
+        let keep = RetentionLimits { count: 10, age: Duration::from_secs(3600) };
         retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3500));
         assert_eq!(names(root.path()).len(), 1);
         retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3700));

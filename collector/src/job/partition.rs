@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A process, identified by pid and start time.
 pub type ProcessId = (i32, u64);
 
-/// A process and what is known of its place in a job.
+/// A process and what is known of its membership in a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Member {
     /// `None` if it is not visible in this PID namespace.
@@ -41,12 +41,12 @@ pub struct Member {
     /// CLOCK_MONOTONIC at which it ended; `u64::MAX` while it lives.
     pub ended_ns: u64,
     /// Its communicators with a globally unique identity.
-    pub communicators: Vec<Place>,
+    pub communicators: Vec<CommunicatorRank>,
 }
 
-/// The place of a process in a communicator.
+/// The rank of a process in a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct CommunicatorRank {
     /// Identity of the communicator.
     pub id: u64,
     /// Number of its ranks.
@@ -64,7 +64,7 @@ pub struct Assignment {
     pub helper: bool,
     /// Its rank and the world size according to a communicator that spans the job. Set where the
     /// claims contradict each other.
-    pub place: Option<(i32, u32)>,
+    pub corrected_rank: Option<(i32, u32)>,
 }
 
 /// The end of a process is noticed within this time.
@@ -93,21 +93,21 @@ impl Member {
 
     /// Whether they use two rendezvous. The start environment counts: a program may change its own
     /// environment, and one process may have registered before the change and another one after it.
-    fn meets_elsewhere(&self, other: &Member) -> bool {
+    fn uses_other_rendezvous(&self, other: &Member) -> bool {
         if !self.instance.is_empty() && !other.instance.is_empty() {
             return self.instance != other.instance;
         }
-        let (one, other) = (self.meeting(), other.meeting());
+        let (one, other) = (self.rendezvous(), other.rendezvous());
         !one.is_empty() && !other.is_empty() && one != other
     }
 
-    fn meeting(&self) -> &str {
+    fn rendezvous(&self) -> &str {
         if self.own_instance.is_empty() { &self.instance } else { &self.own_instance }
     }
 
     /// Whether the claims of two processes exclude that they belong to one job.
     fn contradicts(&self, other: &Member) -> bool {
-        if self.meets_elsewhere(other) {
+        if self.uses_other_rendezvous(other) {
             return true;
         }
         if !self.overlaps(other) || self.descends_from(other) || other.descends_from(self) {
@@ -118,21 +118,22 @@ impl Member {
             // their attempts independently.
             return self.rank == other.rank && self.ancestors.first() != other.ancestors.first();
         }
-        self.clashes(other) || (self.lives_with(other) && self.is_of_another_size(other))
+        self.claims_rank_of(other) || (self.is_alive_with(other) && self.has_other_world_size(other))
     }
 
     /// Whether two processes claim one rank at the same time. A rank of a world that has grown or
     /// shrunk may end late.
-    fn clashes(&self, other: &Member) -> bool {
-        let at_once = self.overlaps(other) && (self.lives_with(other) || !self.is_of_another_size(other));
+    fn claims_rank_of(&self, other: &Member) -> bool {
+        let at_once = self.overlaps(other) && (self.is_alive_with(other) || !self.has_other_world_size(other));
         self.rank == other.rank && self.attempt == other.attempt && at_once
     }
 
-    fn lives_with(&self, other: &Member) -> bool {
+    /// Whether both processes are alive.
+    fn is_alive_with(&self, other: &Member) -> bool {
         self.ended_ns == u64::MAX && other.ended_ns == u64::MAX
     }
 
-    fn is_of_another_size(&self, other: &Member) -> bool {
+    fn has_other_world_size(&self, other: &Member) -> bool {
         self.world_size > 0 && other.world_size > 0 && self.world_size != other.world_size
     }
 
@@ -143,8 +144,8 @@ impl Member {
     }
 
     fn world_communicator(&self) -> Option<u64> {
-        let of_world = |place: &&Place| self.world_size > 1 && place.size == self.world_size;
-        self.communicators.iter().find(of_world).map(|place| place.id)
+        let of_world = |one: &&CommunicatorRank| self.world_size > 1 && one.size == self.world_size;
+        self.communicators.iter().find(of_world).map(|one| one.id)
     }
 }
 
@@ -153,7 +154,7 @@ struct Groups<'m> {
     members: &'m [Member],
     // The claims, corrected by the ranks that communicators report.
     claims: Vec<Member>,
-    places: Vec<Option<(i32, u32)>>,
+    corrected_ranks: Vec<Option<(i32, u32)>>,
     group_of: Vec<usize>,
     groups: BTreeMap<usize, Vec<usize>>,
 }
@@ -163,7 +164,7 @@ impl<'m> Groups<'m> {
         Groups {
             members,
             claims: members.to_vec(),
-            places: vec![None; members.len()],
+            corrected_ranks: vec![None; members.len()],
             group_of: (0..members.len()).collect(),
             groups: mains.iter().map(|index| (*index, vec![*index])).collect(),
         }
@@ -200,23 +201,25 @@ impl<'m> Groups<'m> {
             connected.push(set);
         }
         for set in connected {
-            let clash =
-                set.iter().any(|one| set.range(one + 1..).any(|other| self.claims[*one].clashes(&self.claims[*other])));
-            let tells = |id: u64| set.iter().map(|index| self.place(*index, id)).collect::<Option<BTreeSet<i32>>>();
-            let is_world = |id: u64| tells(id).is_some_and(|ranks| ranks.len() == set.len() && !ranks.contains(&-1));
+            let clash = set
+                .iter()
+                .any(|one| set.range(one + 1..).any(|other| self.claims[*one].claims_rank_of(&self.claims[*other])));
+            let ranks_in =
+                |id: u64| set.iter().map(|index| self.rank_in(*index, id)).collect::<Option<BTreeSet<i32>>>();
+            let is_world = |id: u64| ranks_in(id).is_some_and(|ranks| ranks.len() == set.len() && !ranks.contains(&-1));
             if !clash {
                 self.join_all(set.iter().copied());
             } else if let Some((size, id)) = communicators.keys().rev().find(|(_, id)| is_world(*id)).copied() {
                 for index in &set {
-                    let Some(rank) = self.place(*index, id) else { continue };
-                    self.places[*index] = Some((rank, size));
+                    let Some(rank) = self.rank_in(*index, id) else { continue };
+                    self.corrected_ranks[*index] = Some((rank, size));
                     (self.claims[*index].rank, self.claims[*index].world_size) = (rank, size);
                 }
                 self.join_all(set.iter().copied());
             } else {
                 for inside in communicators.values().filter(|inside| inside.iter().any(|index| set.contains(index))) {
                     for pair in inside.windows(2) {
-                        if !self.pairs(pair[0], pair[1], Member::clashes) {
+                        if !self.pairs(pair[0], pair[1], Member::claims_rank_of) {
                             self.join(pair[0], pair[1]);
                         }
                     }
@@ -225,9 +228,9 @@ impl<'m> Groups<'m> {
         }
     }
 
-    fn place(&self, index: usize, communicator: u64) -> Option<i32> {
-        let mut places = self.members[index].communicators.iter();
-        places.find(|place| place.id == communicator).map(|place| place.rank)
+    fn rank_in(&self, index: usize, communicator: u64) -> Option<i32> {
+        let mut communicators = self.members[index].communicators.iter();
+        communicators.find(|one| one.id == communicator).map(|one| one.rank)
     }
 
     fn join_all(&mut self, indices: impl Iterator<Item = usize>) {
@@ -245,7 +248,7 @@ impl<'m> Groups<'m> {
                 let (first, second) = (&self.claims[*one], &self.claims[*other]);
                 let worlds = (first.world_communicator(), second.world_communicator());
                 let apart = matches!(worlds, (Some(one), Some(other)) if one != other);
-                let same_instance = !first.meeting().is_empty() && first.meeting() == second.meeting();
+                let same_instance = !first.rendezvous().is_empty() && first.rendezvous() == second.rendezvous();
                 let far = u64::MAX - first.closeness(second);
                 edges.push((!same_instance, far, apart, first.started_ns.abs_diff(second.started_ns), *one, *other));
             }
@@ -267,10 +270,14 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
         let is_host = |other: &Member| {
             helper.descends_from(other)
                 && (helper.rank, helper.attempt) == (other.rank, other.attempt)
-                && !helper.meets_elsewhere(other)
+                && !helper.uses_other_rendezvous(other)
         };
         // A process that shares communicators with others is a rank, even if it inherited a number.
-        if helper.communicators.iter().any(|place| place.size > 1) { None } else { members.iter().position(is_host) }
+        if helper.communicators.iter().any(|communicator| communicator.size > 1) {
+            None
+        } else {
+            members.iter().position(is_host)
+        }
     };
     let hosts: Vec<Option<usize>> = members.iter().map(host).collect();
     let mains: Vec<usize> = (0..members.len()).filter(|index| hosts[*index].is_none()).collect();
@@ -280,8 +287,8 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
     } else {
         let mut communicators: BTreeMap<(u32, u64), Vec<usize>> = BTreeMap::new();
         for index in &mains {
-            for place in &members[*index].communicators {
-                communicators.entry((place.size, place.id)).or_default().push(*index);
+            for one in &members[*index].communicators {
+                communicators.entry((one.size, one.id)).or_default().push(*index);
             }
         }
         communicators.retain(|_, inside| inside.len() > 1);
@@ -295,7 +302,11 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
             let Some(host) = hosts[main] else { break };
             main = host;
         }
-        Assignment { group: groups.group_of[main], helper: main != index, place: groups.places[index] }
+        Assignment {
+            group: groups.group_of[main],
+            helper: main != index,
+            corrected_rank: groups.corrected_ranks[index],
+        }
     };
     (0..members.len()).map(assignment).collect()
 }
@@ -304,7 +315,7 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
 fn is_one_job(members: &[Member], mains: &[usize]) -> bool {
     let all = || mains.iter().map(|index| &members[*index]);
     let ranks: BTreeSet<i32> = all().map(|member| member.rank).collect();
-    let instances: BTreeSet<&str> = all().map(Member::meeting).filter(|text| !text.is_empty()).collect();
+    let instances: BTreeSet<&str> = all().map(Member::rendezvous).filter(|text| !text.is_empty()).collect();
     let sizes: BTreeSet<u32> = all().map(|member| member.world_size).filter(|size| *size > 0).collect();
     ranks.len() == mains.len() && instances.len() <= 1 && sizes.len() <= 1
 }
@@ -331,8 +342,8 @@ mod tests {
     }
 
     fn inside(member: Member, communicators: &[(u64, u32, i32)]) -> Member {
-        let place = |(id, size, rank): &(u64, u32, i32)| Place { id: *id, size: *size, rank: *rank };
-        Member { communicators: communicators.iter().map(place).collect(), ..member }
+        let rank_in = |(id, size, rank): &(u64, u32, i32)| CommunicatorRank { id: *id, size: *size, rank: *rank };
+        Member { communicators: communicators.iter().map(rank_in).collect(), ..member }
     }
 
     fn at(member: Member, instance: &str) -> Member {
@@ -373,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_of_one_name_are_told_apart_by_their_launchers() {
+    fn launchers_separate_two_jobs_of_one_name() {
         let jobs = [member(10, 0, &[5, 2]), member(11, 1, &[5, 2]), member(20, 0, &[6, 2]), member(21, 1, &[6, 2])];
         check(&jobs, &[0, 0, 2, 2]);
         // One rank of each job is missing.
@@ -382,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn two_jobs_of_one_launcher_are_told_apart_by_their_communicators() {
+    fn communicators_separate_two_jobs_of_one_launcher() {
         let jobs = [
             inside(member(10, 0, &[2]), &[(77, 2, 0)]),
             inside(member(11, 0, &[2]), &[(88, 2, 0)]),
@@ -403,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rendezvous_that_is_set_at_run_time_joins_and_parts() {
+    fn a_rendezvous_set_at_run_time_joins_and_separates_jobs() {
         let set = |member: Member, own: &str| Member { own_instance: own.into(), ..member };
         // The children of a launcher that is rank 0 inherit what it set in its own environment.
         check(&[set(member(10, 0, &[2]), "h:1"), set(at(member(11, 1, &[10, 2]), "h:1"), "h:1")], &[0, 0]);
@@ -418,13 +429,13 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_two_sizes_are_two() {
+    fn two_world_sizes_are_two_jobs() {
         let larger = Member { world_size: 4, ..member(12, 2, &[6, 2]) };
         check(&[member(10, 0, &[5, 2]), member(11, 1, &[5, 2]), larger], &[0, 0, 2]);
     }
 
     #[test]
-    fn a_rank_that_comes_again_is_of_the_same_job() {
+    fn a_restarted_rank_belongs_to_the_same_job() {
         let gone = Member { ended_ns: 15 * SECOND, ..member(10, 0, &[5, 2]) };
         check(&[gone.clone(), member(11, 1, &[5, 2]), member(20, 0, &[5, 2])], &[0, 0, 0]);
         // It was alive when the other one was started.
@@ -439,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_helper_is_one_unless_it_has_communicators() {
+    fn a_process_with_an_inherited_rank_is_a_helper_unless_it_has_communicators() {
         let rank = member(10, 0, &[5]);
         let helpers = [member(11, 0, &[10, 5]), member(12, 0, &[10, 5]), member(13, 0, &[12, 10, 5])];
         let all = [&[rank.clone()][..], &helpers].concat();
@@ -454,21 +465,21 @@ mod tests {
         check(&ranks, &[0, 0]);
         let assignments = partition(&ranks);
         assert_eq!(
-            assignments.iter().map(|assignment| assignment.place).collect::<Vec<_>>(),
+            assignments.iter().map(|assignment| assignment.corrected_rank).collect::<Vec<_>>(),
             [Some((0, 2)), Some((1, 2))]
         );
         assert!(assignments.iter().all(|assignment| !assignment.helper));
     }
 
     #[test]
-    fn a_communicator_that_holds_all_numbers_them_anew_and_a_smaller_one_joins_nothing_that_clashes() {
+    fn a_communicator_of_all_renumbers_ranks_and_a_smaller_one_joins_no_duplicates() {
         // All were started with the same number and got their own rank as an argument.
         let spawned_with_argument = |pid: i32, rank: i32| inside(member(pid, 0, &[2]), &[(9, 3, rank)]);
         let assignments =
             partition(&[spawned_with_argument(10, 2), spawned_with_argument(11, 0), spawned_with_argument(12, 1)]);
         assert!(assignments.iter().all(|assignment| assignment.group == 0));
         assert_eq!(
-            assignments.iter().filter_map(|assignment| assignment.place).collect::<Vec<_>>(),
+            assignments.iter().filter_map(|assignment| assignment.corrected_rank).collect::<Vec<_>>(),
             [(2, 3), (0, 3), (1, 3)]
         );
         // A trainer sends its weights to the ranks of a server, which also count from 0.

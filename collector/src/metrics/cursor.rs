@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn each_operation_comes_once_when_it_has_completed() {
+    fn each_completed_operation_is_read_once() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         assert_eq!(ring.look(&mut cursor, 0), [0; 0]);
         ring.put(0, OpStatus::Completed);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pending_operation_is_waited_for_while_the_ring_goes_round() {
+    fn a_pending_operation_is_awaited_while_the_ring_wraps() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         ring.look(&mut cursor, 0);
         ring.put(0, OpStatus::Pending);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_reader_takes_what_is_still_there() {
+    fn a_new_reader_reads_the_operations_that_the_ring_still_holds() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         let slots = op::SLOTS as u64;
         for ticket in slots..slots * 2 {

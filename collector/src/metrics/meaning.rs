@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_of_one_launch_are_one() {
+    fn grouped_operations_of_one_launch_count_once() {
         let (pair, alone) = (communicator(2), communicator(1));
         let op = |op: Op, count| Operation { op: op.into(), ..all_reduce(count, 10) };
         let (sends, receives) = (op(Op::Send, 1000), op(Op::Recv, 3000));
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_product_is_counted_and_levelled() {
+    fn a_matrix_product_has_a_count_and_a_level() {
         let shape = Matmul { batch: 0, m: 4096, n: 4096, k: 4096, ..Default::default() };
         assert_eq!(flops(&shape, DataType::Bfloat16), 137_438_953_472.0);
         assert_eq!(flops(&shape, DataType::Complex64), 4.0 * 137_438_953_472.0);
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_tells_the_algorithm_of_its_own_operation_only() {
+    fn a_kernel_name_gives_the_algorithm_of_its_own_operation_only() {
         let of = |kernel: &str, op| algorithm(kernel, op).unwrap_or_default();
         assert_eq!(
             of("ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Op::AllReduce),

@@ -227,14 +227,14 @@ mod tests {
     }
 
     #[test]
-    fn a_host_call_takes_from_its_begin_to_its_end() {
+    fn a_host_call_lasts_from_its_begin_to_its_end() {
         let call = Operation { entered_ns: 400 * MS, ..all_reduce(1, 1000, 0) };
         assert_eq!(time_inside(&call), 600 * MS);
         assert_eq!(time_inside(&Operation { started_ns: 900 * MS, ..call }), 100 * MS);
     }
 
     #[test]
-    fn news_are_taken_once() {
+    fn new_blocks_are_reported_once() {
         let mut recorder = Recorder::default();
         record(&mut recorder, (1..=10).map(|seq| all_reduce(seq, seq * 5000, 700)));
         let news = recorder.take_unreported();

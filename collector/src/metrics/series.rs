@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn published_values_change_at_the_interval_and_look_back_one_window() {
+    fn published_values_change_each_interval_and_cover_one_window() {
         let mut series = AllSeries::default();
         series.add(key("AllReduce"), done(100, 10.0, 0.0), 100 * SECOND);
         series.turn(&settings(), 100 * SECOND);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_series_goes_away_and_its_neighbour_stays() {
+    fn a_silent_series_expires_and_an_active_one_stays() {
         let mut series = AllSeries::default();
         series.add(key("AllReduce"), done(100, 1.0, 1.0), 100 * SECOND);
         series.add(key("AllGather"), done(100, 1.0, 1.0), 100 * SECOND);
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_series_keeps_the_newest_and_its_memory() {
+    fn a_busy_series_keeps_the_newest_values_in_bounded_memory() {
         let mut series = AllSeries::default();
         for number in 0..MAX_OPERATIONS + 100 {
             series.add(key("AllReduce"), done(1, number as f64, 1.0), SECOND);

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_comparison_is_kept_for_its_attempt() {
+    fn a_comparison_belongs_to_its_attempt() {
         let job = JobKey { name: "j".into(), instance: String::new() };
         let at = |seconds: u64| Now { mono_ns: 1, unix_ns: seconds * 1_000_000_000 };
         let mut slow = SlowRanks::default();

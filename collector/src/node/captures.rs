@@ -41,25 +41,25 @@ struct Request {
 }
 
 /// Makes the capturer of a new worker.
-type Make = Box<dyn Fn() -> Box<dyn Capture> + Send + Sync>;
+type CapturerFactory = Box<dyn Fn() -> Box<dyn Capture> + Send + Sync>;
 
 /// The capture worker of a node. All incidents share it, because what it learns about libraries
 /// serves all ranks.
 pub struct Captures {
     worker: Mutex<Option<Worker>>,
     given_up: Arc<AtomicU32>,
-    make: Make,
+    make: CapturerFactory,
 }
 
 /// A thread that captures one request after the other.
 struct Worker {
     requests: mpsc::Sender<Request>,
-    life: Arc<Mutex<Life>>,
+    life: Arc<Mutex<WorkerState>>,
 }
 
 /// The state of a worker's thread.
 #[derive(Default)]
-struct Life {
+struct WorkerState {
     // The deadline of the current capture.
     due: Option<Instant>,
     given_up: bool,
@@ -68,7 +68,7 @@ struct Life {
 
 /// Counts an abandoned worker for as long as its thread exists.
 struct Thread {
-    life: Arc<Mutex<Life>>,
+    life: Arc<Mutex<WorkerState>>,
     given_up: Arc<AtomicU32>,
 }
 
@@ -101,7 +101,7 @@ impl Default for Captures {
 impl Captures {
     /// Uses any kind of capturer.
     #[must_use]
-    pub fn new(make: Make) -> Self {
+    pub fn new(make: CapturerFactory) -> Self {
         Captures { worker: Mutex::default(), given_up: Arc::default(), make }
     }
 
@@ -154,7 +154,7 @@ impl Captures {
         }
     }
 
-    fn send(&self, mut request: Request) -> Result<Arc<Mutex<Life>>, Error> {
+    fn send(&self, mut request: Request) -> Result<Arc<Mutex<WorkerState>>, Error> {
         let mut worker = lock(&self.worker);
         if let Some(running) = worker.as_ref() {
             match running.requests.send(request) {
@@ -167,7 +167,7 @@ impl Captures {
             return Err(Error::Capture(format!("{MAX_GIVEN_UP} earlier captures have not ended")));
         }
         let (sender, requests) = mpsc::channel::<Request>();
-        let life = Arc::<Mutex<Life>>::default();
+        let life = Arc::<Mutex<WorkerState>>::default();
         let thread = Thread { life: Arc::clone(&life), given_up: Arc::clone(&self.given_up) };
         let mut capturer = (self.make)();
         let work = move || {
@@ -190,7 +190,7 @@ impl Captures {
     }
 
     /// Abandons a worker; the next capture gets a new one.
-    fn give_up(&self, of: &Arc<Mutex<Life>>) {
+    fn give_up(&self, of: &Arc<Mutex<WorkerState>>) {
         let mut worker = lock(&self.worker);
         if worker.as_ref().is_some_and(|worker| Arc::ptr_eq(&worker.life, of)) {
             *worker = None;
@@ -229,7 +229,7 @@ mod tests {
     fn captures() -> (Captures, Arc<AtomicU32>, Releases) {
         let (made, releases) = (Arc::new(AtomicU32::new(0)), Releases::default());
         let (count, list) = (Arc::clone(&made), Arc::clone(&releases));
-        let make: Make = Box::new(move || {
+        let make: CapturerFactory = Box::new(move || {
             count.fetch_add(1, Ordering::Relaxed);
             let (hold, held) = mpsc::channel();
             lock(&list).push(hold);
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn many_incidents_at_once_wait_for_their_turn_and_give_no_worker_up() {
+    fn simultaneous_incidents_queue_without_abandoning_a_worker() {
         struct Slow;
         impl Capture for Slow {
             fn capture(&mut self, pids: &[i32], _: &Options) -> Vec<ProcessCapture> {

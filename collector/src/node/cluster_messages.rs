@@ -17,14 +17,14 @@ use crate::{
     incident::{
         self,
         engine::{Cause, Incident},
-        folder::{folder_name, is_of, is_own_folder, own_names},
+        folder::{folder_name, is_own_folder, is_owned_by, own_names},
         part::{PART, PartLocation},
     },
     job::{JobKey, job_id, local_key},
     node::{
         cluster_member::{self, UplinkEvent},
         launched::{State, Unregistered},
-        plan::ForCluster,
+        plan::ClusterPart,
         registry::{Presence, Rank},
         reports::VerdictSummary,
         state::NodeState,
@@ -201,7 +201,7 @@ impl NodeState {
             self.engine.open_for_cluster(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
         self.member.awaiting_verdict.insert(id.clone(), now.mono_ns + VERDICT_NS);
-        self.dump(&id, Some(ForCluster { operations, alone: false }));
+        self.dump(&id, Some(ClusterPart { operations, alone: false }));
     }
 
     /// Looks for a part that an earlier node collector left on disk.
@@ -219,7 +219,8 @@ impl NodeState {
                 // A node that dumped alone before the request of its cluster did not add its own
                 // name.
                 let alone = format!("incident-{}", names[names.len() - 1]);
-                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
+                let own =
+                    |folder: &Path| is_owned_by(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
                 let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
                 folders.find(|folder| folder.join(PART).is_file() && own(folder))
             };

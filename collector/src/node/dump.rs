@@ -15,7 +15,7 @@ use crate::{
     incident::judging,
     node::{
         captures::Captures,
-        evidence::{Taken, elsewhere, has_stacks},
+        evidence::{RankCapture, elsewhere, has_stacks},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
     },
@@ -70,7 +70,7 @@ fn work(mut task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
     add_launched(&mut task.subjects, std::mem::take(&mut task.unregistered), &task.node);
-    let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
+    let mut taken: BTreeMap<u32, RankCapture> = BTreeMap::new();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
@@ -95,7 +95,7 @@ fn sample(
     captures: &Captures,
     which: usize,
     deadline: Duration,
-    taken: &mut BTreeMap<u32, Taken>,
+    taken: &mut BTreeMap<u32, RankCapture>,
 ) {
     for subject in &mut task.subjects {
         subject.refresh();
@@ -135,7 +135,7 @@ fn sample(
     }
 }
 
-fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, Taken>) -> Evidence {
+fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>) -> Evidence {
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {

@@ -20,7 +20,7 @@ use crate::{
         socket::Endpoint,
         state::{NodeState, TICK},
         status,
-        supervisor::{Supervised, SupervisorEvent},
+        supervisor::{SupervisorEvent, SupervisorLink},
     },
     os::{clock::Now, process::Handle},
 };
@@ -38,7 +38,7 @@ fn is_tracing_restricted() -> bool {
 pub(super) struct EventLoop {
     pub(super) state: NodeState,
     pub(super) endpoint: Endpoint,
-    pub(super) supervised: Option<Supervised>,
+    pub(super) supervised: Option<SupervisorLink>,
     pub(super) connections: Connections,
     pub(super) inbox: Inbox,
     pub(super) commands: mpsc::Receiver<Command>,
@@ -152,7 +152,7 @@ impl EventLoop {
         let connections: Vec<(ConnectionId, _)> =
             self.connections.iter().map(|(id, connection)| (id, connection.fd.as_fd())).collect();
         let listening = accepting && self.connections.accepts();
-        let supervisor = self.supervised.as_ref().and_then(Supervised::fd);
+        let supervisor = self.supervised.as_ref().and_then(SupervisorLink::fd);
 
         let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
         let flags = if listening { PollFlags::IN } else { PollFlags::empty() };

@@ -36,7 +36,7 @@ pub struct Subject {
 
 /// What was captured of one rank.
 #[derive(Debug, Default)]
-pub struct Taken {
+pub struct RankCapture {
     /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
     /// Flight record, read with the second sample.
@@ -67,7 +67,7 @@ impl Subject {
     }
 
     /// Reads the flight record into `taken`.
-    pub fn read_ring(&self, taken: &mut Taken) {
+    pub fn read_ring(&self, taken: &mut RankCapture) {
         let Some(ring) = &self.ring else {
             if self.registered {
                 taken.errors.push("no flight record: its hook sent no ring".into());
@@ -82,8 +82,8 @@ impl Subject {
 
     /// The `.stacktrace` message, and the evidence with a separate dump and flight record.
     #[must_use]
-    pub fn evidence(&self, taken: Taken) -> RankEvidence {
-        let Taken { samples, mut errors, flight, .. } = taken;
+    pub fn evidence(&self, taken: RankCapture) -> RankEvidence {
+        let RankCapture { samples, mut errors, flight, .. } = taken;
         let [first, last] = samples;
         if self.presence == Presence::Dead {
             let how = self.exit.as_deref().map(|exit| format!(": {exit}")).unwrap_or_default();
@@ -232,13 +232,13 @@ mod tests {
     }
 
     #[test]
-    fn the_last_sample_stands_in_the_fields_of_the_original_tool() {
+    fn the_last_sample_fills_the_fields_of_the_original_tool() {
         let mut first = capture(10, 1, "R (running)");
         first.children = vec![capture(11, 1, "S (sleeping)")];
         let mut last = capture(10, 2, "S (sleeping)");
         last.children = vec![capture(11, 3, "S (sleeping)"), capture(12, 1, "S (sleeping)")];
         let subject = subject(Presence::Present);
-        let evidence = subject.evidence(Taken { samples: [Some(first), Some(last)], ..Default::default() });
+        let evidence = subject.evidence(RankCapture { samples: [Some(first), Some(last)], ..Default::default() });
         assert_eq!(evidence.errors, Vec::<String>::new());
         let file = file_of(&subject, &evidence);
         assert_eq!((file.stacktrace.len(), file.process_state.as_str(), file.rank), (2, "S (sleeping)", 3));
@@ -251,9 +251,9 @@ mod tests {
     }
 
     #[test]
-    fn a_single_sample_is_shown_with_a_remark() {
+    fn a_single_sample_has_a_remark() {
         let subject = subject(Presence::Present);
-        let taken = Taken { samples: [Some(capture(10, 1, "R (running)")), None], ..Default::default() };
+        let taken = RankCapture { samples: [Some(capture(10, 1, "R (running)")), None], ..Default::default() };
         let evidence = subject.evidence(taken);
         assert_eq!(evidence.errors, ["there is no second sample"]);
         let file = file_of(&subject, &evidence);
@@ -265,7 +265,7 @@ mod tests {
     fn a_dead_rank_has_its_reason_and_no_dump() {
         let subject = Subject { exit: Some("killed by SIGKILL".into()), ..subject(Presence::Dead) };
         let flight = FlightRecord { kernels_launched: 5, ..Default::default() };
-        let evidence = subject.evidence(Taken { flight: Some(flight), ..Default::default() });
+        let evidence = subject.evidence(RankCapture { flight: Some(flight), ..Default::default() });
         assert!(evidence.dump.is_none());
         assert_eq!((evidence.exit.as_str(), evidence.presence()), ("killed by SIGKILL", Presence::Dead));
         let file = file_of(&subject, &evidence);

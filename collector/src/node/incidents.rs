@@ -27,8 +27,8 @@ use crate::{
     node::{
         dump,
         inbox::Command,
-        plan::{DumpTask, ForCluster, Outcome, registered_subjects},
-        reports::{IncidentReport, VerdictSummary, Waiting},
+        plan::{ClusterPart, DumpTask, Outcome, registered_subjects},
+        reports::{IncidentReport, UnwrittenVerdict, VerdictSummary},
         state::NodeState,
     },
     os::{
@@ -89,7 +89,7 @@ impl NodeState {
     }
 
     /// Dumps an incident.
-    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
+    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
         self.note_opened(id);
         self.capture(id, for_cluster);
     }
@@ -102,11 +102,11 @@ impl NodeState {
     }
 
     pub(super) fn capture_alone(&mut self, id: &str) {
-        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
+        let part = ClusterPart { operations: LATER_OPERATIONS, alone: true };
         self.capture(id, self.settings.cluster.is_some().then_some(part));
     }
 
-    fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
+    fn capture(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = registered_subjects(&self.registry, &incident.head.job, &self.node);
         let now = Now::get();
@@ -245,7 +245,7 @@ impl NodeState {
     /// Keeps a verdict that could not be written to its place.
     pub(super) fn keep_unwritten(&mut self, id: &str, root: PathBuf, now: Now) {
         let due_ns = now.mono_ns + FIRST_PAUSE_NS;
-        let waiting = Waiting { root, due_ns, pause_ns: FIRST_PAUSE_NS, under_way: false };
+        let waiting = UnwrittenVerdict { root, due_ns, pause_ns: FIRST_PAUSE_NS, under_way: false };
         self.unwritten.waiting.insert(id.into(), waiting);
         while self.unwritten.waiting.len() > MAX_KEPT
             && let Some((oldest, _)) = self.unwritten.waiting.pop_first()

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn time_in_which_the_collector_stood_still_does_not_count() {
+    fn time_during_which_the_collector_was_stopped_does_not_count() {
         let mut monitor = Monitor::default();
         let ranks = [rank(1, 10, 10)];
         monitor.evaluate(&ranks, 11 * SECOND);

@@ -25,7 +25,7 @@ use crate::{
     },
     os::{
         clock::{self, Now},
-        process::{self, Found, Handle},
+        process::{self, Handle, RankProcess},
     },
 };
 
@@ -51,12 +51,12 @@ pub struct DumpTask {
     /// The state of the incident that a next collector needs if this one is killed while it writes.
     pub record: Record,
     /// What is kept for the cluster collector; `None` without one.
-    pub for_cluster: Option<ForCluster>,
+    pub for_cluster: Option<ClusterPart>,
 }
 
 /// A part of a job-wide incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ForCluster {
+pub struct ClusterPart {
     /// Number of operations of each flight record that the cluster gets.
     pub operations: usize,
     /// The cluster did not answer: the node draws the pictures and reports by itself, and keeps the
@@ -128,20 +128,20 @@ fn subject(rank: &Rank, node: &str) -> Subject {
 /// must use this collector's socket, because another job of the same name may run on this node.
 pub fn add_unregistered(task: &mut DumpTask) {
     let world_size = known_size(&task.subjects);
-    let is_known = |found: &Found| {
+    let is_known = |found: &RankProcess| {
         let mut known = task.members.iter().filter_map(|(member, _)| member.process);
         known.any(|process| process == (found.pid, found.start))
     };
-    let may_be = |found: &Found| {
+    let may_be = |found: &RankProcess| {
         found.info.job == task.plan.head.job.name
             && found.info.attempt == task.plan.head.attempt
-            && may_be_of_world(&found.info, world_size)
+            && may_belong_to_world(&found.info, world_size)
             && found.socket == task.socket
             && !is_known(found)
     };
     let now_ns = Now::get().mono_ns;
-    let found: Vec<Found> = process::scan(getuid().as_raw()).into_iter().filter(may_be).collect();
-    let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
+    let found: Vec<RankProcess> = process::scan(getuid().as_raw()).into_iter().filter(may_be).collect();
+    let mut by_rank: BTreeMap<i32, Vec<RankProcess>> = BTreeMap::new();
     for found in of_job(&task.plan.head.job, &task.members, found, now_ns) {
         if !task.subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
             by_rank.entry(found.info.rank).or_default().push(found);
@@ -172,7 +172,7 @@ pub fn add_unregistered(task: &mut DumpTask) {
 }
 
 /// Selects the processes that belong to a job, by all that is known about the jobs of its name.
-fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns: u64) -> Vec<Found> {
+fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<RankProcess>, now_ns: u64) -> Vec<RankProcess> {
     let all: Vec<Member> = members
         .iter()
         .map(|(member, _)| member.clone())
@@ -198,7 +198,7 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns:
 pub fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, node: &str) {
     let world_size = known_size(subjects);
     for rank in unregistered {
-        if !may_be_of_world(&rank.info, world_size)
+        if !may_belong_to_world(&rank.info, world_size)
             || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank)
         {
             continue;
@@ -224,7 +224,7 @@ pub fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>
 
 /// All descendants of a rank inherit its variables. The rank is the topmost process, below the
 /// shells that only started it.
-fn main_process(candidates: &[Found], is_shell: impl Fn(i32) -> bool) -> i32 {
+fn main_process(candidates: &[RankProcess], is_shell: impl Fn(i32) -> bool) -> i32 {
     let is_candidate = |pid: i32| candidates.iter().any(|found| found.pid == pid);
     let Some(top) = candidates.iter().filter(|found| !is_candidate(found.parent)).min_by_key(|found| found.start)
     else {
@@ -265,7 +265,7 @@ pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
 
 /// Whether a process may be a rank of a world of this size; 0 is unknown. An agent in a pod may
 /// have variables that number the agents instead.
-fn may_be_of_world(info: &RankInfo, world_size: u32) -> bool {
+fn may_belong_to_world(info: &RankInfo, world_size: u32) -> bool {
     world_size == 0 || info.world_size == 0 || info.world_size == world_size
 }
 
@@ -278,8 +278,8 @@ fn known_size(subjects: &[Subject]) -> u32 {
 mod tests {
     use super::*;
 
-    fn found(pid: i32, parent: i32) -> Found {
-        Found {
+    fn found(pid: i32, parent: i32) -> RankProcess {
+        RankProcess {
             pid,
             parent,
             start: pid as u64,

@@ -15,7 +15,7 @@ use crate::{
         engine::{Cause, Incident, RaisedCause},
         records,
     },
-    job::{ConnectionId, RankId, partition::Place},
+    job::{ConnectionId, RankId, partition::CommunicatorRank},
     node::{
         inbox::Command,
         registry::{Rank, Registered},
@@ -143,13 +143,14 @@ impl NodeState {
     /// Reads the communicators of all ranks with a name, or of all living ranks, and splits the
     /// ranks into jobs again.
     pub(super) fn rejoin(&mut self, name: Option<&str>, now: Now) {
-        let is_meant = |rank: &&Rank| match name {
+        let is_wanted = |rank: &&Rank| match name {
             Some(name) => rank.info.job == name,
             None => rank.presence.is_alive(),
         };
-        let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.places().ok()?));
-        let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
-        places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
+        let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.communicator_ranks().ok()?));
+        let memberships: Vec<(RankId, Vec<CommunicatorRank>)> =
+            self.registry.ranks().filter(is_wanted).filter_map(read).collect();
+        memberships.into_iter().for_each(|(id, ranks)| self.registry.set_communicators(id, ranks));
         if self.registry.rejoin(self.launched.unregistered(), now.mono_ns) {
             self.reassign_incidents(now);
         }
@@ -159,10 +160,10 @@ impl NodeState {
     pub(super) fn reassign_incidents(&mut self, now: Now) {
         let registry = &self.registry;
         let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
-        let strays = self.engine.reassign_causes(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
+        let orphaned = self.engine.reassign_causes(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
         let raise =
             |cause: Cause| Some(RaisedCause { since_ns: now.mono_ns, ..raised_by(of_pid(cause.pid()?)?, cause) });
-        let raises: Vec<RaisedCause> = strays.into_iter().filter_map(raise).collect();
+        let raises: Vec<RaisedCause> = orphaned.into_iter().filter_map(raise).collect();
         raises.into_iter().for_each(|raise| self.raise(raise, now));
     }
 

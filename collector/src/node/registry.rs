@@ -16,7 +16,7 @@ use crate::{
     config::Settings,
     job::{
         ConnectionId, JobKey, RankId,
-        partition::{self, Assignment, Member, Place, ProcessId},
+        partition::{self, Assignment, CommunicatorRank, Member, ProcessId},
     },
     metrics::sampler::LivingRank,
     node::launched::{FORGET_AFTER_NS, Unregistered},
@@ -101,7 +101,7 @@ pub struct Rank {
     /// The identity that it reported.
     claimed: RankInfo,
     /// Its communicators with an id that no other job has, largest first.
-    pub communicators: Vec<Place>,
+    pub communicators: Vec<CommunicatorRank>,
     /// The process; `None` when it is not visible in this PID namespace.
     pub process: Option<Arc<Handle>>,
     /// Its flight record; `None` when it sent none.
@@ -173,7 +173,7 @@ impl Rank {
 
     /// Whether its process runs, or does not finish its exit.
     #[must_use]
-    pub fn is_there(&self) -> bool {
+    pub fn has_process(&self) -> bool {
         self.presence.is_alive() || self.lingers
     }
 
@@ -279,7 +279,7 @@ impl Registry {
     /// All jobs with a running process.
     #[must_use]
     pub fn living_jobs(&self) -> BTreeSet<JobKey> {
-        self.ranks.values().filter(|rank| rank.is_there()).map(|rank| rank.job.clone()).collect()
+        self.ranks.values().filter(|rank| rank.has_process()).map(|rank| rank.job.clone()).collect()
     }
 
     /// The ranks of a job in its newest attempt, in ascending order, at most one entry for each
@@ -304,7 +304,7 @@ impl Registry {
     /// Whether any process of a job runs.
     #[must_use]
     pub fn is_alive(&self, job: &JobKey) -> bool {
-        self.ranks.values().any(|rank| rank.job == *job && rank.is_there())
+        self.ranks.values().any(|rank| rank.job == *job && rank.has_process())
     }
 
     /// Whether a job is about to end, or to continue with fewer ranks: some ranks ended in order or
@@ -381,7 +381,7 @@ impl Registry {
     }
 
     /// Stores the communicators of a rank with an id that no other job has.
-    pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<Place>) {
+    pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<CommunicatorRank>) {
         communicators.sort_unstable_by_key(|place| (Reverse(place.size), place.id));
         communicators.truncate(MAX_COMMUNICATORS);
         if let Some(rank) = self.ranks.get_mut(&id) {
@@ -424,7 +424,8 @@ impl Registry {
                 let Some(rank) = self.ranks.get_mut(id) else { continue };
                 rank.job.clone_from(job);
                 rank.auxiliary = assignment.helper;
-                let (number, world_size) = assignment.place.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
+                let (number, world_size) =
+                    assignment.corrected_rank.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
                 (rank.info.rank, rank.info.world_size) = (number, world_size);
             }
             unregistered.iter_mut().zip(of_unregistered).for_each(|(rank, job)| rank.job.clone_from(job));
@@ -503,14 +504,14 @@ impl Registry {
             let keep_ns = if rank.info.rank < 0 { FORGET_RANKLESS_NS } else { FORGET_AFTER_NS };
             alive.contains(&rank.job) || now_ns < rank.ended_ns + keep_ns
         });
-        for rank in self.ranks.values_mut().filter(|rank| !rank.is_there()) {
+        for rank in self.ranks.values_mut().filter(|rank| !rank.has_process()) {
             // In a world that continues, the record of an ended rank shows how far it came.
             let counts = alive.contains(&rank.job) && !rank.past && !rank.auxiliary;
             if !counts && (rank.past || now_ns >= rank.ended_ns + KEEP_RING_NS) {
                 rank.ring = None;
             }
         }
-        let ended: Vec<RankId> = self.ranks.values().filter(|rank| !rank.is_there()).map(|rank| rank.id).collect();
+        let ended: Vec<RankId> = self.ranks.values().filter(|rank| !rank.has_process()).map(|rank| rank.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(MAX_ENDED)) {
             self.ranks.remove(id);
         }
@@ -523,7 +524,7 @@ impl Registry {
         let Some(new) = self.ranks.get(&id) else { return result };
         let (job, rank, attempt) = (new.job.clone(), new.info.rank, new.info.attempt);
         let size = new.info.world_size;
-        let is_of_another_size = |old: &Rank| size > 0 && old.info.world_size > 0 && old.info.world_size != size;
+        let has_other_world_size = |old: &Rank| size > 0 && old.info.world_size > 0 && old.info.world_size != size;
 
         // A launcher starts the ranks of a world after all its own ranks of the previous world have
         // ended. It may count that as the same attempt.
@@ -533,7 +534,7 @@ impl Registry {
             !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
         for old in others() {
             let ended_before =
-                !old.presence.is_alive() && (old.member(now_ns).ended_before(&new_member) || is_of_another_size(old));
+                !old.presence.is_alive() && (old.member(now_ns).ended_before(&new_member) || has_other_world_size(old));
             // An agent has given up the previous attempt. That shows nothing about the living ranks
             // of another agent.
             let given_up = old.info.attempt < attempt && (!old.presence.is_alive() || old.parent() == new.parent());
@@ -587,7 +588,7 @@ fn job_keys(name: &str, members: &[Member], assignments: &[Assignment], old: &[J
         let named = inside.iter().map(|index| members[*index].instance.as_str()).find(|instance| !instance.is_empty());
         let instance = named.unwrap_or_default();
         let is_free = |key: &JobKey| of_group.values().all(|taken| taken != key);
-        let kept = inside.iter().map(|index| &old[*index]).find(|key| key.is_at(instance) && is_free(key));
+        let kept = inside.iter().map(|index| &old[*index]).find(|key| key.has_rendezvous(instance) && is_free(key));
         let plain = JobKey { name: name.into(), instance: instance.into() };
         let key = kept.cloned().unwrap_or(plain);
         let known_by = || {

@@ -62,7 +62,7 @@ fn a_goodbye_leaves_and_a_lost_connection_detaches_until_the_process_ends() {
 }
 
 #[test]
-fn the_same_process_keeps_its_entry_and_another_one_of_that_pid_does_not() {
+fn a_reconnecting_process_keeps_its_entry_and_a_reused_pid_gets_a_new_one() {
     let a = Sleeper::new();
     let mut registry = Registry::default();
     let first = registry.hello(1, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 1).id;
@@ -91,7 +91,7 @@ fn a_new_attempt_supersedes_the_old_one() {
 }
 
 #[test]
-fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
+fn a_world_started_after_the_previous_one_ended_is_new() {
     let (a, b, c, d) = (Sleeper::new(), Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     let second = 1_000_000_000;
@@ -133,7 +133,7 @@ fn a_rank_that_ends_before_the_others_register_belongs_to_their_world() {
 }
 
 #[test]
-fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() {
+fn a_late_ending_rank_of_another_world_size_belongs_to_another_world() {
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     let second = 1_000_000_000;
@@ -150,7 +150,7 @@ fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() 
 }
 
 #[test]
-fn a_helper_of_a_rank_is_no_rank() {
+fn a_helper_of_a_rank_is_not_a_rank() {
     // The shell stays the parent of a process that inherited its variables.
     let shell = Sleeper(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().unwrap());
     let mut child = None;
@@ -169,7 +169,7 @@ fn a_helper_of_a_rank_is_no_rank() {
 }
 
 #[test]
-fn a_younger_process_of_the_same_rank_is_of_another_job() {
+fn a_younger_process_with_a_living_rank_number_belongs_to_another_job() {
     let sleepers: Vec<Sleeper> = (0..4).map(|_| Sleeper::new()).collect();
     let mut registry = Registry::default();
     let join = |registry: &mut Registry, number: usize, rank: i32| {
@@ -185,7 +185,7 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
     // The jobs of the others are known once they have created communicators.
     let (third, fourth) = (join(&mut registry, 2, 1).id, join(&mut registry, 3, 1).id);
     for (id, communicator, rank) in [(first, 7, 0), (second.id, 8, 0), (third, 8, 1), (fourth, 7, 1)] {
-        registry.set_communicators(id, vec![Place { id: communicator, size: 4, rank }]);
+        registry.set_communicators(id, vec![CommunicatorRank { id: communicator, size: 4, rank }]);
     }
     registry.rejoin(&mut [], 2);
     let of = |job: &JobKey| registry.of_job(job).iter().map(|rank| rank.id).collect::<Vec<_>>();
@@ -204,7 +204,7 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
 }
 
 #[test]
-fn a_rank_that_has_not_registered_is_of_the_job_that_leaves_it_room() {
+fn an_unregistered_rank_joins_the_job_that_lacks_its_rank() {
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     registry.hello(0, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 1);
@@ -223,7 +223,7 @@ fn a_rank_that_has_not_registered_is_of_the_job_that_leaves_it_room() {
 }
 
 #[test]
-fn processes_without_a_rank_are_jobs_of_their_own_until_they_have_one() {
+fn processes_without_a_rank_are_separate_jobs_until_they_get_one() {
     let (a, b) = (Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     for (connection, sleeper) in [(1, &a), (2, &b)] {

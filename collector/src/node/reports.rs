@@ -82,13 +82,13 @@ impl VerdictSummary {
 /// Processes that are being ended, and incidents with another look pending.
 #[derive(Debug, Default)]
 pub(super) struct VerdictActions {
-    pub(super) signalled: Vec<Signalled>,
+    pub(super) signalled: Vec<SignalledProcess>,
     pub(super) rechecks: BTreeMap<String, Recheck>,
 }
 
 /// A process that received a signal to end.
 #[derive(Debug)]
-pub(super) struct Signalled {
+pub(super) struct SignalledProcess {
     pub(super) rank: i32,
     pub(super) process: Arc<Handle>,
     // When to check it again.
@@ -116,13 +116,13 @@ impl VerdictActions {
 
 /// The verdicts to be written, by incident.
 #[derive(Debug, Default)]
-pub(super) struct Unwritten {
-    pub(super) waiting: BTreeMap<String, Waiting>,
+pub(super) struct UnwrittenVerdicts {
+    pub(super) waiting: BTreeMap<String, UnwrittenVerdict>,
 }
 
 /// A verdict that waits for its next attempt.
 #[derive(Debug)]
-pub(super) struct Waiting {
+pub(super) struct UnwrittenVerdict {
     pub(super) root: PathBuf,
     pub(super) due_ns: u64,
     pub(super) pause_ns: u64,

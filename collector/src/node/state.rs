@@ -28,7 +28,7 @@ use crate::{
         launched::{Launched, Unregistered},
         monitor::Monitor,
         registry::{Rank, Registry},
-        reports::{IncidentReport, Unwritten, VerdictActions},
+        reports::{IncidentReport, UnwrittenVerdicts, VerdictActions},
     },
     os::{
         clock::{Now, nanoseconds},
@@ -76,7 +76,7 @@ pub struct NodeState {
     pub(super) boot: String,
     pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
     pub(super) searched: BTreeSet<PathBuf>,
-    pub(super) unwritten: Unwritten,
+    pub(super) unwritten: UnwrittenVerdicts,
     pub(super) webhook: Option<Webhook>,
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
@@ -93,7 +93,7 @@ pub(super) const ENDING_TIMEOUTS: u32 = 4;
 
 impl Jobs for Registry {
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool {
-        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.is_there())
+        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.has_process())
     }
 
     fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64 {
@@ -141,7 +141,7 @@ impl NodeState {
             boot: process::boot_id(),
             waiting: BTreeMap::new(),
             searched: BTreeSet::new(),
-            unwritten: Unwritten::default(),
+            unwritten: UnwrittenVerdicts::default(),
             webhook,
             slow: SlowRanks::default(),
             compared_ns: 0,
@@ -169,7 +169,7 @@ impl NodeState {
     /// The ranks of this node that have not registered; see [`Launched::ranks`].
     pub(crate) fn unregistered_ranks(&self, now: Now) -> Vec<&Unregistered> {
         let world_start_ns = |job: &JobKey| {
-            let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
+            let living = self.registry.of_job(job).into_iter().filter(|rank| rank.has_process());
             living.map(|rank| rank.started_ns(now.mono_ns)).min()
         };
         self.launched.ranks(world_start_ns, now.mono_ns)
@@ -198,7 +198,7 @@ impl NodeState {
 }
 
 pub(super) fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
-    registry.ranks().filter(|rank| rank.is_there() && !rank.auxiliary)
+    registry.ranks().filter(|rank| rank.has_process() && !rank.auxiliary)
 }
 
 /// The pid that names a rank in a cause. A process outside this PID namespace has no pid here; its

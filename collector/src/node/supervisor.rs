@@ -315,7 +315,7 @@ fn describe(status: ExitStatus) -> String {
 
 /// The worker's side of the connection to its supervisor.
 #[derive(Debug)]
-pub struct Supervised {
+pub struct SupervisorLink {
     link: ProcessLink,
     // Set when this process started the supervisor.
     child: Option<Child>,
@@ -333,20 +333,20 @@ pub enum SupervisorEvent {
     Alone,
 }
 
-impl Supervised {
+impl SupervisorLink {
     /// Begins as a worker that a supervisor has started: takes its end of the socket, and the
     /// endpoint.
     ///
     /// # Errors
     /// When the endpoint does not arrive.
-    pub fn begin(settings: &Settings) -> Result<(Supervised, Endpoint), Error> {
+    pub fn begin(settings: &Settings) -> Result<(SupervisorLink, Endpoint), Error> {
         set_process_name();
         // The supervisor has blocked the signals that it reads, and its children inherit that.
         let _ = SigSet::all().thread_unblock();
         let link = ProcessLink::inherited().map_err(Error::system("have the supervisor's socket"))?;
         let endpoint = link.take_endpoint(settings)?;
         let supervised =
-            Supervised { link, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
+            SupervisorLink { link, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
         Ok((supervised, endpoint))
     }
 
@@ -370,7 +370,7 @@ impl Supervised {
 
     /// Reports that this worker ends in order. Returns true when a supervisor lives, which removes
     /// the socket.
-    pub fn ends(&self) -> bool {
+    pub fn announce_end(&self) -> bool {
         self.link.send_message(LinkMessage::Ends);
         !self.gone
     }
@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_and_end_with_the_need() {
+    fn restart_pauses_grow_until_the_reason_is_gone() {
         let begun = Instant::now();
         let linger = Some(Duration::from_secs(600));
         let mut restarts = Restarts::default();

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plain_text_stays_on_this_machine() {
+    fn plain_http_is_allowed_on_loopback_only() {
         for url in ["http://127.0.0.1:18890", "http://localhost:1", "http://[::1]:1"] {
             assert!(Address::new(url, None, None).is_ok(), "{url}");
         }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_file_that_is_not_there_is_named() {
+    fn a_missing_token_file_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let error =
             Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err().to_string();

@@ -19,7 +19,7 @@ use crate::{
     node::{
         launched::{self, Unregistered},
         registry::Rank,
-        reports::{Signalled, VerdictSummary},
+        reports::{SignalledProcess, VerdictSummary},
         state::NodeState,
     },
     os::{
@@ -106,7 +106,7 @@ impl NodeState {
     }
 
     /// Whether the job of an incident hangs now and is configured to be ended for that.
-    fn is_to_be_ended(&self, id: &str) -> bool {
+    fn must_be_ended(&self, id: &str) -> bool {
         let Some(incident) = self.engine.get(id) else { return false };
         self.hangs_now(id) && self.registry.of_job(&incident.head.job).iter().any(|rank| rank.settings.hang_kill)
     }
@@ -116,7 +116,7 @@ impl NodeState {
     /// agent gets SIGKILL at once, so that it cannot exit with success: the agent would take its
     /// job for done.
     fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
-        let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
+        let Some(incident) = self.engine.get(id).filter(|_| self.must_be_ended(id)) else { return true };
         let culprits = self.reports.get(id).map(|report| report.culprits.clone()).unwrap_or_default();
         let ranks = self.registry.of_job(&incident.head.job).into_iter().filter(|rank| rank.presence.is_alive());
         let ranks: Vec<&Rank> = ranks.collect();
@@ -141,7 +141,7 @@ impl NodeState {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
                 let due_ns = now.mono_ns + KILL_AFTER_NS;
-                self.verdict_actions.signalled.push(Signalled { rank, process, due_ns, was_killed: false });
+                self.verdict_actions.signalled.push(SignalledProcess { rank, process, due_ns, was_killed: false });
             }
         }
         true

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_utc() {
+    fn timestamps_are_utc() {
         assert_eq!(compact(1_795_258_500_123_456_789), "20261121T105500Z");
         assert_eq!(rfc3339(1_795_258_500_123_456_789), "2026-11-21T10:55:00.123Z");
         assert_eq!(seconds(1_234_567_890), 1.234);

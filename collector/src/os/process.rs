@@ -260,7 +260,7 @@ fn reaped_status(fd: &OwnedFd) -> Option<i32> {
 
 /// A process of this user that has the environment of a rank and was started under our launcher.
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct RankProcess {
     /// Pid.
     pub pid: i32,
     /// Parent.
@@ -277,7 +277,7 @@ pub struct Found {
     pub socket: PathBuf,
 }
 
-impl Found {
+impl RankProcess {
     /// The properties that assign it to a job.
     #[must_use]
     pub fn member(&self, now_ns: u64) -> Member {
@@ -299,7 +299,7 @@ impl Found {
 /// All processes of `uid` that have a rank in their environment and our hook in `LD_PRELOAD` or
 /// mapped.
 #[must_use]
-pub fn scan(uid: u32) -> Vec<Found> {
+pub fn scan(uid: u32) -> Vec<RankProcess> {
     pids(uid).filter_map(|pid| found(pid, uid)).collect()
 }
 
@@ -327,7 +327,7 @@ fn pids(uid: u32) -> impl Iterator<Item = i32> {
 
 /// Reads one process; `None` if it does not qualify.
 #[must_use]
-pub fn found(pid: i32, uid: u32) -> Option<Found> {
+pub fn found(pid: i32, uid: u32) -> Option<RankProcess> {
     let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
     let source = Source::of_environ(&environ);
     let mut info = source.rank_info();
@@ -339,7 +339,7 @@ pub fn found(pid: i32, uid: u32) -> Option<Found> {
     info.command = command(pid);
     let socket = socket::of(&source, uid);
     let (instance, ancestors) = (instance_in(pid, &source), ancestors(pid, &source));
-    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance, ancestors, socket })
+    Some(RankProcess { pid, parent: stat.parent, start: stat.start, info, instance, ancestors, socket })
 }
 
 const HOOK: &str = "xpu_timer_hook";
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_statuses_in_words() {
+    fn wait_statuses_are_described_in_words() {
         assert_eq!(describe(0), "exit code 0");
         assert_eq!(describe(3 << 8), "exit code 3");
         assert_eq!(describe(11 | 0x80), "killed by SIGSEGV (core dumped)");

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{FlightRecord, RankInfo},
 };
 
-use crate::{error::Error, job::partition::Place, os::clock::Now};
+use crate::{error::Error, job::partition::CommunicatorRank, os::clock::Now};
 
 /// The memfd of one rank.
 #[derive(Debug)]
@@ -79,10 +79,10 @@ impl RingFile {
     ///
     /// # Errors
     /// As [`RingFile::read_at`].
-    pub fn places(&self) -> io::Result<Vec<Place>> {
+    pub fn communicator_ranks(&self) -> io::Result<Vec<CommunicatorRank>> {
         let all = ring::read_communicators(|offset, buffer| self.read_at(offset, buffer))?;
         let shared = all.into_iter().filter(|one| one.unique && one.size > 1 && one.rank >= 0);
-        Ok(shared.map(|one| Place { id: one.id, size: one.size, rank: one.rank }).collect())
+        Ok(shared.map(|one| CommunicatorRank { id: one.id, size: one.size, rank: one.rank }).collect())
     }
 
     /// The whole flight record.
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn other_descriptors_are_refused() {
+    fn descriptors_that_are_not_rings_are_refused() {
         let refused = |fd: OwnedFd| RingFile::new(fd, 7).unwrap_err().to_string();
         assert!(refused(memfd(8)).contains("8 bytes long"));
         assert!(refused(memfd(ring::offset::END as u64)).contains("not a flight ring"));

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_and_an_error_keeps_its_words() {
+    fn a_file_is_read_and_an_error_keeps_its_message() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, vec![b'x'; 100_000]).unwrap();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn work_that_does_not_answer_is_left_behind_and_ended() {
+    fn blocked_work_is_abandoned_and_its_process_ended() {
         let begun = Instant::now();
         let error = in_child(|| {
             std::thread::sleep(Duration::from_secs(600));

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_run_is_wrong() {
+    fn invalid_commands_are_usage_errors() {
         for words in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
             assert!(matches!(launch_of(words), LaunchRequest::Wrong(_)), "{words:?}");
         }
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_wrong() {
+    fn contradictory_arguments_are_usage_errors() {
         for words in [
             &["--pid"][..],
             &["--pid", "x"],

@@ -50,7 +50,7 @@ const LOG_START_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
-pub struct Found {
+pub struct RunningCollector {
     /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
     /// What it cannot do if it was just started; a line.
@@ -92,9 +92,9 @@ pub fn with_own_collector(config: &Config) -> Result<Config, String> {
 ///
 /// # Errors
 /// Why none answers, with the location of its log.
-pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
+pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
     match handshake(&config.socket, ANSWER_DEADLINE) {
-        Ok(pid) => return Ok(Found { pid, remark: None }),
+        Ok(pid) => return Ok(RunningCollector { pid, remark: None }),
         Err(NoAnswer::Absent) => {}
         Err(why) => bail!("{}: {why}", config.socket.display()),
     }
@@ -115,7 +115,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     let mut ended = false;
     loop {
         let why = match handshake(&config.socket, deadline.saturating_sub(begun.elapsed())) {
-            Ok(pid) => return Ok(Found { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
+            Ok(pid) => return Ok(RunningCollector { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
             Err(why) => why,
         };
         if !ended && child.has_ended() {
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_at_the_socket_is_absent_and_not_an_error() {
+    fn an_unanswered_socket_means_no_collector_and_is_not_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("18888.sock");
         assert!(matches!(handshake(&path, ANSWER_DEADLINE), Err(NoAnswer::Absent)));
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_a_collector_that_works_are_its_remarks() {
+    fn errors_of_a_running_collector_are_passed_on_as_remarks() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let old = "2026-11-22T09:00:00.1Z ERROR xpu_timer_collector::node: of the run before\n";
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_of_another_user_is_left_to_that_one() {
+    fn a_log_of_another_user_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("xpu_timer_collector.log");
         std::os::unix::fs::symlink("/dev/null", &log).unwrap();
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_words_are_the_last_line_that_says_something() {
+    fn the_last_non_empty_line_of_a_log_is_quoted() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let (mut log, _) = open_log(&Config { log: path.clone(), append: false, ..Config::read() });
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logging_folder_that_is_not_there_is_made() {
+    fn a_missing_log_folder_is_created() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("a/b/xpu_timer_collector.log");
         let (_, name) = open_log(&Config { log: log.clone(), append: false, ..Config::read() });
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_of_the_run_before_is_cut_unless_it_is_kept() {
+    fn the_previous_log_is_truncated_unless_it_is_kept() {
         use std::io::Write;
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");

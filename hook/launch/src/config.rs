@@ -10,7 +10,7 @@ use std::{
 use nix::unistd::{AccessFlags, access};
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting, Source, own_variable},
-    socket::{self, Fingerprint, Look},
+    socket::{self, Fingerprint, SocketChecks},
 };
 
 use crate::bounded_io;
@@ -84,7 +84,7 @@ impl Config {
         let why = |result: io::Result<()>| result.err().map(|error| error.to_string());
         let answers = |folder: &Path| why(bounded_io::answers(folder));
         let refuses = |folder: &Path| why(check_writable(folder));
-        let look = Look { answers: &answers, refuses: &refuses };
+        let look = SocketChecks { answers: &answers, refuses: &refuses };
         let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), &look);
         if !config.disabled {
             config.hand_over(&source);
@@ -138,10 +138,10 @@ impl Config {
             let there = if folder.exists() { folder } else { folder.parent()? };
             access(there, AccessFlags::W_OK | AccessFlags::X_OK).err().map(|error| error.to_string())
         };
-        Self::with(source, uid, &Look { answers: &answers, refuses: &refuses })
+        Self::with(source, uid, &SocketChecks { answers: &answers, refuses: &refuses })
     }
 
-    fn with(source: &Source, uid: u32, look: &Look<'_>) -> Self {
+    fn with(source: &Source, uid: u32, look: &SocketChecks<'_>) -> Self {
         let place = socket::place(source, uid, look);
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
@@ -209,7 +209,7 @@ mod tests {
             "XPU_TIMER_LOGGING_DIR" => Some("/var/log".into()),
             _ => None,
         };
-        let config = Config::with(&Source::new(environment, ini), 0, &socket::NO_LOOK);
+        let config = Config::with(&Source::new(environment, ini), 0, &socket::NO_CHECKS);
         let here = std::env::current_dir().unwrap();
         let wanted = [
             ("XPU_TIMER_TIMELINE_PATH", here.join("dumps").into_os_string()),

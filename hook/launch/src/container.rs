@@ -10,7 +10,7 @@ use crate::image::behind_env;
 
 /// Where such a command runs its own command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reach {
+enum RunsIn {
     /// In a container, with other files and often another environment.
     Container,
     /// Also on other nodes, where no collector was started.
@@ -18,27 +18,27 @@ enum Reach {
 }
 
 /// Programs, the arguments after which they start a command (none: always), and where they run it.
-const STARTERS: [(&str, &[&str], Reach); 20] = [
-    ("docker", &["run", "exec", "create", "start", "up"], Reach::Container),
-    ("podman", &["run", "exec", "create", "start", "up"], Reach::Container),
-    ("nerdctl", &["run", "exec", "create", "start", "up"], Reach::Container),
-    ("docker-compose", &["run", "exec", "create", "start", "up"], Reach::Container),
-    ("podman-hpc", &["run", "exec", "shared-run"], Reach::Container),
-    ("kubectl", &["exec", "run", "debug"], Reach::Container),
-    ("oc", &["exec", "run", "rsh", "debug"], Reach::Container),
-    ("ctr", &["run", "exec", "start"], Reach::Container),
-    ("crictl", &["run", "exec", "start"], Reach::Container),
-    ("runc", &["run", "exec", "start"], Reach::Container),
-    ("crun", &["run", "exec", "start"], Reach::Container),
-    ("singularity", &["run", "exec", "shell", "start"], Reach::Container),
-    ("apptainer", &["run", "exec", "shell", "start"], Reach::Container),
-    ("enroot", &["start", "exec"], Reach::Container),
-    ("udocker", &["run"], Reach::Container),
-    ("sarus", &["run"], Reach::Container),
-    ("shifter", &[], Reach::Container),
-    ("ch-run", &[], Reach::Container),
-    ("ssh", &[], Reach::Nodes),
-    ("srun", &[], Reach::Nodes),
+const STARTERS: [(&str, &[&str], RunsIn); 20] = [
+    ("docker", &["run", "exec", "create", "start", "up"], RunsIn::Container),
+    ("podman", &["run", "exec", "create", "start", "up"], RunsIn::Container),
+    ("nerdctl", &["run", "exec", "create", "start", "up"], RunsIn::Container),
+    ("docker-compose", &["run", "exec", "create", "start", "up"], RunsIn::Container),
+    ("podman-hpc", &["run", "exec", "shared-run"], RunsIn::Container),
+    ("kubectl", &["exec", "run", "debug"], RunsIn::Container),
+    ("oc", &["exec", "run", "rsh", "debug"], RunsIn::Container),
+    ("ctr", &["run", "exec", "start"], RunsIn::Container),
+    ("crictl", &["run", "exec", "start"], RunsIn::Container),
+    ("runc", &["run", "exec", "start"], RunsIn::Container),
+    ("crun", &["run", "exec", "start"], RunsIn::Container),
+    ("singularity", &["run", "exec", "shell", "start"], RunsIn::Container),
+    ("apptainer", &["run", "exec", "shell", "start"], RunsIn::Container),
+    ("enroot", &["start", "exec"], RunsIn::Container),
+    ("udocker", &["run"], RunsIn::Container),
+    ("sarus", &["run"], RunsIn::Container),
+    ("shifter", &[], RunsIn::Container),
+    ("ch-run", &[], RunsIn::Container),
+    ("ssh", &[], RunsIn::Nodes),
+    ("srun", &[], RunsIn::Nodes),
 ];
 
 /// Wrappers that run the command after them unchanged.
@@ -50,7 +50,7 @@ const VALUED: [&str; 8] = ["-u", "-g", "-h", "-p", "-C", "-D", "-f", "-o"];
 
 /// A command that starts another command elsewhere.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Elsewhere {
+pub struct RemoteCommand {
     /// Where to put the launcher instead; a line.
     pub advice: String,
     /// Whether the hook's path would be an error there.
@@ -58,21 +58,21 @@ pub struct Elsewhere {
 }
 
 /// Where this command runs its ranks, if not here.
-pub fn elsewhere(command: &[OsString]) -> Option<Elsewhere> {
+pub fn elsewhere(command: &[OsString]) -> Option<RemoteCommand> {
     started_elsewhere(&without_wrappers(command)).or_else(|| as_another_user(command))
 }
 
 /// Programs that change the user remove all variables of the dynamic loader.
-fn as_another_user(command: &[OsString]) -> Option<Elsewhere> {
+fn as_another_user(command: &[OsString]) -> Option<RemoteCommand> {
     let inner = behind_env(command, &mut OsString::new());
     let program = Path::new(inner.as_deref().unwrap_or(command).first()?).file_name()?;
     let name = USER_CHANGERS.iter().find(|name| program == **name)?;
     let advice =
         format!("{name} removes LD_PRELOAD: put xpu_timer_launch behind it, `{name} … xpu_timer_launch python …`");
-    Some(Elsewhere { advice, in_container: false })
+    Some(RemoteCommand { advice, in_container: false })
 }
 
-fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
+fn started_elsewhere(words: &[OsString]) -> Option<RemoteCommand> {
     let program = Path::new(words.first()?).file_name()?;
     let (name, starts, reach) = STARTERS.iter().find(|(name, ..)| program == *name)?;
     let verb = words[1..].iter().filter_map(|word| word.to_str()).find(|word| starts.contains(word));
@@ -82,7 +82,7 @@ fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
     let named = [Some(*name), verb].into_iter().flatten().collect::<Vec<_>>().join(" ");
     // Slurm's own containers, and those of its plugin.
     let in_container =
-        *reach == Reach::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
+        *reach == RunsIn::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
     let place = if in_container {
         "in a container, which must also have xpu_timer"
     } else {
@@ -91,7 +91,7 @@ fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
     let advice = format!(
         "{named} starts its command {place}: put xpu_timer_launch behind it, `{named} … xpu_timer_launch python …`"
     );
-    Some(Elsewhere { advice, in_container })
+    Some(RemoteCommand { advice, in_container })
 }
 
 fn without_wrappers(command: &[OsString]) -> Vec<OsString> {
@@ -122,7 +122,7 @@ fn is_option(word: &OsStr) -> bool {
 mod tests {
     use super::*;
 
-    fn of(text: &str) -> Option<Elsewhere> {
+    fn of(text: &str) -> Option<RemoteCommand> {
         elsewhere(&text.split(' ').map(OsString::from).collect::<Vec<_>>())
     }
 
@@ -150,13 +150,13 @@ mod tests {
     }
 
     #[test]
-    fn who_changes_the_user_is_told_to_stand_in_front() {
+    fn the_launcher_belongs_behind_a_command_that_changes_the_user() {
         let found = of("env A=b /usr/bin/sudo -E python train.py").unwrap();
         assert!(!found.in_container && found.advice.contains("`sudo … xpu_timer_launch python …`"), "{found:?}");
     }
 
     #[test]
-    fn what_starts_nothing_elsewhere_is_left_alone() {
+    fn commands_that_start_nothing_elsewhere_need_no_advice() {
         for text in ["python docker run", "docker ps", "apptainer build x y", "torchrun train.py", "env", "time -p"] {
             assert_eq!(of(text), None, "{text}");
         }

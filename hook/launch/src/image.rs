@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_is_made_for() {
+    fn the_architecture_of_a_program_is_recognized() {
         let folder = tempfile::tempdir().unwrap();
         let of = |bytes: &[u8]| Image::of(&executable(&folder.path().join("program"), bytes)).unwrap().obstacle;
         const GLIBC: &str = "/lib64/ld-linux-x86-64.so.2";
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loader_of_its_own_is_asked() {
+    fn a_program_with_its_own_loader_is_checked_with_it() {
         let folder = tempfile::tempdir().unwrap();
         let loader = folder.path().join("ld.so");
         // A hook that the shell, which replaces the loader here, accepts.

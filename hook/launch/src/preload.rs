@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hook_is_first_and_once() {
+    fn the_hook_is_preloaded_first_and_once() {
         let folder = tempfile::tempdir().unwrap();
         let hook = folder.path().join(FILE);
         fs::write(&hook, "").unwrap();
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_that_cannot_be_preloaded_is_said() {
+    fn a_hook_that_cannot_be_preloaded_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let error = for_command(&config(None, folder.path().into()), &[], None).unwrap_err();
         assert!(error.to_string().contains("XPU_TIMER_HOOK_PATH"), "{error}");

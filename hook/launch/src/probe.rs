@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_call_is_begun_and_answered() {
+    fn each_probed_call_begins_and_returns() {
         let (answers, ended) = try_all(&calls()).unwrap();
         assert!(!ended, "{answers:?}");
         for (index, pair) in answers.chunks_exact(4).enumerate() {
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_call_that_ends_the_child_is_the_last_that_was_begun() {
+    fn the_fatal_call_is_the_last_one_that_began() {
         let own = [call("getppid", libc::SYS_getppid, [0; 4], true), call("exit", libc::SYS_exit_group, [0; 4], true)];
         assert_eq!(try_all(&own).unwrap(), (vec![0, BEGUN, 0, 0, 1, BEGUN], true));
     }

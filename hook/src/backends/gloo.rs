@@ -19,7 +19,7 @@ use xpu_timer_proto::{
 use crate::{
     backends::{
         gloo::group::{Tensors, creating, known, tensor_shape},
-        host_call::Running,
+        host_call::BlockingCall,
         request_table::{RequestOperation, forget, recall, remember},
     },
     interpose::hooked::{After, around},
@@ -182,15 +182,15 @@ impl After for Transfer {
 
 /// A thread waits for a send or receive.
 struct Waited {
-    running: Running,
+    running: BlockingCall,
     work: u64,
 }
 
 fn waited(recorder: &'static Recorder, work: Word) -> Waited {
-    let running = Running::new(recorder);
+    let running = BlockingCall::new(recorder);
     let meaning = recall(work as u64);
     Waited {
-        running: meaning.map_or_else(|| Running::new(recorder), |meaning| running.with(&meaning.begin())),
+        running: meaning.map_or_else(|| BlockingCall::new(recorder), |meaning| running.with(&meaning.begin())),
         work: work as u64,
     }
 }
@@ -203,9 +203,9 @@ impl After for Waited {
 }
 
 /// A method that finishes its work before it returns.
-fn direct(recorder: &'static Recorder, group: Word, op: Op) -> Running {
+fn direct(recorder: &'static Recorder, group: Word, op: Op) -> BlockingCall {
     let what = begin(recorder, group, op, NOBODY, Tensors::None);
-    what.map_or_else(|| Running::new(recorder), |what| Running::new(recorder).with(&what))
+    what.map_or_else(|| BlockingCall::new(recorder), |what| BlockingCall::new(recorder).with(&what))
 }
 
 /// The root of `BroadcastOptions`, `GatherOptions` and `ScatterOptions`, which is their first

@@ -17,15 +17,15 @@ use crate::{
 
 /// A blocking call of this thread. Its operations end when it returns, or when the thread unwinds
 /// out of it.
-pub struct Running {
+pub struct BlockingCall {
     recorder: &'static Recorder,
     leader: Option<usize>,
 }
 
-impl Running {
+impl BlockingCall {
     /// A call without operations.
     pub fn new(recorder: &'static Recorder) -> Self {
-        Running { recorder, leader: None }
+        BlockingCall { recorder, leader: None }
     }
 
     /// Adds an operation that the call executes.
@@ -65,7 +65,7 @@ impl Running {
     }
 }
 
-impl After for Running {
+impl After for BlockingCall {
     fn after(self, _: &'static Recorder, result: c_int) {
         match result {
             SUCCESS => self.end(OpStatus::Completed, 0),
@@ -74,7 +74,7 @@ impl After for Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for BlockingCall {
     fn drop(&mut self) {
         // In a forked child the ring belongs to the parent.
         let ours = || recorder::running().is_some_and(|now| std::ptr::eq(now, self.recorder));
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn operations_of_one_call_end_together() {
         let recorder = Recorder::for_test();
-        let running = Running::new(recorder)
+        let running = BlockingCall::new(recorder)
             .with(&NewOperation::barrier_for_test(1))
             .with(&NewOperation::barrier_for_test(2))
             .with(&NewOperation::barrier_for_test(3));

@@ -130,6 +130,7 @@ pub fn forget(handle: u64) {
 }
 
 impl Entry {
+    /// Stores the operation of a handle. Does nothing while another thread writes this entry.
     fn write(&self, handle: u64, operation: &RequestOperation) {
         let old = self.key.load(Ordering::Relaxed);
         if old == BUSY || self.key.compare_exchange(old, BUSY, Ordering::Acquire, Ordering::Relaxed).is_err() {

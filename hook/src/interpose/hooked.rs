@@ -14,7 +14,7 @@ use crate::runtime::{
     lifecycle::{config, panics::guarded, start},
     linker::function::Function,
     os::{
-        cancellation::Shield,
+        cancellation::CancellationGuard,
         thread_state::{self, IN_HOOK, ThreadState},
     },
     overhead::OverheadTimer,
@@ -73,7 +73,7 @@ struct HookedCall {
     /// The caller's errno, later that of the real function.
     errno: c_int,
     cost: OverheadTimer,
-    shield: Shield,
+    shield: CancellationGuard,
 }
 
 impl HookedCall {
@@ -82,7 +82,7 @@ impl HookedCall {
         let inside = thread.inside.replace(thread.inside.get() | bit | IN_HOOK);
         let errno = thread.errno().get();
         let cost = OverheadTimer::begin(thread, bit);
-        HookedCall { thread, inside, bit, errno, cost, shield: Shield::raised() }
+        HookedCall { thread, inside, bit, errno, cost, shield: CancellationGuard::raised() }
     }
 
     #[inline(always)]
@@ -107,7 +107,7 @@ impl HookedCall {
     fn end<T: After>(&mut self, recorder: &'static Recorder, token: T, result: c_int) {
         self.errno = self.thread.errno().get();
         self.thread.inside.set(self.inside | self.bit | IN_HOOK);
-        self.shield = Shield::raised();
+        self.shield = CancellationGuard::raised();
         guarded(|| {
             // In a child that was forked inside the real call, the operation belongs to the parent.
             if recorder::running().is_some_and(|now| std::ptr::eq(now, recorder)) {

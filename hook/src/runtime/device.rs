@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use xpu_timer_proto::family::Place;
+use xpu_timer_proto::family::LaunchTarget;
 
 use crate::runtime::{
     abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
@@ -23,7 +23,7 @@ pub struct Device {
     stream_is_capturing: unsafe extern "C" fn(Stream, *mut c_int) -> c_int,
     exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
     capture_info: Option<CaptureInfo>,
-    place: PlaceFunctions,
+    place: LaunchTargetFunctions,
     pub function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
 }
 
@@ -32,7 +32,7 @@ type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_voi
 /// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
 /// represents it as a number other than 0: the address of the driver's context, or the device
 /// number plus one.
-enum PlaceFunctions {
+enum LaunchTargetFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
         of_any_stream: Option<unsafe extern "C" fn(Stream, *mut Context, *mut Context) -> c_int>,
@@ -78,14 +78,16 @@ fn find() -> Option<Device> {
             exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
             capture_info: typed(library, names.capture_info),
             place: match &names.place {
-                Place::Context { of_stream, of_any_stream, current, set, device } => PlaceFunctions::Context {
-                    of_stream: typed(library, of_stream)?,
-                    of_any_stream: typed(library, of_any_stream),
-                    current: typed(library, current)?,
-                    set: typed(library, set)?,
-                    device: typed(library, device)?,
-                },
-                Place::Device { of_stream, current, set } => PlaceFunctions::Device {
+                LaunchTarget::Context { of_stream, of_any_stream, current, set, device } => {
+                    LaunchTargetFunctions::Context {
+                        of_stream: typed(library, of_stream)?,
+                        of_any_stream: typed(library, of_any_stream),
+                        current: typed(library, current)?,
+                        set: typed(library, set)?,
+                        device: typed(library, device)?,
+                    }
+                }
+                LaunchTarget::Device { of_stream, current, set } => LaunchTargetFunctions::Device {
                     of_stream: typed(library, of_stream),
                     current: typed(library, current)?,
                     set: typed(library, set)?,
@@ -152,23 +154,23 @@ impl Device {
     pub fn context_of(&self, stream: usize) -> Option<usize> {
         let own = stream as Stream;
         let context = match &self.place {
-            PlaceFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
+            LaunchTargetFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
                 let (mut context, mut green): (Context, Context) = (std::ptr::null_mut(), std::ptr::null_mut());
                 // SAFETY: as above.
                 if unsafe { of_any_stream(own, &mut context, &mut green) } == SUCCESS { context as usize } else { 0 }
             }
             _ if is_default(stream) => self.current(),
-            PlaceFunctions::Context { of_stream, .. } => {
+            LaunchTargetFunctions::Context { of_stream, .. } => {
                 let mut context: Context = std::ptr::null_mut();
                 // SAFETY: as above.
                 if unsafe { of_stream(own, &mut context) } == SUCCESS { context as usize } else { 0 }
             }
-            PlaceFunctions::Device { of_stream: Some(of_stream), .. } => {
+            LaunchTargetFunctions::Device { of_stream: Some(of_stream), .. } => {
                 let mut device = -1;
                 // SAFETY: as above.
                 if unsafe { of_stream(own, &mut device) } == SUCCESS { numbered(device) } else { 0 }
             }
-            PlaceFunctions::Device { of_stream: None, .. } => self.current(),
+            LaunchTargetFunctions::Device { of_stream: None, .. } => self.current(),
         };
         (context != 0).then_some(context)
     }
@@ -176,12 +178,12 @@ impl Device {
     /// The thread's current context, 0 for none.
     pub fn current(&self) -> usize {
         match &self.place {
-            PlaceFunctions::Context { current, .. } => {
+            LaunchTargetFunctions::Context { current, .. } => {
                 let mut context: Context = std::ptr::null_mut();
                 // SAFETY: `context` is valid.
                 if unsafe { current(&mut context) } == SUCCESS { context as usize } else { 0 }
             }
-            PlaceFunctions::Device { .. } => numbered(self.device_number()),
+            LaunchTargetFunctions::Device { .. } => numbered(self.device_number()),
         }
     }
 
@@ -193,17 +195,18 @@ impl Device {
         match &self.place {
             // SAFETY: a launch was seen in this context; the driver returns an error if it no
             // longer exists.
-            PlaceFunctions::Context { set, .. } => check(unsafe { set(context as Context) }),
-            PlaceFunctions::Device { .. } if context == 0 => Ok(()),
+            LaunchTargetFunctions::Context { set, .. } => check(unsafe { set(context as Context) }),
+            LaunchTargetFunctions::Device { .. } if context == 0 => Ok(()),
             // SAFETY: the argument is an integer.
-            PlaceFunctions::Device { set, .. } => check(unsafe { set(context as c_int - 1) }),
+            LaunchTargetFunctions::Device { set, .. } => check(unsafe { set(context as c_int - 1) }),
         }
     }
 
     /// The thread's current device, -1 for none.
     pub fn device_number(&self) -> i32 {
         let mut number = -1;
-        let (PlaceFunctions::Context { device: ask, .. } | PlaceFunctions::Device { current: ask, .. }) = &self.place;
+        let (LaunchTargetFunctions::Context { device: ask, .. } | LaunchTargetFunctions::Device { current: ask, .. }) =
+            &self.place;
         // SAFETY: `number` is valid.
         if unsafe { ask(&mut number) } == SUCCESS { number } else { -1 }
     }

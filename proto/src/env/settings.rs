@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn value_origin_and_default() {
+    fn a_setting_has_a_value_an_origin_and_a_default() {
         let ini = "XPU_TIMER_HANG_TIMEOUT=7\nXPU_TIMER_BASEPORT=20000\n";
         let of = |name| {
             let setting = setting(&[("XPU_TIMER_HANG_TIMEOUT", "5")], ini, name);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_value_is_told_and_the_default_is_in_force() {
+    fn a_bad_value_is_reported_and_the_default_applies() {
         const PAIRS: &[(&str, &str)] = &[
             ("XPU_TIMER_HANG_TIMEOUT", "soon"),
             ("XPU_TIMER_DISABLE", "maybe"),
@@ -166,7 +166,7 @@ mod tests {
 
     /// Every variable that is not free text, with values that are certainly mistakes.
     #[test]
-    fn no_bad_value_of_any_variable_goes_unnoticed() {
+    fn every_variable_reports_a_bad_value() {
         let mut checked = 0;
         for variable in VARIABLES {
             let bad: &[&'static str] = match kind(variable.name) {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn every_default_is_a_value_that_can_be_used() {
+    fn every_default_is_a_valid_value() {
         let source = Source::new(|_| None, "");
         assert!(source.settings().iter().all(|setting| setting.problem.is_none()));
         // A number, a switch or a port that is not checked would never be reported.

@@ -224,6 +224,7 @@ impl Source {
         self.problems.borrow().clone()
     }
 
+    /// The value of a variable in the environment, else in the INI file.
     pub(super) fn given(&self, name: &str) -> Option<String> {
         (self.environment)(name).or_else(|| self.ini.get(&name.to_ascii_lowercase()).cloned())
     }
@@ -369,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_handed_over_is_the_file_and_only_under_its_name() {
+    fn the_handed_over_configuration_applies_to_its_path_only() {
         let ini = "XPU_TIMER_HANG_TIMEOUT=7\n[section]\nxpu_timer_job = a=b: c\nOTHER=1\nXPU_TIMER_SKIP_TP=1\n";
         let path = |name: &str| (name == "XPU_TIMER_CONFIG").then(|| "/x.ini".to_string());
         let text = Source::with_ini(path, |_| Ok(ini.into())).hand_over("/x.ini");
@@ -405,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_their_owners_and_a_group_may_read_them_by_choice() {
+    fn the_file_mode_is_private_by_default_and_may_allow_the_group() {
         for (text, file, folder, umask) in
             [("", 0o600, 0o700, 0o077), ("640", 0o640, 0o750, 0o027), ("0644", 0o644, 0o755, 0o022)]
         {
@@ -429,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_that_mean_never_can_be_reckoned_with() {
+    fn very_long_timeouts_are_clamped() {
         for text in ["4294967295", "1e10", "1.8e19"] {
             let source = source(&[("XPU_TIMER_HANG_TIMEOUT", text)], "");
             let never = source.seconds("XPU_TIMER_HANG_TIMEOUT").unwrap();
@@ -439,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_accepted_and_changes_nothing_is_said_when_it_is_set() {
+    fn variables_without_effect_are_reported_when_set() {
         let source = source(&[("XPU_TIMER_SKIP_TP", "1"), ("XPU_TIMER_HANG_TIMEOUT", "3")], "XPU_TIMER_DEBUG_MODE=1\n");
         let said = source.without_effect();
         assert_eq!(said.len(), 2, "{said:?}");
@@ -467,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_of_any_length_fits_and_is_named_once() {
+    fn long_names_are_shortened_and_reported_once() {
         let name = |end: &str| format!("{}{end}", "n".repeat(100_000));
         let of = |job: String| {
             let source = source(&[("XPU_TIMER_JOB", &job), ("POD_NAME", &name("p")), ("MASTER_PORT", &name("0"))], "");
@@ -485,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_ranks_that_cannot_be_are_not_taken() {
+    fn impossible_rank_numbers_are_ignored() {
         for rank in ["4000000000", "99999999999999999999", "-7", "two", ""] {
             let info = source(&[("RANK", rank), ("WORLD_SIZE", "4")], "").rank_info();
             assert_eq!(info.rank, -1, "{rank}");
@@ -500,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_one_name_are_told_apart() {
+    fn the_instance_comes_from_the_rendezvous_or_the_scheduler() {
         assert_eq!(source(&[("MASTER_ADDR", "h"), ("MASTER_PORT", "29500")], "").instance(), "h:29500");
         assert_eq!(source(&[("PMIX_NAMESPACE", "prterun-1")], "").instance(), "prterun-1");
         assert_eq!(source(&[("PATH", "/bin")], "").instance(), "");

@@ -395,7 +395,7 @@ mod tests {
     use super::{child_id, filters, key_of_child};
 
     #[test]
-    fn the_key_of_a_child_is_had_again_from_the_two_identities() {
+    fn the_key_of_a_child_follows_from_the_two_identities() {
         let keys = [0, 1, 0xfeed_beef_0000_0001, u64::MAX];
         let parents = [1, 7, 0x1234_5678_9abc_def0, u64::MAX];
         for (parent, key) in parents.into_iter().flat_map(|parent| keys.map(|key| (parent, key))) {
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_are_counted_where_the_kernel_says_how_many() {
+    fn filters_are_counted_from_proc_status() {
         assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\nSpeculation:\t1\n"), 3);
         assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSpeculation:\t1\n"), 2);
         assert_eq!(filters(b"Name:\tx\nSeccomp:\t0\nSeccomp_filters:\t0\n"), 0);

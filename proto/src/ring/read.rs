@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_comes_out_as_it_went_in() {
+    fn an_operation_is_read_as_it_was_written() {
         let mut ring = Ring::new();
         let mut words = [0; op::WORDS];
         words[op::TICKET] = 42 + 1;

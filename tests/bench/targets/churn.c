@@ -1,5 +1,6 @@
-// Sixteen threads that start, call through known chains of functions, and end, again and again. What each thread is doing stands
-// in a table in a shared file, so that a checker knows which stacks are right. See src/churn.rs, which has the other half.
+// Sixteen threads repeatedly start, call through known chains of functions, and end. A table in a
+// shared file has the current chain of each thread, so that a checker knows which stacks are right.
+// src/churn.rs is the checker.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>

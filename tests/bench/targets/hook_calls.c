@@ -1,16 +1,21 @@
-/* Calls a function of the driver, of the collective library or of MPI under its own name, which the hook sees, and under its other name,
- * which it does not, from several threads at once.
+/* Calls a function of the driver, of the collective library or of MPI from several threads at once:
+ * under its own name, which the hook sees, and under its other name, which the hook does not see.
  *
- * A round of a thread counts when the thread was not switched out in it (getrusage says so) and when as many others as the machine has
- * processors for were calling at the same time: only then threads can get in each other's way at all. Where the system lets it, the
- * program runs at a real-time priority. So the figures hold on a machine that does other things beside. A virtual machine does not see that
- * another one has the other half of a core; a control loop that calls nothing and keeps a whole core busy tells it by taking longer, and
- * a round before or after which it took SHARED times its shortest time is one on a shared core. The program ends when WANTED rounds have
- * counted that are not, or SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line
- * for each that counted: nanoseconds a call, bare and hooked, and `full` or `shared`.
+ * A round of a thread counts if the thread was not switched out in it (getrusage) and if as many
+ * other threads as the machine has processors for were calling at the same time, because only then
+ * can threads disturb each other. Where the system permits it, the program runs at a real-time
+ * priority, so that the figures hold on a busy machine.
  *
- * `test` and `probe` ask MPI again and again for a message that does not come. `record` times the bare event record. `memory` launches
- * and reduces, and prints the bytes that are resident at the end.
+ * A virtual machine does not see that another one uses the other half of a core. A control loop,
+ * which calls nothing and keeps a whole core busy, detects this because it takes longer. If it took
+ * SHARED times its shortest time before or after a round, the round was on a shared core.
+ *
+ * The program ends when WANTED rounds on full cores have counted, or after SECONDS. It prints
+ * `total HOOKED_CALLS ROUNDS`, which includes the rounds that did not count, and a line for each
+ * round that counted: nanoseconds a call, bare and hooked, and `full` or `shared`.
+ *
+ * `test` and `probe` poll MPI for a message that does not arrive. `record` times the bare event
+ * record. `memory` launches and reduces, and prints the resident bytes at the end.
  *
  * usage: hook_calls launch|collective|test|probe|record|memory THREADS WANTED CALLS SECONDS */
 #define _GNU_SOURCE
@@ -78,13 +83,13 @@ static long switches(void) {
     return usage.ru_nvcsw + usage.ru_nivcsw;
 }
 
-/* Waits, running, until its companions run too; for some milliseconds at most. */
+/* Spins until its companions run too, for some milliseconds at most. */
 static void gate(void) {
     int target = (atomic_fetch_add(&arrived, 1) / together + 1) * together;
     for (double from = now(); atomic_load(&arrived) < target && now() - from < GATE_NS;) {}
 }
 
-/* Nanoseconds of a loop that keeps a whole core busy, with several chains that do not wait for each other. */
+/* Nanoseconds of a loop that keeps a whole core busy with several independent chains. */
 static double control(void) {
     unsigned long a = 1, b = 2, c = 3, d = 4, e = 5, f = 6;
     double from = now();
@@ -126,7 +131,7 @@ static int is(const char *name) { return strcmp(what, name) == 0; }
         for (int index = 0; index < WARM_UP; index++) hooked_call;                                                               \
         gate();                                                                                                                  \
         thread->hooked = PHASE(hooked_call);                                                                                     \
-        /* Who was away meanwhile comes back to the caches of somebody else. */                                                  \
+        /* A thread that was switched out returns to cold caches. */                                                             \
         thread->hooked.switched = switches() != before;                                                                          \
         double control_after = control();                                                                                        \
         thread->control = control_after > control_before ? control_after : control_before;                                       \
@@ -184,13 +189,14 @@ static void *run(void *argument) {
             ROUND(bare_ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream),
                   ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
         pthread_barrier_wait(&line);
-        /* The first rounds do things for the first time. */
+        /* The first rounds initialize things. */
         int good = round >= 3 && !alone.switched && !thread->hooked.switched && was_together(thread);
         int place = good ? atomic_fetch_add(&counted, 1) : MOST_ROWS;
         if (place < MOST_ROWS)
             rows[place] = (Row){(alone.to - alone.from) / calls, (thread->hooked.to - thread->hooked.from) / calls, thread->control};
-        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. And what takes the processor's speed away
-         * for a moment, such as another virtual machine on the same core, then meets few of the rounds. */
+        /* The watcher needs a moment to empty the ring, because a full ring would make the calls
+         * cheap. The pause also spreads the rounds, so that a short disturbance of the core, such
+         * as another virtual machine, affects few of them. */
         usleep(30000);
         if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
             atomic_store(&ended, enough() || now() > deadline ? round + 1 : 0);

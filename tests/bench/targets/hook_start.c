@@ -1,9 +1,10 @@
-/* Starts and ends, as bash, git and gcc do under a preloaded hook. With an argument it prints how many threads it has. */
+/* Starts and ends, as bash, git and gcc do under a preloaded hook. With an argument, it prints its
+ * number of threads. */
 #include <dirent.h>
 #include <stdio.h>
 
-/* With -DLARGE it has a symbol table of 24 megabytes and as many of names, and loads libraries by name: as programs have it into which
- * everything is linked. */
+/* With -DLARGE, it has a symbol table of 24 megabytes and as many megabytes of names, and loads
+ * libraries by name, like a program into which everything is linked. */
 #ifdef LARGE
 #include <dlfcn.h>
 __asm__(".altmacro\n.macro one n\n.set a_function_of_a_large_program_\\n, 1\n.endm\n"

@@ -1,6 +1,7 @@
-/* A driver, a collective library and an MPI that do nothing, under the names that the hook looks for. What a call through the hook costs
- * more than the same call under its other name, `bare_…`, is the hook's. Compiled with -DDRIVER, with -DCOLLECTIVES, with -DBLAS, and with
- * -DMPI, which has the interface of Open MPI and a message that never comes. */
+/* A driver, a collective library and an MPI that do nothing, under the names that the hook looks
+ * for. The cost of the hook is the difference between a call under its own name and a call under
+ * its other name, `bare_…`. Compiled with -DDRIVER, -DCOLLECTIVES, -DBLAS or -DMPI; the latter has
+ * the interface of Open MPI and a message that never arrives. */
 #include <stddef.h>
 #include <string.h>
 

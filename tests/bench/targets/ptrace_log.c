@@ -1,5 +1,6 @@
-// Preloaded into the capturing process: notes when each thread was asked to stop and when it had been let go, from outside of
-// the code that is measured. A stop counts from before PTRACE_INTERRUPT to after PTRACE_DETACH, so it is an upper bound.
+// Preloaded into the capturing process: notes when each thread was asked to stop and when it had
+// been let go, from outside of the code that is measured. A stop counts from before
+// PTRACE_INTERRUPT to after PTRACE_DETACH, so it is an upper bound.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdarg.h>

@@ -1,5 +1,5 @@
-// The native half of the artificial rank: threads that block deep in C, each in another system call, and one thread that spins
-// on demand and tells the longest time for which it did not get on.
+// The native half of the artificial rank: threads that block deep in C, each in another system
+// call, and one thread that spins on demand and tells the longest time for which it did not get on.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -58,11 +58,12 @@ static uint64_t now_ns(void) {
 
 struct spinner { char commands[256]; char answers[256]; };
 
-// For each line "milliseconds" on the pipe of commands: spins that long and answers "start end longest_gap tid", in nanoseconds.
+// For each line "milliseconds" on the pipe of commands: spins that long and answers "start end
+// longest_gap tid", in nanoseconds.
 static void *spin(void *argument) {
     struct spinner *names = argument;
-    // Without a real-time priority an ordinary preemption looks like a stop; where that is not permitted, the comparison with
-    // windows without a capture still holds.
+    // Without a real-time priority an ordinary preemption looks like a stop; where that is not
+    // permitted, the comparison with windows without a capture still holds.
     struct sched_param priority = {.sched_priority = 10};
     pthread_setschedparam(pthread_self(), SCHED_FIFO, &priority);
     FILE *commands = fopen(names->commands, "r");

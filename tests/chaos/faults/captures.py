@@ -279,7 +279,8 @@ def capture_with_a_bomb_of_a_section():
     return bounded(sleeper(compiled("loader", LOADER, "-ldl"), library).pid)
 
 
-# A program that pauses in a function with one DWARF unit. The placeholders are the entries below the function and the table sizes.
+# A program that pauses in a function with one DWARF unit. The placeholders are the entries below
+# the function and the table sizes.
 UNIT = """
 void stuck(void); int main(void) { stuck(); }
 __asm__(
@@ -336,7 +337,8 @@ def capture_of_damaged_libraries():
     whole = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g").read_bytes()
     loader = compiled("loader", LOADER, "-ldl")
     pids = []
-    # The program headers and the segments that they map stay intact, because the system's loader reads them.
+    # The program headers and the segments that they map stay intact, because the system's loader
+    # reads them.
     sections = struct.unpack_from("<Q", whole, 40)[0]
     unmapped = max(struct.unpack_from("<Q", whole, 64 + 56 * index + 8)[0] + struct.unpack_from("<Q", whole, 64 + 56 * index + 32)[0]
                    for index in range(struct.unpack_from("<H", whole, 56)[0]) if struct.unpack_from("<I", whole, 64 + 56 * index)[0] == 1)

@@ -11,7 +11,8 @@ from kit import (
 
 SAME = "status and output are those of the command without the launcher, which prints one line at most for each missing part"
 
-# Shell scripts. $LAUNCH is empty in the first run and the launcher in the second one. $D is a new folder.
+# Shell scripts. $LAUNCH is empty in the first run and the launcher in the second one. $D is a new
+# folder.
 SAME_SCRIPTS = {
     "stdin_closed": ("Standard input is closed.", "$LAUNCH sh -c 'ls -l /proc/self/fd | grep -c \" 0 ->\"; echo x' <&-"),
     "stdout_closed": ("Standard output is closed.", "$LAUNCH sh -c 'echo x; exit $?' >&-; echo $?"),

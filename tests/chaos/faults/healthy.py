@@ -116,7 +116,8 @@ def well_torchrun():
     if probe.returncode != 0:
         raise Unable("Debian's python3-torch is not installed")
     script = EXAMPLES / "torch_gloo.py"
-    # torch 1.13 on Python 3.11 does not find the values 0 and 3 of these two options, and 0 is the default.
+    # torch 1.13 on Python 3.11 does not find the values 0 and 3 of these two options, and 0 is the
+    # default.
     output = ["--redirects=1", "--tee=2", f"--log_dir={DIR / 'torchrun'}"]
     words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=4", f"--master_port={PORT + 4}", *output, script]
     job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})

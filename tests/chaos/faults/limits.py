@@ -193,8 +193,8 @@ def readable_by_others():
 @promises("the ranks complete, and the hook works without its thread if none can be created")
 def process_group_full():
     """The control group of a rank allows no further thread at the first device call."""
-    # The collector stays outside, because its threads come and go. The group has the rank, bash, the launcher's program and the
-    # processes of the simulated device.
+    # The collector stays outside, because its threads come and go. The group has the rank, bash,
+    # the launcher's program and the processes of the simulated device.
     own_collector("true")
     folder = group("pids", "pids.max", 30)
     try:

@@ -1,6 +1,7 @@
-"""Ranks that are well and look as if they were not: `work.py MODE [--seconds S]`.
+"""Healthy ranks that look unhealthy: `work.py MODE [--seconds S]`.
 
-Each mode is a function. It works for some seconds, several times the hang timeout, in which it launches no collective.
+Each mode is a function. It works for some seconds, several times the hang timeout, in which it
+launches no collective.
 """
 
 import argparse
@@ -42,13 +43,15 @@ class Rank:
         self.stream.synchronize()
 
     def left(self):
-        """Until the time is over on this rank: for work without a collective, because ranks end at different moments."""
+        """Loops until this rank's time is over: for work without collectives, because ranks end
+        separately."""
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             yield
 
     def left_on_all(self):
-        """Until the time is over on one rank. All ranks agree on it by a step, so all take the same number of turns."""
+        """Loops until one rank's time is over. All ranks agree on it, so all take equally many
+        turns."""
         end, over = time.monotonic() + self.seconds, 0.0
         while not over:
             yield
@@ -90,7 +93,7 @@ def evaluate(rank):
 
 @mode
 def evaluate_in_c(rank):
-    """The same inside one C function for seconds at a time."""
+    """Evaluates inside one C function for seconds at a time."""
     for _ in rank.left():
         sorted(range(3_000_000), key=lambda value: -value)
 
@@ -126,7 +129,7 @@ def memset_sync(rank):
 
 @mode
 def synchronize(rank):
-    """Nothing but synchronizing an idle device."""
+    """Only synchronizes an idle device."""
     for _ in rank.left():
         cuda.synchronize()
         time.sleep(0.05)
@@ -134,7 +137,7 @@ def synchronize(rank):
 
 @mode
 def copies(rank):
-    """Copies to and fro, without a kernel."""
+    """Copies in both directions, without a kernel."""
     for _ in rank.left():
         rank.buffer.fill(2.0)
         rank.buffer.to_list()
@@ -143,7 +146,7 @@ def copies(rank):
 
 @mode
 def long_step(rank):
-    """Host work of two timeouts between two collectives, on all ranks alike."""
+    """All ranks do host work for two timeouts between two collectives."""
     for _ in range(2):
         end = time.monotonic() + rank.seconds / 2
         while time.monotonic() < end:
@@ -161,7 +164,7 @@ def long_sleep(rank):
 
 @mode
 def compile(rank):
-    """Compiles, as a just-in-time compiler does, with programs of its own."""
+    """Runs compilers, as a just-in-time compiler does."""
     source = os.path.join(rank.folder(), "kernel.c")
     with open(source, "w") as file:
         file.write("#include <stdio.h>\n" + "".join(f"int f{i}(int x) {{ return x * {i} + (x > {i}); }}\n" for i in range(4000)))
@@ -171,7 +174,7 @@ def compile(rank):
 
 @mode
 def collect_garbage(rank):
-    """Collects garbage of a large heap again and again."""
+    """Collects garbage of a large heap repeatedly."""
     heap = [[index] for index in range(400_000)]
     for _ in rank.left():
         gc.collect()
@@ -190,7 +193,7 @@ def server(rank):
 
 @mode
 def notebook(rank):
-    """Somebody reads the result of a cell before running the next one."""
+    """A person reads the result of a notebook cell before running the next one."""
     rank.step()
     reading, _writing = os.pipe()
     select.select([reading], [], [], rank.seconds)
@@ -199,7 +202,7 @@ def notebook(rank):
 
 @mode
 def debugger(rank):
-    """Rank 0 waits at a prompt between two steps; nobody waits for it yet."""
+    """Rank 0 waits at a prompt between two steps; no rank waits for it yet."""
     rank.step()
     time.sleep(rank.seconds)
 
@@ -222,7 +225,7 @@ def download(rank):
 
 @mode
 def busy_loaders(rank):
-    """The main thread waits for worker processes that prepare data without an end in sight."""
+    """The main thread waits for worker processes that prepare data for a long time."""
     workers = [subprocess.Popen([sys.executable, "-c", f"import time\ne = time.monotonic() + {rank.seconds}\n"
                                  "while time.monotonic() < e: sum(range(100000))"]) for _ in range(2)]
     for worker in workers:
@@ -231,7 +234,8 @@ def busy_loaders(rank):
 
 @mode
 def uneven(rank):
-    """One rank evaluates alone, for less than the timeout, while the others wait for it in a collective."""
+    """One rank evaluates alone, for less than the timeout, while the others wait for it in a
+    collective."""
     for _ in range(3):
         if rank.rank == 0:
             end = time.monotonic() + float(os.environ["XPU_TIMER_HANG_TIMEOUT"]) / 2
@@ -264,7 +268,8 @@ def computes(_number):
 
 @mode
 def pool_of_one(rank):
-    """Rank 0 waits for a pool of worker processes, as a tokenizer does; the others wait for it in a collective."""
+    """Rank 0 waits for a pool of worker processes, as a tokenizer does; the others wait for it in a
+    collective."""
     if rank.rank == 0:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(computes, range(int(4 * rank.seconds)), chunksize=1)
@@ -281,9 +286,11 @@ def child_of_one(rank):
 
 @mode
 def thread_of_one(rank):
-    """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
+    """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a
+    collective."""
 
-    # Of two looks at so many lines nearly none find the same one; a loop at one line is not told from an endless one.
+    # Two samples of this many lines rarely find the same one; a loop at one line looks like an
+    # endless loop.
     lines = "".join(f"    values = sorted((index % {divisor} for index in range(20_000)), reverse=True)\n" for divisor in range(3, 40))
     defined = {}
     exec(f"def turn():\n{lines}", defined)
@@ -300,7 +307,7 @@ def thread_of_one(rank):
 
 
 class Sender:
-    """A process that sends to whoever connects, so many bytes at a time, until the time is up."""
+    """A process that sends this many bytes at a time to each connection, until the time is over."""
 
     SERVER = """
 import socket, sys, threading, time
@@ -334,7 +341,8 @@ while time.monotonic() < end:
 
 @mode
 def download_of_one(rank):
-    """Rank 0 receives from a server that sends a little at a time; the others wait for it in a collective."""
+    """Rank 0 receives from a server that sends a little at a time; the others wait for it in a
+    collective."""
     if rank.rank == 0:
         sender = Sender(rank.seconds, 1000)
         peer = sender.connect()
@@ -346,7 +354,7 @@ def download_of_one(rank):
 
 @mode
 def timed_download_of_one(rank):
-    """The same with a timeout, as libraries for HTTP do it: it waits in poll, not in recv."""
+    """Receives with a timeout, as HTTP libraries do: it waits in poll, not in recv."""
     if rank.rank == 0:
         sender = Sender(rank.seconds, 20_000)
         peer = sender.connect(timeout=30)
@@ -391,7 +399,8 @@ def asynchronous_download_of_one(rank):
 
 @mode
 def upload_of_one(rank):
-    """Rank 0 sends to a peer that takes a little at a time, so that it blocks in send; the others wait for it in a collective."""
+    """Rank 0 sends to a peer that takes a little at a time, so that it blocks in send; the others
+    wait for it in a collective."""
     if rank.rank == 0:
         taker = "import socket, sys, time\n" \
             "listener = socket.socket()\n" \
@@ -422,7 +431,8 @@ def copies_of_one(rank):
 
 @mode
 def posted_receive(rank):
-    """A receive is posted for the whole life of the job on a communicator of its own; steps of most of a timeout go on."""
+    """A receive is posted for the whole life of the job on a communicator of its own; steps of most
+    of a timeout go on."""
     control, stream, message = cuda.Communicator.create("control", rank.rank, rank.size), cuda.Stream(), cuda.Buffer(16)
     if rank.rank == 1:
         control.recv(message, 0, stream)
@@ -436,7 +446,8 @@ def posted_receive(rank):
 
 @mode
 def slow_pipeline(rank):
-    """Each rank in turn works on a batch for most of a timeout; the last receive is posted several timeouts ahead."""
+    """Each rank in turn works on a batch for most of a timeout; the last receive is posted several
+    timeouts ahead."""
     for _ in range(3):
         if rank.rank > 0:
             rank.world.recv(rank.buffer, rank.rank - 1, rank.stream)
@@ -458,7 +469,7 @@ def steps(rank):
 
 
 def crowd():
-    """Makes the first device call where there is no room for another thread."""
+    """Makes the first device call where the limits allow no further thread."""
     over = threading.Event()
     waiting = []
     try:

@@ -63,8 +63,7 @@ struct Outcome {
 
 /// Runs the selected faults. Returns whether every promise held.
 ///
-/// # Errors
-/// There is no such fault, or the table cannot be written.
+/// # Errors The fault does not exist, or the table cannot be written.
 pub fn run(options: &Options) -> Result<bool> {
     let chosen = |fault: &Fault| {
         let has = |word: &String| fault.name.contains(word) || fault.area == *word;
@@ -92,7 +91,7 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(outcomes.iter().all(|outcome| outcome.held != Held::No))
 }
 
-/// Prints a line. It is no error if the reader is gone; the table is in a file, too.
+/// Prints a line. A closed pipe is not an error, because the table is also in a file.
 fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }

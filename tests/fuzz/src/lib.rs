@@ -108,7 +108,7 @@ pub fn folder(bytes: &[u8]) {
         walked.unwrap_or_else(|never| match never {});
         assert_eq!(frames(&svg), steps, "every node is one frame");
     }
-    let report = builder.finish(&report::About { world, ..report::About::default() }, &mut merged);
+    let report = builder.finish(&report::ReportContext { world, ..report::ReportContext::default() }, &mut merged);
     let page = report::render(&report).expect("a page");
     let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>")).expect("data").0;
     let data: serde_json::Value = serde_json::from_str(data).expect("JSON");

@@ -1,8 +1,10 @@
-"""Small jobs on the simulated device in which the main thread, or the only communicator, is not where to look.
+"""Small jobs on the simulated device in which the main thread, or the only communicator, has no
+evidence.
 
     beside.py JOB [RANK]
 
-JOB is a function of this file. It trains until its trouble begins on the rank that is named, in step 9; without a rank, on all.
+JOB is a function of this file. It trains until its trouble begins on the rank that is named, in
+step 9; without a rank, on all.
 """
 
 import os
@@ -69,14 +71,15 @@ def thread_and_signal(job):
 
 
 def thread_and_sleep(job):
-    """The main thread looks now and then whether the other one lives."""
+    """The main thread sometimes checks whether the other thread lives."""
     trainer = job.in_thread(lambda: threading.Barrier(2).wait())
     while trainer.is_alive():
         time.sleep(0.5)
 
 
 def two_orders(job):
-    """One rank has its two communicators the other way round, and waits for each collective, from the first step on."""
+    """One rank has its two communicators the other way round, and waits for each collective, from
+    the first step on."""
     other = cuda.Communicator.create("other", job.rank, job.world)
     comms = [other, job.comm] if job.mine else [job.comm, other]
     while True:
@@ -85,7 +88,7 @@ def two_orders(job):
 
 
 def idle_after(job, idles):
-    """Cells of a notebook that have run, and nobody starts the next one."""
+    """The cells of a notebook have run, and the user does not start the next one."""
     for _ in range(TROUBLE_STEP):
         job.reduce(job.comm)
     idles()

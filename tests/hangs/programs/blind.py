@@ -1,8 +1,9 @@
-"""Small jobs on the simulated device, written by somebody who did not know the rules of the judge.
+"""Small jobs on the simulated device, written without knowledge of the judge's rules.
 
     blind.py JOB RANK[+RANK...]
 
-JOB is a function of this file. It trains until its trouble begins on the ranks that are named, in step 9.
+JOB is a function of this file. It trains until its trouble begins on the ranks that are named, in
+step 9.
 """
 
 import ctypes
@@ -54,7 +55,7 @@ def forever():
 
 
 def decoder_keeps_interpreter(job):
-    """A thread reads a pipe in a C function that does not let go of Python's lock."""
+    """A thread reads a pipe in a C function that does not release the GIL."""
     holding = ctypes.PyDLL(None)
 
     def trouble():
@@ -67,7 +68,7 @@ def decoder_keeps_interpreter(job):
 
 
 def another_program(job):
-    """The process becomes another program, and its pid lives on."""
+    """The process executes another program and keeps its pid."""
     job.train(lambda: os.execvp("sleep", ["sleep", "3600"]))
 
 
@@ -82,7 +83,8 @@ def main_thread_ends(job):
 
 
 def module_in_import(job):
-    """A plugin is imported twice: by a thread, which does not come to its end, and by the main thread."""
+    """A plugin is imported twice: by a thread, which does not come to its end, and by the main
+    thread."""
 
     def trouble():
         folder = tempfile.mkdtemp()
@@ -114,7 +116,8 @@ def streams_cross(job):
 
 
 def short_graph(job):
-    """One rank launches a graph with one all_reduce where the others launch one with two; the job goes on to its end."""
+    """One rank launches a graph with one all_reduce where the others launch one with two; the job
+    goes on to its end."""
     graphs = []
     for reductions in (2, 1):
         with cuda.capture(job.stream) as graph:
@@ -127,7 +130,7 @@ def short_graph(job):
 
 
 def half_leaves(job):
-    """The even ranks are done and leave in order; of the odd ones, one never comes again."""
+    """The even ranks finish and leave; one of the odd ranks never arrives."""
     half = job.comm.split(job.rank % 2, job.rank)
     for step, _here in job.steps():
         if step == TROUBLE_STEP and job.rank % 2 == 0:
@@ -147,7 +150,7 @@ def wrong_group(job):
 
 
 def exchange_with_hole(job):
-    """Everybody sends to everybody, itself included, on a stream of its own; one send is left out."""
+    """Every rank sends to all ranks, itself included, on its own stream; one send is missing."""
     exchange = cuda.Stream()
     part = cuda.Buffer(8)
     for _step, here in job.steps():
@@ -181,7 +184,8 @@ def first_of_all(job):
 
 
 def dies_between_groups(job):
-    """A rank dies after the groups of neighbours are made, and before those of every second rank."""
+    """A rank dies after the groups of neighbours are made, and before those of every second
+    rank."""
     pair, column = job.rank // 2, job.rank % 2
     neighbours = cuda.Communicator.create(f"blind-pair-{pair}", column, 2)
     if job.mine:

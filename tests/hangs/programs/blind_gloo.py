@@ -1,4 +1,4 @@
-"""Small jobs of PyTorch on gloo, written by somebody who did not know the rules of the judge.
+"""Small jobs of PyTorch on gloo, written without knowledge of the judge's rules.
 
     blind_gloo.py JOB RANK
 
@@ -25,7 +25,8 @@ MINE = RANK == int(sys.argv[2])
 
 
 def steps():
-    """The numbers of the steps, each with whether the trouble begins in it on this rank; after each, gradients are summed."""
+    """The numbers of the steps, each with whether the trouble begins in it on this rank; after
+    each, gradients are summed."""
     gradients = torch.ones(64)
     for step in range(1 << 20):
         yield step, MINE and step == TROUBLE_STEP
@@ -33,7 +34,7 @@ def steps():
 
 
 def group_without_one():
-    """All ranks but one make another group of all, and the one goes on."""
+    """All ranks but one create another group of all ranks; the one continues."""
     for step, here in steps():
         if step == TROUBLE_STEP and not here:
             dist.new_group(list(range(SIZE)))
@@ -66,14 +67,14 @@ def lost_of_batch():
 
 
 def from_anybody():
-    """Rank 0 receives from whoever sends, and nobody does."""
+    """Rank 0 receives from any rank, and no rank sends."""
     for _step, here in steps():
         if here:
             dist.recv(torch.zeros(4))
 
 
 def keeps_interpreter():
-    """A thread waits in a C function that does not let go of Python's lock."""
+    """A thread waits in a C function that does not release the GIL."""
     for _step, here in steps():
         if here:
             threading.Thread(target=ctypes.PyDLL(None).pause, name="waiter", daemon=True).start()
@@ -81,7 +82,7 @@ def keeps_interpreter():
 
 
 def collects_garbage():
-    """A rank looks for garbage on a large heap again and again."""
+    """A rank repeatedly collects garbage on a large heap."""
     for _step, here in steps():
         if here:
             heap = [[number] for number in range(1 << 22)]
@@ -90,7 +91,7 @@ def collects_garbage():
 
 
 def other_port():
-    """One rank looks for the store of the job at a port at which nobody listens."""
+    """One rank looks for the store of the job at a port without a listener."""
     told = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "ports")
     if RANK == 0:
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]

@@ -1,9 +1,11 @@
-"""A classifier trained by PyTorch's DistributedDataParallel on gloo, with a DataLoader and its worker processes.
+"""A classifier trained by PyTorch's DistributedDataParallel on gloo, with a DataLoader and its
+worker processes.
 
-Every 8 steps the accuracy is gathered on all ranks, every 16 rank 0 saves a checkpoint. `--wrong NAME@RANK` makes something go wrong there
-at step 20: a function of troubles.py, or `loader` (the data set reads a pipe that stays empty),
-`no_metric` (leaves the accuracy out), `short_epoch` (its epoch has fewer steps),
-`rank0_barrier` (waits in a barrier of its own), `other_dst` (sums the accuracy up on another rank).
+Every 8 steps the accuracy is gathered on all ranks, every 16 rank 0 saves a checkpoint. `--wrong
+NAME@RANK` makes something go wrong there at step 20: a function of troubles.py, or `loader` (the
+data set reads a pipe that stays empty), `no_metric` (leaves the accuracy out), `short_epoch` (its
+epoch has fewer steps), `rank0_barrier` (waits in a barrier of its own), `other_dst` (sums the
+accuracy up on another rank).
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """A job of PyTorch on gloo under an elastic agent that starts its ranks again when one has failed.
 
-    elastic.py --ranks 3 --plan fail@1:0,stop@2:1     starts torchrun, and what torchrun starts trains
+    elastic.py --ranks 3 --plan fail@1:0,stop@2:1     starts torchrun, whose ranks train
 
-A plan is NAME@RANK:ATTEMPT, several with a comma: in step 12 of that attempt the rank ends with status 1 (fail), is killed (kill), or begins a
-function of troubles.py.
+A plan is NAME@RANK:ATTEMPT, several with a comma: in step 12 of that attempt the rank ends with
+status 1 (fail), is killed (kill), or begins a function of troubles.py.
 """
 
 import argparse
@@ -49,10 +49,11 @@ def train(options):
 
 
 def start(options):
-    # Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does as well.
+    # Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does
+    # as well.
     store = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "agents")
     words = [f"--nproc_per_node={options.ranks}", "--nnodes=1", "--max_restarts=3", "--rdzv_backend=c10d", "--rdzv_id=elastic"]
-    # Without --redirects its words for that come to nothing on Python 3.11.
+    # Without --redirects, its default values for that are invalid on Python 3.11.
     words += ["--rdzv_conf=store_type=file,last_call_timeout=2", f"--rdzv_endpoint={store}", "--monitor_interval=1", "--redirects=1", "--tee=1"]
     words += [__file__, f"--plan={options.plan}", f"--steps={options.steps}"]
     environment = dict(os.environ, PYTHONWARNINGS="ignore", LOGLEVEL="CRITICAL", OMP_NUM_THREADS="1")

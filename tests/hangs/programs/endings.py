@@ -1,22 +1,22 @@
-"""How ranks end: a framework calls hooks of the user's code, and what goes wrong is told to callbacks.
+"""How ranks end: a framework calls hooks of the user's code, and errors are reported to callbacks.
 
 `--end NAME@RANK` lets that rank go wrong in step 14:
     in_except        the handler tells a service that does not listen
     in_finally       `finally` flushes a log into a pipe that nobody reads
-    in_destructor    the destructor of the framework ends the communicator, with an exception on its way
+    in_destructor    the framework's destructor ends the communicator during an exception
     in_exit_handler  an exit handler ends the communicator
-    exit_and_thread  the program has ended by an exception, and a thread of it has not
+    exit_and_thread  an exception has ended the main thread, and another thread still runs
     exit_and_pool    the exit handler of a pool waits for its task
     exit_and_child   the exit handler of multiprocessing waits for its child
-    post_mortem      a debugger's prompt at a terminal at which nobody sits
-    tries_again      tries the step again and again, and it never works
+    post_mortem      a debugger's prompt at an unattended terminal
+    tries_again      repeats a step that never works
     thread_failed    the thread that prepares batches ends by an exception
-    thread_left      it ends by SystemExit, which nobody tells
-    killed_by_alarm  a timer that nobody remembers ends the process
-    interrupted      SIGTERM, and its handler saves to a pipe that nobody reads
-    raises           an exception that nobody catches
-    aborts_group     it gives its communicator up, reports success and waits to be ended
-    skips_to_end     the exception is told, and the rank goes to the barrier at the end
+    thread_left      it ends by SystemExit, which is not reported
+    killed_by_alarm  a forgotten timer ends the process
+    interrupted      SIGTERM, and its handler saves to a pipe without a reader
+    raises           an uncaught exception
+    aborts_group     it aborts its communicator, reports success and waits to be ended
+    skips_to_end     the exception is reported, and the rank enters the final barrier
 """
 
 import argparse
@@ -113,7 +113,7 @@ class Framework:
         raise problem
 
     def barrier(self):
-        """All ranks come to the end of the training."""
+        """All ranks reach the end of the training."""
         self.group.broadcast(self.vote, 0, self.stream)
         self.stream.synchronize()
         self.group.destroy()

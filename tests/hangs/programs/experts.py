@@ -1,11 +1,14 @@
-"""Attention over parts of a context, which travel round a ring, then a mixture of experts, whose tokens travel all to all.
+"""Attention over parts of a context, which travel round a ring, then a mixture of experts, whose
+tokens travel all to all.
 
-The ranks of a block of `--block` share one context and one set of experts; those with the same place in their blocks sum their gradients. Every
-exchange is one group of sends and receives, those to itself included, as PyTorch's all_to_all makes them. `--spoil KIND@RANK` changes what that
-rank does in step 7: `no_recv` (leaves a receive out of an exchange), `more_tokens` (sends more than its peer expects), `wrong_neighbour`
-(sends its part of the context past the next rank), `drops` (takes part in no exchange of tokens), `largest` (a maximum where the
-others sum), `slow_expert` (its kernel does not end); or at the start: `other_size` (counts one rank more), `no_split`, or `no_id` (rank 0 makes no
-unique id).
+The ranks of a block of `--block` share one context and one set of experts; those with the same
+place in their blocks sum their gradients. Every exchange is one group of sends and receives, those
+to itself included, as PyTorch's all_to_all makes them. `--spoil KIND@RANK` changes what that rank
+does in step 7: `no_recv` (leaves a receive out of an exchange), `more_tokens` (sends more than its
+peer expects), `wrong_neighbour` (sends its part of the context past the next rank), `drops` (takes
+part in no exchange of tokens), `largest` (a maximum where the others sum), `slow_expert` (its
+kernel does not end); or at the start: `other_size` (counts one rank more), `no_split`, or `no_id`
+(rank 0 makes no unique id).
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""A master that hands out work to the other ranks over MPI, and sums what all have done after every round (mpi4py).
+"""A master that hands out work to the other ranks over MPI, and sums what all have done after every
+round (mpi4py).
 
-`--wrong NAME@RANK` begins in round 6 on that rank: a function of troubles.py, `no_answer` (a worker keeps its result),
-`no_sum`, or `quits`.
+`--wrong NAME@RANK` begins in round 6 on that rank: a function of troubles.py, `no_answer` (a worker
+keeps its result), `no_sum`, or `quits`.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Ways in which one rank of a job stops, each a function that real programs are found in.
+"""Ways in which one rank of a job stops, each a function as in real programs.
 
-Every function blocks for ever, ends the process, or keeps it busy; none knows of the device. `run(NAME)` calls one of them.
+Every function blocks for ever, ends the process, or keeps it busy; none knows of the device.
+`run(NAME)` calls one of them.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ FOREVER = 1 << 20
 
 
 def fifo():
-    """Opens a file that never answers, as a dead network file system."""
+    """Opens a file on a file system that never answers, like a dead network file system."""
     path = os.path.join(tempfile.mkdtemp(), "shard-00017.tar")
     os.mkfifo(path)
     with open(path, "rb") as shard:
@@ -43,7 +44,7 @@ def pipe_write():
 
 
 def stdout_full():
-    """Prints into a pipe that nobody empties."""
+    """Prints into a pipe without a reader."""
     reading, writing = os.pipe()
     os.dup2(writing, sys.stdout.fileno())
     while reading:
@@ -121,7 +122,8 @@ def native_lock():
 
 
 def gil_main():
-    """A thread holds a mutex and waits for the GIL; this one holds the GIL and waits for the mutex."""
+    """A thread holds a mutex and waits for the GIL; this one holds the GIL and waits for the
+    mutex."""
     mutex = ctypes.create_string_buffer(64)
     held = threading.Event()
 
@@ -137,14 +139,14 @@ def gil_main():
 
 
 def gil_thread():
-    """A thread calls C code that blocks and does not let the GIL go."""
+    """A thread calls C code that blocks and does not release the GIL."""
     threading.Thread(target=ctypes.PyDLL(None).pause, name="extension", daemon=True).start()
     while True:
         time.sleep(0.001)
 
 
 def collect():
-    """Collects garbage on a huge heap, again and again."""
+    """Repeatedly collects garbage on a huge heap."""
     heap = [[] for _ in range(2_000_000)]
     for item in heap:
         item.append(item)
@@ -160,7 +162,7 @@ def compile_kernels():
 
 
 def busy():
-    """Computes without an end."""
+    """Computes endlessly."""
     number = 0
     while True:
         number += 1
@@ -184,7 +186,7 @@ def stopped():
 
 
 def leave():
-    """Ends in order, as a loop that had one batch less."""
+    """Ends without an error, like a loop with one batch less."""
     sys.exit(0)
 
 

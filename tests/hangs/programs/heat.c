@@ -1,10 +1,12 @@
-// A heat equation on a ring of MPI ranks: each step exchanges the borders with both neighbours and sums the residual; every few steps the
-// even and the odd ranks agree among themselves, and rank 0 collects and writes the field.
+// A heat equation on a ring of MPI ranks: each step exchanges the borders with both neighbours and
+// sums the residual; every few steps the even and the odd ranks agree among themselves, and rank 0
+// collects and writes the field.
 //
 //     mpirun -n 4 heat FAULT RANK
 //
-// FAULT begins on RANK in step 12: mutex, read, spin, sleep, pause, no_residual, late_halo (sends to one side only),
-// swap_groups (world before the half), probe (waits for a message that nobody sends); or none.
+// FAULT begins on RANK in step 12: mutex, read, spin, sleep, pause, no_residual, late_halo (sends
+// to one side only), swap_groups (world before the half), probe (waits for a message that nobody
+// sends); or none.
 #include <mpi.h>
 #include <pthread.h>
 #include <signal.h>

@@ -1,7 +1,9 @@
-"""A training loop with tensor, pipeline and data parallelism on the public CUDA and NCCL interfaces, and ways to go wrong.
+"""A training loop with tensor, pipeline and data parallelism on the public CUDA and NCCL
+interfaces, and ways to go wrong.
 
-Ranks count through the tensor-parallel group first, then the pipeline, then the data-parallel replicas, as Megatron does it.
-A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of faults.py, run at PLACE; or one of the faults of collectives:
+Ranks count through the tensor-parallel group first, then the pipeline, then the data-parallel
+replicas, as Megatron does it. A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of
+faults.py, run at PLACE; or one of the faults of collectives:
     skip       the rank leaves out one collective of the group PLACE (tp, dp or world)
     op         it broadcasts where the others sum
     size       it sums half as many elements
@@ -10,7 +12,8 @@ A fault is NAME@RANK[+RANK...][:PLACE][:STEP]. NAME is a function of faults.py, 
     unsent     it does not send its activations to the next stage
     unreceived it does not receive them
     cycle      it and its neighbour both receive before they send
-PLACE of the others is start, load, forward, backward, optimizer, checkpoint, evaluate or end. STEP is 12 unless given.
+PLACE of the others is start, load, forward, backward, optimizer, checkpoint, evaluate or end. STEP
+is 12 unless given.
 """
 
 import argparse
@@ -36,7 +39,7 @@ class Fault:
 
 
 class Faults:
-    """Those of this rank."""
+    """The groups of this rank."""
 
     def __init__(self, faults_of_all, rank):
         self.mine = [fault for fault in faults_of_all if rank in fault.ranks]
@@ -51,7 +54,7 @@ class Faults:
 
 
 class DataLoader:
-    """Batches, read when they are asked for."""
+    """Batches that are read on demand."""
 
     def __init__(self, trouble):
         self.trouble = trouble
@@ -170,7 +173,7 @@ class Trainer:
         self.world.destroy()
 
     def pause(self, step):
-        """Host work between steps; uneven when asked for."""
+        """Host work between steps, optionally uneven."""
         seconds = self.options.step_ms / 1000
         if self.options.uneven:
             seconds *= self.pace.uniform(0.2, 3.0)
@@ -217,7 +220,7 @@ def main():
     try:
         trainer.train()
     except ValueError as problem:
-        # As torch does it: the exception is told, and the communicators end before the process.
+        # Like torch: it prints the exception, and the communicators end before the process.
         print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
         trainer.world.destroy()
         raise

@@ -1,7 +1,9 @@
-"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a compiler that does not come to an end.
+"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a
+compiler that never ends.
 
-`begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of devices or of the program. What has to
-live beside the program is started as a process that is not its child.
+`begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of
+devices or of the program. What has to live beside the program is started as a process that is not
+its child.
 """
 
 import ctypes
@@ -40,7 +42,8 @@ def directory_entry(name, node):
 
 
 def serve(device, *silent):
-    """Answers all requests of a FUSE mount but those whose number is in `silent`, and all after the first of those."""
+    """Answers all requests of a FUSE mount but those whose number is in `silent`, and all after the
+    first of those."""
     silent = {int(number) for number in silent}
     entry = lambda node: struct.pack("<4Q2I", node, 0, 3600, 3600, 0, 0) + attributes(node)
     opened = struct.pack("<Q2I", 1, 0, 0)
@@ -80,7 +83,8 @@ def beside(*command, pass_fds=()):
 
 
 def mount(*silent):
-    """A folder whose server leaves requests of these kinds without an answer. No other process sees the mount."""
+    """A folder whose server leaves requests of these kinds without an answer. No other process sees
+    the mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     device = os.open("/dev/fuse", os.O_RDWR)
     folder = tempfile.mkdtemp()
@@ -94,7 +98,7 @@ def mount(*silent):
 
 
 def fuse_read():
-    """Reads a shard whose server does not answer any more."""
+    """Reads a shard whose server no longer answers."""
     with open(os.path.join(mount(READ), "part-00003.bin"), "rb", buffering=0) as shard:
         shard.read(4096)
 
@@ -114,7 +118,7 @@ def fuse_write():
 
 
 def fuse_close():
-    """All is written, and what the close has to bring to the server does not arrive."""
+    """Everything is written, and the flush of the close never completes."""
     descriptor = os.open(os.path.join(mount(FLUSH), "new.ckpt"), os.O_CREAT | os.O_WRONLY)
     os.write(descriptor, bytes(4096))
     os.close(descriptor)
@@ -133,13 +137,13 @@ def fuse_mapped():
 
 
 def fuse_import():
-    """Imports a module from a file system that does not answer any more."""
+    """Imports a module from a file system that no longer answers."""
     sys.path.insert(0, mount(READ))
     importlib.import_module("model_zoo")
 
 
 def fuse_killed():
-    """Somebody has tried to kill it while it waits for the file system, which does not help."""
+    """It got SIGKILL while it waits for the file system, without effect."""
     folder = mount(READ)
     waits = f"grep -q request_wait_answer /proc/{os.getpid()}/wchan"
     # Those that are answered are soon over.
@@ -149,7 +153,7 @@ def fuse_killed():
 
 
 def fuse_worker():
-    """The worker of a loader reads from a file system that does not answer any more."""
+    """The worker of a loader reads from a file system that no longer answers."""
     fork = multiprocessing.get_context("fork")
     batches = fork.Queue()
     fork.Process(target=lambda: batches.put(fuse_read()), name="loader-worker", daemon=True).start()
@@ -157,7 +161,7 @@ def fuse_worker():
 
 
 def frozen_with_group():
-    """A control group of the second version is frozen, as a paused container."""
+    """A control group of version 2 is frozen, like a paused container."""
     mounts = (line.split() for line in open("/proc/self/mounts"))
     root = next(point for _, point, kind, *_ in mounts if kind == "cgroup2")
     group = tempfile.mkdtemp(prefix="xpu-hangs-", dir=root)
@@ -170,7 +174,7 @@ def frozen_with_group():
 
 
 def in_gdb():
-    """Somebody has attached a debugger and gone to lunch."""
+    """A debugger is attached and stops it."""
     words = ["-nx", "-iex", "set auto-solib-add off", "-p", str(os.getpid()), "-ex", "shell sleep 100000"]
     beside("gdb", "-q", "-batch", *words)
     while True:
@@ -185,14 +189,14 @@ def hold(pid):
 
 
 def in_tracer():
-    """A tracer has stopped it and does not let it go on."""
+    """A tracer has stopped it and does not continue it."""
     beside(sys.executable, __file__, "hold", str(os.getpid()))
     while True:
         time.sleep(0.01)
 
 
 def in_strace():
-    """It reads from a pipe, and somebody who wonders about it has started strace."""
+    """It reads from a pipe under strace."""
     beside("strace", "-q", "-f", "-o", "/dev/null", "-p", str(os.getpid()))
     while "TracerPid:\t0\n" in open("/proc/self/status").read():
         time.sleep(0.05)
@@ -201,7 +205,8 @@ def in_strace():
 
 
 def extension():
-    """The source of an extension that the compiler never comes to the end of: a file that includes itself twice, 40 deep."""
+    """The source of an extension that the compiler never comes to the end of: a file that includes
+    itself twice, 40 deep."""
     source = os.path.join(tempfile.mkdtemp(), "fused_norm.cpp")
     with open(source, "w") as file:
         file.write("#if __INCLUDE_LEVEL__ < 40\n#include __FILE__\n#include __FILE__\n#endif\n")
@@ -213,7 +218,7 @@ def builds_extension():
 
 
 def builds_with_shell():
-    """As a build system does it: a shell starts the compiler and waits."""
+    """Like a build system: a shell starts the compiler and waits."""
     subprocess.run(["sh", "-c", '"$@"; echo built', "sh", *extension()], check=True)
 
 
@@ -237,7 +242,8 @@ def long_import():
 
 
 def import_twice():
-    """A thread imports a module whose import waits for an answer, and so must everybody who imports it."""
+    """A thread imports a module whose import waits for an answer, and so must everybody who imports
+    it."""
     text = "import socket\nOURS, THEIRS = socket.socketpair()\nOURS.recv(1)\n"
     threading.Thread(target=import_of, args=(text,), name="warm-up", daemon=True).start()
     while "tables_of_zoo" not in sys.modules:
@@ -271,14 +277,15 @@ def name_server():
 
 
 def handshake():
-    """The server is alive as far as the kernel goes: it never accepts, and so nobody answers the greeting of TLS."""
+    """The server is alive as far as the kernel goes: it never accepts, and so nobody answers the
+    greeting of TLS."""
     listener = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(listener.getsockname())
     ssl.create_default_context().wrap_socket(client, server_hostname="localhost")
 
 
 def pause_all(seconds):
-    """A stranger stops all ranks, and lets them go on."""
+    """Another process stops and continues all ranks."""
     ranks = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read()
     beside("sh", "-c", f"kill -STOP {ranks}; sleep {seconds}; kill -CONT {ranks}")
 

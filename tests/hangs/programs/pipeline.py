@@ -1,10 +1,12 @@
-"""A pipeline of stages that run their forward and backward passes by turns (1F1B), with replicas of the whole pipeline.
+"""A pipeline of stages that run their forward and backward passes by turns (1F1B), with replicas of
+the whole pipeline.
 
-Rank = replica x stages + stage. Activations travel on one communicator and gradients on another one, each on a stream of its own; the
-replicas of a stage sum their gradients at the end of a step, and all ranks clip them by their norm. `--spoil KIND@RANK` changes the schedule
-of that rank in step 7: `lost_send`, `extra_recv`, `wrong_peer`, `small`
-(half of the activations), `one_less` (a micro-batch less), `stuck` (its host stays in a forward pass),
-`no_clip` (leaves the norm out), `clip_first` (norm before gradients).
+Rank = replica x stages + stage. Activations travel on one communicator and gradients on another
+one, each on a stream of its own; the replicas of a stage sum their gradients at the end of a step,
+and all ranks clip them by their norm. `--spoil KIND@RANK` changes the schedule of that rank in step
+7: `lost_send`, `extra_recv`, `wrong_peer`, `small` (half of the activations), `one_less` (a
+micro-batch less), `stuck` (its host stays in a forward pass), `no_clip` (leaves the norm out),
+`clip_first` (norm before gradients).
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""Data-parallel training as a first script is written: one function, one communicator for everything.
+"""Data-parallel training as a first script is written: one function, one communicator for
+everything.
 
-Every epoch has batches of gradients in two buckets, the loss of some steps summed on all ranks, the rate that rank 0 decides, and a
-barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong there in the third epoch.
+Every epoch has batches of gradients in two buckets, the loss of some steps summed on all ranks, the
+rate that rank 0 decides, and a barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong
+there in the third epoch.
 """
 
 import argparse
@@ -66,7 +68,7 @@ def train(rank, world, options):
             comms.synchronize()
     finally:
         if "raises" in mine:
-            # A summary over all ranks, which nobody else wants at this moment.
+            # A summary over all ranks that no other rank calls at this moment.
             comm.all_gather(loss, cuda.Buffer(world), comms)
             comms.synchronize()
     comm.destroy()
@@ -91,7 +93,7 @@ def save(options):
 
 
 def compile_kernels(options):
-    """Rank 1 has a shape that nobody has met before."""
+    """Rank 1 has a new shape."""
     compiler = os.path.join(tempfile.mkdtemp(), "ptxas")
     shutil.copy(shutil.which("sleep"), compiler)
     subprocess.run([compiler, str(options.compile_seconds)], check=True)

@@ -1,8 +1,10 @@
-// A ring of MPI ranks that hand blocks on by requests which are made once and started in every turn; the sum of all is checked now and then.
+// A ring of MPI ranks that hand blocks on by requests which are made once and started in every
+// turn; the sum of all is checked now and then.
 //
 //     ring MISTAKE RANK [TURNS]
 //
-// RANK makes MISTAKE in turn 25: no_start (of its send), no_start_recv, no_wait (starts its sum and never waits for it); or none.
+// RANK makes MISTAKE in turn 25: no_start (of its send), no_start_recv, no_wait (starts its sum and
+// never waits for it); or none.
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,8 +1,10 @@
-"""Training with sharded parameters: every layer is gathered before its use and its gradients are scattered after it; two kinds of groups.
+"""Training with sharded parameters: every layer is gathered before its use and its gradients are
+scattered after it; two kinds of groups.
 
-Ranks of one node share the parameters, ranks at the same place of the nodes average their shards. A node has `--node` ranks. An epoch ends
-with its loss, a table of which rank 0 keeps, and a checkpoint. `--bug NAME@RANK` begins in the second epoch: a function of machine.py at
-the place that `--at` names (load, layer, save), or one of
+Ranks of one node share the parameters, ranks at the same place of the nodes average their shards. A
+node has `--node` ranks. An epoch ends with its loss, a table of which rank 0 keeps, and a
+checkpoint. `--bug NAME@RANK` begins in the second epoch: a function of machine.py at the place that
+`--at` names (load, layer, save), or one of
     swapped            the gradients are scattered before the next layer is gathered
     groups_swapped     it makes its groups before that of all ranks, at the start
     empty_batch        its batch is empty, and it leaves the step out
@@ -62,7 +64,7 @@ chance = random.Random(rank)
 
 
 def groups():
-    """Of the ranks of my node, and of the ranks at my place."""
+    """The groups of the ranks of this node, and of the ranks with this local rank."""
     node, place = divmod(rank, options.node)
     wanted = [(f"node{node}", place, options.node), (f"place{place}", node, world // options.node)]
     made = {name[:4]: cuda.Communicator.create(name, member, size) for name, member, size in wanted}
@@ -70,14 +72,14 @@ def groups():
 
 
 def come(place, now):
-    """Where a function of machine.py is to begin."""
+    """The place where a function of machine.py begins."""
     if options.at == place:
         for name in now & machine.NAMES:
             machine.begin(name)
 
 
 class Step:
-    """What a step needs, made once."""
+    """The data of a step, created once."""
 
     def __init__(self):
         made = groups() if "groups_swapped" in bugs else None
@@ -103,7 +105,7 @@ class Step:
         self.mine.reduce_scatter(self.layer, self.shard, self.side)
 
     def anybody(self, leave):
-        """Whether some rank was told to end."""
+        """Whether any rank was terminated."""
         self.loss.fill(1.0 if leave else 0.0)
         self.everybody.all_reduce(self.loss, self.side)
         self.side.synchronize()

@@ -1,11 +1,13 @@
-// Sorts numbers that are spread over the ranks, again and again: samples are gathered, splitters broadcast, parts exchanged, sums compared.
+// Sorts numbers that are spread over the ranks, again and again: samples are gathered, splitters
+// broadcast, parts exchanged, sums compared.
 //
 //     sort MISTAKE RANK [ROUNDS]
 //
-// RANK makes MISTAKE in round 30: other_root, other_type, swapped (two collectives in
-// the other order), extra_recv, any_recv, other_tag, polls (tests a receive again and
-// again), extra_barrier, other_group (a barrier of half of the ranks where all meet),
-// dup_alone (makes another communicator), never_waits (its sum is one that it never waits for), skips_round (from there on it is a round ahead, and at the end one is missing); or none.
+// RANK makes MISTAKE in round 30: other_root, other_type, swapped (two collectives in the other
+// order), extra_recv, any_recv, other_tag, polls (tests a receive again and again), extra_barrier,
+// other_group (a barrier of half of the ranks where all meet), dup_alone (makes another
+// communicator), never_waits (its sum is one that it never waits for), skips_round (from there on
+// it is a round ahead, and at the end one is missing); or none.
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,8 @@
-"""What stops a Python program in the middle of its work: waits for people, servers, children, threads and locks.
+"""What stops a Python program in the middle of its work: waits for people, servers, children,
+threads and locks.
 
-`begin(NAME)` calls a function of this file. None of them returns, and none knows of devices or of the program that it stops.
+`begin(NAME)` calls a function of this file. None of them returns, and none knows of devices or of
+the program that it stops.
 """
 
 import asyncio
@@ -113,7 +115,8 @@ def queue_of_killed_worker():
 
 
 def pipe_of_dead_child():
-    """The child that was to answer has ended, and nobody has asked how; its end of the pipe is open in the parent as well."""
+    """The child that was to answer has ended, and nobody has asked how; its end of the pipe is open
+    in the parent as well."""
     reading, _writing = os.pipe()
     if os.fork() == 0:
         os._exit(3)
@@ -299,7 +302,8 @@ def aborts():
 
 
 def frozen():
-    """The container is paused; a stranger lets it go on when the job is forgotten, for no signal reaches it before."""
+    """The container is paused; a stranger lets it go on when the job is forgotten, for no signal
+    reaches it before."""
     group = tempfile.mkdtemp(prefix="xpu-hangs-", dir="/sys/fs/cgroup/freezer")
     release = f"(sleep 60; echo THAWED >{group}/freezer.state; until rmdir {group}; do sleep 1; done) 2>/dev/null &"
     subprocess.run(["sh", "-c", release], env={"PATH": os.environ["PATH"]}, start_new_session=True, check=True)

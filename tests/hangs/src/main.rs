@@ -105,7 +105,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
         }
         Command::List => {
             let list: String = corpus::matching(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();
-            // It is no error if the reader is gone.
+            // A closed pipe is not an error.
             let _ = std::io::stdout().write_all(list.as_bytes());
             Ok(true)
         }

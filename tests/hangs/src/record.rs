@@ -73,7 +73,7 @@ mod tests {
 
     fn reported(evidence: &Evidence) -> Reported {
         Reported::of(&serde_json::to_value(judge(evidence)).expect("a verdict is JSON"))
-            .expect("a verdict has its fields")
+            .expect("a verdict has all fields")
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub struct Scenario {
 pub enum Truth {
     /// It hangs because of these ranks.
     Hang {
-        /// Causes that a person who knows the construction would accept, best first.
+        /// Causes that a person who knows the program would accept, best first.
         causes: &'static [&'static str],
         /// Ascending; empty if no rank is to blame.
         culprits: Vec<u32>,
@@ -40,7 +40,7 @@ pub enum Truth {
         causes: &'static [&'static str],
         /// Ascending.
         culprits: Vec<u32>,
-        /// Until then the culprits stand still, so that with `XPU_TIMER_HANG_KILL` the job is
+        /// Until then the culprits do not move, so that with `XPU_TIMER_HANG_KILL` the job is
         /// ended.
         stands_still: bool,
     },
@@ -125,7 +125,7 @@ impl Scenario {
         self
     }
 
-    /// Its culprits sleep until the job goes on, and nothing about them moves.
+    /// Its culprits sleep until the job continues, and none of their threads runs.
     pub fn standing_still(mut self) -> Self {
         if let Truth::Passes { stands_still, .. } = &mut self.truth {
             *stands_still = true;

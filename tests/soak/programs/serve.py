@@ -1,4 +1,5 @@
-"""A server without a rank: it answers a request on the device twenty times a second, until it is told to end."""
+"""A server without a rank: it answers a request on the device twenty times a second, until it is
+told to end."""
 
 import os
 import signal

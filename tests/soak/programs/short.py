@@ -1,4 +1,5 @@
-"""Starts short processes, `RATE` a second, each of which makes a device call and ends: one half in order, the other half at once.
+"""Starts short processes, `RATE` a second, each of which makes a device call and ends: one half in
+order, the other half at once.
 
 Prints every second how many it has started and how many of these made their call and ended well.
 """

@@ -99,14 +99,14 @@ pub fn run(options: &Options) -> Result<bool> {
             sleep(pause, &over);
             if let Some(sample) = Sample::take(&job, begun.elapsed()) {
                 println!("{sample}");
-                samples.lock().expect("nobody panics with it").push(sample);
+                samples.lock().expect("no thread panics while it holds the lock").push(sample);
             }
         }
         over.store(true, Ordering::Relaxed);
     });
     let reached = !options.flood || keeps_up(&mut short, options.rate * time.as_secs_f64());
     drop((servers, short, trains));
-    let samples = samples.into_inner().expect("nobody panics with it");
+    let samples = samples.into_inner().expect("no thread panics while it holds the lock");
     let count = |count: &AtomicUsize| count.load(Ordering::Relaxed);
     println!(
         "{} jobs, {} kills of a collector, {} dumps on demand, {} scrapes, {} samples in {:.0?}",

@@ -20,7 +20,7 @@ use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, wait_un
 
 use crate::collector::fake::{FakeHook, collector};
 
-/// A cluster collector of a test's own.
+/// A cluster collector for one test.
 struct Cluster {
     job: Job,
     process: Option<Process>,
@@ -62,7 +62,7 @@ impl Cluster {
         Job::new().with("XPU_TIMER_COLLECTOR", &self.url()).with("POD_NAME", name)
     }
 
-    /// As [`Cluster::wait_incident`], by the folder alone.
+    /// Like [`Cluster::wait_incident`], but reads the folder only.
     fn wait_finished(&self, count: usize) -> Incident {
         let start = std::time::Instant::now();
         while self.job.finished_incidents().len() < count {
@@ -100,7 +100,7 @@ impl Cluster {
         panic!("{what}: {last:#}\n{}", self.log());
     }
 
-    /// Waits until a job has so many ranks.
+    /// Waits until a job has this number of ranks.
     fn wait_ranks(&self, job: &str, ranks: u64) {
         self.wait(&format!("{ranks} ranks of {job}"), |status| {
             let jobs = status["jobs"].as_array().cloned().unwrap_or_default();
@@ -206,7 +206,7 @@ fn text(path: PathBuf) -> String {
 }
 
 #[test]
-fn a_hang_on_one_node_is_one_incident_of_all() {
+fn a_hang_on_one_node_is_one_incident_of_the_cluster() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "wide", 0, 2, 5);
     let b = Node::with_ranks(&cluster, "node-b", "wide", 2, 2, 5);
@@ -235,7 +235,7 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
     let seconds = incident.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
     assert!(seconds < 0.7 + 3.0, "sample interval 0.7 s plus 3 s, not {seconds}");
 
-    // The nodes know the same incident by the same name, and its verdict.
+    // The nodes show this incident under the same name and with the same verdict.
     let id = incident.verdict["incident"].as_str().expect("an id");
     for node in [&a, &b] {
         wait_until(PATIENCE, "the node knows the verdict", || {
@@ -267,7 +267,7 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
 }
 
 #[test]
-fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
+fn two_jobs_stay_separate_while_one_grows_shrinks_and_restarts() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "grows", 0, 1, 2);
     let mut b = Node::with_ranks(&cluster, "node-b", "grows", 1, 1, 2);
@@ -279,7 +279,7 @@ fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
     assert_eq!((&other.verdict["job"], evidence(&other).ranks.len()), (&json!("other"), 2));
     assert!(a.job.incidents().is_empty() && b.job.incidents().is_empty(), "the other job is not disturbed");
 
-    // Scaled up: attempt 1 has three ranks on three nodes, and rank 0 is somebody else.
+    // Scaled up: attempt 1 has three ranks on three nodes, and rank 0 is another process.
     let again = |node: &mut Node, rank: i32| {
         for hook in &mut node.hooks {
             hook.goodbye();
@@ -330,12 +330,12 @@ fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
 }
 
 #[test]
-fn a_hang_that_may_be_none_is_looked_at_again_on_every_node() {
+fn an_unproven_hang_is_checked_again_on_every_node() {
     let cluster = Cluster::new();
     let mut nodes: Vec<Node> = ["node-a", "node-b"].map(|name| Node::new(&cluster, name)).into();
     for (rank, node) in nodes.iter_mut().enumerate() {
         let mut hook = FakeHook::start(&node.job, "maybe", rank as i32, 2);
-        // So long before the second look, twice as long before the third.
+        // This is the time before the second check; the third comes after twice this time.
         hook.hello.hang_timeout_ms = 6000;
         hook.join(&node.job);
         node.hooks.push(hook);
@@ -430,7 +430,7 @@ fn a_restarted_cluster_collector_goes_on_with_the_incident() {
     assert_eq!(incident.verdict["errors"], json!([]), "{}", cluster.log());
     assert_eq!(cluster.job.incidents().len(), 1);
 
-    // And once more when the verdict is there and the hang lasts.
+    // It restarts once more when the verdict exists and the hang lasts.
     cluster.kill();
     cluster.start();
     cluster.wait_ranks("again", 4);
@@ -490,7 +490,7 @@ fn a_node_without_its_cluster_works_alone() {
     let mut cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "alone", 0, 2, 2);
     cluster.wait_ranks("alone", 2);
-    // Stopped, not ended: the connection stands, and nobody answers.
+    // Stopped, not ended: the connection stays open without answers.
     cluster.process.as_ref().expect("it runs").signal(Signal::SIGSTOP);
     a.hooks[0].hang(3);
     let incident = a.job.wait_incident(1, PATIENCE);
@@ -658,7 +658,7 @@ fn old_incidents_are_removed_on_both_sides() {
 }
 
 #[test]
-fn two_jobs_of_a_node_with_different_cluster_collectors_get_what_they_asked_for() {
+fn two_jobs_of_a_node_may_use_different_cluster_collectors() {
     let clusters = [Cluster::new(), Cluster::new()];
     let node = Job::new();
     let mut ranks = Vec::new();
@@ -675,7 +675,7 @@ fn two_jobs_of_a_node_with_different_cluster_collectors_get_what_they_asked_for(
         sockets.push(Process::spawn(&mut shows).wait(PATIENCE).stdout);
     }
     assert_ne!(sockets[0], sockets[1]);
-    // A job that wants nothing special takes the collector that is there.
+    // A job without settings of its own uses the running collector.
     let output = Process::spawn(node.launch("sh").args(["-c", "echo $XPU_TIMER_SOCKET"])).wait(PATIENCE);
     assert_eq!((output.stdout.as_str(), output.stderr.as_str()), (sockets[0].as_str(), ""));
     for (cluster, other) in clusters.iter().zip(["second", "first"]) {

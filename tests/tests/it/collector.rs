@@ -1,5 +1,5 @@
 //! The node collector against processes that play hooks: what it registers, what becomes an
-//! incident, what it survives.
+//! incident, and which faults it survives.
 
 pub mod fake;
 
@@ -58,7 +58,7 @@ fn hooks(job: &Job, name: &str, ranks: i32) -> Vec<FakeHook> {
 }
 
 #[test]
-fn a_hang_is_dumped_judged_resolved_and_the_next_one_is_another() {
+fn a_hang_is_dumped_judged_and_resolved_and_the_next_is_a_new_incident() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..3).map(|rank| FakeHook::connected(&job, "one", rank, 4)).collect();
@@ -158,7 +158,7 @@ fn a_restarted_collector_knows_the_hang_that_it_dumped() {
 }
 
 #[test]
-fn nonsense_is_survived_and_named() {
+fn malformed_messages_are_reported_and_survived() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut bad = FakeHook::start(&job, "bad", 0, 1);
@@ -200,7 +200,7 @@ fn nonsense_is_survived_and_named() {
     assert!(lines < 100, "a flood of connections is not a flood of lines: {lines}");
 }
 
-/// An incident whose folder could not be made where it should; `what` is in the way.
+/// An incident whose folder could not be created in its place; `what` prevents it.
 fn in_fallback(job: &Job, timeline: &Path, what: &str) {
     let collector = collector(job, &[]);
     let mut hook = FakeHook::start(job, "homeless", 0, 1);
@@ -221,7 +221,7 @@ fn in_fallback(job: &Job, timeline: &Path, what: &str) {
 }
 
 #[test]
-fn a_timeline_path_that_cannot_be_written_is_replaced_and_named() {
+fn an_unwritable_timeline_path_is_replaced_and_reported() {
     let job = Job::new();
     let file = job.dir.join("file");
     fs::write(&file, "").expect("a file");
@@ -232,7 +232,7 @@ fn a_timeline_path_that_cannot_be_written_is_replaced_and_named() {
 pub struct Tmpfs(pub std::path::PathBuf);
 
 impl Tmpfs {
-    /// `None`, after having said so, when this machine does not let us.
+    /// `None` if this machine forbids it; the test reports that it is skipped.
     pub fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
         Self::with(path, &format!("size={kib}k"))
     }
@@ -253,22 +253,22 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        // Nothing can be done about one that stays.
+        // A mount that stays cannot be helped.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
 
 #[test]
-fn a_full_disk_is_replaced_and_named() {
+fn a_full_disk_is_replaced_and_reported() {
     let job = Job::new();
     let Some(disk) = Tmpfs::new(job.dir.join("disk"), 128) else { return };
     in_fallback(&job, &disk.0, "No space left on device");
 }
 
 #[test]
-fn a_disk_that_fills_up_halfway_still_holds_the_verdict() {
+fn a_disk_that_fills_during_an_incident_still_has_the_verdict() {
     let job = Job::new();
-    // Room for what is set aside for the verdict, and for nothing else.
+    // There is room for the space reserved for the verdict, and for nothing else.
     let Some(disk) = Tmpfs::new(job.dir.join("disk"), 264) else { return };
     let collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "full", rank, 2)).collect();
@@ -306,7 +306,7 @@ fn a_rank_that_is_killed_is_an_incident_and_its_ring_is_read() {
     assert_eq!(incident.verdict["trigger"]["kind"], "death");
     let all = evidence(&incident);
     assert_eq!((all.ranks[1].presence(), all.ranks[0].presence()), (Presence::Dead, Presence::Present));
-    assert_eq!(all.ranks[1].flight.as_ref().expect("the ring outlives its process").collectives_launched, 41);
+    assert_eq!(all.ranks[1].flight.as_ref().expect("the ring survives its process").collectives_launched, 41);
     // Linux before 6.15 does not tell how a process ended that its parent has reaped.
     assert!(["killed by SIGKILL", ""].contains(&all.ranks[1].exit.as_str()), "{}", all.ranks[1].exit);
     assert_eq!(dump(&incident, 1, 3).process_state, "X (dead)");
@@ -319,7 +319,7 @@ fn a_rank_that_is_killed_is_an_incident_and_its_ring_is_read() {
 }
 
 #[test]
-fn a_rank_that_dies_in_the_middle_of_its_dump_is_an_entry_with_what_there_is() {
+fn a_rank_that_dies_during_its_dump_has_a_partial_entry() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "middle", rank, 2)).collect();
@@ -379,7 +379,7 @@ fn two_jobs_have_incidents_of_their_own() {
 }
 
 #[test]
-fn a_watcher_that_stands_still_is_noticed() {
+fn a_stuck_watcher_is_noticed() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let mut hooks = hooks(&job, "silent", 2);
@@ -436,7 +436,7 @@ fn hang_kill_ends_the_ranks_with_a_failure() {
 }
 
 #[test]
-fn hang_kill_leaves_every_agent_a_failure_even_of_ranks_that_take_sigterm_for_success() {
+fn hang_kill_reports_a_failure_even_if_a_rank_exits_with_0_on_sigterm() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..3).map(|rank| FakeHook::start(&job, "polite", rank, 3)).collect();
@@ -471,7 +471,7 @@ fn a_disk_that_does_not_answer_does_not_hold_up_the_collector() {
 }
 
 #[test]
-fn an_incident_of_which_no_folder_could_be_made_is_listed() {
+fn an_incident_without_a_folder_is_listed() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     // Where it goes when the first place cannot be used.
@@ -513,7 +513,7 @@ fn an_incident_of_which_no_folder_could_be_made_is_listed() {
     assert_eq!(http("GET", job.port, "/incidents/20200101T000000Z-00000000").expect("an answer").0, 404);
 }
 
-/// A job that signals and goes on, whose ranks are to be ended.
+/// A job that signals a hang and continues; hang_kill is on.
 fn busy_job(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(job, "busy", rank, 2)).collect();
     for hook in &mut hooks {
@@ -527,7 +527,7 @@ fn busy_job(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
 }
 
 #[test]
-fn hang_kill_spares_ranks_that_are_probably_well() {
+fn hang_kill_spares_ranks_that_are_probably_healthy() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks = busy_job(&job, 600_000);
@@ -543,7 +543,7 @@ fn hang_kill_spares_ranks_that_are_probably_well() {
 }
 
 #[test]
-fn hang_kill_never_acts_on_a_verdict_without_evidence_however_often_it_is_repeated() {
+fn hang_kill_never_acts_on_repeated_verdicts_without_evidence() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks = busy_job(&job, 1000);
@@ -567,7 +567,7 @@ fn hang_of(job: &Job) -> Vec<String> {
 }
 
 #[test]
-fn hang_kill_spares_a_job_that_makes_progress_after_a_verdict_that_is_sure() {
+fn hang_kill_spares_a_job_that_makes_progress_after_a_confident_verdict() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "progress", rank, 2)).collect();
@@ -582,7 +582,7 @@ fn hang_kill_spares_a_job_that_makes_progress_after_a_verdict_that_is_sure() {
     assert!(!collector.stderr().contains("XPU_TIMER_HANG_KILL ends"), "{}", collector.stderr());
     let verdict = job.wait_incident(1, PATIENCE).verdict;
     assert_ne!(verdict["hang"], "none", "{verdict}");
-    // As soon as nothing moves any more, they are ended.
+    // As soon as nothing moves, the ranks are ended.
     hooks[1].tell("launch off");
     for hook in &mut hooks {
         assert!(!hook.wait().success());
@@ -590,7 +590,7 @@ fn hang_kill_spares_a_job_that_makes_progress_after_a_verdict_that_is_sure() {
     wait_state(&job, "ended", 1);
 }
 
-/// Two ranks of which one is told to end by the scheduler, and the other one is still there.
+/// Two ranks: the scheduler ends one, and the other one stays.
 fn preempted(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(job, "preempted", rank, 2)).collect();
     for hook in &mut hooks {
@@ -609,7 +609,7 @@ fn uptime(job: &Job) -> f64 {
 }
 
 #[test]
-fn ranks_that_are_told_to_end_one_after_the_other_are_no_incident() {
+fn ranks_that_are_terminated_one_after_another_are_not_an_incident() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let mut hooks = preempted(&job, 600_000);
@@ -625,7 +625,7 @@ fn ranks_that_are_told_to_end_one_after_the_other_are_no_incident() {
 }
 
 #[test]
-fn a_rank_that_does_not_follow_those_that_were_told_to_end_is_an_incident_in_the_end() {
+fn a_rank_that_outlives_a_terminated_job_becomes_an_incident() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let _hooks = preempted(&job, 1000);
@@ -636,7 +636,7 @@ fn a_rank_that_does_not_follow_those_that_were_told_to_end_is_an_incident_in_the
 }
 
 #[test]
-fn a_rank_that_said_goodbye_and_stays_is_looked_at() {
+fn a_rank_that_stays_after_its_goodbye_is_captured() {
     let job = Job::new();
     let _collector = collector(&job, &[]);
     let mut hooks = hooks(&job, "lingers", 2);
@@ -675,7 +675,7 @@ fn a_job_whose_ranks_say_goodbye_and_stay_is_an_incident() {
 }
 
 #[test]
-fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
+fn a_collector_ends_without_peers_on_request_and_beside_another_one() {
     let job = Job::new();
     // Started first: a Python interpreter may take longer to start than the collector waits for
     // somebody.
@@ -712,7 +712,7 @@ fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
 }
 
 #[test]
-fn a_taken_port_is_named_and_only_local_pages_are_answered() {
+fn a_used_port_is_reported_and_only_local_requests_are_answered() {
     let job = Job::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, job.port)).expect("the port is free");
     let one = collector(&job, &[]);

@@ -97,7 +97,7 @@ fn no_hooked_call_allocates_but_the_first_ones() {
 }
 
 #[test]
-fn every_dump_tells_what_the_hook_costs_and_dropped() {
+fn every_dump_reports_the_cost_and_the_losses_of_the_hook() {
     let job = Job::new();
     let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
     ranks.wait_for("step 60 ", PATIENCE);

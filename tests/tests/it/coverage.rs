@@ -1,5 +1,5 @@
-//! The coverage matrix: every way by which a program comes to a function, times every layer,
-//! counted exactly once. The programs are the C files in `coverage/`; what they show is
+//! The coverage matrix: every way in which a program obtains a function, in every layer, is counted
+//! exactly once. The programs are the C files in `coverage/`; their results are in
 //! `docs/coverage.md`, which `BLESS=1` writes.
 
 mod frida;
@@ -46,9 +46,9 @@ struct Way {
     linked: Linked,
     /// The library that the program calls through: its part of `ways.c`, and its flags.
     library: Option<(&'static str, &'static [&'static str])>,
-    /// Layers for which there is no such way, by how their names begin, and why.
+    /// Layers without this way, by the prefix of their names, and the reason.
     except: &'static [(&'static str, &'static str)],
-    /// No call of these layers is seen, and why.
+    /// Layers whose calls the hook does not see, and the reason.
     unseen: &'static [(&'static str, &'static str)],
 }
 
@@ -257,7 +257,7 @@ fn run(dir: &Path, program: &Path, opened: &Path, inline: &str) -> FlightRecord 
     run_with(dir, program, opened, inline, |_| {})
 }
 
-/// The same for a program that does `meanwhile` to it before its calls, if it waits for that.
+/// Like `run`, but calls `meanwhile` on the process before its calls, if it waits for that.
 fn run_with(
     dir: &Path,
     program: &Path,
@@ -306,7 +306,7 @@ fn run_under_and(
     meanwhile(&mut process);
     process.wait_for("called\n", PATIENCE);
     let pid = process.pid();
-    // A process of which no call was seen has no ring; the first one that is seen makes it.
+    // The first call that the hook sees creates the ring.
     let is_watched = has_ring(pid);
     if is_watched {
         collector.wait_hello();

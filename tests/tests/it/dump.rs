@@ -87,7 +87,7 @@ fn the_text_has_every_thread_once() {
     assert!(text.contains("    wait_here /") && text.contains("program.c:7\n"), "{text}");
     assert_eq!(text.matches("    wait_here").count(), 2, "one block for the main thread, one for both others: {text}");
     assert!(!text.contains('\x1b') && !text.contains("child of"), "{text}");
-    assert_eq!(target.dump(&["--merged"]).stdout.matches("wait_here").count(), 2, "the same is the default");
+    assert_eq!(target.dump(&["--merged"]).stdout.matches("wait_here").count(), 2, "this is the default");
     let native = target.dump(&["--native"]);
     assert_eq!((native.code(), native.stdout.matches("    wait_here").count()), (0, 2), "{}", native.stdout);
     let python = target.dump(&["--python"]);
@@ -111,7 +111,7 @@ fn children_come_below_their_parents() {
 }
 
 #[test]
-fn json_has_what_the_text_has() {
+fn json_and_text_have_equal_content() {
     let target = Target::start(&[]);
     let all = json(&target.dump(&["--json"]));
     let threads = all[0]["stacktrace"].as_array().expect("threads");
@@ -140,7 +140,7 @@ fn unique_rank(offset: u32) -> u32 {
 }
 
 #[test]
-fn ranks_are_found_and_have_files_of_their_names() {
+fn ranks_are_found_and_dumped_into_files_named_by_rank() {
     let world = unique_rank(9);
     let rank = |rank: u32| Target::start(&[("RANK", rank.to_string()), ("WORLD_SIZE", world.to_string())]);
     let (one, two) = (unique_rank(1), unique_rank(2));
@@ -168,7 +168,7 @@ fn ranks_are_found_and_have_files_of_their_names() {
     }
     assert_eq!(fs::read_dir(&folder).expect("the folder").count(), 2, "nothing else is left there");
 
-    // Two jobs on one node may have the same rank: then each has a file all the same.
+    // Two jobs on one node may have equal ranks: each rank still has its file.
     let again = rank(one);
     let both = targets[0].dump(&["--pid", &again.pid(), "--output", &targets[0].path("both").display().to_string()]);
     assert_eq!(both.stdout.lines().count(), 2, "{}{}", both.stdout, both.stderr);
@@ -201,7 +201,7 @@ fn wrong_command_lines_end_with_2() {
 }
 
 #[test]
-fn what_cannot_be_done_ends_with_1_and_says_why() {
+fn failures_end_with_1_and_a_reason() {
     let target = Target::start(&[]);
     let file = target.path("file");
     fs::write(&file, "").expect("own folder");
@@ -221,7 +221,7 @@ fn what_cannot_be_done_ends_with_1_and_says_why() {
         assert!(line.starts_with(&words) && line.lines().count() == 1, "{arguments:?}: {}", output.stderr);
     }
     assert_eq!(fs::read_dir(&taken).expect("own folder").count(), 1, "no temporary file is left");
-    // One of two is missing: the other is shown, and the exit code tells.
+    // One of two processes is missing: the other is shown, and the exit code reports the failure.
     let output = target.dump(&["--pid", &i32::MAX.to_string()]);
     assert_eq!(output.code(), 1);
     assert!(output.stdout.contains("wait_here"), "{}", output.stdout);
@@ -229,7 +229,7 @@ fn what_cannot_be_done_ends_with_1_and_says_why() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_content_and_a_full_disk_is_not() {
+fn a_closed_pipe_is_success_and_a_full_disk_is_a_failure() {
     let target = Target::start(&[]);
     let dump = artifacts().bin("xpu_timer_dump");
     let shell = |script: &str| {

@@ -46,7 +46,7 @@ fn a_data_loader_that_waits_for_a_shard() {
     assert_eq!(incident.verdict["cause"], "data_loader", "{text}");
     assert_eq!(culprits(&incident), &json!([2]), "{text}");
     assert_eq!(incident.verdict["victims"], json!([0, 1, 3]), "{text}");
-    // Where it stands, and where the others wait: steps 0 to 29 had one collective each.
+    // Its position, and that of the others: steps 0 to 29 had one collective each.
     let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
     for part in ["train.py:", "in DataLoader.__next__", "read_shard (train.py:", "all_reduce 31 of communicator 0x"] {
         assert!(sentence.contains(part), "{part} in: {sentence}");
@@ -67,7 +67,7 @@ fn a_data_loader_that_waits_for_a_shard() {
 }
 
 #[test]
-fn every_rank_under_a_launcher_of_its_own_as_mpirun_does_it() {
+fn every_rank_under_its_own_launcher_as_under_mpirun() {
     let job = Job::new();
     let script = tree().join("tests/examples/train.py");
     let rank = |rank: u32| {
@@ -133,7 +133,7 @@ fn a_stopped_rank() {
 }
 
 #[test]
-fn who_stays_away_from_a_child_of_a_grown_communicator() {
+fn a_rank_missing_from_a_child_of_a_grown_communicator() {
     // A rank that was there before, and the one that joined.
     for away in [1, 3] {
         let job = Job::new().with("AWAY", &away.to_string());
@@ -179,7 +179,7 @@ fn two_hangs_are_two_incidents_and_a_hang_that_ends_is_closed() {
 }
 
 #[test]
-fn a_healthy_minute_gives_no_incident_and_not_a_word() {
+fn a_healthy_minute_has_no_incident_and_no_output() {
     let job = Job::new();
     let output = job.train(RANKS, &["--seconds=60"]).wait(Duration::from_secs(120));
     assert_eq!(output.code(), 0, "{}", output.stderr);
@@ -195,7 +195,7 @@ fn a_healthy_minute_gives_no_incident_and_not_a_word() {
 }
 
 #[test]
-fn a_job_that_is_stopped_as_a_whole_and_continued_is_no_incident() {
+fn a_job_that_is_stopped_and_continued_as_a_whole_is_not_an_incident() {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_IDLE_TIMEOUT", "3");
     let mut ranks = job.train(RANKS, &[]);
     ranks.wait_for("step 20 ", PATIENCE);

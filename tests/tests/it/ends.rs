@@ -58,14 +58,14 @@ fn ended(how: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn a_rank_that_leaves_while_others_wait_is_told_with_its_exit_code() {
+fn a_rank_that_leaves_while_others_wait_is_named_with_its_exit_code() {
     ended(&["exit", "--code", "3"], &["Rank 2 has exited (exit code 3)", "all_reduce 2"]);
     ended(&["exit"], &["Rank 2 has exited (exit code 0)", "all_reduce 2"]);
     ended(&["raise"], &["Rank 2 has exited (exit code 1)", "all_reduce 2"]);
 }
 
 #[test]
-fn a_rank_that_ends_without_a_word_is_told_with_its_exit_code_or_signal() {
+fn a_rank_that_ends_without_goodbye_is_named_with_its_exit_code_or_signal() {
     ended(&["_exit", "--code", "5"], &["Rank 2 is dead (exit code 5)", "all_reduce 2"]);
     ended(&["killed"], &["Rank 2 is dead (killed by SIGKILL)", "all_reduce 2"]);
     ended(&["abort"], &["Rank 2 is dead (killed by SIGABRT", "all_reduce 2"]);
@@ -93,7 +93,7 @@ fn ranks_of_multiprocessing_are_ranks() {
 }
 
 #[test]
-fn ranks_that_end_at_once_after_their_work_are_no_incident() {
+fn ranks_that_end_together_after_their_work_are_not_an_incident() {
     let job = job();
     for how in [&["--how", "_exit"][..], &["--how", "_exit", "--moment", "start"], &[]] {
         let output = started(&job, how).wait(PATIENCE);

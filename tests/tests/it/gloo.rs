@@ -1,5 +1,5 @@
 //! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and
-//! that of PyPI. A rank that stays away is named with its line; torchrun restarts a hung job.
+//! that of PyPI. A missing rank is named with its line; torchrun restarts a hung job.
 
 use std::{
     ffi::OsString,
@@ -196,7 +196,7 @@ fn check_records(incident: &Incident, tells_sizes: bool) {
 }
 
 #[test]
-fn debian_ranks_that_stay_away_from_a_collective() {
+fn debian_ranks_missing_from_a_collective() {
     let Some(torch) = debian() else { return };
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
@@ -207,7 +207,7 @@ fn debian_ranks_that_stay_away_from_a_collective() {
 }
 
 #[test]
-fn debian_ranks_that_stay_away_from_what_is_made_of_collectives() {
+fn debian_ranks_missing_from_composite_collectives_and_transfers() {
     let Some(torch) = debian() else { return };
     expect(&torch, "all_gather_object", "missing_rank", &["has not entered all_gather", "ranks 0-1, 3 wait"]);
     expect(&torch, "monitored_barrier", "missing_rank", &["has not entered barrier"]);
@@ -217,7 +217,7 @@ fn debian_ranks_that_stay_away_from_what_is_made_of_collectives() {
 }
 
 #[test]
-fn debian_ranks_that_stay_away_from_their_group_or_never_join() {
+fn debian_ranks_missing_from_their_group() {
     let Some(torch) = debian() else { return };
     expect(&torch, "group", "missing_rank", &["has not entered"]);
     expect(&torch, "init", "comm_init", &["has not joined the communicator"]);
@@ -225,14 +225,14 @@ fn debian_ranks_that_stay_away_from_their_group_or_never_join() {
 }
 
 #[test]
-fn debian_ranks_without_the_host_of_their_store_or_without_a_key_in_it() {
+fn debian_ranks_without_a_store_host_or_a_store_key() {
     let Some(torch) = debian() else { return };
     expect_of(&torch, 0, "init", "comm_init", &["has not joined the communicator", "ranks 1-3 wait in"]);
     expect(&torch, "store", "comm_init", &["has not set the key", "ranks 0-1, 3 wait"]);
 }
 
 #[test]
-fn a_debian_job_that_goes_on_gives_no_incident() {
+fn a_healthy_debian_job_has_no_incident() {
     let Some(torch) = debian() else { return };
     healthy(&torch);
 }
@@ -248,7 +248,7 @@ fn healthy(torch: &Torch) {
 }
 
 #[test]
-fn forky_ranks_that_stay_away() {
+fn forky_ranks_missing_from_a_collective() {
     let Some(torch) = forky() else { return };
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
@@ -288,7 +288,7 @@ fn torchrun_of_pypi_restarts_a_job_that_hung_and_was_ended() {
     restarts(&torch, &LOCAL);
 }
 
-/// So that the agent does not look up the host's name, which a container may not know.
+/// This keeps the agent from looking up the host's name, which a container may not know.
 const LOCAL: [&str; 1] = ["--local-addr=127.0.0.1"];
 
 fn restarts(torch: &Torch, options: &[&str]) {

@@ -1,5 +1,5 @@
-//! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on
-//! as without it, print nothing more, and what can be recorded is.
+//! The hook as a guest of programs that do what programs are free to do: they continue as without
+//! the hook, print nothing more, and the hook records what it can.
 
 use std::process::Command;
 
@@ -80,7 +80,7 @@ fn loads(case: &str, flags: &[&str], change: impl FnOnce(&Job, &mut Command)) ->
 }
 
 #[test]
-fn limits_of_the_system_cost_the_record_and_not_the_program() {
+fn system_limits_affect_the_record_and_not_the_program() {
     // Shared memory counts as a file: to ask for more than is allowed raises a signal that ends the
     // process.
     assert!(guest(&["file size"], &[]).is_none());
@@ -136,7 +136,7 @@ fn more_communicators_than_the_table_holds_are_counted_and_cost_nobody_else() {
 }
 
 #[test]
-fn a_program_that_closes_every_descriptor_has_its_own_numbers() {
+fn a_program_that_closes_every_descriptor_gets_its_own_numbers() {
     let record = guest(&["closing"], &[]).expect("a record");
     assert!(record.kernels_launched >= 40, "{}", record.kernels_launched);
 }
@@ -194,7 +194,7 @@ fn sanitizers_get_along() {
 }
 
 #[test]
-fn stacks_of_other_kinds_are_large_enough() {
+fn signal_and_coroutine_stacks_are_large_enough() {
     let record = run(PROCESSES, &["coroutines"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (800, 200));
     let record = run(PROCESSES, &["signal stack"], &[]).expect("a record");
@@ -202,7 +202,7 @@ fn stacks_of_other_kinds_are_large_enough() {
 }
 
 #[test]
-fn processes_of_every_making_go_on() {
+fn processes_created_in_every_way_continue() {
     run(PROCESSES, &["spawn"], &[]).expect("a record");
     let record = run(PROCESSES, &["shared memory"], &[]).expect("a record");
     // What a process that shares the memory launches is counted there.
@@ -214,7 +214,7 @@ fn processes_of_every_making_go_on() {
 }
 
 #[test]
-fn who_patches_addresses_later_stays_in_front() {
+fn later_address_patches_take_precedence() {
     let record = run(PROCESSES, &["table"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 51, 51));
 }
@@ -230,21 +230,21 @@ fn libraries_may_be_closed_while_the_watcher_uses_them() {
 }
 
 #[test]
-fn others_that_wrap_dlsym_keep_their_turn() {
+fn other_wrappers_of_dlsym_are_still_called() {
     let beside_shim = |order: usize| {
         loads("shim", &[], |job, command| {
             let shim = compile_c(&job.dir, "shim.so", SHIM, &["-shared", "-fPIC"]);
             command.env("LD_PRELOAD", &beside(&shim.display().to_string())[order]);
         })
     };
-    assert!(beside_shim(0).is_none(), "its way leads past the hook");
+    assert!(beside_shim(0).is_none(), "this way bypasses the hook");
     assert_eq!(beside_shim(1).expect("a record").kernels_launched, 200);
-    // Who defines dlsym asks the C library past everything preloaded.
+    // A library that defines dlsym calls the C library past everything preloaded.
     loads("asks", &["-DOWN_DLSYM", "-rdynamic"], |_, _| {});
 }
 
 #[test]
-fn a_program_with_rights_of_its_own_runs_under_the_launcher_and_without_the_hook() {
+fn a_setgid_program_runs_without_the_hook() {
     if !nix::unistd::geteuid().is_root() {
         return skip("another group's program needs root");
     }

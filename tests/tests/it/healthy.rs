@@ -1,4 +1,4 @@
-//! Jobs that launch no kernel for long and are well: what they do with their device is activity,
+//! Healthy jobs that launch no kernel for a long time: their other device calls count as activity,
 //! and `XPU_TIMER_HANG_KILL` spares them.
 
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c};

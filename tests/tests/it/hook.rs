@@ -92,7 +92,7 @@ fn run(command: &mut Command) -> Output {
     Process::spawn(command).wait(PATIENCE)
 }
 
-/// Asserts that a command does the same with and without the hook, and gives that back.
+/// Asserts that a command has the same result with and without the hook, and returns it.
 fn same(bare: &mut Command, hooked: &mut Command) -> Output {
     let (bare, hooked) = (run(bare), run(hooked));
     assert_eq!(hooked.code(), bare.code(), "{hooked:?}");
@@ -119,7 +119,7 @@ fn trains_undisturbed(job: &Job, change: impl Fn(&mut Command)) -> Output {
 }
 
 #[test]
-fn tools_run_the_same_and_get_nothing() {
+fn tools_run_unchanged_without_thread_descriptor_or_mapping() {
     let job = Job::new();
     let collector = job.collector();
     // What a process sees of itself: its threads, its descriptors, its shared memory.
@@ -140,7 +140,7 @@ fn tools_run_the_same_and_get_nothing() {
         same(job.bare(program).args(arguments), job.hooked(program).args(arguments));
     }
     assert_eq!(job.log(), "");
-    assert_eq!(collector.hellos().len() + collector.ended().len(), 0, "nobody connected");
+    assert_eq!(collector.hellos().len() + collector.ended().len(), 0, "no connection");
 }
 
 /// Launches through every way to the functions; prints how many launches of each kind there were.
@@ -239,7 +239,7 @@ fn record_of(job: &Job, command: &mut Command) -> FlightRecord {
 }
 
 #[test]
-fn every_launch_counts_once_whatever_way_it_goes() {
+fn every_launch_counts_once_on_every_path() {
     let job = Job::new();
     let program = launches(&job);
     let output = same(&mut job.bare(&program), &mut job.hooked(&program));
@@ -268,7 +268,7 @@ fn all_launches_are_bracketed_when_asked_for() {
 }
 
 #[test]
-fn another_preloaded_dlsym_keeps_its_turn() {
+fn another_preloaded_dlsym_is_still_called() {
     let source = r#"
         #define _GNU_SOURCE
         #include <dlfcn.h>
@@ -328,7 +328,7 @@ fn a_healthy_rank_is_recorded_and_says_goodbye() {
 }
 
 #[test]
-fn a_hang_is_signalled_told_again_and_resolved() {
+fn a_hang_is_signalled_repeated_and_resolved() {
     let job = Job::new();
     let collector = job.collector();
     let arguments = ["--fault=pause", "--fault-rank=1", "--fault-step=5", "--pause=8", "--steps=10"];
@@ -402,7 +402,7 @@ fn rank_and_world_come_from_the_first_communicator() {
 }
 
 #[test]
-fn a_panic_in_the_hook_is_not_the_hosts() {
+fn a_panic_in_the_hook_does_not_reach_the_host() {
     let job = Job::new();
     let collector = job.collector();
     for fault in ["ncclAllReduce:3", "ncclCommInitRank:1", "cuLaunchKernel:5", "ncclCommDestroy:1"] {
@@ -415,7 +415,7 @@ fn a_panic_in_the_hook_is_not_the_hosts() {
 }
 
 #[test]
-fn without_a_collector_the_training_goes_on() {
+fn training_continues_without_a_collector() {
     let job = Job::new();
     trains_undisturbed(&job, |_| {});
     let log = job.log();
@@ -424,7 +424,7 @@ fn without_a_collector_the_training_goes_on() {
 }
 
 #[test]
-fn a_deaf_collector_holds_nobody_up() {
+fn a_collector_that_reads_nothing_blocks_no_rank() {
     let job = Job::new();
     let _collector = FakeCollector::listen(&job.socket(), ReadMode::Ignores);
     trains_undisturbed(&job, |command| {
@@ -433,7 +433,7 @@ fn a_deaf_collector_holds_nobody_up() {
 }
 
 #[test]
-fn a_collector_that_comes_and_goes_is_found_again() {
+fn a_restarted_collector_is_found_again() {
     let job = Job::new();
     let collector = job.collector();
     let mut rank = Process::spawn(&mut job.rank(0, 1, &["--step-ms=1", "--seconds=3600"]));
@@ -447,10 +447,10 @@ fn a_collector_that_comes_and_goes_is_found_again() {
 }
 
 #[test]
-fn without_descriptors_or_a_place_to_write_the_training_goes_on() {
+fn training_continues_without_descriptors_or_a_writable_folder() {
     let job = Job::new();
     let _collector = job.collector();
-    // Everything that the libraries need is open by then; what the hook wants is not to be had.
+    // Everything that the libraries need is open by then; what the hook needs is not available.
     let program = "import resource, os, cuda, sys\n\
                    highest = max(map(int, os.listdir('/proc/self/fd')))\n\
                    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))\n\
@@ -468,7 +468,7 @@ fn without_descriptors_or_a_place_to_write_the_training_goes_on() {
 }
 
 #[test]
-fn switched_off_it_loads_and_does_nothing() {
+fn a_disabled_hook_does_nothing() {
     let job = Job::new();
     let collector = job.collector();
     trains_undisturbed(&job, |command| {
@@ -478,7 +478,7 @@ fn switched_off_it_loads_and_does_nothing() {
 }
 
 #[test]
-fn a_forked_child_is_a_process_of_its_own() {
+fn a_forked_child_does_not_share_the_state_of_its_parent() {
     let job = Job::new();
     let collector = job.collector();
     let program = "import os, cuda\n\
@@ -497,7 +497,7 @@ fn a_forked_child_is_a_process_of_its_own() {
     let hellos = collector.hellos();
     assert_eq!(hellos.len(), 1, "only the parent: {hellos:?}");
     let record = collector.ring(hellos[0].0);
-    assert_eq!(record.kernels_launched, 2, "the parent goes on recording");
+    assert_eq!(record.kernels_launched, 2, "the parent continues to record");
 }
 
 #[test]
@@ -525,7 +525,7 @@ fn a_forked_child_that_uses_the_device_starts_anew() {
 }
 
 #[test]
-fn the_watcher_takes_no_signal_and_closed_descriptors_are_survived() {
+fn the_watcher_receives_no_signals_and_survives_closed_descriptors() {
     let job = Job::new();
     let collector = job.collector();
     let program = "import os, signal, cuda\n\
@@ -615,7 +615,7 @@ fn the_device_behaves_the_same_under_the_hook() {
 }
 
 #[test]
-fn every_collective_of_four_ranks_is_recorded_alike() {
+fn every_collective_is_recorded_identically_on_four_ranks() {
     let records = check("collectives", 4, &[]);
     let signature = |record: &FlightRecord| -> Vec<_> {
         let collectives = record.operations.iter().filter(|operation| operation.kind() == OpKind::Collective);
@@ -673,7 +673,7 @@ fn split_and_shrunk_communicators_have_one_identity_on_all_ranks() {
 }
 
 #[test]
-fn nonblocking_communicators_become_ready_when_the_host_sees_it() {
+fn nonblocking_communicators_become_ready_when_the_host_queries_them() {
     for record in check("nonblocking", 2, &[]) {
         let init = record.operations.iter().find(|operation| operation.op() == Op::CommInit).unwrap();
         assert_eq!(init.status(), OpStatus::Completed);
@@ -684,7 +684,7 @@ fn nonblocking_communicators_become_ready_when_the_host_sees_it() {
 }
 
 #[test]
-fn a_child_that_has_no_handle_yet_is_known_when_its_parent_is_ready() {
+fn a_child_communicator_without_a_handle_is_known_once_its_parent_is_ready() {
     let records = check("nonblocking_children", 2, &[]);
     let children = |rank: usize| {
         let [world, children @ ..] = &records[rank].communicators[..] else { panic!("no world") };
@@ -705,7 +705,7 @@ fn a_child_that_has_no_handle_yet_is_known_when_its_parent_is_ready() {
 }
 
 #[test]
-fn an_abort_is_no_completion() {
+fn an_aborted_operation_is_not_completed() {
     let records = check("abort", 2, &[]);
     let aborted = records[0].operations.iter().filter(|operation| operation.status() == OpStatus::Aborted);
     let ops: Vec<Op> = aborted.map(Operation::op).collect();

@@ -14,7 +14,7 @@ use xpu_timer_tests::{
 };
 
 #[test]
-fn what_is_installed_asks_for_no_newer_glibc_than_old_containers_have() {
+fn installed_files_need_no_newer_glibc_than_2_28() {
     for name in INSTALLED {
         if let Err(error) = old_enough(&artifacts().bin(name)) {
             panic!("{error:#}");
@@ -23,7 +23,7 @@ fn what_is_installed_asks_for_no_newer_glibc_than_old_containers_have() {
 }
 
 #[test]
-fn a_hook_that_cannot_be_loaded_costs_one_line_and_not_the_job() {
+fn a_hook_that_cannot_be_loaded_prints_one_line_and_the_job_runs() {
     let job = Job::new();
     let half = job.dir.join("half.so");
     fs::write(&half, &fs::read(artifacts().hook()).unwrap()[..2000]).unwrap();
@@ -67,7 +67,7 @@ fn a_wheel_installs_into_virtual_environments_and_its_removal_leaves_nothing() {
         let installed = files_below(&venv);
         assert!(INSTALLED.iter().all(|name| installed.iter().any(|path| path.ends_with(name))), "{installed:?}");
 
-        // Only what keeps this job apart from others stays of the environment.
+        // Only the variables that separate this job from others stay in the environment.
         let apart = job.command("true");
         let apart = apart.get_envs().filter_map(|(name, value)| Some((name, value?)));
         let apart = apart.filter(|(name, _)| *name == "TMPDIR" || name.to_string_lossy().starts_with("XPU_TIMER_"));
@@ -105,7 +105,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_variable_that_the_texts_name_is_one() {
+fn every_variable_in_the_documentation_exists() {
     let mut texts: Vec<PathBuf> =
         ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"].map(|name| tree().join(name)).into();
     for folder in ["docs", "deploy"] {

@@ -1,5 +1,5 @@
-//! Two jobs of one name on one node, with nothing in their environment that tells them apart. One
-//! hangs: it alone is judged, dumped and ended, and the other one trains on.
+//! Two jobs of one name on one node, whose environments do not differ. One hangs: it alone is
+//! judged, dumped and ended, and the other one trains on.
 
 use std::{
     collections::BTreeSet,
@@ -98,7 +98,7 @@ fn one_hangs(mode: &str, together: bool) {
                 .iter()
                 .map(|training| {
                     let process = launch(&job, mode, &[training]);
-                    // The second one comes when the first one trains.
+                    // The second one starts when the first one trains.
                     wait_until(PATIENCE, "its ranks run", || training.read("step-0").is_some());
                     process
                 })
@@ -166,7 +166,7 @@ fn status_kib(pid: i64, name: &str) -> u64 {
 }
 
 #[test]
-fn a_world_that_is_claimed_and_not_there_costs_nothing() {
+fn a_large_claimed_world_size_allocates_nothing() {
     let peak_kib = |claim: &str, world_size: u32| {
         let job = quick().with("JOBS_CLAIM", claim);
         let training = Training::new(&job, "a", true);
@@ -193,7 +193,7 @@ fn a_world_that_is_claimed_and_not_there_costs_nothing() {
 }
 
 #[test]
-fn a_job_name_of_any_length_registers_and_two_that_differ_at_the_end_are_two() {
+fn long_job_names_register_and_stay_distinct() {
     let job = quick();
     let trainings = [Training::new(&job, "a", false), Training::new(&job, "b", false)];
     let name = |end: &str| format!("{}{end}", "näme".repeat(20_000));

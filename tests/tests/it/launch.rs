@@ -102,7 +102,7 @@ fn with_environment_of(command: &Command, program: impl AsRef<OsStr>) -> Command
 }
 
 #[test]
-fn exit_codes_are_the_commands_own() {
+fn the_exit_code_is_that_of_the_command() {
     let place = Place::new();
     let _collector = place.collector();
     let output = place.run(&["sh", "-c", "echo out; echo err >&2; exit 7"]);
@@ -117,7 +117,7 @@ fn exit_codes_are_the_commands_own() {
 }
 
 #[test]
-fn it_becomes_the_command_and_changes_two_variables() {
+fn the_launcher_becomes_the_command_and_changes_two_variables() {
     let place = Place::new();
     let _collector = place.collector();
     let mut command = place.launch(&["sh", "-c", "echo $$; env"]);
@@ -145,7 +145,7 @@ fn signals_arrive_with_their_default_or_inherited_action() {
         u64::from_str_radix(&mask, 16).unwrap() & (1 << (Signal::SIGPIPE as u64 - 1)) != 0
     };
     assert!(!ignored("trap - PIPE;"), "Rust's runtime ignores SIGPIPE, the command must not");
-    assert!(ignored("trap '' PIPE;"), "what the caller ignores stays ignored");
+    assert!(ignored("trap '' PIPE;"), "a signal that the caller ignores stays ignored");
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn one_line(job: &Job) -> String {
 }
 
 #[test]
-fn a_collector_that_cannot_do_all_says_so_through_the_launcher() {
+fn the_launcher_prints_the_problems_of_the_collector() {
     let job = Job::new();
     let _taken = std::net::TcpListener::bind(("127.0.0.1", job.port)).unwrap();
     let line = one_line(&job);
@@ -276,7 +276,7 @@ fn a_socket_that_its_collector_left_behind_is_no_obstacle() {
 }
 
 #[test]
-fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
+fn an_unusable_temporary_folder_is_replaced_and_reported() {
     let place = tempfile::tempdir().unwrap();
     let own = |name: &str| place.path().join(name);
     fs::write(own("file"), "").unwrap();
@@ -312,7 +312,7 @@ fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
     assert!(output.stderr.contains("XPU_TIMER_SOCKET") && output.stderr.contains("107 bytes"), "{output:?}");
 }
 
-/// A user who is nobody else.
+/// A user id that no other test uses.
 const OTHER_USER: u32 = 54321;
 
 #[test]
@@ -360,11 +360,12 @@ fn two_users_of_a_node_have_a_collector_each() {
     assert_eq!(again.stdout, output.stdout);
 }
 
-/// Prints what it is preloaded with, and ends with 3.
+/// Prints its preloaded libraries, and ends with 3.
 const SHOWS_PRELOAD: &str = "#include <stdio.h>\n#include <stdlib.h>\n\
      int main(void) { const char *value = getenv(\"LD_PRELOAD\"); printf(\"[%s]\\n\", value ? value : \"\"); return 3; }";
 
-/// The launcher says one line that holds all of these words, and the command runs as without it.
+/// The launcher prints one line that contains all of these words, and the command runs as without
+/// the launcher.
 fn runs_without_the_hook(output: &Output, words: &[&str]) {
     assert_eq!((output.code(), output.stdout.as_str()), (3, "[]\n"), "{output:?}");
     let line = output.stderr.strip_prefix("xpu_timer_launch: running without the hook: ").unwrap_or_default();
@@ -501,20 +502,20 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
 }
 
 #[test]
-fn switched_off_nothing_is_started_or_changed() {
+fn a_disabled_launcher_starts_and_changes_nothing() {
     let place = Place::new();
     let shows = ["sh", "-c", "echo [$LD_PRELOAD]"];
     let (output, started) = place.started(place.launch(&shows).env("XPU_TIMER_DISABLE", "1"));
     assert_eq!((output.stdout.as_str(), output.stderr.as_str()), ("[]\n", ""));
     assert!(!started, "a collector");
     assert_eq!(place.files(), ["collector.sh"], "nothing is written");
-    // Switched on, the same check sees one.
+    // When enabled, this check finds one.
     let (_, started) = place.started(&mut place.launch(&shows));
     assert!(started && place.path("xpu_timer_collector.log").exists());
 }
 
 #[test]
-fn who_a_rank_is_by_every_launcher() {
+fn rank_variables_of_every_launcher() {
     // What each of them really sets, and rank, world size, local rank, ranks of the node and job by
     // it.
     let launchers: [(&str, &str, [i64; 4], &str); 6] = [

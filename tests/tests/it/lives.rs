@@ -1,5 +1,5 @@
-//! How long the node collector lives, and how little it keeps: it comes back when it is killed,
-//! ends with its job, and many processes that come and go leave nothing behind.
+//! How long the node collector lives, and how little it keeps: it restarts when it is killed, ends
+//! with its job, and many processes that come and go leave nothing behind.
 
 use std::{
     fs,
@@ -60,7 +60,7 @@ fn collectors(job: &Job) -> Vec<i32> {
 }
 
 #[test]
-fn killing_any_process_of_ours_loses_no_hang_and_all_of_them_end_with_the_job() {
+fn killing_any_xpu_timer_process_loses_no_hang_and_all_end_with_the_job() {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
     let job = job.with("XPU_TIMER_LINGER", "1");
     let mut ranks = job.train(2, &["--fault=loader", "--fault-rank=1", "--fault-step=150"]);
@@ -114,7 +114,7 @@ fn killing_any_process_of_ours_loses_no_hang_and_all_of_them_end_with_the_job() 
 }
 
 #[test]
-fn a_restarted_collector_stays_for_a_command_whose_ranks_have_not_registered_and_ends_when_told() {
+fn a_restarted_collector_waits_for_unregistered_ranks_and_ends_on_request() {
     let job = Job::new().with("XPU_TIMER_LINGER", "1");
     let script = "echo ready; read _; :";
     let mut command = job.launch("sh");
@@ -256,14 +256,14 @@ fn verdict_outlasts(options: &str, spoil: impl Fn(&Path), mend: impl Fn(&Path), 
 }
 
 #[test]
-fn a_verdict_outlasts_a_full_disk() {
+fn a_verdict_survives_a_full_disk() {
     let fill = |disk: &Path| drop(fs::write(disk.join("fills"), vec![1; 16 << 20]));
     let free = |disk: &Path| fs::remove_file(disk.join("fills")).expect("it is there");
     verdict_outlasts("size=4m", fill, free, "No space left on device");
 }
 
 #[test]
-fn a_verdict_outlasts_a_disk_without_inodes() {
+fn a_verdict_survives_a_disk_without_inodes() {
     let fill = |disk: &Path| {
         let full = (0..1000).find(|number| fs::write(disk.join(format!("fills-{number}")), "").is_err());
         assert!(full.is_some());

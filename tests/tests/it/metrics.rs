@@ -247,7 +247,7 @@ fn matrix_products_and_copies_are_measured() {
 }
 
 #[test]
-fn a_series_that_falls_silent_goes_away_and_the_rank_stays() {
+fn a_silent_series_expires_and_its_rank_stays() {
     let job = job().with("XPU_TIMER_HANG_TIMEOUT", "600").with("XPU_TIMER_IDLE_TIMEOUT", "0");
     let _ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "60"]);
     wait_measured(&job, 2);
@@ -295,7 +295,7 @@ fn a_real_prometheus_scrapes_the_job() {
 /// DLRover's judge reads pages over five minutes: what it is given are pages of this job, one of
 /// each state, at such times.
 #[test]
-fn dlrovers_judge_tells_the_hung_job_from_the_healthy_one() {
+fn dlrovers_diagnosis_distinguishes_a_hung_job_from_a_healthy_one() {
     let python = match dlrover_python() {
         Ok(python) => python,
         Err(reason) => return skip(&reason),

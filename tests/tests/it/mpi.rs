@@ -1,5 +1,5 @@
-//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away
-//! is named, and a job that goes on is left alone.
+//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a missing rank is named,
+//! and a healthy job has no incident.
 
 mod wheels;
 
@@ -161,7 +161,7 @@ fn dump(incident: &Incident, rank: u32) -> Stacktrace {
 }
 
 #[test]
-fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
+fn a_rank_missing_from_allreduce_with_every_earlier_call_recorded_once() {
     let _alone = alone();
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "allreduce") else { return };
@@ -207,11 +207,12 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     }
     let health = record.health.expect("health");
     assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
-    // Of a message that was found before nobody says whose it is.
+    // The sender of a message that was matched before is unknown.
     let means = |one: &Operation| one.communicator != 0 || one.function == "MPI_Mrecv";
     assert!(record.operations.iter().all(means), "all of them mean something");
 
-    // Communicators are the same ones on all their ranks, and no others are.
+    // A communicator has one identity on all its ranks, and different communicators have different
+    // ones.
     let of_size = |rank: u32, size: u32| -> Vec<u64> {
         flight(&incident, rank).communicators.iter().filter(|comm| comm.size == size).map(|comm| comm.id).collect()
     };
@@ -293,7 +294,7 @@ fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
 }
 
 #[test]
-fn a_rank_that_does_not_take_part_in_a_copy_that_is_made_meanwhile() {
+fn a_rank_missing_from_a_nonblocking_duplication() {
     let _alone = alone();
     expect(Mpi::Open, "idup", "missing_rank", &[2], &["has not entered MPI_Comm_idup", "C function pause"]);
 }
@@ -305,7 +306,7 @@ fn a_part_of_a_message_that_never_arrives() {
 }
 
 #[test]
-fn a_rank_that_stays_away_from_a_window_or_a_file() {
+fn a_rank_missing_from_a_window_or_a_file() {
     let _alone = alone();
     for mpi in [Mpi::Open, Mpi::Mpich] {
         expect(mpi, "fence", "missing_rank", &[2], &["has not entered MPI_Win_fence 1 of", "C function pause"]);
@@ -321,7 +322,7 @@ fn a_rank_that_holds_the_lock_of_a_window_or_does_not_expose_its_own() {
 }
 
 #[test]
-fn a_message_between_two_groups_that_never_comes() {
+fn a_missing_message_on_an_intercommunicator() {
     let _alone = alone();
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "between") else { return };
@@ -352,7 +353,7 @@ fn ranks_that_have_sessions_and_no_world() {
 }
 
 #[test]
-fn ranks_that_wait_by_asking_again_and_again() {
+fn ranks_that_poll() {
     let _alone = alone();
     expect(Mpi::Open, "test", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
     expect(Mpi::Mpich, "probe", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
@@ -367,7 +368,7 @@ fn ranks_that_wait_for_one_of_several_messages() {
 }
 
 #[test]
-fn a_message_that_is_looked_for_and_never_comes() {
+fn a_probed_message_that_never_arrives() {
     let _alone = alone();
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "mprobe") else { return };
@@ -378,7 +379,7 @@ fn a_message_that_is_looked_for_and_never_comes() {
 }
 
 #[test]
-fn a_collective_that_was_prepared_and_is_started_once_more() {
+fn a_persistent_collective_that_is_started_again() {
     let _alone = alone();
     expect(Mpi::Open, "prepared", "missing_rank", &[2], &["has not entered barrier", "C function pause"]);
 }
@@ -398,7 +399,7 @@ fn messages_with_their_tags() {
 }
 
 #[test]
-fn fortran_programs_are_seen_as_c_programs_are() {
+fn fortran_programs_are_recorded_like_c_programs() {
     let _alone = alone();
     for (mpi, interface) in [(Mpi::Open, "-UF08"), (Mpi::Open, "-DF08"), (Mpi::Mpich, "-UF08"), (Mpi::Mpich, "-DF08")] {
         let Some(program) = mpi.compile(mpi.fortran(), "ranks.f90", &["-cpp", interface]) else { continue };
@@ -420,7 +421,7 @@ fn fortran_programs_are_seen_as_c_programs_are() {
 }
 
 #[test]
-fn two_jobs_of_mpich_at_once_are_two() {
+fn two_simultaneous_jobs_of_mpich_are_separate() {
     let _alone = alone();
     let Some(program) = Mpi::Mpich.program() else { return };
     let job = job().with("XPU_TIMER_HANG_TIMEOUT", "600").with("XPU_TIMER_IDLE_TIMEOUT", "0");
@@ -451,7 +452,7 @@ fn every_rank_under_a_launcher_of_its_own() {
 }
 
 #[test]
-fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
+fn a_long_pending_request_of_a_healthy_job_is_not_an_incident() {
     let _alone = alone();
     for (mpi, fault) in [(Mpi::Open, "forgotten"), (Mpi::Open, "asking"), (Mpi::Mpich, "none")] {
         let Some(program) = mpi.program() else { continue };
@@ -466,8 +467,7 @@ fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
     }
 }
 
-/// The Python program with a fault on rank 2; the sentence must name the line that the rank stands
-/// on.
+/// The Python program with a fault on rank 2; the sentence must name the current line of the rank.
 fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
     if let Some(reason) = Mpi::Open.lacks().or_else(|| lacks("python3-mpi4py")) {
         return skip(&reason);
@@ -484,7 +484,7 @@ fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
 }
 
 #[test]
-fn python_ranks_that_stay_away_from_a_collective() {
+fn python_ranks_missing_from_a_collective() {
     let _alone = alone();
     expect_in_python("Allreduce", "missing_rank", &["ranks 0-1, 3 wait for it there"]);
     expect_in_python("bcast", "missing_rank", &["ranks 0-1, 3 wait for it there"]);
@@ -499,7 +499,7 @@ fn python_ranks_that_wait_for_a_message() {
 }
 
 #[test]
-fn a_job_without_mpi_hears_nothing_of_it() {
+fn a_job_without_mpi_does_not_mention_mpi() {
     let _alone = alone();
     let job = Job::new();
     let _ranks = job.train(1, &[]);

@@ -45,7 +45,7 @@ fn compile(folder: &Path, name: &str, source: &str) -> PathBuf {
     program
 }
 
-/// A folder that every user may walk into.
+/// A folder that every user may enter.
 fn open_folder() -> TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("own folder");
@@ -84,7 +84,8 @@ fn check_program(pid: i32) -> ProcessCapture {
     captured
 }
 
-/// The readiness is told before the last call, so the thread may still be on its way.
+/// The program reports that it is ready before its last call, so the thread may not have reached
+/// it.
 #[track_caller]
 fn capture_at_rest(pid: i32, function: &str) -> ProcessCapture {
     let mut captured = capture(pid);
@@ -112,7 +113,7 @@ fn namespaces() -> bool {
 }
 
 #[test]
-fn files_that_only_the_target_sees() {
+fn files_visible_to_the_target_only() {
     if !namespaces() {
         return;
     }
@@ -229,8 +230,8 @@ fn a_rank_that_is_pid_1() {
     assert_eq!(captured.pid, pid, "pids are those of this namespace");
     for trace in &captured.sample.py_stacktrace {
         let leads_to = |name: &str| trace.frames.iter().any(|frame| frame.func_name == name);
-        // The interpreter knows the ids of its own namespace only (1 and 2), which are those of
-        // quite other threads here.
+        // The interpreter knows the ids of its own namespace only (1 and 2), which belong to other
+        // threads here.
         let native = thread(&captured, trace.os_thread_id as i32);
         assert!(names(native).iter().any(|name| name.starts_with("_PyEval_EvalFrameDefault")), "{native:#?}");
         assert_eq!(leads_to("wait_in_main"), trace.os_thread_id == pid as u32, "{trace:#?}");
@@ -338,7 +339,7 @@ fn files_that_are_gone_without_any_capability() {
 }
 
 #[test]
-fn another_user_is_told_what_is_missing() {
+fn another_user_gets_the_missing_permission_named() {
     if !root() {
         return;
     }
@@ -382,7 +383,7 @@ fn a_process_that_hides_from_its_own_user() {
 /// usual.
 const FUSE: &str = include_str!("namespaces/fuse.c");
 
-/// Starts that program; `None`, and a word of it, where this machine has no such file systems.
+/// Starts that program; `None`, with a message, where this machine has no such file systems.
 pub fn start_on_fuse(folder: &Path, arguments: &[&str]) -> Option<Process> {
     if !namespaces() {
         return None;

@@ -21,7 +21,7 @@ fn setting<'a>(report: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn settings_tell_their_origin_and_a_bad_value_is_named() {
+fn settings_show_their_origin_and_bad_values_are_reported() {
     let job = Job::new();
     let ini = job.dir.join("xpu.ini");
     fs::write(&ini, "XPU_TIMER_SAMPLE_INTERVAL=9\nXPU_TIMER_HANG_TIMEOUT=77\nXPU_TIMER_LINGER=30\n").unwrap();
@@ -66,7 +66,7 @@ fn a_running_rank_shows_its_family_and_its_hooked_functions() {
     let elsewhere = Job::new();
     let report = show_json(&elsewhere, &["--pid", &pid], 0);
     assert_eq!(setting(&report, "XPU_TIMER_SAMPLE_INTERVAL")["value"], "4", "the settings are the process's");
-    // Whoever listened first says who it is: the supervisor, or the worker where there is none.
+    // The first listener reports its pid: the supervisor, or the worker if there is none.
     assert!([&status["pid"], &status["supervisor"]].contains(&&report["collector_pid"]), "{status}");
     let target = &report["target"];
     assert_eq!((&target["hook"], &target["family"]), (&json!(true), &json!("NVIDIA CUDA")));
@@ -120,7 +120,7 @@ fn a_process_that_sees_other_files_is_shown_as_it_sees_them() {
 }
 
 #[test]
-fn a_program_is_looked_at_and_not_run() {
+fn a_program_is_inspected_and_not_run() {
     let job = Job::new();
     let mark = job.dir.join("was-run");
     let source =
@@ -189,7 +189,7 @@ fn a_library_is_compared_with_the_hook() {
 }
 
 #[test]
-fn what_cannot_be_shown_is_said_in_a_line() {
+fn failures_are_reported_in_one_line() {
     let job = Job::new();
     let plain = Process::spawn(job.command("sleep").arg("600"));
     let output = run(&job, &["--pid", &plain.pid().to_string()]);

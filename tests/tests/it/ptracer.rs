@@ -9,7 +9,7 @@ use std::{
 
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, python, tree, wait_until};
 
-/// Notes who allows whom, and does what was asked for.
+/// Records which process allows which tracer, and passes the call on.
 const RECORDER: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -102,7 +102,7 @@ fn pids(process: &Process) -> Vec<i32> {
 }
 
 #[test]
-fn every_process_of_a_job_lets_its_collector_in() {
+fn every_process_of_a_job_allows_its_collector_to_trace() {
     let (job, recorder) = (Job::new(), Recorder::new());
     let mut command = job.launch(python());
     recorder.record(command.arg(family(recorder.folder.path())));
@@ -141,7 +141,7 @@ fn a_rank_names_the_collector_that_it_talks_to() {
 }
 
 #[test]
-fn without_a_launcher_or_when_off_nobody_is_named() {
+fn no_tracer_is_named_without_a_launcher_or_when_disabled() {
     let recorder = Recorder::new();
     for (name, value) in [("XPU_TIMER_BASEPORT", ""), ("XPU_TIMER_COLLECTOR_PID", "soon"), ("XPU_TIMER_DISABLE", "1")] {
         let mut command = Command::new(python());
@@ -159,7 +159,7 @@ fn without_a_launcher_or_when_off_nobody_is_named() {
 }
 
 #[test]
-fn whom_the_host_has_named_stays() {
+fn a_tracer_that_the_host_named_is_kept() {
     let (job, recorder) = (Job::new(), Recorder::new());
     // As the transports of MPI do it, before the first call that the hook sees.
     let program = "import ctypes, os; ctypes.CDLL(None).prctl(0x59616d61, 12345, 0, 0, 0); print('named', os.getpid(), flush=True); \

@@ -104,7 +104,7 @@ fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
     assert!(browser.text(".culprit-card").contains("gpu-node-000"));
     assert_eq!(browser.count("#strip .cell.culprit"), 1);
     assert!(browser.text("#communicators").contains("1 behind"));
-    // What was ruled out is there for those who ask.
+    // The causes that were ruled out are in a section that can be opened.
     assert_eq!(browser.count("#ruled-out[open]"), 0);
     browser.click("#ruled-out summary");
     assert_eq!(browser.count("#ruled-out[open]"), 1);
@@ -230,7 +230,7 @@ fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
 }
 
 #[test]
-fn hostile_names_are_shown_and_do_nothing() {
+fn hostile_names_are_shown_as_text() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::hostile(folder.path());

@@ -1,4 +1,5 @@
-//! The simulated device on its own, without the hook: what a real device would do, and the faults.
+//! The simulated device on its own, without the hook: the behaviour of a real device, and the
+//! faults.
 //!
 //! The checks themselves are Python, in `sim/checks.py`: ctypes is also what the example programs
 //! use.
@@ -13,7 +14,7 @@ use std::{
 use tempfile::TempDir;
 use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, python, tree};
 
-/// A check to run: its name, and what is in the environment of all its ranks.
+/// A check to run: its name, and the environment of its ranks.
 struct Check<'a> {
     name: &'a str,
     ranks: usize,
@@ -21,7 +22,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Runs all ranks to their end and returns what they left.
+    /// Runs all ranks to their end and returns their output.
     fn run(&self) -> Vec<Output> {
         let rendezvous = TempDir::new().unwrap();
         let spawn = |rank: usize| {
@@ -42,7 +43,7 @@ impl Check<'_> {
         ranks.into_iter().map(|rank| rank.wait(PATIENCE)).collect()
     }
 
-    /// Runs it, and says which ranks failed.
+    /// Runs it, and reports which ranks failed.
     fn succeeds(&self) -> Vec<Output> {
         let outputs = self.run();
         for (rank, output) in outputs.iter().enumerate() {
@@ -75,7 +76,7 @@ fn simulated(program: &Path) -> Command {
 }
 
 #[test]
-fn streams_are_in_order_and_events_tell_how_far() {
+fn streams_run_in_order_and_events_mark_their_progress() {
     let outputs = one("streams_and_events");
     assert_eq!(outputs[0].stderr, "", "the libraries print nothing");
 }
@@ -92,7 +93,7 @@ fn a_full_queue_blocks_the_host() {
 }
 
 #[test]
-fn capture_has_its_rules() {
+fn capture_follows_the_rules_of_cuda() {
     one("capture_rules");
 }
 
@@ -146,7 +147,7 @@ fn memory_and_devices() {
 }
 
 #[test]
-fn forked_children_are_refused_or_whole() {
+fn forked_children_are_refused_or_work_completely() {
     one("forks");
 }
 
@@ -161,12 +162,12 @@ fn sends_and_receives_of_a_group_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_rank_that_stays_away_leaves_events_pending() {
+fn a_missing_rank_leaves_events_pending() {
     several("missing_rank", 4);
 }
 
 #[test]
-fn a_program_that_disagrees_with_itself_hangs() {
+fn ranks_that_call_different_collectives_hang() {
     several("shape_mismatch_of_the_program", 2);
 }
 
@@ -244,7 +245,7 @@ fn a_lost_device_and_a_destroyed_context_answer_errors() {
 }
 
 #[test]
-fn green_contexts_have_streams_and_are_one_threads() {
+fn green_contexts_have_streams_and_belong_to_one_thread() {
     several("green_contexts", 2);
 }
 

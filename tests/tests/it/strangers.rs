@@ -34,7 +34,7 @@ fn as_stranger(script: &str) -> Option<Command> {
     Some(command)
 }
 
-/// What a stranger gets who sends a request to a port.
+/// The response that another user gets from a port.
 fn stranger_gets(port: u16, request: &str) -> Option<String> {
     let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf '{request}' >&3; cat <&3");
     Some(Process::spawn(&mut as_stranger(&script)?).wait(PATIENCE).stdout)
@@ -93,7 +93,7 @@ fn the_control_port_answers_its_owner_and_root_only_and_the_metrics_hold_no_secr
 }
 
 #[test]
-fn dumps_by_hand_are_limited_and_say_when_the_next_one_may_be() {
+fn manual_dumps_are_limited_and_report_when_the_next_is_allowed() {
     let job = Job::new().with("XPU_TIMER_KEEP_INCIDENTS", "2");
     let _collector = collector(&job, &[]);
     let mut hook = FakeHook::start(&job, "much", 0, 1);
@@ -132,7 +132,7 @@ fn dumps_by_hand_are_limited_and_say_when_the_next_one_may_be() {
     });
 }
 
-/// Keeps opening connections until it is killed; says `up` when it has had as many as it wants.
+/// Opens connections until it is killed; prints `up` when it has opened the wanted number.
 const FLOOD: &str = "import resource, socket, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -156,7 +156,7 @@ while True:
 ";
 
 #[test]
-fn a_flood_of_half_open_connections_keeps_no_rank_and_no_incident_waiting() {
+fn a_flood_of_half_open_connections_delays_no_rank_and_no_incident() {
     let job = Job::new();
     // As few descriptors as a container may have.
     let mut command = job.command("sh");
@@ -202,7 +202,7 @@ fn a_large_file_goes_to_a_slow_reader_without_being_in_memory() {
     fs::File::create(folder.join("report.html")).unwrap().set_len(BYTES).unwrap();
     std::os::unix::fs::symlink("/etc/passwd", folder.join("link")).unwrap();
     let page = "/incidents/20261121T000000Z-00000001";
-    assert_eq!(http("GET", job.port, &format!("{page}/link")).unwrap().0, 404, "a link is no file of an incident");
+    assert_eq!(http("GET", job.port, &format!("{page}/link")).unwrap().0, 404, "a link is not a file of an incident");
     let before = resident_kib(&collector);
     let mut readers: Vec<TcpStream> = (0..6)
         .map(|_| {
@@ -255,7 +255,7 @@ fn wrong_modes(path: &Path, file: u32, folder: u32) -> Vec<String> {
 }
 
 #[test]
-fn what_is_written_is_its_owners_whatever_the_umask_and_the_groups_by_choice() {
+fn written_files_are_private_whatever_the_umask_unless_a_group_is_allowed() {
     for (umask, choice, file, folder) in
         [("000", "", 0o600, 0o700), ("277", "", 0o600, 0o700), ("077", "640", 0o640, 0o750)]
     {
@@ -276,7 +276,7 @@ fn what_is_written_is_its_owners_whatever_the_umask_and_the_groups_by_choice() {
         wait_until(PATIENCE, "the folder is finished", || made.join("latest/report.html").exists());
         assert_eq!(wrong_modes(&timeline.join("made"), file, folder), [""; 0], "umask {umask}, mode {choice:?}");
         let mode = fs::metadata(&timeline).unwrap().permissions().mode() & 0o777;
-        assert_eq!(mode, 0o755, "a folder that was there stays as it is");
+        assert_eq!(mode, 0o755, "an existing folder is unchanged");
     }
 }
 
@@ -344,7 +344,7 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
 }
 
 #[test]
-fn a_log_that_nobody_reads_holds_up_neither_ranks_nor_incidents_nor_the_end() {
+fn an_unread_log_pipe_delays_neither_ranks_nor_incidents_nor_the_exit() {
     let job = Job::new();
     let (reader, mut writer) = std::io::pipe().unwrap();
     // Full before it begins: each line would wait for ever.

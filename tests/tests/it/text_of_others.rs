@@ -1,5 +1,5 @@
 //! Names that others choose go through every program: none of them acts on a terminal, a log or a
-//! page, and one that is no text loses itself.
+//! page, and only invalid UTF-8 is replaced.
 
 use std::{
     fs,
@@ -17,7 +17,8 @@ use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, wait_until};
 
 use crate::collector::fake::{FakeHook, collector, metrics};
 
-/// Clears a screen, colours, forges a line of a log, turns the text behind it around, hides a tag.
+/// Clears the screen, changes colours, forges a log line, reverses the following text, and hides a
+/// tag.
 const HOSTILE: &str = "evil\u{1b}[2J\u{9b}31m\u{1b}]0;title\u{7}\r\n2026-01-01T00:00:00Z ERROR forged\u{202e}\u{2066}\u{200b}\u{feff}\u{e0041}\u{7f}end";
 
 /// Nothing in it acts, and no line of it was begun by a name.
@@ -226,7 +227,7 @@ fn places(bytes: &[u8], mark: &str) -> Vec<usize> {
 }
 
 #[test]
-fn a_name_that_is_no_text_costs_itself_and_not_the_rank() {
+fn an_invalid_utf8_name_does_not_cost_the_rank() {
     let job = Job::new();
     let mark = "name-XX-name";
     let bytes = hostile_dump(mark).encode_to_vec();

@@ -49,8 +49,8 @@ impl Torch {
             .with("MASTER_ADDR", "127.0.0.1")
             .with("MASTER_PORT", &port.to_string())
             .with("OMP_NUM_THREADS", "1")
-            // The ranks meet before their first collective, and then go on in step, but two cores
-            // are few for them.
+            // The ranks meet before their first collective, and then run in step, but two cores are
+            // few for them.
             .with("XPU_TIMER_HANG_TIMEOUT", "8")
             .with("XPU_TIMER_SAMPLE_INTERVAL", "1")
             .with("XPU_TIMER_LINGER", "120");

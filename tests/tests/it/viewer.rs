@@ -124,7 +124,7 @@ fn copy_rank6(to: &Path, reversed: bool) {
 }
 
 #[test]
-fn a_real_hang_comes_out_as_the_original_tool_made_it() {
+fn a_recorded_hang_matches_the_output_of_the_original_tool() {
     let dir = tempfile::tempdir().unwrap();
     copy_rank6(dir.path(), false);
     let output = view_ok(dir.path());
@@ -204,7 +204,7 @@ fn files_that_are_no_dumps_are_named_and_left_out() {
     put(dir.path(), "00011-00012.stacktrace.tmp", &good);
     write("notes.txt", b"not mine");
     let output = view_ok(dir.path());
-    // A name that is no text costs itself, and not the rank.
+    // Invalid UTF-8 in a name is replaced, and the rank is kept.
     for rank in (1..10).filter(|rank| *rank != 6) {
         assert!(
             output.stderr.contains(&format!("{rank:05}-00012.stacktrace is left out: ")),
@@ -237,7 +237,7 @@ fn exit_codes() {
     assert_eq!(broken.code(), 1);
     assert!(broken.stderr.contains("00000-00001.stacktrace is left out"), "{}", broken.stderr);
     assert!(!dir.path().join("cpp_stack").exists());
-    assert_eq!(view(&dir.path().join("00000-00001.stacktrace")).code(), 1, "a file is no folder");
+    assert_eq!(view(&dir.path().join("00000-00001.stacktrace")).code(), 1, "a file is not a folder");
     assert_eq!(run(&["--no-such-option".as_ref()]).code(), 2);
     let help = run(&["--help".as_ref()]);
     assert_eq!(help.code(), 0);
@@ -259,7 +259,7 @@ fn the_default_folder_is_the_current_one() {
 }
 
 #[test]
-fn words_never_break_a_line_and_lto_priv_is_dropped() {
+fn names_never_break_a_line_and_lto_priv_is_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let native = PstackStacktrace {
         // Leaf first.
@@ -339,7 +339,7 @@ fn worlds_of_any_size_and_mixed_ones() {
 }
 
 #[test]
-fn what_the_tools_complained_of_is_shown_once_with_its_ranks() {
+fn capture_errors_are_shown_once_with_their_ranks() {
     let dir = tempfile::tempdir().unwrap();
     for rank in 0..4 {
         let mut dump = dump("R", &[], &[]);
@@ -493,7 +493,7 @@ fn any_dump() -> impl Strategy<Value = Stacktrace> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn any_job_comes_out_as_the_definition_says(
+    fn any_job_matches_the_reference_implementation(
         dumps in prop::collection::btree_map(0u32..12, any_dump(), 1..8),
         absent in 0u32..3,
     ) {
@@ -525,7 +525,7 @@ fn narrowed(folder: &Path, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn narrowing_shows_stacks_and_replaces_no_file() {
+fn filters_show_stacks_and_replace_no_file() {
     let folder = rank6();
     let files = || fs::read_dir(folder.path()).unwrap().count();
     let before = files();
@@ -550,7 +550,7 @@ fn narrowing_shows_stacks_and_replaces_no_file() {
 }
 
 #[test]
-fn narrowed_files_are_written_where_they_are_asked_for() {
+fn filtered_files_are_written_to_the_output_folder() {
     let (folder, output) = (rank6(), tempfile::tempdir().unwrap());
     narrowed(folder.path(), &["--rank", "6", "--folded", "--output", output.path().to_str().unwrap()]);
     let python = fs::read_to_string(output.path().join("py_stack")).unwrap();

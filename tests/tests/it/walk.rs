@@ -56,7 +56,7 @@ impl Names {
 impl Drop for Names {
     fn drop(&mut self) {
         for folder in &self.0 {
-            // One that stays names a namespace that is gone.
+            // A folder that stays belongs to a namespace that is gone.
             let _ = fs::remove_dir_all(folder);
         }
     }
@@ -74,8 +74,8 @@ fn shell(job: &Job, folder: &Path, text: &str) -> Command {
     command
 }
 
-/// Stands in for torchrun where there is no PyTorch: starts the ranks of one node with the
-/// variables that torchrun sets.
+/// Replaces torchrun where PyTorch is missing: starts the ranks of one node with the variables that
+/// torchrun sets.
 const TORCHRUN: &str = r#"#!/usr/bin/env python3
 import argparse
 import os
@@ -107,7 +107,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 "#;
 
 #[test]
-fn three_nodes_as_the_page_says() {
+fn three_nodes_as_documented() {
     let Some(network) = Network::new(3) else { return };
     let _names = match Names::new(&network, 4) {
         Ok(names) => names,

@@ -66,7 +66,7 @@ impl Default for Builder {
 
 /// The context of a report, besides the dumps.
 #[derive(Debug, Default)]
-pub struct About<'a> {
+pub struct ReportContext<'a> {
     /// Name of the folder.
     pub folder: &'a str,
     /// Number of ranks in the job.
@@ -293,7 +293,7 @@ impl Builder {
 
     /// Builds the report. This adds stacks of earlier samples and child processes to the trees of
     /// `merged`, without ranks, so write all other output first.
-    pub fn finish(self, about: &About<'_>, merged: &mut Merged) -> Report {
+    pub fn finish(self, about: &ReportContext<'_>, merged: &mut Merged) -> Report {
         let verdict = about.verdict;
         let Builder { mut texts, mixed, matched, mut threads, lists, ranks, .. } = self;
         let mut sets = Table::new();
@@ -519,7 +519,7 @@ mod tests {
         let mut merged = merger.finish();
         let folder = tempfile::tempdir().unwrap();
         let (absent, _) = absent_ranks(folder.path(), verdict.as_ref(), &merged.ranks, world);
-        let about = About { world, verdict: verdict.as_ref(), absent: &absent, ..About::default() };
+        let about = ReportContext { world, verdict: verdict.as_ref(), absent: &absent, ..ReportContext::default() };
         builder.finish(&about, &mut merged)
     }
 
@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn what_repeats_across_ranks_stands_once() {
+    fn repeated_data_of_ranks_is_stored_once() {
         let same: Vec<_> = (0..50).map(|i| (i, rank(100 + 10 * i, "load", "tick run"))).collect();
         let report = report(&same, 50, None);
         assert_eq!(report.ranks.len(), 50);
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn movement_is_told_by_thread() {
+    fn progress_is_reported_per_thread() {
         let report = report(&[(0, rank(100, "load", "sleep run"))], 1, None);
         let rank = &report.ranks[0];
         assert_eq!(rank.moved, Some(Progress { cpu_ms: 400, io_bytes: 0, main: false, stacks: 1, ran: 1 }));
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_name_that_is_cut_within_a_character_costs_nothing() {
+    fn a_thread_name_cut_within_a_character_keeps_all_data() {
         // Field 1: a thread whose name ends within a character, with a frame `f`.
         let file = [0x0a, 9, 0x12, 2, b'a', 0xe6, 0x1a, 3, 0x0a, 1, b'f'];
         let dump = Dump::decode(&file).unwrap();
@@ -604,12 +604,12 @@ mod tests {
         let (mut builder, mut merger) = (Builder::default(), Merger::default());
         merger.add(0, &dump);
         builder.add(0, &dump, &mut merger);
-        let report = builder.finish(&About { world: 1, ..About::default() }, &mut merger.finish());
+        let report = builder.finish(&ReportContext { world: 1, ..ReportContext::default() }, &mut merger.finish());
         assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));
     }
 
     #[test]
-    fn no_name_can_leave_the_data() {
+    fn names_cannot_escape_the_embedded_data() {
         let mut dump = rank(1, "</script><!--", "x run");
         dump.node = "</SCRIPT ><img src=x>".into();
         let page = super::super::render(&report(&[(0, dump)], 1, None)).unwrap();

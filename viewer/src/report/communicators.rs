@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_verdict_lists_is_not_listed_again() {
+    fn communicators_of_the_verdict_are_not_listed_again() {
         let mut first = Communicators::default();
         first.add(0, &flight(1, None));
         let listed = first.finish(&[]);

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn one_entry_for_each_python_frame_keeps_what_lies_between() {
+    fn native_frames_between_python_entries_are_kept() {
         assert_eq!(
             mixed("poll * _PyFunction_Vectorcall sort_list * Py_RunMain main", "key <module>"),
             "poll key sort_list <module> main"
@@ -113,12 +113,12 @@ mod tests {
     }
 
     #[test]
-    fn frames_whose_place_is_unknown_are_left_out_and_the_order_stays() {
+    fn frames_with_an_unknown_position_are_omitted_in_order() {
         assert_eq!(mixed("poll * backward * main", "hook step <module>"), "poll hook step <module> main");
     }
 
     #[test]
-    fn a_thread_without_entries_shows_what_there_is() {
+    fn a_thread_without_python_entries_shows_one_of_its_stacks() {
         assert_eq!(mixed("poll start_thread", ""), "poll start_thread");
         assert_eq!(mixed("", "get <module>"), "get <module>");
         assert_eq!(mixed("poll", "get <module>"), "get <module>");

@@ -15,7 +15,7 @@ use xpu_timer_proto::{
 
 use crate::{
     merge::{View, check_match, is_loop_name},
-    stacks::{Function, Place, Stacks},
+    stacks::{CodeLocation, Function, Stacks},
 };
 
 /// Writes one process and its descendants. `pretty` is for a person.
@@ -135,7 +135,7 @@ struct NativeFrame<'a> {
     inlined: bool,
 }
 
-fn native_frames(place: &Place) -> serde_json::Result<Vec<Box<RawValue>>> {
+fn native_frames(place: &CodeLocation) -> serde_json::Result<Vec<Box<RawValue>>> {
     let frame = |(function, inlined): (&'_ Function, bool)| {
         serde_json::value::to_raw_value(&NativeFrame {
             func_name: &function.name,
@@ -201,7 +201,7 @@ fn pythons(process: &Stacks, view: View) -> Vec<Python<'_>> {
     let sample = &process.sample;
     let natives: HashMap<u32, usize> =
         sample.stacktrace.iter().enumerate().map(|(index, native)| (native.pid, index)).collect();
-    let is_loop = |place: &Place| place.functions.last().is_some_and(|function| is_loop_name(&function.name));
+    let is_loop = |place: &CodeLocation| place.functions.last().is_some_and(|function| is_loop_name(&function.name));
     let is_loop: Vec<bool> = process.places.iter().map(is_loop).collect();
     let unmerged = |thread: &PySpyStacktrace, entries: &[bool]| {
         let frames = process.frames.get(*natives.get(&thread.os_thread_id)?)?;

@@ -32,7 +32,7 @@ use crate::{
     },
 };
 
-use super::{Job, Options, Places, RawProcess, running::RunningThreads};
+use super::{CodeLocations, Job, Options, RawProcess, running::RunningThreads};
 
 /// How often to stop a thread until its Python stack and its native stack agree.
 const ATTEMPTS: usize = 4;
@@ -386,7 +386,7 @@ impl Capture<'_> {
         if !self.options.native {
             return;
         }
-        let mut places = Places::default();
+        let mut places = CodeLocations::default();
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
             self.process.sample.stacktrace.push(PstackStacktrace {

@@ -13,7 +13,7 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        gather::{self, GatherTask, Work},
+        gather::{self, GatherPlan, GatherTask},
         hub::{Command, Expected, Hub, SECOND, opening::runs},
         incident::Progress,
         nodes::Node,
@@ -157,7 +157,7 @@ impl Hub {
         let until = Progress::Delivering(now.mono_ns + DELIVERY_NS);
         incident.progress(node, if last { Progress::Delivered } else { until });
         let late = incident.state == State::Dumped;
-        let merged = self.send_work(id, Work::Part(node, Box::new(dump), credit));
+        let merged = self.send_task(id, GatherTask::Part(node, Box::new(dump), credit));
         if last {
             self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
             if let Some(incident) = self.incidents.get_mut(id).filter(|_| merged) {
@@ -177,11 +177,11 @@ impl Hub {
 
     /// Sends work to the thread of the incident and starts the thread if there is none. Returns
     /// false if that fails.
-    pub(super) fn send_work(&mut self, id: &str, work: Work) -> bool {
+    pub(super) fn send_task(&mut self, id: &str, work: GatherTask) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
             let summary = self.nodes.job(&incident.head.job);
-            let task = GatherTask {
+            let task = GatherPlan {
                 plan: Plan {
                     head: incident.head.clone(),
                     hang_timeout: Duration::from_millis(summary.hang_timeout_ms),
@@ -202,7 +202,7 @@ impl Hub {
                 }
             }
         }
-        incident.drawing = matches!(work, Work::Draw);
+        incident.drawing = matches!(work, GatherTask::Draw);
         let given = incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok());
         if !given {
             // The thread ends only when it is released, or because of a bug.
@@ -249,7 +249,7 @@ impl Hub {
                 ..Default::default()
             }));
         }
-        self.send_work(id, Work::Judge(missing, errors));
+        self.send_task(id, GatherTask::Judge(missing, errors));
     }
 
     pub(super) fn apply_verdict(&mut self, id: &str, verdict: &Verdict, now: Now) {
@@ -362,7 +362,7 @@ impl Hub {
             && incident.files_pending.is_empty()
         {
             incident.files = None;
-            self.send_work(id, Work::Draw);
+            self.send_task(id, GatherTask::Draw);
         }
     }
 
@@ -371,7 +371,7 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let Some(ranks) = incident.files_in_transfer.remove(&node) else { return };
         warn!("incident {id}: the files of node {} were interrupted", self.nodes.name(node));
-        self.send_work(id, Work::TransferAborted(ranks.clone()));
+        self.send_task(id, GatherTask::TransferAborted(ranks.clone()));
         let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.interruptions < RETRIES) {
             part.interruptions += 1;
@@ -397,7 +397,7 @@ impl Hub {
         let own =
             incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
         if own {
-            self.send_work(id, Work::File(Box::new(file), credit));
+            self.send_task(id, GatherTask::File(Box::new(file), credit));
         }
     }
 

@@ -270,7 +270,7 @@ impl Hub {
     pub(super) fn open_successor(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get(id) else { return };
         let of_the_next =
-            |node: &&NodeId| self.nodes.began_after(&incident.head.job, **node, incident.head.opened.mono_ns);
+            |node: &&NodeId| self.nodes.all_started_after(&incident.head.job, **node, incident.head.opened.mono_ns);
         let hanging: Vec<NodeId> = incident.hanging.iter().filter(of_the_next).copied().collect();
         let job = incident.head.job.clone();
         let is_open = self.incidents.values().any(|one| one.is_open() && one.head.job == job);

@@ -73,7 +73,8 @@ impl Compared {
         let second = |name: &str| {
             ["p", "P"].iter().any(|prefix| name.strip_prefix(prefix).is_some_and(|name| own.contains(name)))
         };
-        let not_hooked = own.difference(&hook).filter(|name| matters(name) && !second(name)).cloned().collect();
+        let not_hooked =
+            own.difference(&hook).filter(|name| may_be_missing_hook(name) && !second(name)).cloned().collect();
         Ok(Compared { file: file.to_path_buf(), hooked, not_hooked })
     }
 
@@ -100,7 +101,8 @@ impl Compared {
     }
 }
 
-fn matters(name: &str) -> bool {
+/// Whether the name suggests a function that launches, communicates or multiplies.
+fn may_be_missing_hook(name: &str) -> bool {
     let lower = name.to_lowercase();
     LIBRARIES.iter().any(|prefix| name.starts_with(prefix))
         && MATTERS.iter().any(|part| lower.contains(part))
@@ -116,11 +118,11 @@ mod tests {
         for name in
             ["ncclAllReduceLater", "cuLaunchKernelEx2", "cublasCgemm_v2", "hipGraphLaunchLater", "MPI_Isendrecv"]
         {
-            assert!(matters(name), "{name}");
+            assert!(may_be_missing_hook(name), "{name}");
         }
         for name in ["ncclCommCount", "cudaLaunchHostFunc", "cublasLtMatmulAlgoGetHeuristic", "sendto", "cuMemcpyAsync"]
         {
-            assert!(!matters(name), "{name}");
+            assert!(!may_be_missing_hook(name), "{name}");
         }
     }
 }

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_loaders_list_is_understood() {
+    fn the_output_of_the_loader_is_parsed() {
         let list = "\tlinux-vdso.so.1 (0x00007ffe)\n\tlibcudart.so.13 => /opt/cuda lib/libcudart.so.13 (0x00007f)\n\t\
                 libnccl.so.2 => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f11)\n";
         let (found, missing) = parse_loader_list(list);

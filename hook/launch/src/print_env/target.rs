@@ -16,7 +16,7 @@ use xpu_timer_proto::{env::Source, file, secrets};
 
 use crate::{
     cli::ReportSubject,
-    container::{self, Elsewhere},
+    container::{self, RemoteCommand},
     image::Image,
 };
 
@@ -47,7 +47,7 @@ pub struct Program {
     /// Its executable file.
     pub image: Image,
     /// Where it would run its ranks, if not here.
-    pub elsewhere: Option<Elsewhere>,
+    pub elsewhere: Option<RemoteCommand>,
     /// The command as the user typed it.
     pub command: String,
 }

@@ -18,7 +18,7 @@ use std::{
 use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, OpKind, OpStatus};
 
 use crate::{
-    backends::host_call::Running,
+    backends::host_call::BlockingCall,
     interpose::hooked::After,
     runtime::{
         abi::Word,
@@ -177,8 +177,8 @@ pub fn is_main_thread_of_rank() -> bool {
 }
 
 /// Called before a call of the store that returns when other ranks have arrived.
-pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str) -> Running {
-    Running::new(recorder)
+pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str) -> BlockingCall {
+    BlockingCall::new(recorder)
         .with(&named_host_call(recorder, name))
         .with_startup_grace(recorder, recorder.comms.used() == 0)
 }

@@ -4,7 +4,7 @@ use xpu_timer_proto::v1::Op;
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{
             communicator::starting,
             library::library,
@@ -22,8 +22,8 @@ use crate::{
 };
 
 /// MPI_Finalize is recorded as a barrier of all ranks.
-fn finalizing(recorder: &'static Recorder) -> Running {
-    let Some(world) = library().map(|library| library.abi.world as Word) else { return Running::new(recorder) };
+fn finalizing(recorder: &'static Recorder) -> BlockingCall {
+    let Some(world) = library().map(|library| library.abi.world as Word) else { return BlockingCall::new(recorder) };
     let what = operation(recorder, Op::Barrier, world, NOBODY, VARIES);
     blocking(recorder, [what.map(|what| NewOperation { function: recorder.name_key("MPI_Finalize"), ..what })])
 }

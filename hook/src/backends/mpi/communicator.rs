@@ -21,7 +21,7 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{
             library::{Library, library},
             polling,
@@ -188,13 +188,13 @@ pub fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
 }
 
 /// `MPI_Init`, which returns on no rank before all ranks have called it.
-pub struct Starting {
-    running: Running,
+pub struct InitCall {
+    running: BlockingCall,
     comm: Option<usize>,
 }
 
 /// Called before any form of `MPI_Init`.
-pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
+pub fn starting(recorder: &'static Recorder, name: &'static str) -> InitCall {
     let environment = config::snapshot();
     let info = Source::new(move |name| config::value(&environment, name).map(str::to_string), "").rank_info();
     polling::interrupt(recorder);
@@ -210,10 +210,10 @@ pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
         },
     );
     let what = NewOperation { comm, communicator: world_id(), ..making(recorder, Op::CommInit, name) };
-    Starting { running: Running::new(recorder).with(&what), comm }
+    InitCall { running: BlockingCall::new(recorder).with(&what), comm }
 }
 
-impl After for Starting {
+impl After for InitCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         let Some(index) = self.comm else { return };
@@ -264,8 +264,8 @@ impl Kind {
 }
 
 /// A call that creates a communicator, or a window or file of one.
-pub struct Making {
-    running: Running,
+pub struct CreationCall {
+    running: BlockingCall,
     output: Word,
     kind: Kind,
     /// Its entry, if the members are known before the call.
@@ -274,14 +274,14 @@ pub struct Making {
 
 /// Called before all ranks of a communicator create a new one. The library writes its handle to
 /// `output`.
-pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> Making {
+pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> CreationCall {
     polling::interrupt(recorder);
     let running = of_parent(recorder, name, known(recorder, parent));
-    Making { running, output, kind: Kind::Comm, comm: None }
+    CreationCall { running, output, kind: Kind::Comm, comm: None }
 }
 
-fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<KnownCommunicator>) -> Running {
-    let running = Running::new(recorder);
+fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<KnownCommunicator>) -> BlockingCall {
+    let running = BlockingCall::new(recorder);
     let Some(parent) = parent else { return running };
     let what =
         NewOperation { comm: Some(parent.index), communicator: parent.id, ..making(recorder, Op::CommSplit, name) };
@@ -290,33 +290,39 @@ fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Kno
 
 /// Called before the creation of a communicator with processes that share none with this one, or
 /// without a parent.
-pub fn from_other_processes(recorder: &'static Recorder, name: &'static str, output: Word) -> Making {
+pub fn from_other_processes(recorder: &'static Recorder, name: &'static str, output: Word) -> CreationCall {
     polling::interrupt(recorder);
-    let running = Running::new(recorder).with(&making(recorder, Op::CommInit, name));
-    Making { running, output, kind: Kind::Comm, comm: None }
+    let running = BlockingCall::new(recorder).with(&making(recorder, Op::CommInit, name));
+    CreationCall { running, output, kind: Kind::Comm, comm: None }
 }
 
 /// Called before only the ranks of a group create a communicator.
-pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> Making {
+pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> CreationCall {
     polling::interrupt(recorder);
-    let running = Running::new(recorder);
+    let running = BlockingCall::new(recorder);
     let found = library().and_then(|library| {
         let group = library.abi.handle(group);
         Some((library.world_ranks_of(group)?, library.rank_in_group(group)?))
     });
     let Some((members, rank)) = found.filter(|(members, _)| members.len() > 1) else {
-        return Making { running, output, kind: Kind::Comm, comm: None };
+        return CreationCall { running, output, kind: Kind::Comm, comm: None };
     };
     let id = identity(&members);
     let size = members.len() as u32;
     let comm =
         create(recorder, &NewCommunicator { id, size, rank, device: -1, parent: 0, created_ns: clock::now_ns() });
     let what = NewOperation { comm, communicator: id, ..making(recorder, Op::CommInit, name) };
-    Making { running: running.with(&what), output, kind: Kind::Comm, comm }
+    CreationCall { running: running.with(&what), output, kind: Kind::Comm, comm }
 }
 
 /// Called before all ranks of a communicator create a window or file.
-pub fn derived(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word, kind: Kind) -> Making {
+pub fn derived(
+    recorder: &'static Recorder,
+    name: &'static str,
+    parent: Word,
+    output: Word,
+    kind: Kind,
+) -> CreationCall {
     polling::interrupt(recorder);
     let parent = known(recorder, parent);
     let running = of_parent(recorder, name, parent);
@@ -330,10 +336,10 @@ pub fn derived(recorder: &'static Recorder, name: &'static str, parent: Word, ou
             &NewCommunicator { id, size, rank, device: -1, parent: parent.id, created_ns: clock::now_ns() },
         )
     });
-    Making { running, output, kind, comm }
+    CreationCall { running, output, kind, comm }
 }
 
-impl After for Making {
+impl After for CreationCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         let library = library().filter(|_| result == SUCCESS);
@@ -379,13 +385,13 @@ impl After for Session {
 
 /// Called before `MPI_Session_finalize`, which overwrites the handle and may wait for processes
 /// that share the session's communicators. The hook must not use the session any more.
-pub fn session_over(recorder: &'static Recorder, place: Word) -> Running {
+pub fn session_over(recorder: &'static Recorder, place: Word) -> BlockingCall {
     polling::interrupt(recorder);
     if let Some(library) = library() {
         // SAFETY: the caller's session.
         library.forget_session(unsafe { library.abi.handle_at(place, 0) });
     }
-    Running::new(recorder).with(&named_host_call(recorder, "MPI_Session_finalize"))
+    BlockingCall::new(recorder).with(&named_host_call(recorder, "MPI_Session_finalize"))
 }
 
 /// A call that ends a communicator.
@@ -417,7 +423,7 @@ impl After for Ending {
 /// A call that all members make to end a window or file.
 pub struct Freeing {
     /// The call.
-    pub running: Running,
+    pub running: BlockingCall,
     /// The object that it ends.
     pub ending: Ending,
 }

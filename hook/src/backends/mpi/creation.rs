@@ -9,7 +9,7 @@ use crate::{
         communicator::{create, ending, from_group, from_other_processes, from_parent, known, session, session_over},
         library::library,
         operations::{ERROR, VARIES, named_collective},
-        request::{COUNT, MAX, PENDING, Pending, Posted, posted},
+        request::{COUNT, MAX, NonblockingCall, PENDING, Pending, posted},
     },
     interpose::hooked::{After, hooked},
     runtime::{
@@ -86,7 +86,7 @@ hooked! {
 /// A call of `MPI_Comm_idup`: the communicator is ready when its request completes. Its identity is
 /// determined when the call is made.
 pub struct Duplicating {
-    posted: Posted,
+    posted: NonblockingCall,
     request: Word,
     place: Word,
     made: Option<(usize, u64)>,
@@ -125,7 +125,7 @@ impl After for Duplicating {
         let request = unsafe { library.abi.handle_at(self.request, 0) };
         let one = Pending { request, place: self.place, index, id };
         if request == 0 || request == library.abi.request_null {
-            return one.is_there(recorder);
+            return one.mark_created(recorder);
         }
         match PENDING.try_lock() {
             Ok(mut pending) if pending.len() < MAX => {

@@ -43,7 +43,7 @@ pub struct Abi {
 type Getter = unsafe extern "C" fn(Word, *mut c_int) -> c_int;
 type GroupOf = unsafe extern "C" fn(Word, *mut u64) -> c_int;
 type Translate = unsafe extern "C" fn(Word, c_int, *const c_int, Word, *mut c_int) -> c_int;
-type OfSession = unsafe extern "C" fn(Word, *const c_char, *mut u64) -> c_int;
+type GroupFromSession = unsafe extern "C" fn(Word, *const c_char, *mut u64) -> c_int;
 type FreeGroup = unsafe extern "C" fn(*mut u64) -> c_int;
 
 /// The MPI library.
@@ -63,7 +63,7 @@ pub struct Library {
     group_rank: Getter,
     initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
     /// Only MPI 4 and newer have sessions.
-    group_of_session: Option<OfSession>,
+    group_of_session: Option<GroupFromSession>,
     /// Open sessions, 0 for none. One open session is enough, so further ones are ignored.
     sessions: [AtomicU64; 8],
 }
@@ -171,7 +171,7 @@ impl Library {
             group_of_session: {
                 let found = look_up(handle, c"PMPI_Group_from_session_pset");
                 // SAFETY: as above.
-                (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, OfSession>(found) })
+                (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, GroupFromSession>(found) })
             },
             sessions: [const { AtomicU64::new(0) }; 8],
         })
@@ -327,7 +327,7 @@ impl Abi {
 }
 
 /// Whether a buffer argument is `MPI_IN_PLACE`.
-pub fn in_place(buffer: Word) -> bool {
+pub fn is_in_place(buffer: Word) -> bool {
     IN_PLACE.contains(&(buffer as isize))
 }
 
@@ -357,6 +357,6 @@ mod tests {
 
     #[test]
     fn in_place_is_recognized_in_every_abi() {
-        assert!(in_place(1) && in_place(usize::MAX) && !in_place(0) && !in_place(0x1000));
+        assert!(is_in_place(1) && is_in_place(usize::MAX) && !is_in_place(0) && !is_in_place(0x1000));
     }
 }

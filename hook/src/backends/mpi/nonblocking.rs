@@ -7,7 +7,7 @@ use crate::{
     backends::mpi::{
         communicator::known,
         operations::{ERROR, NOBODY, Size, VARIES, collective_without_seq, int, operation, receive_and_send, sized},
-        request::{Posted, posted, posted_both, restart},
+        request::{NonblockingCall, posted, posted_both, restart},
     },
     interpose::hooked::hooked,
     runtime::{
@@ -17,7 +17,14 @@ use crate::{
     },
 };
 
-pub fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
+pub fn started(
+    recorder: &'static Recorder,
+    op: Op,
+    comm: Word,
+    root: Word,
+    size: Size,
+    request: Word,
+) -> NonblockingCall {
     let what = operation(recorder, op, comm, root, size);
     posted(what.map(|what| NewOperation { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
 }
@@ -45,7 +52,7 @@ pub fn exchange_posted(
     ends: [(Word, Word); 2],
     sends: Size,
     request: Word,
-) -> Posted {
+) -> NonblockingCall {
     posted_both(receive_and_send(recorder, comm, ends, sends), request)
 }
 
@@ -57,7 +64,7 @@ pub(super) fn prepared(
     root: Word,
     size: Size,
     request: Word,
-) -> Posted {
+) -> NonblockingCall {
     posted(known(recorder, comm).map(|comm| collective_without_seq(op, comm, root, size)), request, true)
 }
 
@@ -68,7 +75,7 @@ pub(super) fn prepared_named(
     comm: Word,
     size: Size,
     request: Word,
-) -> Posted {
+) -> NonblockingCall {
     let what = known(recorder, comm).map(|comm| NewOperation {
         function: recorder.name_key(name),
         ..collective_without_seq(Op::Unspecified, comm, NOBODY, size)

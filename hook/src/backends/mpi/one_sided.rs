@@ -9,11 +9,11 @@ use xpu_timer_proto::v1::Op;
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{
             communicator::{Freeing, Kind, KnownCommunicator, derived, ending_of, known, known_object},
             operations::{ERROR, NOBODY, VARIES, begin, blocking, host_call_on, next},
-            request::{Posted, posted},
+            request::{NonblockingCall, posted},
             transfers::probing,
         },
     },
@@ -25,16 +25,16 @@ use crate::{
     },
 };
 
-fn window(recorder: &'static Recorder, name: &'static str, window: Word) -> Running {
+fn window(recorder: &'static Recorder, name: &'static str, window: Word) -> BlockingCall {
     on(recorder, name, known_object(recorder, Kind::Window, window))
 }
 
-fn file(recorder: &'static Recorder, name: &'static str, file: Word) -> Running {
+fn file(recorder: &'static Recorder, name: &'static str, file: Word) -> BlockingCall {
     on(recorder, name, known_object(recorder, Kind::File, file))
 }
 
 /// Called before a collective on a window or file.
-fn on(recorder: &'static Recorder, name: &'static str, object: Option<KnownCommunicator>) -> Running {
+fn on(recorder: &'static Recorder, name: &'static str, object: Option<KnownCommunicator>) -> BlockingCall {
     blocking(recorder, [object.map(|object| of(recorder, name, object))])
 }
 
@@ -43,14 +43,14 @@ fn of(recorder: &'static Recorder, name: &'static str, object: KnownCommunicator
     NewOperation { function: recorder.name_key(name), ..begin(Op::Unspecified, object, seq, NOBODY, VARIES) }
 }
 
-fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, request: Word) -> Posted {
+fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, request: Word) -> NonblockingCall {
     let object = known_object(recorder, Kind::File, file);
     posted(object.map(|object| of(recorder, name, object)), request, false)
 }
 
 /// Called before a call that waits for some members of a window: for `peer`, or for members that
 /// only the call knows.
-fn partly(recorder: &'static Recorder, name: &'static str, window: Word, peer: Word) -> Running {
+fn partly(recorder: &'static Recorder, name: &'static str, window: Word, peer: Word) -> BlockingCall {
     let object = known_object(recorder, Kind::Window, window);
     blocking(recorder, [host_call_on(recorder, name, object, peer)])
 }
@@ -176,11 +176,11 @@ hooked! {
         => |recorder, _| file_posted(recorder, "MPI_File_iwrite_at_all", fh, request);
 }
 
-fn named_call(recorder: &'static Recorder, name: &'static str) -> Running {
+fn named_call(recorder: &'static Recorder, name: &'static str) -> BlockingCall {
     blocking(recorder, [Some(named_host_call(recorder, name))])
 }
 
-fn named_call_on(recorder: &'static Recorder, name: &'static str, comm: Word) -> Running {
+fn named_call_on(recorder: &'static Recorder, name: &'static str, comm: Word) -> BlockingCall {
     blocking(recorder, [host_call_on(recorder, name, known(recorder, comm), NOBODY)])
 }
 

@@ -9,10 +9,10 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{
             communicator::{self, known},
-            library::{in_place, library},
+            library::{is_in_place, library},
             polling,
         },
     },
@@ -44,7 +44,7 @@ pub const VARIES: Size = Size(0, 0);
 /// The size of a collective: that of the send buffer, or that of the receive buffer if the call
 /// sends in place.
 pub fn sized(send: Word, sends: Size, receives: Size) -> Size {
-    if in_place(send) { receives } else { sends }
+    if is_in_place(send) { receives } else { sends }
 }
 
 /// A collective. `None` for a communicator of this process alone.
@@ -112,12 +112,12 @@ pub fn transfer(
 }
 
 /// Called before a blocking call that executes these operations.
-pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<NewOperation>; N]) -> Running {
+pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<NewOperation>; N]) -> BlockingCall {
     polling::interrupt(recorder);
-    operations.iter().flatten().fold(Running::new(recorder), |running, what| running.with(what))
+    operations.iter().flatten().fold(BlockingCall::new(recorder), |running, what| running.with(what))
 }
 
-pub fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> Running {
+pub fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> BlockingCall {
     blocking(recorder, [operation(recorder, op, comm, root, size)])
 }
 
@@ -144,7 +144,7 @@ pub fn receive_and_send(
     [transfer(recorder, Op::Recv, comm, from, VARIES), send]
 }
 
-pub fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> Running {
+pub fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> BlockingCall {
     blocking(recorder, receive_and_send(recorder, comm, ends, sends))
 }
 

@@ -21,7 +21,7 @@ use std::{cell::Cell, sync::atomic::Ordering};
 use xpu_timer_proto::v1::OpStatus;
 
 use crate::{
-    backends::host_call::Running,
+    backends::host_call::BlockingCall,
     runtime::{
         os::clock::{self, Switches},
         recorder::{
@@ -51,7 +51,7 @@ const CLOCK_CHECK_TICKS: u64 = 1 << 22;
 
 /// The clocks and the kernel's counters at a poll.
 #[derive(Clone, Copy)]
-struct Look {
+struct PollSample {
     now: u64,
     /// The processor's counter.
     counter: u64,
@@ -70,7 +70,7 @@ struct PollState {
     /// The processor's counter at the last poll.
     last: u64,
     /// The last reading of the clocks.
-    look: Look,
+    look: PollSample,
     /// CPU time spent on other work since the first poll.
     other_work_ns: u64,
     /// Time spent on polling and sleeping since the first poll.
@@ -83,7 +83,7 @@ const NOT_POLLING: PollState = PollState {
     recorder: 0,
     since_ns: 0,
     last: 0,
-    look: Look { now: 0, counter: 0, cpu_ns: 0, switches: Switches { sleeps: 0, preemptions: 0 } },
+    look: PollSample { now: 0, counter: 0, cpu_ns: 0, switches: Switches { sleeps: 0, preemptions: 0 } },
     other_work_ns: 0,
     waited_ns: 0,
     open: None,
@@ -99,7 +99,7 @@ impl PollState {
             recorder: recorder_address(recorder),
             since_ns: now,
             last: counter,
-            look: Look { now, counter, ..NOT_POLLING.look },
+            look: PollSample { now, counter, ..NOT_POLLING.look },
             ..NOT_POLLING
         }
     }
@@ -126,7 +126,7 @@ impl PollState {
     /// This state after a poll at which the clocks were read; `None` when the thread does not wait.
     /// It had polled without a pause for `polled_ns` since the last clock reading; the last poll
     /// was `gap` nanoseconds ago.
-    fn after(mut self, gap: u64, polled_ns: u64, look: &Look) -> Option<PollState> {
+    fn after(mut self, gap: u64, polled_ns: u64, look: &PollSample) -> Option<PollState> {
         self.waited_ns += polled_ns;
         if gap <= MAX_POLL_GAP_NS {
             self.waited_ns += gap;
@@ -154,7 +154,7 @@ impl PollState {
 
 /// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
 #[inline]
-pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
+pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> BlockingCall) {
     let counter = clock::ticks();
     POLL_STATE.with(|cell| {
         let state = cell.get();
@@ -168,7 +168,7 @@ pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Run
 
 /// The same with a clock reading.
 #[cold]
-fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Running) {
+fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> BlockingCall) {
     let now = clock::now_ns();
     let mut state = POLL_STATE.get();
     if state.recorder != recorder_address(recorder) {
@@ -177,7 +177,7 @@ fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce(
     }
     let gap = state.gap_ns(counter, now);
     let polled_ns = now.saturating_sub(state.look.now).saturating_sub(gap);
-    let look = Look { now, counter, cpu_ns: clock::thread_cpu_ns().max(1), switches: clock::thread_switches() };
+    let look = PollSample { now, counter, cpu_ns: clock::thread_cpu_ns().max(1), switches: clock::thread_switches() };
     state = state.after(gap, polled_ns, &look).unwrap_or_else(|| {
         interrupt(recorder);
         PollState::new(recorder, now, counter)
@@ -243,7 +243,7 @@ mod tests {
     /// Whether a thread waits that repeatedly polls for `polled_ns`, then pauses for `gap`
     /// nanoseconds, `busy` of them on the CPU.
     fn waits(gap: u64, busy: u64, polled_ns: u64, pause: Pause) -> bool {
-        let look = |turn: u64| Look {
+        let look = |turn: u64| PollSample {
             now: turn * (polled_ns + gap),
             counter: 0,
             cpu_ns: 1 + turn * (busy + polled_ns),
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn an_operation_that_is_no_longer_polled_ends() {
         let recorder = Recorder::for_test();
-        let what = || Running::new(recorder).with(&named_host_call(recorder, "MPI_Test"));
+        let what = || BlockingCall::new(recorder).with(&named_host_call(recorder, "MPI_Test"));
         poll_unsuccessful(recorder, what);
         let asked = |before_ns: u64| {
             let mut state = POLL_STATE.get();

@@ -19,7 +19,7 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{communicator::ready, library::library, operations::next, polling},
         request_table::{RequestOperation, forget, operations, recall, remember, remember_both},
     },
@@ -34,7 +34,7 @@ use crate::{
 pub const MAX_RECORDED_REQUESTS: usize = 64;
 
 /// A nonblocking call. Its request is known when it returns.
-pub struct Posted {
+pub struct NonblockingCall {
     what: Option<NewOperation>,
     second: Option<NewOperation>,
     request: Word,
@@ -43,17 +43,17 @@ pub struct Posted {
 
 /// Called before a nonblocking call that executes `what` and writes its request to `request`.
 /// Without `what`, only the previous meaning of the handle is forgotten.
-pub fn posted(what: Option<NewOperation>, request: Word, persistent: bool) -> Posted {
-    Posted { what, second: None, request, persistent }
+pub fn posted(what: Option<NewOperation>, request: Word, persistent: bool) -> NonblockingCall {
+    NonblockingCall { what, second: None, request, persistent }
 }
 
 /// Like [`posted`], for a call that executes two operations. The first one is the leader.
-pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) -> Posted {
+pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) -> NonblockingCall {
     let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
-    Posted { what, second, request, persistent: false }
+    NonblockingCall { what, second, request, persistent: false }
 }
 
-impl After for Posted {
+impl After for NonblockingCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         polling::interrupt(recorder);
         let Some(library) = library().filter(|_| result == SUCCESS) else { return };
@@ -125,10 +125,10 @@ impl Handles {
     }
 
     /// The operations that the call waits for.
-    pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
+    pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> BlockingCall {
         let started = self.known().filter(|(.., operation)| !operation.is_inactive);
         let known = started.flat_map(|(_, handle, operation)| operations(handle, &operation));
-        let known = known.fold(Running::new(recorder), |running, what| running.with(&what));
+        let known = known.fold(BlockingCall::new(recorder), |running, what| running.with(&what));
         if self.unknown { known.with(&named_host_call(recorder, name)) } else { known }
     }
 
@@ -159,18 +159,24 @@ pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) 
 }
 
 /// A call that waits for requests.
-pub struct Waiting {
-    running: Running,
+pub struct WaitCall {
+    running: BlockingCall,
     handles: Handles,
     which: WaitFor,
     duplicates: AwaitedDuplicates,
 }
 
 /// Called before a call that waits for `count` requests.
-pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: WaitFor) -> Waiting {
+pub fn waiting(
+    recorder: &'static Recorder,
+    name: &'static str,
+    requests: Word,
+    count: i32,
+    which: WaitFor,
+) -> WaitCall {
     polling::interrupt(recorder);
     let handles = Handles::of(requests, count);
-    Waiting {
+    WaitCall {
         running: handles.running(recorder, name),
         handles,
         which,
@@ -178,7 +184,7 @@ pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, 
     }
 }
 
-impl After for Waiting {
+impl After for WaitCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
             self.handles.forget(self.which);
@@ -235,13 +241,13 @@ pub static COUNT: AtomicUsize = AtomicUsize::new(0);
 impl Pending {
     /// Whether the entry still belongs to this communicator. In a forked child, the table is a new
     /// one.
-    fn is_its_own(&self, recorder: &'static Recorder) -> bool {
+    fn belongs_to(&self, recorder: &'static Recorder) -> bool {
         recorder.comm_id(self.index) == self.id
     }
 
     /// The call that is returning has created the communicator.
-    pub fn is_there(&self, recorder: &'static Recorder) {
-        let Some(library) = library().filter(|_| self.is_its_own(recorder)) else { return };
+    pub fn mark_created(&self, recorder: &'static Recorder) {
+        let Some(library) = library().filter(|_| self.belongs_to(recorder)) else { return };
         // SAFETY: the host's place for the communicator, which must stay valid until the request
         // completes, which is now.
         match unsafe { library.abi.handle_at(self.place, 0) } {
@@ -266,7 +272,7 @@ fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
 pub fn is_used_again(recorder: &'static Recorder, request: u64) {
     if COUNT.load(Ordering::Relaxed) != 0
         && let Some(one) = take(|one| one.request == request)
-        && one.is_its_own(recorder)
+        && one.belongs_to(recorder)
     {
         recorder.retire_comm(one.index);
     }
@@ -321,7 +327,7 @@ impl AwaitedDuplicates {
         // Another thread may have created a request with the same handle meanwhile.
         if now == library.abi.request_null && take(|other| (other.request, other.id) == (one.request, one.id)).is_some()
         {
-            one.is_there(recorder);
+            one.mark_created(recorder);
         }
     }
 }

@@ -6,7 +6,7 @@ use xpu_timer_proto::v1::Op;
 
 use crate::{
     backends::{
-        host_call::Running,
+        host_call::BlockingCall,
         mpi::{
             library::library,
             nonblocking::exchange_posted,
@@ -201,7 +201,7 @@ pub fn testing_one(request: Word, flag: Word) -> Testing {
 
 impl Testing {
     #[cold]
-    fn running(&self, recorder: &'static Recorder) -> Running {
+    fn running(&self, recorder: &'static Recorder) -> BlockingCall {
         // No request has completed, so the requests are unchanged. The low half of a word comes
         // first in memory, where a handle has 32 bits.
         let requests = if self.requests == 0 { self.before.as_ptr() as Word } else { self.requests };
@@ -252,7 +252,7 @@ impl<What: Fn(&'static Recorder) -> Option<NewOperation>> After for Probing<What
         } else {
             poll_unsuccessful(recorder, || {
                 let what = (self.what)(recorder);
-                what.iter().fold(Running::new(recorder), |running, what| running.with(what))
+                what.iter().fold(BlockingCall::new(recorder), |running, what| running.with(what))
             });
         }
     }

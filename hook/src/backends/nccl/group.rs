@@ -27,10 +27,10 @@ use crate::{
 };
 
 /// Token of ncclGroupStart.
-pub struct Started;
+pub struct GroupStarted;
 
 /// Called before ncclGroupStart.
-pub fn group_start(recorder: &'static Recorder) -> Started {
+pub fn group_start(recorder: &'static Recorder) -> GroupStarted {
     thread_state::with(|thread| {
         let depth = thread.group_depth.get();
         thread.group_depth.set(depth + 1);
@@ -40,10 +40,10 @@ pub fn group_start(recorder: &'static Recorder) -> Started {
             thread.group_last.set(0);
         }
     });
-    Started
+    GroupStarted
 }
 
-impl After for Started {
+impl After for GroupStarted {
     fn after(self, _: &'static Recorder, result: c_int) {
         if result != SUCCESS {
             thread_state::with(|thread| {

@@ -32,16 +32,16 @@ use crate::{
 static STATE: Mutex<ScanState> = Mutex::new(ScanState { objects: Vec::new(), hooks: Vec::new() });
 
 struct ScanState {
-    objects: Vec<Place>,
+    objects: Vec<LoadedObject>,
     hooks: Vec<Hook>,
 }
 
 /// An object: its link map and its load address.
-type Place = (usize, usize);
+type LoadedObject = (usize, usize);
 
 /// A function that was replaced.
 struct Hook {
-    object: Place,
+    object: LoadedObject,
     function: &'static Function,
     slot: usize,
 }
@@ -98,7 +98,7 @@ impl ScanState {
     }
 }
 
-fn scan_object(known: &mut ScanState, place: Place, map: *const LinkMap, is_program: bool) {
+fn scan_object(known: &mut ScanState, place: LoadedObject, map: *const LinkMap, is_program: bool) {
     // SAFETY: an object of the list, which does not change now.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
     if object.base == own_base() || object.moves_code {

@@ -118,7 +118,7 @@ pub unsafe fn unbind_weak_references(map: *const LinkMap) {
     for (name, symbol) in object.imported() {
         // SAFETY: a symbol of the object's table.
         let binding = unsafe { (*symbol).st_info } >> 4;
-        if binding != WEAK || function::find(name.to_bytes()).is_none() || is_anywhere(name) {
+        if binding != WEAK || function::find(name.to_bytes()).is_none() || is_exported_elsewhere(name) {
             continue;
         }
         // SAFETY: a relocated place in the object, which is mapped.
@@ -136,7 +136,7 @@ pub unsafe fn unbind_weak_references(map: *const LinkMap) {
 }
 
 /// Whether a loaded object other than the hook exports a function of this name.
-fn is_anywhere(name: &CStr) -> bool {
+fn is_exported_elsewhere(name: &CStr) -> bool {
     let mut map = elf::first();
     while !map.is_null() {
         // SAFETY: the linker's list, which does not change now.

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_needs_no_exception() {
+    fn this_process_is_not_excluded() {
         record_filters_at_load();
         assert!(!must_stay_out());
     }

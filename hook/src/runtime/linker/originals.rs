@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn every_original_gets_a_wrapper_of_its_own_until_there_is_none_left() {
+    fn each_original_gets_its_own_wrapper_while_any_is_left() {
         let row = row();
         let wrap = |real: usize| row.wrap(real as *mut c_void) as usize;
         assert_eq!(wrap(0x1000), 2);

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn words_leave_in_order_and_a_full_queue_refuses() {
+    fn events_leave_in_order_and_a_full_queue_refuses() {
         let queue = Queue::<4>::new();
         for lap in 0..3 {
             for word in 0..4 {
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn four_threads_neither_lose_nor_duplicate_words() {
+    fn four_threads_neither_lose_nor_duplicate_events() {
         const EACH: usize = 20_000;
         let queue = Queue::<64>::new();
         let sum = AtomicUsize::new(0);

@@ -22,18 +22,22 @@ pub fn note_use() {
 }
 
 /// While it is up, the thread cannot be cancelled.
-pub struct Shield {
+pub struct CancellationGuard {
     is_up: bool,
     /// The cancel state to restore.
     before: c_int,
 }
 
-impl Shield {
+impl CancellationGuard {
     /// For short code that does not panic. pthread_setcancelstate takes longer than a launch, so it
     /// is called only in processes that cancel threads.
     #[inline(always)]
     pub fn raised() -> Self {
-        if USED.load(Ordering::Relaxed) { Shield::raised_always() } else { Shield { is_up: false, before: 0 } }
+        if USED.load(Ordering::Relaxed) {
+            CancellationGuard::raised_always()
+        } else {
+            CancellationGuard { is_up: false, before: 0 }
+        }
     }
 
     #[cold]
@@ -41,7 +45,7 @@ impl Shield {
         let mut before = 0;
         // SAFETY: changes the state of the calling thread, which is restored later.
         unsafe { pthread_setcancelstate(DISABLE, &mut before) };
-        Shield { is_up: true, before }
+        CancellationGuard { is_up: true, before }
     }
 
     /// Restores the thread's cancel state.
@@ -61,7 +65,7 @@ impl Shield {
 
 /// Runs longer code while the thread cannot be cancelled. The code must not panic.
 pub fn shielded<R>(code: impl FnOnce() -> R) -> R {
-    let mut shield = Shield::raised_always();
+    let mut shield = CancellationGuard::raised_always();
     let result = code();
     shield.lower();
     result

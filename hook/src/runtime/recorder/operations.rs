@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_is_readable_from_outside_at_every_step() {
+    fn an_operation_is_readable_by_other_processes_at_every_step() {
         let recorder = Recorder::for_test();
         let what =
             NewOperation { seq: 3, count: 10, stream: 0x70, ..NewOperation::new(OpKind::Collective, Op::AllReduce) };

@@ -25,7 +25,7 @@ const MAX_FILE_BYTES: u64 = 2_000_000;
 /// A log file that is opened for each line and closed again, so that no descriptor stays open in
 /// the host process.
 pub struct Log {
-    place: Place,
+    place: LogFile,
     /// Used when the configured folder is on a network file system.
     local: PathBuf,
     lines: u32,
@@ -35,7 +35,7 @@ pub struct Log {
 
 /// Path, mode and owner of the log file.
 #[derive(Clone)]
-struct Place {
+struct LogFile {
     path: PathBuf,
     mode: u32,
     owner: u32,
@@ -46,7 +46,7 @@ impl Log {
     pub fn new(path: PathBuf, local: PathBuf, mode: u32) -> Self {
         // SAFETY: geteuid takes nothing and cannot fail.
         let owner = unsafe { libc::geteuid() };
-        Log { place: Place { path, mode, owner }, local, lines: 0, hangs: false }
+        Log { place: LogFile { path, mode, owner }, local, lines: 0, hangs: false }
     }
 
     /// Appends a line. Does nothing if the file cannot be written. A file system that does not
@@ -73,7 +73,7 @@ impl Log {
     }
 }
 
-impl Place {
+impl LogFile {
     /// Opens the file if it belongs to this user and has not reached the size limit; earlier
     /// processes with this pid may have written to it.
     fn open(&self) -> io::Result<File> {

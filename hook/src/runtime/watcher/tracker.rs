@@ -166,10 +166,10 @@ impl Tracker {
         match entry.state() {
             state::OPEN => {
                 let start = entry.start.load(Ordering::Acquire);
-                self.look_at_start(slot, start);
+                self.query_start(slot, start);
                 false
             }
-            state::ARMED => self.look_at_end(slot),
+            state::ARMED => self.query_end(slot),
             state::CLOSED => {
                 self.free(slot);
                 true
@@ -179,7 +179,7 @@ impl Tracker {
         }
     }
 
-    fn look_at_start(&mut self, slot: usize, start: usize) {
+    fn query_start(&mut self, slot: usize, start: usize) {
         let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
         if start == 0 || started.load(Ordering::Relaxed) != 0 {
             return;
@@ -192,14 +192,14 @@ impl Tracker {
         }
     }
 
-    fn look_at_end(&mut self, slot: usize) -> bool {
+    fn query_end(&mut self, slot: usize) -> bool {
         let entry = &self.recorder.slots[slot];
         let (start, end) = (entry.start.load(Ordering::Relaxed), entry.end.load(Ordering::Relaxed));
         let (status, error) = match self.query(slot, end) {
             // Driver calls are not allowed now.
             None => return false,
             Some(NOT_READY) => {
-                self.look_at_start(slot, start);
+                self.query_start(slot, start);
                 return false;
             }
             Some(SUCCESS) => (operations::completed_status(self.recorder, slot), 0),

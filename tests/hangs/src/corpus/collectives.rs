@@ -60,7 +60,7 @@ pub fn scenarios() -> Vec<Scenario> {
 /// What it does instead has another name, another size, or comes at another time; all of it is
 /// true.
 const DIFFERS: &[&str] = &["op_mismatch", "size_mismatch", "missing_rank"];
-/// It is a step ahead of the others in every communicator, and has not entered what they are in.
+/// It is a step ahead of the others in every communicator, and has not entered their collective.
 const AHEAD: &[&str] = &["missing_rank", "order_mismatch", "op_mismatch"];
 const GONE: &[&str] = &["process_dead", "teardown"];
 

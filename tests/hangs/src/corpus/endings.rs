@@ -8,7 +8,7 @@ use crate::{
 
 const GONE: &[&str] = &["process_dead"];
 const LEAVING: &[&str] = &["teardown", "process_dead", "host_lock"];
-/// The handler of the exception stands in output that nobody takes.
+/// The handler of the exception blocks in a write to a pipe that nobody reads.
 const OUTPUT: &[&str] = &["storage_io", "teardown"];
 const MISSING: &[&str] = &["missing_rank"];
 /// The thread that is waited for is gone.

@@ -13,7 +13,7 @@ const DEAD: &[&str] = &["process_dead"];
 const STOPPED: &[&str] = &["process_stopped"];
 const GIL: &[&str] = &["gil_deadlock"];
 const LOCK: &[&str] = &["host_lock"];
-/// It is merely somewhere else: that it is missing is all there is to say.
+/// It is somewhere else in the program: only its absence can be reported.
 const ELSEWHERE: &[&str] = &["missing_rank", "long_step"];
 const ELSEWHERE_LOCK: &[&str] = &["host_lock", "missing_rank"];
 const INIT: &[&str] = &["comm_init", "storage_io", "missing_rank"];

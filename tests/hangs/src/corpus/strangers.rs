@@ -152,8 +152,8 @@ const GONE: &[&str] = &["process_dead"];
 const IDLE: &[&str] = &["unknown", "not_a_hang"];
 const READS: &[&str] = &["missing_rank", "storage_io"];
 
-/// Threads, locks and exceptions of C++: the thread that stands is not the one that calls the
-/// communication library. And Python programs in which the main thread tells nothing.
+/// Threads, locks and exceptions of C++: the stuck thread is not the one that calls the
+/// communication library. Also Python programs whose main thread gives no information.
 pub fn threads() -> Vec<Scenario> {
     let replay = |accident: &str, world: u32, rank: u32| {
         let arguments = [accident, &rank.to_string()];
@@ -169,7 +169,7 @@ pub fn threads() -> Vec<Scenario> {
         beside("thread_and_signal", 3, Some(1)).is(MISSING, &[1]),
         beside("thread_and_sleep", 4, Some(0)).is(&["host_lock"], &[0]),
         beside("two_orders", 4, Some(1)).is(&["order_mismatch"], &[1]),
-        // Nothing is stuck, and nothing says so.
+        // No process is stuck, and no verdict says that one is.
         beside("idle_sleep", 4, None).is(IDLE, &[]),
         beside("idle_server", 4, None).is(IDLE, &[]),
         beside("idle_prompt", 3, None).is(IDLE, &[]),

@@ -1,5 +1,5 @@
-//! The same calls in C, C++ and Rust, built in all the ways that programs are built: names, whole
-//! stacks, inlined functions.
+//! Checks names, complete stacks and inlined functions of equal calls in C, C++ and Rust, with
+//! every usual set of build options.
 
 use std::{
     fs,
@@ -23,8 +23,8 @@ pub fn compile(folder: &Path, compiler: &str, source_name: &str, source: &str, a
     output
 }
 
-/// Captures until the main thread sleeps in `wanted`, and checks that its stack is whole, down to
-/// the program's first frame.
+/// Captures until the main thread sleeps in `wanted`, and checks that its stack is complete down to
+/// the first frame of the program.
 #[track_caller]
 pub fn check(program: &PathBuf, what: &str, wanted: &[&str]) -> PstackStacktrace {
     let process = start(program, &[]);
@@ -199,7 +199,7 @@ fn cpp_exceptions_on_their_way() {
             let program = compile(folder.path(), "g++", "program.cpp", CPP, &words);
             let main = check(&program, &format!("{optimize} {mode}"), wanted);
             if mode == "-DMODE=3" {
-                // Through the C++ library and the unwinder, which found nobody to catch it.
+                // The stack leads through the C++ library and the unwinder, which found no handler.
                 let places = ["on_terminate", "_Unwind_", "thrower", "uncaught", "main"].map(|wanted| {
                     let place = names(&main).iter().position(|name| name.starts_with(wanted));
                     place.unwrap_or_else(|| panic!("{wanted} is missing in {main:#?}"))
@@ -263,7 +263,7 @@ fn rust_names_in_every_build() {
         ("-Copt-level=3 -Cpanic=abort", "<program::Loader<T> as program::Step>::step"),
         ("-Copt-level=2 -Ctarget-feature=+crt-static", "<program::Loader<T> as program::Step>::step"),
         ("-Copt-level=2 -Crelocation-model=static", "<program::Loader<T> as program::Step>::step"),
-        // Only the newer mangling knows what the type parameter stands for.
+        // Only the newer mangling contains the type parameter.
         ("-Copt-level=2 -Csymbol-mangling-version=v0", "<program::Loader<u32> as program::Step>::step"),
     ] {
         let words: Vec<&str> = arguments.split(' ').chain(["--edition=2021"]).collect();
@@ -275,12 +275,12 @@ fn rust_names_in_every_build() {
     }
 }
 
-/// Neither tables nor a fixed distance to the caller's frame.
+/// Without unwind tables and without a fixed distance to the caller's frame.
 #[test]
-fn a_stack_ends_where_nobody_knows_the_way() {
+fn a_stack_ends_where_it_cannot_be_unwound() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let arguments = ["-O2", "-fomit-frame-pointer", "-fno-asynchronous-unwind-tables", "-fno-unwind-tables"];
-    // The whole program as it is leaves soon after each call, and that is followed.
+    // The unchanged program returns soon after each call, and the unwinder follows its code there.
     check(&compile(folder.path(), "gcc", "program.c", C, &arguments), "no tables", &C_PLAIN);
     let source = C.replace(
         "return pause() + n;",
@@ -311,7 +311,7 @@ fn rust_inlined_functions_are_marked() {
     assert!(main.frames.iter().any(|frame| frame.file_name.ends_with("program.rs:15")), "{main:#?}");
 }
 
-/// No names at all: what is left are addresses, and they are all there.
+/// Without names, all frames still have their addresses.
 #[test]
 fn stripped_builds_keep_every_frame() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -326,7 +326,7 @@ fn stripped_builds_keep_every_frame() {
         let captured = capture_until(bare.pid(), "it sleeps", |sample| sample.process_state.starts_with('S'));
         let main = thread(&captured.sample, bare.pid()).clone();
         assert_eq!(main.incomplete, "", "{compiler}: {}", describe(&captured.sample));
-        // The same build with its names says how many frames there are.
+        // The unstripped build shows how many frames there are.
         let kept: Vec<&str> =
             arguments.iter().copied().filter(|argument| *argument != "-s" && *argument != "-Cstrip=symbols").collect();
         let named = start(&compile(folder.path(), compiler, file, source, &kept), &[]);
@@ -358,7 +358,7 @@ const UNITS: [(&str, &str); 3] = [
     ),
 ];
 
-/// What was inlined over the borders of the files.
+/// Functions that were inlined across files.
 const EXPECTED: [(&str, bool, &str); 5] = [
     ("inner", false, "three.c:3"),
     ("deeper", true, "three.c:4"),
@@ -399,16 +399,16 @@ fn functions_inlined_from_other_units() {
 }
 
 #[test]
-fn what_dwz_has_moved_elsewhere() {
+fn debug_information_moved_by_dwz() {
     if let Some(reason) = lacks("dwz") {
         return skip(&reason);
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
-    // Into other units of the same file.
+    // dwz moves entries into other units of the file.
     let program = build_units(folder.path(), "-O2 -g -flto");
     shell(folder.path(), "dwz program");
     check_expected(&program, "dwz");
-    // Into a file of their own, of which several programs make use.
+    // dwz moves entries into a separate file that several programs share.
     let program = build_units(folder.path(), "-O2 -g -flto");
     let common = folder.path().join("common.debug");
     let script = format!("cp program other && cp program third && dwz -m {} program other third", common.display());
@@ -458,7 +458,7 @@ fn a_package_of_split_units() {
     }
 }
 
-/// The lines of an object are in the object itself; only what was inlined is not to be had then.
+/// The lines of an object are in the object itself; only the inlined functions are missing then.
 #[test]
 fn split_units_that_are_lost_or_of_another_build() {
     let folder = tempfile::tempdir().expect("a temporary folder");

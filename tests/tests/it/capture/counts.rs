@@ -12,7 +12,7 @@ use xpu_timer_tests::{PATIENCE, wait_until};
 
 use super::pythons;
 
-/// The classes are called as PyTorch's, and count as they do.
+/// The classes have the names of PyTorch's, and count like them.
 const LOADERS: &str = "\
 import gc, random, signal, sys, threading
 gc.disable()
@@ -114,15 +114,15 @@ fn collections_and_batches_are_counted_in_every_python() {
             };
             check("ready", first);
             kill(Pid::from_raw(script.pid), Signal::SIGUSR1).expect("the script waits");
-            // The five that the first iterator yielded last, after the only look at it, are those
-            // that nobody saw.
+            // The first iterator was read once; the five batches that it yielded afterwards are not
+            // counted.
             check("again", second);
         }
     }
 }
 
 #[test]
-fn processes_without_an_interpreter_or_without_end_are_no_count() {
+fn processes_that_do_not_exist_or_have_no_interpreter_have_no_counts() {
     let mut counter = Counter::default();
     let own = std::process::id() as i32;
     assert_eq!(counter.read(&[own, i32::MAX], true, Duration::from_secs(10)), [None, None]);

@@ -24,7 +24,7 @@ NOINLINE static int outer(int n) { return inner(n) + 1; }
 int main(void) { return outer(1) + 1; }
 "#;
 
-/// A build of the program, with all that `-g` gives.
+/// A build of the program with `-g`.
 fn build(folder: &Path, arguments: &[&str]) -> PathBuf {
     let program = compile_c(folder, "program", PROGRAM, &[&["-O2", "-g"], arguments].concat());
     // The source must not be what makes a name or a line visible.
@@ -38,7 +38,7 @@ fn run(command: &str, folder: &Path) {
     assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The main thread as soon as it sleeps in `pause`, whole.
+/// The complete stack of the main thread, as soon as it sleeps in `pause`.
 #[track_caller]
 fn at_rest(pid: i32) -> PstackStacktrace {
     let captured = capture_until(pid, "it sleeps in pause", |sample| {
@@ -98,7 +98,7 @@ fn a_debug_file_of_another_build_is_not_taken() {
     }
 }
 
-/// What the target sees in its own file system, and this test does not.
+/// Files in the target's own file system that this test does not see.
 #[test]
 fn a_debug_file_by_build_id_within_the_targets_root() {
     let allowed = Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
@@ -232,7 +232,7 @@ fn code_made_at_run_time() {
         let program = compile_c(folder.path(), "program", source, &arguments);
         let process = start(&program, &[]);
         let map = PathBuf::from(format!("/tmp/perf-{}.map", process.pid()));
-        // The code itself says how it leaves.
+        // The code shows how it returns.
         let main = at_rest(process.pid());
         fs::remove_file(&map).expect("the program has written it");
         let wanted = ["inner", "a kernel of two words", "between", "??", "main"];
@@ -244,8 +244,8 @@ fn code_made_at_run_time() {
     }
 }
 
-/// Code that does more than to leave: a frame pointer is all that leads on, and only the code
-/// before tells where it points.
+/// Code that does more than return: only a frame pointer leads on, and only the code before it
+/// shows where it points.
 #[test]
 fn code_made_at_run_time_with_a_frame_pointer() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -260,7 +260,7 @@ fn code_made_at_run_time_with_a_frame_pointer() {
     assert!(has_run(&main, &["inner", "a kernel of two words", "between", "??", "main"]), "{main:#?}");
 }
 
-/// CPython under `-X perf` calls every Python function through code of its own making, and names it
+/// CPython under `-X perf` calls every Python function through code that it generates, and names it
 /// in a perf map.
 #[test]
 fn trampolines_of_cpython() {
@@ -314,7 +314,7 @@ fn library() -> String {
     )
 }
 
-/// The file is cut short and written anew in place, as `cp` over a library in use does.
+/// The file is truncated and rewritten in place, as `cp` over a used library does.
 #[test]
 fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -359,7 +359,7 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(said > 0, "a file that changes below the reader is said");
+    assert!(said > 0, "a file that changes during the read is reported");
     // All names are there again, also for those that have seen it change.
     for capturer in [&mut old, &mut Capturer::new()] {
         let captured = capturer.capture(&[pid], &Options::default()).remove(0);

@@ -1,5 +1,5 @@
-//! Calls that a stop would end with EINTR, which many programs do not expect: a capture must not be
-//! noticed.
+//! Calls that a stop would end with EINTR, which many programs do not expect. A capture must not
+//! interrupt them.
 
 use std::collections::HashMap;
 
@@ -55,7 +55,7 @@ fn no_call_is_interrupted() {
     let program = compile_c(folder.path(), "program", include_str!("eintr.c"), &arguments);
     let mut process = start(&program, &[]);
     let pid = process.pid();
-    // The first captures may meet threads on their way to their calls.
+    // The first captures may find threads that have not reached their calls yet.
     capture_until(pid, "all threads wait", is_whole);
     let before = counts(&mut process, 1);
     assert_eq!(before.len(), CALLS.len());
@@ -82,7 +82,7 @@ fn no_call_is_interrupted() {
     assert!(process.wait(PATIENCE).status.success());
 }
 
-/// For each call how often it returned something odd, and how often it returned.
+/// For each call: how often it returned an unexpected result, and how often it returned.
 fn odd(process: &mut Process, round: usize) -> HashMap<String, (u64, u64)> {
     let counts = counted(process, round);
     let number = |text: &str| text.parse().expect("a number");
@@ -96,7 +96,7 @@ fn odd(process: &mut Process, round: usize) -> HashMap<String, (u64, u64)> {
 /// Calls that wait, wake and are entered again at any moment of a capture, while others compete for
 /// the processors: `cargo xtask bench eintr` does the same 10,000 times.
 #[test]
-fn no_call_returns_anything_else_for_a_capture() {
+fn a_capture_changes_the_result_of_no_call() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let program = compile_c(folder.path(), "program", include_str!("calls.c"), &["-O1", "-pthread"]);
     let mut process = start(&program, &["2"]);

@@ -39,7 +39,7 @@ fn family(command: &Process) -> Vec<Pid> {
 /// The first thread of the target that is held while the command runs; `None` when it ended without
 /// that being seen.
 fn wait_for_a_stop(command: &mut Process, target: i32) -> Option<()> {
-    // One of the threads, asked so often that its stop cannot be missed for long.
+    // One of the threads, queried so often that a stop cannot be missed for long.
     let tid = fs::read_dir(format!("/proc/{target}/task")).expect("the target lives").flatten().last()?.file_name();
     let stat = format!("/proc/{target}/task/{}/stat", tid.to_str()?);
     loop {
@@ -92,7 +92,7 @@ fn no_thread_stays_stopped() {
 }
 
 #[test]
-fn moments_at_random() {
+fn captures_at_random_times() {
     let target = start(&optimized(), &["threads", "50"]);
     let pid = target.pid();
     for round in 0..16u64 {

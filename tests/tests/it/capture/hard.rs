@@ -1,4 +1,5 @@
-//! Processes in trouble: the capture says what it can, changes nothing, and comes back in time.
+//! Captures processes in trouble: the capture reports what it can, changes nothing, and meets its
+//! deadline.
 
 use std::{
     process::Command,
@@ -19,7 +20,7 @@ use super::target::{
 };
 
 #[test]
-fn a_process_that_never_was_is_an_entry_with_a_reason() {
+fn a_nonexistent_process_has_an_entry_with_a_reason() {
     let captured = capture(i32::MAX - 1);
     assert_eq!(captured.sample.process_state, "X (dead)");
     assert!(captured.sample.errors[0].contains("is gone"), "{:?}", captured.sample.errors);
@@ -37,7 +38,7 @@ fn order_and_number_of_entries_are_those_of_the_pids() {
 }
 
 #[test]
-fn stopped_processes_stay_stopped_and_tell_their_stacks() {
+fn stopped_processes_stay_stopped_and_have_stacks() {
     for (mode, leaf) in [("spin", "in_spin"), ("poll", "in_poll")] {
         let process = start(&optimized(), &[mode]);
         capture_until(process.pid(), "it has arrived", |sample| names(&sample.stacktrace[0]).contains(&leaf));
@@ -70,8 +71,7 @@ fn threads_that_have_not_run_yet() {
             sample.process_state == "T (stopped)" && sample.stacktrace.len() == 65
         });
         let threads = &captured.sample.stacktrace;
-        // Whether it is the new thread or the one that made it, a register tells, which the kernel
-        // does not.
+        // Only a register, which the kernel does not report, tells the new thread from its creator.
         let honest = |thread: &PstackStacktrace| {
             thread.incomplete.is_empty()
                 || (thread.frames.len() == 1 && thread.incomplete == "register rbp is not known")
@@ -96,7 +96,7 @@ fn the_threads_of_a_leader_that_has_ended() {
 }
 
 #[test]
-fn a_zombie_says_so() {
+fn a_zombie_is_reported_as_such() {
     let process = start(&optimized(), &["poll"]);
     process.signal(Signal::SIGKILL);
     // Nobody has waited for it yet. A capture that began before it ended has seen its threads go.
@@ -121,7 +121,7 @@ fn a_thread_in_uninterruptible_sleep_is_never_traced() {
     // The child of vfork is a descendant like any other.
     assert_eq!(captured.children.len(), 1);
     assert_eq!(captured.children[0].parent_pid, process.pid());
-    // By force it is not stopped either, and that is no reason to wait.
+    // `--force-ptrace` cannot stop it either, and the capture does not wait for it.
     let began = Instant::now();
     let forced = Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() };
     let forced = capture_with(process.pid(), &forced);
@@ -140,11 +140,11 @@ fn a_process_that_somebody_else_traces() {
         sample.stacktrace[0].capture() == CaptureMethod::PerfSample
             && has_run(&sample.stacktrace[0], &["in_spin", "level_three"])
     });
-    // By force it would have to be traced by two.
+    // `--force-ptrace` would need a second tracer.
     let forced = capture_with(process.pid(), &Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() });
     let forced_main = thread(&forced.sample, process.pid());
     assert!(forced_main.incomplete.contains("already traced by process"), "{}", describe(&forced.sample));
-    // Once its tracer has stopped it, it stands still and can be read as it is.
+    // Once its tracer has stopped it, it does not move and can be read.
     ptrace::interrupt(pid).expect("a traced process can be interrupted");
     let captured = capture_until(process.pid(), "tracing stop", |sample| {
         sample.process_state.starts_with('t') && has_run(&sample.stacktrace[0], &["in_spin", "level_three"])
@@ -185,7 +185,7 @@ fn processes_that_die_in_the_middle() {
         assert_eq!(captured.len(), 1);
         let state = captured[0].sample.process_state.clone();
         assert!(!state.is_empty());
-        // Whatever is said to be whole must be so.
+        // A stack that is reported as complete must be complete.
         for thread in captured[0].sample.stacktrace.iter().filter(|thread| thread.incomplete.is_empty()) {
             let last = names(thread).last().copied();
             assert!(
@@ -208,7 +208,7 @@ fn five_hundred_threads_within_the_usual_deadline() {
     for force_ptrace in [false, true] {
         let mut capturer = Capturer::new();
         let options = Options { force_ptrace, ..Options::default() };
-        // Right after the start some threads are still on their way.
+        // Right after the start, some threads have not reached their call yet.
         wait_until(PATIENCE, "all threads are whole", || {
             let began = Instant::now();
             let captured = capturer.capture(&[process.pid()], &options).remove(0);
@@ -240,7 +240,7 @@ fn no_stack_is_wrong_while_threads_come_and_go() {
             }
             let side = own[0].split('_').next().unwrap_or_default();
             let chain = ["three", "two", "one", "root"].map(|level| format!("{side}_{level}"));
-            // A thread is at some depth of its chain, and never in both.
+            // A thread is at some depth of one chain, and never in both chains.
             let whole = (0..chain.len()).any(|from| own.iter().copied().eq(chain[from..].iter().map(String::as_str)));
             assert!(whole || !thread.incomplete.is_empty(), "{}", describe(&captured.sample));
             checked += usize::from(whole);
@@ -258,7 +258,7 @@ fn no_permission_says_what_is_missing() {
         return xpu_timer_tests::skip("only root can become somebody else");
     }
     let process = start(&optimized(), &["poll"]);
-    // The command is put where another user can run it.
+    // The command is copied to a folder where another user can run it.
     let artifacts = xpu_timer_tests::artifacts();
     let folder = tempfile::Builder::new().permissions(std::os::unix::fs::PermissionsExt::from_mode(0o755)).tempdir();
     let folder = folder.expect("a temporary folder");

@@ -103,7 +103,7 @@ fn running_threads_are_sampled_without_a_stop() {
     assert_eq!(thread.incomplete, "");
     assert_eq!(thread.state, "R (running)");
     assert_eq!(captured.sample.longest_stop_ns, 0);
-    // It goes on, and nobody traces it.
+    // It continues, and no process traces it.
     let cpu = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/schedstat", process.pid())).expect("it lives");
         stat.split(' ').next().and_then(|ns| ns.parse::<u64>().ok()).expect("a number")
@@ -155,13 +155,13 @@ fn a_hundred_threads() {
         };
         sample.stacktrace.iter().filter(levels).count()
     };
-    // The first captures may meet threads on their way to sleep.
+    // The first captures may find threads that do not sleep yet.
     let captured = capture_until(process.pid(), "100 threads that sleep", |sample| {
         pool(sample) == 100 && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
     });
     assert_eq!(captured.sample.stacktrace.len(), 101);
     assert!(captured.sample.stacktrace.iter().all(|thread| thread.incomplete.is_empty()));
-    // The same by force: every thread is stopped, and every stack is the same.
+    // With `--force-ptrace`, every thread is stopped, and the stacks are equal.
     let forced = capture_with(process.pid(), &Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() });
     assert!(forced.sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::Ptrace));
     for (one, other) in captured.sample.stacktrace.iter().zip(&forced.sample.stacktrace) {
@@ -185,8 +185,8 @@ fn gdb_sees_the_same_addresses() {
             sample.stacktrace.iter().all(|thread| thread.state.starts_with('S') && thread.incomplete.is_empty())
         };
         capture_until(process.pid(), "it sleeps", sleeping);
-        // What the last capture saw may have been on its way to its last call; nothing moves after
-        // gdb has looked twice.
+        // The last capture may have found a thread before its last call; nothing moves after gdb
+        // has looked twice.
         wait_until(SOON, "gdb sees the same", || {
             let captured = capture_until(process.pid(), "it sleeps", sleeping);
             let mut ours: Vec<(u32, Vec<u64>)> = captured

@@ -1,5 +1,5 @@
-//! Targets that are odd without being broken: names and builds that nobody expects, and a capture
-//! that may not do all it would like.
+//! Captures unusual targets: unexpected names and builds, and a capture whose system calls are
+//! forbidden.
 
 use std::{
     fs,
@@ -94,8 +94,8 @@ def outermost(): innermost()
 outermost()
 ";
 
-/// Threads that sleep need no samples. For one that runs it says once what is missing, and shows
-/// its Python stack.
+/// Threads that sleep need no samples. For a running thread, the dump reports once what is missing,
+/// and shows the Python stack.
 #[test]
 fn without_samples_threads_that_sleep_are_whole() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -130,8 +130,8 @@ fn without_samples_threads_that_sleep_are_whole() {
     }
 }
 
-/// An ordinary user may sample his own processes, but not the kernel: a thread that never leaves it
-/// says so.
+/// An ordinary user may sample their own processes, but not the kernel: a thread that never leaves
+/// the kernel has this reason.
 #[test]
 fn a_user_samples_his_own_processes() {
     use std::os::unix::{fs::PermissionsExt, process::CommandExt};
@@ -181,13 +181,13 @@ fn a_user_samples_his_own_processes() {
     });
 }
 
-/// Where the kernel says where a thread is and nothing gives its memory, there is one frame, and
-/// the reason for there being no more.
+/// If the kernel reports the position of a thread and its memory cannot be read, there is one
+/// frame, and the reason why there are no more.
 #[test]
 fn without_any_way_to_the_memory_it_says_so() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let process = start(&optimized(), &["poll"]);
-    // The file that stands for the memory is hidden, by a copy of the dump's own /proc without it.
+    // `/proc/PID/mem` is hidden by a copy of the dump's own `/proc` without it.
     let script = format!(
         "mount --bind /dev/null /proc/{0}/mem && mount --bind /dev/null /proc/{0}/task/{0}/mem && exec \"$@\"",
         process.pid()
@@ -223,8 +223,7 @@ int main(void) {
 }
 "#;
 
-/// Nothing that a target calls itself or its threads commands a terminal, or looks like a line of
-/// the dump.
+/// No name of a target or its threads controls the terminal or looks like a line of the dump.
 #[test]
 fn names_that_are_no_text() {
     let folder = tempfile::tempdir().expect("a temporary folder");

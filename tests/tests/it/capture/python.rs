@@ -161,7 +161,7 @@ if __name__ == '__main__':
 }
 
 #[test]
-fn the_command_prints_what_a_person_reads() {
+fn the_command_prints_readable_stacks() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (process, script) = start(&python(), folder.path(), &[]);
     let main = ["step:13", "forward:11", "__init__:9", "<module>:25"];

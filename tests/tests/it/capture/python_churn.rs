@@ -1,9 +1,9 @@
 //! Hundreds of captures while Python threads start, run through known chains of functions, and end.
 //!
 //! The functions of a chain say which chain it is: the one at level 3 of chain 5 is `f_3_8`, the
-//! level and the sum of both, modulo 29. So a stack tells by itself whether all of it is from one
-//! moment of one chain. Some levels are called by C code, and the last one is made anew each time,
-//! in memory that another one's code had before.
+//! level and the sum of both, modulo 29. So a stack shows whether all of it is from one moment of
+//! one chain. C code calls some levels. The code of the last level is created each time, in memory
+//! that held the code of another one.
 
 use std::collections::BTreeMap;
 
@@ -62,7 +62,7 @@ fn is_right(trace: &PySpyStacktrace) -> bool {
     for frame in trace.frames.iter().rev() {
         let name = frame.func_name.rsplit('.').next().unwrap_or_default();
         let Some((level, sum)) = name.strip_prefix("f_").and_then(|rest| rest.split_once('_')) else {
-            // Only a function that a link may call stands above one.
+            // Only a function that a link may call is above a link.
             ended |= levels > 0 && !name.starts_with("lambda_") && name != "run" && name != "<module>";
             continue;
         };
@@ -94,7 +94,7 @@ fn churn(python: &Python) {
             *errors.entry(error.chars().filter(|c| !c.is_ascii_hexdigit()).collect()).or_default() += 1;
         }
         for (trace, entries) in captured.sample.py_stacktrace.iter().zip(&captured.python_entries) {
-            // One that could be neither stopped nor found asleep says so itself.
+            // A thread that could be neither stopped nor found asleep has this reason.
             if !trace.incomplete.is_empty() {
                 continue;
             }

@@ -58,7 +58,7 @@ pub fn all() -> Vec<Python> {
 }
 
 impl Python {
-    /// Runs a script until it says `ready`.
+    /// Runs a script until it prints `ready`.
     pub fn start(&self, text: &str, arguments: &[&str]) -> Script {
         let folder = match &self.root {
             Some(root) => tempfile::tempdir_in(root.join("tmp")),
@@ -105,7 +105,7 @@ pub fn own_tid(tid: u32) -> u32 {
 
 /// The beginning of the table of offsets.
 const HEAD: &str = "\
-//! Printed by `layouts.c` for each CPython; `cargo xtask bless` writes it anew.
+//! Printed by `layouts.c` for each CPython; `cargo xtask bless` rewrites it.
 
 use super::{DebugOffsets, Layout};
 
@@ -145,7 +145,7 @@ fn printed(source: &str, version: &str) -> Result<String, String> {
     Ok(format!("    Layout {{\n{lines}    }},\n"))
 }
 
-/// `cargo xtask bless` (BLESS=1) writes the table anew.
+/// `cargo xtask bless` (BLESS=1) rewrites the table.
 #[test]
 fn layouts_are_those_of_the_headers() {
     let folder = tree().join("collector/capture/src/cpython");

@@ -1,4 +1,4 @@
-//! Targets that nobody gets an answer from, and all of them at once.
+//! Captures targets that the kernel blocks, one by one and all at once.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ use super::target::{capture_until, describe, has_run, names, optimized, start, t
 /// The deadline of a capture, and what a loaded machine may need beyond it to notice.
 const LATEST: Duration = Duration::from_secs(6);
 
-/// The library keeps frame pointers: its unwind tables are where nobody gets to.
+/// The library keeps frame pointers, because its unwind tables cannot be read.
 const LIBRARY: &str = "
 static const char filler[1 << 20] = {1};
 __attribute__((noinline)) static int within(int (*callback)(void)) { return callback() + filler[5]; }
@@ -75,7 +75,7 @@ fn a_library_on_a_file_system_that_hangs() {
         });
         let main = thread(&captured.sample, pid);
         assert!(has_run(main, &["pause", "in_callback"]), "{}", describe(&captured.sample));
-        // The way through the library is that of the frame pointers, and leads on to the program.
+        // Frame pointers lead through the library to the program.
         assert!(names(main).contains(&"main"), "{}", describe(&captured.sample));
         assert_eq!(main.incomplete, "", "{}", describe(&captured.sample));
         let inside: Vec<_> = main.frames.iter().filter(|frame| frame.module.ends_with("/libstuck.so")).collect();
@@ -83,12 +83,12 @@ fn a_library_on_a_file_system_that_hangs() {
         let second = captured.sample.stacktrace.iter().find(|thread| thread.pid != pid as u32).expect("two threads");
         assert!(has_run(second, &["pause", "sleep_as_usual", "second_thread"]), "{}", describe(&captured.sample));
     }
-    // Who does not answer is not waited for twice.
+    // A file system that does not answer is not queried twice.
     let (_, wall) = timed(&mut capturer, &[pid], &Options::default());
     assert!(wall < Duration::from_secs(3), "{wall:?}");
 }
 
-/// A process in D state: it has made a child with vfork, which goes on for ever.
+/// A process in D state: it has created a child with vfork that never ends.
 fn start_vfork() -> (Process, PathBuf) {
     let process = start(&optimized(), &["vfork"]);
     let pid = process.pid();
@@ -100,7 +100,7 @@ fn start_vfork() -> (Process, PathBuf) {
 }
 
 #[test]
-fn eight_ranks_that_do_everything_bad_at_once() {
+fn eight_ranks_with_every_capture_fault_at_once() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let program = optimized();
     let spinning = start(&program, &["spin_threads", "32"]);
@@ -122,13 +122,13 @@ fn eight_ranks_that_do_everything_bad_at_once() {
     pids.extend(hanging.as_ref().map(Process::pid));
     pids.push(dying.pid());
     let killer = std::thread::spawn(move || {
-        // In the middle of the capture, wherever that is by then.
+        // This happens in the middle of the capture, at any of its steps.
         std::thread::sleep(Duration::from_millis(20));
         drop(dying);
     });
     let (captured, wall) = timed(&mut Capturer::new(), &pids, &Options { children: true, ..Options::default() });
     killer.join().expect("the killer ends");
-    // Before anything is asserted: the child of vfork does not go by itself.
+    // This comes before any assertion, because the child of vfork does not end by itself.
     for child in fs::read_to_string(children).unwrap_or_default().split_whitespace() {
         let _ = nix::sys::signal::kill(Pid::from_raw(child.parse().expect("a pid")), Signal::SIGKILL);
     }
@@ -142,7 +142,8 @@ fn eight_ranks_that_do_everything_bad_at_once() {
         let threads = of(process).stacktrace.iter();
         threads.filter(|thread| thread.incomplete.is_empty() && names(thread).contains(&function)).count()
     };
-    // More threads than processors: one that gets none in time cannot be sampled, and says so.
+    // More threads than processors: one that gets none in time cannot be sampled, and has this
+    // reason.
     let late = |thread: &&xpu_timer_proto::server::PstackStacktrace| {
         ["got no CPU", "was not sampled", "the deadline passed"].iter().any(|words| thread.incomplete.contains(words))
     };

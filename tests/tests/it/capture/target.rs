@@ -23,7 +23,7 @@ pub fn optimized() -> PathBuf {
     BUILT.get_or_init(|| build("target_o2", &["-O2", "-fomit-frame-pointer", "-g"])).clone()
 }
 
-/// `-O0`: every frame is found through rbp, which no system call tells.
+/// `-O0`: every frame is found through rbp, which no system call reports.
 pub fn unoptimized() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| build("target_o0", &["-O0", "-g"])).clone()
@@ -48,7 +48,7 @@ pub fn without_tables() -> PathBuf {
     BUILT.get_or_init(|| build("target_fp", &arguments)).clone()
 }
 
-/// Starts the program and waits until it says that it is ready.
+/// Starts the program and waits until it reports that it is ready.
 pub fn start(program: &PathBuf, arguments: &[&str]) -> Process {
     let mut process = Process::spawn(Command::new(program).args(arguments));
     process.wait_for("ready", PATIENCE);
@@ -92,7 +92,7 @@ pub fn names(thread: &PstackStacktrace) -> Vec<&str> {
     thread.frames.iter().map(|frame| frame.func_name.as_str()).collect()
 }
 
-/// Whether `wanted` stand next to each other, in this order, among the names of a thread.
+/// Whether the names of a thread contain `wanted` in this order and without gaps.
 pub fn has_run(thread: &PstackStacktrace, wanted: &[&str]) -> bool {
     names(thread).windows(wanted.len()).any(|run| run == wanted)
 }

@@ -25,8 +25,7 @@ fn join(node: &mut Node, job: &str, rank: i32, world: u32, attempt: u32) {
     node.hooks = vec![hook];
 }
 
-/// The ranks of a node are told to end, as an agent does it before it starts those of the next
-/// world.
+/// Terminates the ranks of a node, as an agent does before it starts those of the next world.
 fn end(node: &mut Node) {
     for hook in &mut node.hooks {
         hook.goodbye();
@@ -52,7 +51,7 @@ fn wait_world(cluster: &Cluster, job: &str, world: u32, attempt: u32, nodes: u32
 
 /// Waits for the report of an incident, which must know these ranks, and all of them.
 fn check(cluster: &Cluster, count: usize, attempt: u32, ranks: &[(u32, &str)]) {
-    // What a machine that stands still delivers late is judged once more.
+    // A late part of a stopped machine is judged in another round.
     cluster.wait("the report knows all, and complains of nobody of the world before", |_| {
         let incidents = cluster.job.finished_incidents();
         incidents.get(count - 1).is_some_and(|incident| incident.verdict["errors"] == json!([]))
@@ -75,7 +74,7 @@ fn a_world_that_grows_and_shrinks_within_one_attempt() {
     }
     wait_world(&cluster, "elastic", 2, 0, 2);
 
-    // A third node comes, and everybody has another rank.
+    // A third node joins, and every process gets another rank.
     nodes[..2].iter_mut().for_each(end);
     for (rank, node) in [(1, 0), (2, 1), (0, 2)] {
         join(&mut nodes[node], "elastic", rank, 3, 0);
@@ -147,7 +146,7 @@ fn a_rank_that_runs_and_has_not_registered_is_looked_at_on_its_node() {
 }
 
 #[test]
-fn a_rank_that_ended_without_having_registered_is_known_to_have_been_there() {
+fn a_rank_that_ended_unregistered_is_known() {
     let (rank, sentence) =
         unregistered_rank("import time\nprint('up', flush=True)\ntime.sleep(3)\nraise SystemExit(3)  # exit");
     assert_eq!((rank.presence(), rank.node.as_str()), (Presence::Dead, "node-b"), "{sentence}");
@@ -193,7 +192,7 @@ fn two_jobs_of_one_name_over_two_nodes_each() {
 }
 
 #[test]
-fn a_node_whose_ranks_are_another_ones_works_alone() {
+fn a_node_with_ranks_of_another_node_works_alone() {
     let cluster = Cluster::new();
     let _owner = Node::with_ranks(&cluster, "node-a", "mine", 0, 2, 2);
     cluster.wait_ranks("mine", 2);
@@ -201,7 +200,7 @@ fn a_node_whose_ranks_are_another_ones_works_alone() {
     wait_until(PATIENCE, "it is refused", || {
         cluster.log().contains("node node-x claims ranks 1 of job mine, which node node-a already has")
     });
-    // Its ranks hang all the same, and nobody else would look at them.
+    // Its ranks hang as well, and no other collector would capture them.
     thief.hooks[0].hang(3);
     let alone = thief.job.wait_incident(1, PATIENCE);
     assert_eq!(alone.verdict["job"], "mine");
@@ -251,8 +250,7 @@ fn jobs_that_meet_on_the_loopback_of_two_machines_are_two() {
 
 const NODES: u32 = 3;
 
-/// A rank of a PyTorch job on the CPU. In the first attempt the last rank does not come to a
-/// collective.
+/// A rank of a PyTorch job on the CPU. In the first attempt the last rank misses a collective.
 const TRAINING: &str = r#"
 import os
 import signal
@@ -282,7 +280,7 @@ dist.destroy_process_group()
 /// The agents of one job run on three nodes, which are network namespaces. A rank hangs, the nodes
 /// end their ranks after the verdict of all, and the agents start the job again.
 #[test]
-fn agents_on_three_nodes_start_a_job_again_that_hung() {
+fn agents_on_three_nodes_restart_a_job_that_hung() {
     let Some(network) = Network::new(NODES) else { return };
     let Some((torch, _turn)) = pypi() else { return };
     let folder = tempfile::tempdir().unwrap();

@@ -39,7 +39,7 @@ fn tool(program: &str, arguments: &str) -> Result<(), String> {
 }
 
 impl Network {
-    /// `None`, after having said so, when this machine does not let us.
+    /// `None` if this machine forbids it; the test reports that it is skipped.
     pub fn new(nodes: u32) -> Option<Self> {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -89,7 +89,8 @@ impl Network {
 
     /// Pulls or plugs the cable of a member.
     fn link(&self, member: u32, state: &str) {
-        ip(&format!("-n {}-hub link set {}{member} {state}", self.prefix, self.prefix)).expect("the link is ours");
+        ip(&format!("-n {}-hub link set {}{member} {state}", self.prefix, self.prefix))
+            .expect("this user owns the link");
     }
 
     /// Kilobits a second from a member on. False when the kernel has no such thing.
@@ -123,7 +124,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for namespace in self.namespaces.iter().rev() {
-            // Links go with their namespaces. One that stays can only be told of.
+            // Links go with their namespaces. One that stays can only be reported.
             if let Err(why) = ip(&format!("netns delete {namespace}")) {
                 eprintln!("{why}");
             }
@@ -163,7 +164,7 @@ fn a_node_that_is_cut_off_in_the_middle_of_its_dump_is_named_and_delivers_late()
     assert_eq!(all.ranks.iter().filter(|rank| rank.presence() == Presence::Present).count(), 4);
     assert!(all.ranks[4].errors[0].contains("its node node-3 delivered nothing"), "{:?}", all.ranks[4]);
 
-    // The cable is plugged in again: what the node has kept arrives, and the verdict is made anew.
+    // The cable is plugged in again: what the node has kept arrives, and the job is judged again.
     network.link(3, "up");
     wait_until(PATIENCE, "it is judged again with all", || {
         let incidents = cluster.job.incidents();

@@ -1,5 +1,4 @@
-//! Either role restarts, or stops for a while, during the delivery of stacks and files. Nothing is
-//! lost.
+//! Restarts or stops either role while parts and files are being sent. Nothing is lost.
 
 use std::path::Path;
 
@@ -12,7 +11,7 @@ use super::{Cluster, Node, evidence, network::Network, text};
 
 const RANKS: i32 = 4;
 
-/// Two nodes. The second one has a slow link and much to send, and its delivery has begun.
+/// Two nodes, of which the second has a slow link and much to send; its part is being sent.
 struct Scene {
     cluster: Cluster,
     nodes: Vec<Node>,
@@ -59,7 +58,7 @@ impl Scene {
 }
 
 #[test]
-fn a_node_collector_that_is_started_anew_while_it_delivers() {
+fn a_node_collector_restarts_while_it_delivers() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "sending the delivery of this node") else { return };
     scene.nodes[1].restart();
@@ -67,7 +66,7 @@ fn a_node_collector_that_is_started_anew_while_it_delivers() {
 }
 
 #[test]
-fn a_cluster_collector_that_is_started_anew_between_deliveries() {
+fn a_cluster_collector_restarts_between_deliveries() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "sending the delivery of this node") else { return };
     scene.cluster.kill();
@@ -76,7 +75,7 @@ fn a_cluster_collector_that_is_started_anew_between_deliveries() {
 }
 
 #[test]
-fn a_cluster_collector_that_is_started_anew_while_files_come() {
+fn a_cluster_collector_restarts_while_files_arrive() {
     let folder = tempfile::tempdir().unwrap();
     let Some(mut scene) = sending(folder.path(), "sending files to the cluster collector") else { return };
     scene.cluster.kill();
@@ -85,7 +84,7 @@ fn a_cluster_collector_that_is_started_anew_while_files_come() {
 }
 
 #[test]
-fn a_node_that_stands_still_is_named_and_delivers_late() {
+fn a_stopped_node_is_named_and_delivers_late() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "still", 0, 2, 4);
     let b = Node::with_ranks(&cluster, "node-b", "still", 2, 2, 4);

@@ -1,4 +1,4 @@
-//! TLS and the token: who may listen, who may join, who may read.
+//! TLS and the token: the conditions for listening, joining and reading.
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
@@ -53,7 +53,7 @@ fn beyond_loopback_it_listens_with_tls_and_a_token_only() {
 }
 
 #[test]
-fn only_who_has_the_token_joins_and_reads() {
+fn only_holders_of_the_token_can_join_and_read() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), &["localhost"]);
     let mut cluster = Cluster::with(secured(Job::new(), folder.path()), "https", "127.0.0.1");
@@ -67,7 +67,7 @@ fn only_who_has_the_token_joins_and_reads() {
     let thief =
         Node::on(secured(cluster.node_job("thief"), folder.path()).with("XPU_TIMER_COLLECTOR_TOKEN_FILE", &wrong));
     thief.wait_log("the token is wrong or missing");
-    // Who trusts another authority does not even send its token.
+    // A node that trusts another authority does not even send its token.
     let other = tempfile::tempdir().unwrap();
     certificates(other.path(), &["localhost"]);
     let wary = Node::on(

@@ -17,7 +17,7 @@ fn slow_ranks(port: u16) -> Vec<Value> {
     serde_json::from_str(&body).unwrap_or_default()
 }
 
-fn numbers(slow: &[Value]) -> Vec<u64> {
+fn rank_numbers(slow: &[Value]) -> Vec<u64> {
     let mut ranks: Vec<u64> = slow.iter().filter_map(|one| one["rank"].as_u64()).collect();
     ranks.sort_unstable();
     ranks
@@ -28,7 +28,7 @@ fn wait_slow(port: u16, ranks: &[u64], log: impl Fn() -> String) -> Vec<Value> {
     let start = Instant::now();
     loop {
         let slow = slow_ranks(port);
-        let found = numbers(&slow);
+        let found = rank_numbers(&slow);
         assert!(found.iter().all(|rank| ranks.contains(rank)), "{found:?} instead of {ranks:?}\n{slow:#?}");
         if found == ranks {
             return slow;
@@ -76,17 +76,17 @@ fn two_slow_ranks_of_eight_are_named() {
         assert!(flagged.iter().any(|labels| labels.contains(&format!("rank=\"{rank}\""))), "{flagged:#?}");
     }
     let status = job.status().expect("the status");
-    assert_eq!(numbers(status["slow_ranks"].as_array().expect("a list")), [1, 6]);
+    assert_eq!(rank_numbers(status["slow_ranks"].as_array().expect("a list")), [1, 6]);
     let list = incidents(&job, &["list"]);
     assert!(list.starts_with("no incidents\n\nslow ranks, without a hang:\nuneven  rank 6 on "), "{list}");
     let list = incidents(&job, &["slow"]);
     assert!(list.lines().count() == 2 && list.contains("uneven  rank 1 on "), "{list}");
-    assert!(job.incidents().is_empty(), "slow is no hang");
+    assert!(job.incidents().is_empty(), "a slow rank does not hang");
     assert!(ranks.try_wait().is_none(), "it goes on");
 }
 
 #[test]
-fn in_an_even_run_nobody_is_slow() {
+fn an_even_run_has_no_stragglers() {
     let job = Job::new();
     let mut ranks = job.train(RANKS, &["--step-ms=60", "--jitter=0.5"]);
     let mut compared_since = None;

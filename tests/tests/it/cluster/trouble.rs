@@ -58,7 +58,7 @@ fn hang_kill_ends_the_ranks_of_all_nodes_after_the_verdict_of_all() {
         assert!(!hook.wait().success(), "the elastic agent must see a failure");
     }
     cluster.wait_state("ended");
-    assert_eq!(cluster.job.incidents().len(), 1, "that its ranks die is no second incident");
+    assert_eq!(cluster.job.incidents().len(), 1, "the deaths of its ranks are not a second incident");
     for node in &nodes {
         assert!(node.log().contains("XPU_TIMER_HANG_KILL ends the ranks of job kill"), "{}", node.log());
     }
@@ -212,7 +212,7 @@ fn two_nodes_of_one_name_may_share_one_folder() {
 }
 
 #[test]
-fn a_disk_of_the_cluster_that_is_full_halfway_still_holds_the_verdict() {
+fn a_cluster_disk_that_fills_during_an_incident_still_has_the_verdict() {
     let job = Job::new();
     let Some(disk) = Tmpfs::new(job.dir.join("disk"), 268) else { return };
     let job = job.with("XPU_TIMER_TIMELINE_PATH", &disk.0.display().to_string());
@@ -234,7 +234,7 @@ fn a_disk_of_the_cluster_that_is_full_halfway_still_holds_the_verdict() {
 }
 
 #[test]
-fn a_disk_of_the_cluster_that_does_not_answer_does_not_hold_it_up() {
+fn an_unresponsive_disk_does_not_block_the_cluster_collector() {
     let cluster = Cluster::new();
     let mut node = Node::with_ranks(&cluster, "node-a", "stuck_disk", 0, 2, 2);
     cluster.wait_ranks("stuck_disk", 2);
@@ -249,7 +249,7 @@ fn a_disk_of_the_cluster_that_does_not_answer_does_not_hold_it_up() {
     wait_until(PATIENCE, "it is over on the node", || {
         node.job.status().unwrap_or_default()["incidents"][0]["state"] == "resolved"
     });
-    // The next incident finds the disk busy: it has no folder, and a verdict all the same.
+    // The next incident finds the disk busy: it has no folder, but still a verdict.
     node.hooks[1].hang(2);
     cluster.wait_state("dumped");
     let known = cluster.status()["incidents"][1].clone();
@@ -287,12 +287,12 @@ fn a_webhook_that_hangs_or_does_not_resolve_holds_up_nothing() {
 }
 
 #[test]
-fn what_an_on_call_person_mistypes_is_named_in_one_line() {
+fn mistyped_arguments_are_reported_in_one_line() {
     let cluster = Cluster::new();
     let address = format!("127.0.0.1:{}", cluster.port);
     let run = |arguments: &[&str]| {
         let mut command = cluster.job.command(artifacts().bin("xpu_timer_collector"));
-        // A proxy for the world leads to no collector.
+        // A proxy for external addresses does not apply to a collector.
         command.env("http_proxy", "http://127.0.0.1:9");
         let output = Process::spawn(command.args(arguments)).wait(PATIENCE);
         assert_eq!((output.stderr.trim().lines().count(), output.code()), (1, 1), "{arguments:?}: {output:?}");

@@ -1,4 +1,4 @@
-//! A node collector of a test's own, and processes that play hooks to it.
+//! A node collector for one test, and processes that act as hooks.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -41,12 +41,12 @@ pub fn metrics(job: &Job) -> String {
     http("GET", job.port + 1, "/metrics").expect("the metrics endpoint answers").1
 }
 
-/// A process that plays the hook of one rank.
+/// A process that acts as the hook of one rank.
 pub struct FakeHook {
     child: Child,
     stdin: ChildStdin,
     answers: mpsc::Receiver<String>,
-    /// What it says at its hello.
+    /// Its Hello message.
     pub hello: Hello,
 }
 
@@ -136,14 +136,14 @@ impl FakeHook {
         self.signal(ticket, entered_ns);
     }
 
-    /// Lets an operation in the ring be one that was entered a moment ago, for as long as the
-    /// process lives: the job goes on.
+    /// Keeps the entry time of an operation in the ring recent while the process lives: the job
+    /// makes progress.
     pub fn keep_young(&mut self, ticket: u64) {
         self.tell(&format!("keep_young {}", slot(ticket) + op::ENTERED_NS));
     }
 
-    /// Lets the operation of [`FakeHook::keep_young`] be one that was entered so many seconds ago:
-    /// the job does not go on.
+    /// Lets the operation of [`FakeHook::keep_young`] appear to have been entered this many seconds
+    /// ago: the job makes no progress.
     pub fn grow_old(&mut self, seconds: u32) {
         self.tell(&format!("grow_old {seconds}"));
     }

@@ -1,6 +1,6 @@
 //! The hook with Frida's engine: that it links where a devkit is given, and replaces code through
 //! gum's calls. The devkit here is `tests/devkit/gum.c` with the header that the crate ships;
-//! Frida's own, where somebody has it, goes the same way.
+//! Frida's own devkit is linked in the same way.
 
 use super::*;
 

@@ -31,7 +31,7 @@ const PLAIN: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-fcf-protection=none"];
 fn offset_of(file: &Path, function: &str) -> u64 {
     let symbols = Command::new("nm").arg("-D").arg(file).output().expect("nm of binutils runs");
     let symbols = String::from_utf8_lossy(&symbols.stdout).into_owned();
-    let line = symbols.lines().find(|line| line.ends_with(&format!(" {function}"))).expect("the library has it");
+    let line = symbols.lines().find(|line| line.ends_with(&format!(" {function}"))).expect("the library exports it");
     u64::from_str_radix(line.split(' ').next().unwrap(), 16).unwrap()
 }
 
@@ -118,7 +118,7 @@ fn a_uprobe_that_comes_later_and_the_hook_both_count() {
 }
 
 #[test]
-fn a_uprobe_that_is_there_before_has_the_function_to_itself() {
+fn a_function_with_an_earlier_uprobe_is_not_hooked() {
     for mark in [MARKED, PLAIN] {
         let dir = TempDir::new().unwrap();
         let (program, opened, go) = bound_to_itself(dir.path(), NCCL, mark);
@@ -158,7 +158,7 @@ fn a_debuggers_breakpoint_that_comes_later_and_the_hook_both_count() {
 }
 
 #[test]
-fn with_more_replaced_every_call_still_counts_once() {
+fn every_call_counts_once_with_more_code_replaced() {
     for layer in LAYERS {
         for library in [&["-DCOPY", "-Wl,-Bsymbolic"][..], &[]] {
             let dir = TempDir::new().unwrap();

@@ -141,7 +141,7 @@ fn build_family(dir: &Path, family: &[Library], called: &[(&str, Vec<(String, St
     program
 }
 
-/// An operation in words, without what is the same in every row.
+/// The text of an operation, without the fields that are equal in all rows.
 fn words(name: &str, operation: &Operation) -> String {
     let mut words = vec![match operation.kind() {
         OpKind::GraphLaunch => "GraphLaunch".to_string(),
@@ -241,7 +241,7 @@ fn left_by(family: &[Library], rows: &[Row]) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn every_function_leaves_what_its_line_says() {
+fn every_function_records_what_its_line_lists() {
     let rows = rows();
     let mut found: BTreeMap<String, String> = BTreeMap::new();
     for family in FAMILIES {
@@ -281,7 +281,7 @@ fn bytes_by_the_document(name: &str) -> Option<u64> {
         let stem = ["nccl", "mccl", "Hccl", "cncl"].iter().find_map(|library| name.strip_prefix(library))?;
         let stem = stem.trim_end_matches("Ext").trim_end_matches("Config").to_ascii_lowercase();
         return match stem.as_str() {
-            // The whole buffer of a rank, the same on all.
+            // The whole buffer of a rank, which is equal on all ranks.
             "allreduce" | "allreducewithbias" | "reduce" | "broadcast" | "bcast" | "send" | "recv" | "putsignal" => {
                 Some(128)
             }

@@ -58,7 +58,7 @@ fn libraries_of_every_make_opened_with_deepbind_count() {
 }
 
 #[test]
-fn who_asks_by_a_weak_reference_finds_what_would_be_there_without_the_hook() {
+fn weak_references_stay_as_they_are_without_the_hook() {
     for make in [&["-Wl,-z,relro,-z,now"][..], &["-Wl,-z,lazy"], &["-Wl,-z,norelro"]] {
         let dir = TempDir::new().unwrap();
         let shared = |name: &str, flags: &[&str]| {
@@ -100,7 +100,7 @@ fn reason(record: &FlightRecord, name: &str) -> String {
 }
 
 #[test]
-fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
+fn a_forbidden_change_of_code_is_reported() {
     const FUNCTIONS: [&str; 2] = ["ncclAllReduce", "cublasSgemm_v2"];
     for (layer, [name, other]) in [(NCCL, FUNCTIONS), (LAYERS[4], [FUNCTIONS[1], FUNCTIONS[0]])] {
         let [dir, own] = [(); 2].map(|()| TempDir::new().unwrap());
@@ -120,7 +120,7 @@ fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
 }
 
 #[test]
-fn under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen() {
+fn missed_libraries_under_a_debugger_are_reported() {
     let dir = TempDir::new().unwrap();
     let watches = dir.path().join("libwatches.so");
     gcc_part(&watches, "traps.c", "WATCHES", &["-shared", "-fPIC"].map(String::from));

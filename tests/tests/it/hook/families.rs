@@ -87,7 +87,7 @@ impl Family {
     }
 }
 
-/// Runs a family's program under the hook. NVIDIA's libraries are not to be had.
+/// Runs a family's program under the hook. NVIDIA's libraries are not available.
 fn record(family: &Family, environment: &[(&str, &str)], settled: impl Fn(&FlightRecord) -> bool) -> FlightRecord {
     record_of(family, "", environment, settled)
 }
@@ -124,7 +124,7 @@ fn no_collective_pends(record: &FlightRecord) -> bool {
     record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
 }
 
-/// What is the same for every family that is timed.
+/// The checks that apply to every timed family.
 fn is_complete(family: &Family) {
     let record = record(family, &[], no_collective_pends);
     assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (4, 1, 6));
@@ -154,7 +154,7 @@ fn is_complete(family: &Family) {
 }
 
 #[test]
-fn products_of_amd_are_asked_for_by_its_own_numbers() {
+fn matrix_products_of_amd_use_its_type_numbers() {
     let more = "layout = lambda rows, columns: (ctypes.c_long * 6)(3, 0, 14, 0, rows, columns)\n\
                 product = (ctypes.c_long * 2)(112, 111)\n\
                 d = layout(7, 9)\n\
@@ -198,7 +198,7 @@ fn a_collective_of_another_family_that_does_not_complete_is_pending() {
 }
 
 #[test]
-fn the_same_name_is_another_family_with_another_runtime() {
+fn the_runtime_decides_the_family_of_a_shared_name() {
     // libmccl.so is MetaX's and Moore Threads'. Nothing is known for certain of the latter's
     // events, so none is used: its collectives count, and none is ever pending.
     let never = (0x50).to_string();

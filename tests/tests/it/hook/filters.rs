@@ -1,4 +1,5 @@
-//! Programs that put a filter of system calls on themselves: what it forbids the hook does not do.
+//! Programs that put a filter of system calls on themselves: the hook makes no call that the filter
+//! forbids.
 
 use std::{
     fs,
@@ -57,7 +58,7 @@ fn threads(pid: i32) -> usize {
 
 /// All cases at once, because each takes some seconds of its own.
 #[test]
-fn a_program_that_shuts_itself_in_goes_on() {
+fn a_program_that_installs_a_filter_continues() {
     let cases = ["prctl", "seccomp", "tsync", "handle"]
         .into_iter()
         .flat_map(|how| ["kill", "trap", "errno"].map(|action| (how, action)));
@@ -90,7 +91,7 @@ fn a_program_that_shuts_itself_in_goes_on() {
 }
 
 #[test]
-fn a_program_that_was_shut_in_before_its_first_launch_gets_nothing() {
+fn a_program_with_a_filter_before_its_first_launch_is_not_recorded() {
     for action in ["kill", "trap", "errno"] {
         let job = Job::new();
         let (collector, process) = start(&job, "early", action);
@@ -102,7 +103,7 @@ fn a_program_that_was_shut_in_before_its_first_launch_gets_nothing() {
 /// The filters of a program are those of the one that it executes, which cannot ask what they
 /// forbid.
 #[test]
-fn a_program_that_was_executed_by_one_that_shut_itself_in_gets_nothing() {
+fn a_program_that_inherits_a_filter_at_exec_is_not_recorded() {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     for action in ["kill", "trap", "errno"] {
         let job = Job::new();

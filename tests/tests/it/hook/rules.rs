@@ -12,7 +12,7 @@ pub fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
 }
 
 #[test]
-fn a_graph_launch_is_one_of_each_collective_in_it() {
+fn a_graph_launch_counts_each_of_its_collectives_once() {
     let records = check("captured_collectives", 2, &[]);
     for record in &records {
         let comm = &record.communicators[0];
@@ -57,15 +57,15 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     }
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
     let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
-    assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
-    // The last one cannot know what the others call it; the one that made the id says that both are
-    // the same.
+    assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "a joining rank knows no parent");
+    // The last one cannot know the identity that the others use; the rank that created the id
+    // reports that both identities are equal.
     assert_ne!(grown(3).id, grown(0).id);
     assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
 }
 
 #[test]
-fn what_is_made_of_a_grown_communicator_tells_that_it_is_the_same_on_all_ranks() {
+fn children_of_a_grown_communicator_have_one_identity_on_all_ranks() {
     let records = check("children_of_a_grown_one", 4, &[]);
     let of = |rank: usize, parent: u64, size: u32| {
         let is_it = |comm: &&Communicator| comm.parent == parent && comm.size == size;
@@ -85,7 +85,7 @@ fn what_is_made_of_a_grown_communicator_tells_that_it_is_the_same_on_all_ranks()
 }
 
 #[test]
-fn the_later_functions_of_nccl_count_like_the_first() {
+fn newer_functions_of_nccl_count_like_older_ones() {
     let records = check("later_functions", 2, &[]);
     for (rank, record) in records.iter().enumerate() {
         let comm = &record.communicators[0];
@@ -130,7 +130,7 @@ fn the_later_functions_of_nccl_count_like_the_first() {
 }
 
 #[test]
-fn a_signal_that_never_comes_is_a_receive_that_pends() {
+fn a_missing_signal_is_a_pending_receive() {
     let waits = |record: &FlightRecord| {
         let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
         pending.map(|operation| (operation.op(), operation.peer, operation.tag)).collect::<Vec<_>>()
@@ -139,7 +139,7 @@ fn a_signal_that_never_comes_is_a_receive_that_pends() {
     assert!(waits(&records[1]).contains(&(Op::Recv, 0, Some(9))), "{:?}", records[1].operations);
 }
 
-/// What has an end, whichever.
+/// Operations that have ended in any way.
 fn all_ended(record: &FlightRecord) -> bool {
     record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
 }
@@ -188,7 +188,7 @@ fn several_devices_of_one_process_complete_each_in_its_context() {
     assert!(!made.is_empty() && reduces.len() > 1);
     let streams: std::collections::BTreeSet<u64> = reduces.iter().map(|operation| operation.stream).collect();
     assert!(streams.len() > 1, "a stream on every device");
-    // One of the calls is wrong on purpose.
+    // One of the calls fails on purpose.
     let (wrong, right): (Vec<_>, Vec<_>) = reduces.into_iter().partition(|operation| operation.error == 4);
     assert!(wrong.len() <= 2 && right.len() > 1);
     for operation in right {
@@ -198,7 +198,7 @@ fn several_devices_of_one_process_complete_each_in_its_context() {
 }
 
 #[test]
-fn work_of_green_contexts_is_timed_and_they_stay_their_threads() {
+fn work_of_green_contexts_is_timed_and_stays_in_its_thread() {
     let records = check_until("green_contexts", 2, &[("XPU_TIMER_BRACKET", "all")], all_ended);
     for record in &records {
         let (kernels, reduces) = (operations(record, Op::Kernel), operations(record, Op::AllReduce));
@@ -235,7 +235,7 @@ fn a_full_queue_is_a_hang_of_the_operation_that_is_stuck() {
 }
 
 #[test]
-fn an_exit_without_handlers_is_a_goodbye_when_it_is_a_success() {
+fn an_exit_without_handlers_says_goodbye_on_success() {
     for (status, goodbyes) in [(0, 1), (3, 0)] {
         let job = Job::new();
         let collector = job.collector();
@@ -257,7 +257,7 @@ fn an_exit_without_handlers_is_a_goodbye_when_it_is_a_success() {
 
 #[test]
 fn a_library_of_another_name_keeps_its_calls() {
-    // A collective library whose soname nobody knows, opened so that only its user sees it.
+    // A collective library with an unknown soname, opened so that only its user sees it.
     let job = Job::new();
     let collector = job.collector();
     let library = "int ncclGroupStart(void) { return 0; } int ncclGroupEnd(void) { return 42; }";
@@ -416,8 +416,8 @@ fn every_product_counts_and_only_a_sample_is_timed_unless_all_are_asked_for() {
 
 #[test]
 fn the_watcher_breaks_no_capture_of_another_thread() {
-    // It asks for the end of the slow kernel all the time, which would be a mistake in a thread
-    // that is not relaxed.
+    // It queries the end of the slow kernel all the time, which would be an error in a thread whose
+    // capture mode is not relaxed.
     let job = Job::new();
     let collector = job.collector();
     let program = "import cuda, os, time; cuda.set_device(0)\n\

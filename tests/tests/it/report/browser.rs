@@ -160,7 +160,7 @@ impl Browser {
         let scale = if phone { 2 } else { 1 };
         let metrics = json!({"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone});
         self.devtools("Emulation.setDeviceMetricsOverride", &metrics);
-        // The page lays its frames out anew when the next picture is drawn.
+        // The page lays out its frames again when the next picture is drawn.
         let drawn = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done(true)))";
         self.post("execute/async", &json!({"script": drawn, "args": []}));
     }
@@ -198,7 +198,7 @@ impl Browser {
 fn send(agent: &ureq::Agent, url: &str, body: &Value) -> Value {
     let response = agent.post(url).header("content-type", "application/json").send(body.to_string());
     let mut response = response.unwrap_or_else(|error| panic!("{url}: {error}"));
-    // Pictures of a whole page are larger than what is read by default.
+    // Pictures of a whole page exceed the default message size.
     let text = response.body_mut().with_config().limit(64 << 20).read_to_string();
     let answer: Value = serde_json::from_str(&text.expect("an answer")).expect("WebDriver speaks JSON");
     let value = answer["value"].clone();

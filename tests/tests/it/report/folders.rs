@@ -321,7 +321,7 @@ pub fn large(folder: &Path, world: u32, threads: usize) {
     write_verdict(folder, world, ranks);
 }
 
-/// Names that try to be markup, script, or the end of the element that they stand in.
+/// Names that contain markup, script, or the end tag of their element.
 pub fn hostile(folder: &Path) {
     let evil = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">";
     let mut dump = dump(0, 2, &waits(), 3, 42, true);

@@ -31,19 +31,19 @@ fn check(incident: &Incident, cause: &str, parts: &[&str]) {
 }
 
 #[test]
-fn a_rank_does_not_come_to_a_step_of_ddp() {
+fn a_rank_misses_a_step_of_ddp() {
     let parts = ["has not entered all_reduce", "in wait_for_shard", "ranks 0-1, 3 wait"];
     expect(&["ddp", "--parts", "ddp"], "missing_rank", &parts);
 }
 
 #[test]
-fn a_rank_does_not_come_to_a_step_of_fsdp() {
+fn a_rank_misses_a_step_of_fsdp() {
     let parts = ["has not entered all_gather", "in wait_for_shard", "ranks 0-1, 3 wait"];
     expect(&["fsdp2", "--parts", "fsdp2"], "missing_rank", &parts);
 }
 
 #[test]
-fn a_rank_stays_away_from_its_tensor_parallel_group() {
+fn a_rank_is_missing_from_its_tensor_parallel_group() {
     // Rank 3 waits for it in their row; ranks 0 and 1 wait in the columns, the one for it and the
     // other for rank 3.
     expect(
@@ -54,14 +54,14 @@ fn a_rank_stays_away_from_its_tensor_parallel_group() {
 }
 
 #[test]
-fn a_rank_does_not_come_to_a_step_of_fsdp_over_tensor_parallelism() {
+fn a_rank_misses_a_step_of_fsdp_over_tensor_parallelism() {
     // Rank 3 waits for it in their row, ranks 0 and 1 in the columns and in their own row.
     let parts = ["Rank 2 has not entered all_", "in wait_for_shard", "(2 ranks)"];
     expect(&["sharded", "--parts", "sharded"], "missing_rank", &parts);
 }
 
 #[test]
-fn a_rank_stays_away_from_python_objects_on_gloo_beside_nccl() {
+fn a_rank_misses_an_object_collective_on_gloo_beside_nccl() {
     let parts = ["Rank 2 has not entered all_gather", "in wait_for_shard", "ranks 0-1, 3 wait for it"];
     expect(&["objects", "--parts", "objects"], "missing_rank", &parts);
 }
@@ -72,12 +72,12 @@ fn a_stage_of_a_pipeline_stops() {
 }
 
 #[test]
-fn a_rank_leaves_out_a_collective_and_goes_on() {
+fn a_rank_skips_a_collective_and_continues() {
     expect(&["skip"], "op_mismatch", &["rank 2 runs all_gather", "while ranks 0-1, 3 run all_reduce"]);
 }
 
 #[test]
-fn a_rank_leaves_out_a_bucket() {
+fn a_rank_skips_a_bucket() {
     expect(&["shapes"], "size_mismatch", &["rank 2 runs all_reduce of 64 elements", "run all_reduce of 32 elements"]);
 }
 
@@ -94,8 +94,7 @@ fn the_verdict_is_there_before_torch_ends_the_job_itself() {
     let ranks = torch.launch("torch_cuda.py", &arguments);
     check(&torch.job.wait_incident(1, LONG), "missing_rank", &["has not entered all_reduce", "in wait_for_shard"]);
     assert!(!ranks.stderr().contains(WATCHDOG), "{}", ranks.stderr());
-    // Nothing of ours keeps torch from what it does; the rank that stays away has nothing to time
-    // out.
+    // xpu_timer does not change what torch does; the missing rank has nothing to time out.
     wait_until(LONG, "the watchdogs of three ranks", || ranks.stderr().matches(WATCHDOG).count() >= 3);
 }
 

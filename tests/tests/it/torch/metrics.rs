@@ -1,5 +1,5 @@
 //! Every metric on a running job of four ranks, with its labels and its level, and its value
-//! against what is known of the job: sizes of collectives, shapes of products, and what the ranks
+//! against known values of the job: sizes of collectives, shapes of products, and what the ranks
 //! say that they have counted.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,7 +82,7 @@ fn of_every_rank(text: &str, name: &str, more: &[&str]) -> Vec<Sample> {
 /// Collections of garbage and batches by rank.
 type Counted = BTreeMap<String, (f64, f64)>;
 
-/// As the ranks say it: `rank 2 counted 31 40`.
+/// The output of the ranks: `rank 2 counted 31 40`.
 fn told(output: &str) -> Counted {
     let counts = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();

@@ -1,5 +1,5 @@
-//! Folders of every kind that a disk can hold, against `reference.py`: a second way to the same
-//! files, without our code.
+//! Folders of every kind that a disk can contain, against `reference.py`: an independent way to the
+//! same files, without our code.
 
 use super::{FILES, Output, binary, copy_rank6, dump, put, run, view_ok};
 use std::ffi::OsStr;
@@ -9,8 +9,8 @@ use std::process::Command;
 use xpu_timer_proto::Message;
 use xpu_timer_tests::{PATIENCE, Process, python, tree};
 
-/// Fails unless the files in `written` are what the dumps in `folder` give; the names of the files
-/// that hold no dump.
+/// Fails unless the files in `written` are the expected result of the dumps in `folder`; the names
+/// of the files that hold no dump.
 pub fn reference(folder: &Path, written: &Path) -> Vec<String> {
     let output = ask(folder, written);
     assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
@@ -52,7 +52,7 @@ fn the_reference_sees_every_kind_of_difference() {
 }
 
 #[test]
-fn broken_files_are_left_out_as_the_wire_format_says() {
+fn broken_files_are_skipped_according_to_the_wire_format() {
     let (dir, output) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let whole = fs::read(tree().join("tests/fixtures/rank6/in/00006-00008.stacktrace")).unwrap();
     let mut files: Vec<Vec<u8>> = Vec::new();
@@ -143,7 +143,7 @@ fn odd_names_of_ranks_worlds_and_folders() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_told_of_after_what_is_in_it() {
+fn a_folder_that_cannot_be_written_is_reported_after_the_groups() {
     let dir = tempfile::tempdir().unwrap();
     put(dir.path(), "0-1.stacktrace", &dump("R", &["f@x"], &["g@t.py:1"]));
     let told = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), OsStr::new("/proc/self/fd")]);
@@ -154,7 +154,7 @@ fn a_folder_that_cannot_be_written_is_told_of_after_what_is_in_it() {
 }
 
 #[test]
-fn a_rank_without_a_dump_is_told_with_its_node_its_end_and_the_reason() {
+fn a_rank_without_a_dump_is_listed_with_node_exit_and_reason() {
     use xpu_timer_proto::v1::{Evidence, Presence, RankEvidence};
     let dir = tempfile::tempdir().unwrap();
     put(dir.path(), "0-4.stacktrace", &dump("D (disk sleep)", &["f@x"], &["g@t.py:1"]));
