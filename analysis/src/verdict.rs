@@ -135,9 +135,10 @@ pub enum HangEvidence {
     /// Nothing does: the job moves, is idle, or the evidence does not tell.
     #[default]
     None,
-    /// An operation has been pending for longer than the hang timeout, and no culprit makes progress.
+    /// An operation has been pending for longer than the hang timeout, and no culprit makes
+    /// progress.
     PendingOperation,
-    /// A chain of waiting ends in a rank that is dead or stands still.
+    /// A wait chain ends in a rank that is dead or makes no progress.
     WaitChain,
 }
 
