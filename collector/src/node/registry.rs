@@ -282,8 +282,8 @@ impl Registry {
         self.ranks.values().filter(|rank| rank.has_process()).map(|rank| rank.job.clone()).collect()
     }
 
-    /// The ranks of a job in its newest attempt, in ascending order, at most one entry for each
-    /// rank, without helpers.
+    /// The ranks of a job in its newest attempt and its living ranks of earlier attempts, in
+    /// ascending order, at most one entry for each rank, without helpers.
     #[must_use]
     pub fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
         let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.past);

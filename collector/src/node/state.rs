@@ -181,7 +181,7 @@ impl NodeState {
 
     /// The newest attempt of a job here.
     pub(crate) fn attempt(&self, job: &JobKey) -> u32 {
-        self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
+        self.registry.of_job(job).into_iter().map(|rank| rank.info.attempt).max().unwrap_or(0)
     }
 
     /// Whether any work must not be cut off.
