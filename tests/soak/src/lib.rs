@@ -121,8 +121,8 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(sample::compare(&samples) && reached)
 }
 
-/// A program that starts short processes. In C, because Python takes ten times as long to end as the
-/// hook and the collector take for a process.
+/// A program that starts short processes. It is in C, because a Python process takes ten times as
+/// long to end as the hook and the collector take for it.
 fn short_processes(job: &Job, rate: f64) -> Result<Process> {
     let folder = job.dir.join("short");
     std::fs::create_dir_all(&folder)?;
