@@ -168,7 +168,7 @@ fn malformed_messages_are_reported_and_survived() {
         ("deadbeef".to_string(), "a packet that is not a message"),
         ("00".repeat(20_000), "a packet of more than 16384 bytes"),
         ("fa0600".into(), "a message of an unknown kind"),
-        (encode(Message::Hello(old)), "speaks protocol 2"),
+        (encode(Message::Hello(old)), "has protocol 2"),
         (encode(Message::Rank(RankInfo::default())), "sent a message before Hello"),
     ];
     for (packet, named) in packets {

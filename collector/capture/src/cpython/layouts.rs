@@ -1,4 +1,4 @@
-//! Printed by `layouts.c` for each CPython; `cargo xtask bless` writes it anew.
+//! Printed by `layouts.c` for each CPython; `cargo xtask bless` rewrites it.
 
 use super::{DebugOffsets, Layout};
 
