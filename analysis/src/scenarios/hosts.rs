@@ -714,7 +714,7 @@ fn words_agree_with_the_number_of_ranks() {
     let mut job = Job::with_world(4, 30);
     (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     (2..4).for_each(|rank| job.no_dump(rank));
-    let told = "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks), at an unknown place;";
+    let told = "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks); their place is unknown;";
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 
     for rank in 2..4 {

@@ -36,7 +36,7 @@ pub(crate) fn absent(
         (Presence::Missing, _) => {
             number.word(", and there is no data from it", ", and there is no data from them").to_owned()
         }
-        (_, false) => number.word(", at an unknown place", ", at an unknown place").to_owned(),
+        (_, false) => number.word("; its place is unknown", "; their place is unknown").to_owned(),
         (_, true) => case.location_clause(rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));

@@ -134,7 +134,7 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
     let all = case.world.views.len();
     let known = match known {
         Known::NoRank => "there is no data from any rank".to_owned(),
-        Known::NoStack => "there is no stack of any rank, and no operation is pending".to_owned(),
+        Known::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
         Known::Together => {
             format!("no operation is pending on any rank, and all {all} ranks are{}", case.place(0))
         }
