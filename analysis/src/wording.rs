@@ -128,6 +128,14 @@ fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
+/// The same as a clause: `; it is at train.py:41 in load`.
+fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    match rank_indices {
+        [rank_index] => case.location_clause(*rank_index, Number::One),
+        _ => String::new(),
+    }
+}
+
 /// The reasons why the evidence excludes a cause.
 pub(crate) mod ruled_out {
     use crate::{case::Case, graph::Event};

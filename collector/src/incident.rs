@@ -38,6 +38,21 @@ pub struct Head {
     pub late_ns: u64,
 }
 
+#[cfg(test)]
+impl Head {
+    /// An incident of job `j`.
+    pub(crate) fn for_test() -> Self {
+        Head {
+            id: "1".into(),
+            job: JobKey { name: "j".into(), instance: String::new() },
+            attempt: 0,
+            trigger: Trigger::default(),
+            opened: Now { mono_ns: 1, unix_ns: 1 },
+            late_ns: 0,
+        }
+    }
+}
+
 /// The plan of a dump, on a node and at the cluster collector.
 #[derive(Debug, Clone)]
 pub struct Plan {

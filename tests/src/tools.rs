@@ -102,6 +102,16 @@ pub fn compile_c(dir: &Path, name: &str, source: &str, arguments: &[&str]) -> Pa
     output
 }
 
+/// Compiles a library whose calls do nothing into `dir`: a driver (`-DDRIVER`), a collective library
+/// (`-DCOLLECTIVES`), MPI (`-DMPI`) or a BLAS (`-DBLAS`).
+///
+/// # Panics
+/// It does not compile.
+pub fn idle_library(dir: &Path, soname: &str, part: &str) {
+    let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).expect("the source of the stubs");
+    compile_c(dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
+}
+
 /// Sends an HTTP request to a port of this machine. Returns the status and the body. The method is
 /// GET or POST.
 ///

@@ -3,7 +3,7 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, line, place_of_one};
+use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one};
 use crate::{
     case::Case,
     graph::Event,
@@ -72,10 +72,9 @@ pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> St
 /// Ranks whose records end in a collective that the others completed.
 pub(crate) fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
-    let (what, place) = (case.describe(event), place_of_one(case, silent));
-    let stands = if place.is_empty() { "" } else { "; it is" };
+    let (what, place) = (case.describe(event), location_of_one(case, silent));
     Statement::Sentence(format!(
-        "{} recorded nothing after entering {what}, which {} completed{stands}{place}.",
+        "{} recorded nothing after entering {what}, which {} completed{place}.",
         who.capital(),
         others.text()
     ))
@@ -96,15 +95,15 @@ pub(crate) fn fell_silent_line(
 /// Ranks that have begun a collective of a host library and do not wait for it as the others do.
 pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
-    let (number, place) = (who.number(), place_of_one(case, away));
+    let number = who.number();
     Statement::Sentence(format!(
-        "{} {} started {} and {} not wait for it, unlike {}{}{place}.",
+        "{} {} started {} and {} not wait for it, unlike {}{}.",
         who.capital(),
         number.has(),
         case.describe(event),
         number.does(),
         others.text(),
-        if place.is_empty() { "" } else { "; it is" },
+        location_of_one(case, away),
     ))
 }
 
@@ -147,15 +146,11 @@ pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> Ev
 /// Ranks whose call returned without taking part in the collective that the others are in.
 pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
-    let (number, place) = (who.number(), place_of_one(case, completed_by));
+    let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let stands = match (place.is_empty(), gone) {
-        (_, true) => "; it has exited since then".to_owned(),
-        (true, false) => String::new(),
-        (false, false) => format!("; it is{place}"),
-    };
+    let now = if gone { "; it has exited since then".to_owned() } else { location_of_one(case, completed_by) };
     Statement::Sentence(format!(
-        "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{stands}.",
+        "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{now}.",
         who.capital(),
         case.describe(event),
         number.its(),

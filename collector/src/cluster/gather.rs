@@ -38,8 +38,8 @@ use crate::{
 /// What the thread gathers, and where.
 #[derive(Debug, Clone)]
 pub struct GatherPlan {
-    /// The plan of the dump.
-    pub plan: Plan,
+    /// The dump of the job.
+    pub dump: Plan,
     /// Ranks of the job.
     pub world_size: u32,
     /// The folder of the incident; `None` if none could be made.
@@ -87,17 +87,17 @@ const VIEW: Duration = Duration::from_secs(60);
 /// # Errors
 /// If no thread can be started.
 pub fn start(
-    task: GatherPlan,
+    plan: GatherPlan,
     report: impl Fn(GatherEvent) + Send + 'static,
 ) -> Result<mpsc::Sender<GatherTask>, Error> {
     let (sender, work) = mpsc::channel();
-    let run = move || Gather::new(task).run(&work, &report);
+    let run = move || Gather::new(plan).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
     Ok(sender)
 }
 
 struct Gather {
-    task: GatherPlan,
+    plan: GatherPlan,
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
@@ -121,7 +121,7 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
     /// Continues with the files that an earlier gathering of this incident has written.
-    fn new(task: GatherPlan) -> Self {
+    fn new(plan: GatherPlan) -> Self {
         let mut gather = Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
@@ -129,9 +129,9 @@ impl Gather {
             written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
-            task,
+            plan,
         };
-        let kept = if gather.task.is_new_round { None } else { gather.read(TREES) };
+        let kept = if gather.plan.is_new_round { None } else { gather.read(TREES) };
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
@@ -141,7 +141,7 @@ impl Gather {
     }
 
     fn read(&self, name: &str) -> Option<Vec<u8>> {
-        fs::read(self.task.folder.as_ref()?.join(name)).ok()
+        fs::read(self.plan.folder.as_ref()?.join(name)).ok()
     }
 
     /// Loads the ranks into memory again to add to them.
@@ -204,27 +204,27 @@ impl Gather {
         self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
-        let plan = self.task.plan.clone();
-        let mut evidence = Evidence { world_size: self.task.world_size, ..plan.evidence() };
+        let mut evidence = Evidence { world_size: self.plan.world_size, ..self.plan.dump.evidence() };
         // The bytes are written first, so that they are not in memory together with what is decoded
         // from them.
         let written = self.write_evidence(&evidence);
         let count = self.ranks.len();
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judging::judge(&evidence);
-        info!("incident {}: {count} ranks judged in {:.0?}", plan.head.id, begun.elapsed());
+        info!("incident {}: {count} ranks judged in {:.0?}", self.plan.dump.head.id, begun.elapsed());
         // The ranks are freed before the stacks are written, unless they exist only in memory.
         let ranks = std::mem::take(&mut evidence.ranks);
         if !self.written {
             self.ranks.extend(ranks);
         }
-        plan.date(&mut verdict);
+        self.plan.dump.date(&mut verdict);
         verdict.timing.errors.extend(errors);
         verdict.timing.errors.append(&mut self.errors);
         verdict.timing.errors.extend(written.err());
         verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
         // Uses the wall clock, because the collector may have restarted in between.
-        let since = Now::get().unix_ns.saturating_sub(plan.head.opened.unix_ns) + plan.head.late_ns;
+        let head = &self.plan.dump.head;
+        let since = Now::get().unix_ns.saturating_sub(head.opened.unix_ns) + head.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         if let Some(folder) = self.folder() {
             folder.release_reserve();
@@ -254,14 +254,14 @@ impl Gather {
     }
 
     fn folder(&self) -> Option<Folder> {
-        self.task.folder.clone().map(|path| Folder { path })
+        self.plan.folder.clone().map(|path| Folder { path })
     }
 
     /// Logs an error and returns its text for the verdict.
     fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
-            warn!("incident {}: {problem}", self.task.plan.head.id);
+            warn!("incident {}: {problem}", self.plan.dump.head.id);
             problem
         })
     }
@@ -269,13 +269,13 @@ impl Gather {
     /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
     /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
-        let (Some(folder), Some(rank)) = (self.task.folder.clone(), rank_of(&piece.name)) else { return };
+        let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
         if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
         let part = folder.join(partial_name(&piece.name));
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
-            warn!("incident {}: {}: {error}", self.task.plan.head.id, part.display());
+            warn!("incident {}: {}: {error}", self.plan.dump.head.id, part.display());
             self.files.remove(&rank);
             // Remove an incomplete file.
             let _ = fs::remove_file(&part);
@@ -315,7 +315,7 @@ impl Gather {
 
     /// Removes incomplete files.
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
-        let Some(folder) = &self.task.folder else { return };
+        let Some(folder) = &self.plan.folder else { return };
         for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
             let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
         }
@@ -326,16 +326,16 @@ impl Gather {
         let half = std::mem::take(&mut self.files);
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
-            warn!("incident {}: {problem}", self.task.plan.head.id);
+            warn!("incident {}: {problem}", self.plan.dump.head.id);
             let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
                 verdict.timing.errors.push(problem)
             });
             if let Err(error) = changed {
-                warn!("incident {}: {}", self.task.plan.head.id, chain(&error));
+                warn!("incident {}: {}", self.plan.dump.head.id, chain(&error));
             }
         }
         if let Err(error) = folder.link_latest() {
-            warn!("incident {}: {}", self.task.plan.head.id, chain(&error));
+            warn!("incident {}: {}", self.plan.dump.head.id, chain(&error));
         }
     }
 }
@@ -347,25 +347,15 @@ fn partial_name(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::Trigger;
-
     use super::*;
-    use crate::{incident::Head, job::JobKey};
+    use crate::incident::Head;
 
     #[test]
     fn a_node_has_one_file_for_each_rank() {
         let folder = tempfile::tempdir().unwrap();
-        let head = Head {
-            id: "1".into(),
-            job: JobKey { name: "j".into(), instance: String::new() },
-            attempt: 0,
-            trigger: Trigger::default(),
-            opened: Now { mono_ns: 1, unix_ns: 1 },
-            late_ns: 0,
-        };
         let second = Duration::from_secs(1);
         let mut gather = Gather::new(GatherPlan {
-            plan: Plan { head, hang_timeout: second, sample_interval: second },
+            dump: Plan { head: Head::for_test(), hang_timeout: second, sample_interval: second },
             world_size: 8,
             folder: Some(folder.path().into()),
             is_new_round: true,

@@ -243,20 +243,10 @@ impl Incident {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::Trigger;
-
     use super::*;
-    use crate::{job::JobKey, os::clock::Now};
 
     fn incident() -> Incident {
-        let mut incident = Incident::new(Head {
-            id: "1".into(),
-            job: JobKey { name: "j".into(), instance: String::new() },
-            attempt: 0,
-            trigger: Trigger::default(),
-            opened: Now { mono_ns: 1, unix_ns: 1 },
-            late_ns: 0,
-        });
+        let mut incident = Incident::new(Head::for_test());
         let part = Part {
             progress: Progress::Requested,
             ranks: RankSet::from_iter([0, 1]),

@@ -23,6 +23,8 @@ use crate::{
 
 /// Only the newest folders are searched: an open incident is not older than its job.
 const NEWEST: usize = 500;
+/// The same for a cluster collector.
+const NEWEST_OF_CLUSTER: usize = 200;
 /// Upper limit for a verdict; a larger file was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
@@ -42,10 +44,7 @@ pub struct OpenIncident {
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
     verdict_files::finish_leftovers(root);
-    let mut folders = own_folders(root);
-    folders.reverse();
-    let of = |folder: PathBuf| {
-        let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
+    let of = |(folder, record): (PathBuf, Record)| {
         if record.boot != boot {
             return None;
         }
@@ -59,22 +58,27 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
         let verdict = verdict(&folder)?;
         (verdict.timing.status == Status::Open).then_some(OpenIncident { folder, record, verdict: Some(verdict) })
     };
-    folders.into_iter().take(NEWEST).filter_map(of).collect()
+    recorded(root, RECORD, NEWEST).filter_map(of).collect()
 }
 
 /// The incidents that an earlier cluster collector left open. The nodes keep their part in them, so
 /// they outlast a boot of this machine.
 #[must_use]
 pub fn open_in_cluster(root: &Path) -> Vec<OpenIncident> {
-    let mut folders = own_folders(root);
-    folders.reverse();
-    let of = |folder: PathBuf| {
-        let record: Record = serde_json::from_slice(&read(&folder.join(CLUSTER_RECORD))?).ok()?;
+    let of = |(folder, record): (PathBuf, Record)| {
         let verdict = verdict(&folder);
         let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);
         open.then_some(OpenIncident { folder, record, verdict })
     };
-    folders.into_iter().take(NEWEST).filter_map(of).collect()
+    recorded(root, CLUSTER_RECORD, NEWEST_OF_CLUSTER).filter_map(of).collect()
+}
+
+/// The newest folders with a record of this name, newest first.
+fn recorded(root: &Path, name: &str, newest: usize) -> impl Iterator<Item = (PathBuf, Record)> {
+    own_folders(root).into_iter().rev().take(newest).filter_map(move |folder| {
+        let record = serde_json::from_slice(&read(&folder.join(name))?).ok()?;
+        Some((folder, record))
+    })
 }
 
 /// All incidents below some roots, oldest first, as `/incidents` shows them. On a file system that
@@ -303,7 +307,7 @@ mod tests {
             let (folder, _) = folder::Folder::create(root.path(), root.path(), id).unwrap();
             let record =
                 Record { id: id.into(), boot: "b".into(), job: "j".into(), writer: writer.into(), ..Record::default() };
-            verdict_files::write_record(&folder.path, RECORD, &record);
+            verdict_files::write_record(&folder.path, &record);
             if !file.is_empty() {
                 folder.write(file, b"").unwrap();
             }

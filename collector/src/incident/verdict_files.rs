@@ -73,12 +73,19 @@ pub const RECORD: &str = ".collector.json";
 /// Name of the file with the state of an incident for the next cluster collector.
 pub const CLUSTER_RECORD: &str = ".cluster.json";
 
-/// Writes the record into the file with this name.
-pub fn write_record(path: &Path, name: &str, record: &Record) {
-    let json = serde_json::to_vec_pretty(record).unwrap_or_default();
-    if let Err(error) = (Folder { path: path.into() }).write(name, &json) {
+/// Writes the record of a node collector. Logs an error.
+pub fn write_record(path: &Path, record: &Record) {
+    if let Err(error) = try_write_record(path, RECORD, record) {
         info!("incident {}: a restarted collector will not know this incident: {}", record.id, chain(&error));
     }
+}
+
+/// Writes the record into the file with this name.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn try_write_record(path: &Path, name: &str, record: &Record) -> Result<(), Error> {
+    Folder { path: path.into() }.write(name, &serde_json::to_vec_pretty(record).unwrap_or_default())
 }
 
 /// Upper limit for the first line of the reserve file, which names its writer.

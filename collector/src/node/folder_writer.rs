@@ -23,7 +23,7 @@ use crate::{
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
         part::{PART, Part, PartLocation},
-        verdict_files::{RECORD, write_record, write_verdict},
+        verdict_files::{write_record, write_verdict},
         viewer,
     },
     node::{
@@ -125,7 +125,7 @@ fn write_folder(
         return (None, false, part_of(found, verdict.timing.errors.clone()).map(PartLocation::InMemory));
     };
     if !task.is_part() {
-        write_record(&folder.path, RECORD, &task.record);
+        write_record(&folder.path, &task.record);
     }
     let given_up = || {
         folder.give_up();

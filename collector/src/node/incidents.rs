@@ -21,7 +21,7 @@ use crate::{
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
-        verdict_files::{self, RECORD, set_status, try_write_verdict, write_record},
+        verdict_files::{self, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
     node::{
@@ -199,7 +199,7 @@ impl NodeState {
         let Some(incident) = self.engine.get(id) else { return };
         let record = self.record_of(incident);
         let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.submit(&root, move || write_record(&path, RECORD, &record));
+        self.disk.submit(&root, move || write_record(&path, &record));
     }
 
     fn record_of(&self, incident: &Incident) -> Record {

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, python, tree};
+use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, idle_library, python, tree};
 
 use crate::{
     report::Report,
@@ -77,10 +77,11 @@ impl Bench {
         let hook = artifacts.hook();
         ensure!(hook.exists(), "{} is missing: build it with cargo build --release -p xpu_timer_hook", hook.display());
         let bench = Bench { hook, folder: tempfile::tempdir()? };
-        let stubs = "hook_stubs.c";
-        bench.compile(stubs, "libcuda.so.1", &["-DDRIVER", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"])?;
-        bench.compile(stubs, "libnccl.so.2", &["-DCOLLECTIVES", "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2"])?;
-        bench.compile(stubs, "libmpi.so.40", &["-DMPI", "-fPIC", "-shared", "-Wl,-soname,libmpi.so.40"])?;
+        for (soname, part) in
+            [("libcuda.so.1", "-DDRIVER"), ("libnccl.so.2", "-DCOLLECTIVES"), ("libmpi.so.40", "-DMPI")]
+        {
+            idle_library(bench.folder.path(), soname, part);
+        }
         let link = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2", "-l:libmpi.so.40", "-Wl,-rpath,$ORIGIN", "-pthread"];
         bench.compile("hook_calls.c", "hook_calls", &link)?;
         bench.compile("hook_start.c", "hook_start", &[])?;

@@ -7,7 +7,6 @@
 mod sample;
 
 use std::{
-    path::PathBuf,
     sync::{
         Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -22,7 +21,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use xpu_timer_tests::{Job, Process, compile_c, http, python, tree};
+use xpu_timer_tests::{Job, Process, compile_c, http, idle_library, python, tree};
 
 use sample::Sample;
 
@@ -126,16 +125,10 @@ pub fn run(options: &Options) -> Result<bool> {
 fn short_processes(job: &Job, rate: f64) -> Result<Process> {
     let folder = job.dir.join("short");
     std::fs::create_dir_all(&folder)?;
-    let compile = |source: &str, name: &str, arguments: &[&str]| -> Result<PathBuf> {
-        let source = std::fs::read_to_string(tree().join(source)).with_context(|| source.to_owned())?;
-        Ok(compile_c(&folder, name, &source, arguments))
-    };
-    let driver = "libcuda.so.1";
-    let library = ["-O2", "-fPIC", "-shared", "-DDRIVER", &format!("-Wl,-soname,{driver}")];
-    compile("tests/bench/targets/hook_stubs.c", driver, &library)?;
+    idle_library(&folder, "libcuda.so.1", "-DDRIVER");
+    let source = std::fs::read_to_string(tree().join("tests/soak/programs/short.c"))?;
     let beside = format!("-L{}", folder.display());
-    let link = ["-O2", &beside, &format!("-l:{driver}"), "-Wl,-rpath,$ORIGIN"];
-    let program = compile("tests/soak/programs/short.c", "short", &link)?;
+    let program = compile_c(&folder, "short", &source, &["-O2", &beside, "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
     let mut command = job.launch(program);
     command.args([rate.to_string(), MOST_AT_ONCE.to_string()]);
     Ok(Process::spawn(command.env_remove("LD_LIBRARY_PATH")))

@@ -4,17 +4,12 @@
 use std::process::Command;
 
 use xpu_timer_proto::server::Stacktrace;
-use xpu_timer_tests::{FakeCollector, Job, PATIENCE, Process, ReadMode, artifacts, compile_c, http, tree};
+use xpu_timer_tests::{FakeCollector, Job, PATIENCE, Process, ReadMode, artifacts, compile_c, http, idle_library};
 
 /// A driver and a collective library that do nothing, in the job's folder.
 pub fn idle_libraries(job: &Job) {
-    idle_library(job, "libcuda.so.1", "-DDRIVER");
-    idle_library(job, "libnccl.so.2", "-DCOLLECTIVES");
-}
-
-pub fn idle_library(job: &Job, soname: &str, part: &str) {
-    let stubs = std::fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
-    compile_c(&job.dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
+    idle_library(&job.dir, "libcuda.so.1", "-DDRIVER");
+    idle_library(&job.dir, "libnccl.so.2", "-DCOLLECTIVES");
 }
 
 /// A program linked to them, under the hook.
@@ -51,7 +46,7 @@ fn no_hooked_call_allocates_but_the_first_ones() {
         ("libnccl.so.2", "-DCOLLECTIVES"),
     ];
     for (soname, part) in libraries {
-        idle_library(&job, soname, part);
+        idle_library(&job.dir, soname, part);
     }
     let folder = format!("-L{}", job.dir.display());
     let named = libraries.map(|(soname, _)| format!("-l:{soname}"));

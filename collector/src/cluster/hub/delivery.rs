@@ -181,8 +181,8 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
             let summary = self.nodes.job(&incident.head.job);
-            let task = GatherPlan {
-                plan: Plan {
+            let plan = GatherPlan {
+                dump: Plan {
                     head: incident.head.clone(),
                     hang_timeout: Duration::from_millis(summary.hang_timeout_ms),
                     sample_interval: Duration::from_millis(summary.sample_interval_ms),
@@ -194,7 +194,7 @@ impl Hub {
             let (commands, name) = (self.commands.clone(), id.to_string());
             // Fails only when the process ends.
             let report = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
-            match gather::start(task, report) {
+            match gather::start(plan, report) {
                 Ok(sender) => incident.work = Some(sender),
                 Err(error) => {
                     warn!("incident {id}: {}", chain(&error));

@@ -18,7 +18,7 @@ use crate::{
         Head, State,
         engine::Record,
         folder::Folder,
-        verdict_files::{CLUSTER_RECORD, write_record},
+        verdict_files::{CLUSTER_RECORD, try_write_record},
     },
     job::{JobKey, NodeId},
     os::clock::{self, Now},
@@ -148,8 +148,11 @@ impl Hub {
         let name = id.to_string();
         let make = move || {
             let made = Folder::create(&root, &fallback, &name);
-            if let Ok((folder, _)) = &made {
-                write_record(&folder.path, CLUSTER_RECORD, &record);
+            if let Ok((folder, _)) = &made
+                && let Err(error) = try_write_record(&folder.path, CLUSTER_RECORD, &record)
+            {
+                let why = chain(&error);
+                warn!("incident {}: a restarted cluster collector will not know this incident: {why}", record.id);
             }
             made
         };

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use xpu_timer_tests::{Artifacts, Job, PATIENCE, Process, tree};
+use xpu_timer_tests::{Artifacts, Job, PATIENCE, Process, compile_c, idle_library, tree};
 
 use super::nodes::RANKS;
 use crate::{
@@ -115,18 +115,11 @@ fn launched(job: &Job) -> Result<Vec<u64>> {
 }
 
 fn compile(folder: &Path) -> Result<()> {
-    let targets = tree().join("tests/bench/targets");
-    let library = ["-fPIC", "-shared"];
-    let program = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2"];
-    for (source, output, arguments) in [
-        ("hook_stubs.c", "libcuda.so.1", [&library[..], &["-DDRIVER", "-Wl,-soname,libcuda.so.1"]].concat()),
-        ("hook_stubs.c", "libnccl.so.2", [&library[..], &["-DCOLLECTIVES", "-Wl,-soname,libnccl.so.2"]].concat()),
-        ("idle_rank.c", "idle_rank", program.to_vec()),
-    ] {
-        let mut gcc = Command::new("gcc");
-        gcc.current_dir(folder).args(["-O2", "-o", output]).arg(targets.join(source)).args(arguments);
-        let result = gcc.output().context("gcc cannot be run")?;
-        ensure!(result.status.success(), "{source}: {}", String::from_utf8_lossy(&result.stderr));
+    for (soname, part) in [("libcuda.so.1", "-DDRIVER"), ("libnccl.so.2", "-DCOLLECTIVES")] {
+        idle_library(folder, soname, part);
     }
+    let source = std::fs::read_to_string(tree().join("tests/bench/targets/idle_rank.c"))?;
+    let beside = format!("-L{}", folder.display());
+    compile_c(folder, "idle_rank", &source, &["-O2", &beside, "-l:libcuda.so.1", "-l:libnccl.so.2"]);
     Ok(())
 }

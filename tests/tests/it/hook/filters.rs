@@ -11,16 +11,16 @@ use xpu_timer_proto::{
     ring::{filtered, header},
     v1::Op,
 };
-use xpu_timer_tests::{FakeCollector, Job, Output, PATIENCE, Process, ReadMode, wait_until};
+use xpu_timer_tests::{FakeCollector, Job, Output, PATIENCE, Process, ReadMode, idle_library, wait_until};
 
-use crate::cost::{hooked_program, idle_libraries, idle_library};
+use crate::cost::{hooked_program, idle_libraries};
 
 const SOURCE: &str = include_str!("filters.c");
 
 /// Makes the libraries of the program, and returns the options of its linker.
 fn libraries(job: &Job) -> Vec<String> {
     idle_libraries(job);
-    idle_library(job, "libmpi.so.40", "-DMPI");
+    idle_library(&job.dir, "libmpi.so.40", "-DMPI");
     let folder = format!("-L{}", job.dir.display());
     let link =
         ["-O2", &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-l:libmpi.so.40", "-Wl,-rpath,$ORIGIN", "-pthread"];
