@@ -102,8 +102,8 @@ pub fn compile_c(dir: &Path, name: &str, source: &str, arguments: &[&str]) -> Pa
     output
 }
 
-/// Compiles a library whose calls do nothing into `dir`: a driver (`-DDRIVER`), a collective library
-/// (`-DCOLLECTIVES`), MPI (`-DMPI`) or a BLAS (`-DBLAS`).
+/// Compiles a library whose calls do nothing into `dir`: a driver (`-DDRIVER`), a collective
+/// library (`-DCOLLECTIVES`), MPI (`-DMPI`) or a BLAS (`-DBLAS`).
 ///
 /// # Panics
 /// It does not compile.
