@@ -9,7 +9,7 @@ use std::{
     sync::LazyLock,
 };
 
-use xpu_timer_proto::v1::JobId;
+use xpu_timer_proto::{procfs, v1::JobId};
 
 use crate::{http::access::is_loopback, os::process};
 
@@ -104,7 +104,7 @@ static HERE: LazyLock<String> = LazyLock::new(|| {
     // A container may have its own loopback.
     let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string()).unwrap_or_default();
     let mut hasher = DefaultHasher::new();
-    (process::boot_id(), namespace).hash(&mut hasher);
+    (procfs::boot_id(), namespace).hash(&mut hasher);
     format!(" on {} {:08x}", process::host_name(), hasher.finish() as u32)
 });
 

@@ -2,8 +2,9 @@
 //!
 //! Everything that crosses a process boundary is defined only here: the `.stacktrace` file, the
 //! flight record, the hook's shared ring, the messages between hook, node and cluster, and the
-//! environment variables. This crate depends on no other member and contains no unsafe code. Its
-//! only I/O is [`mod@file`], which all programs share.
+//! environment variables. [`procfs`] reads what the kernel reports about processes, for all
+//! members. This crate depends on no other member and contains no unsafe code. Its only I/O is
+//! [`mod@file`], [`procfs`] and the checks of [`socket`], which all programs share.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "grpc")]
@@ -13,6 +14,7 @@ pub mod family;
 pub mod file;
 pub mod lenient;
 pub mod printable;
+pub mod procfs;
 pub mod ring;
 pub mod secrets;
 pub mod socket;

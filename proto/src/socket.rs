@@ -5,16 +5,15 @@
 //! same folders in the same order.
 
 use std::{
-    ffi::OsString,
     fs, io,
-    os::unix::{
-        ffi::{OsStrExt, OsStringExt},
-        fs::MetadataExt,
-    },
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
 };
 
-use crate::env::{Origin, Source};
+use crate::{
+    env::{Origin, Source},
+    procfs::{self, Mount},
+};
 
 /// Settings that a collector applies to all of its ranks. A job with other values gets its own
 /// collector. Settings that differ between ranks, such as timeouts, are sent when a rank registers.
@@ -107,7 +106,7 @@ pub fn place(source: &Source, uid: u32, look: &SocketChecks<'_>) -> SocketLocati
 
 /// The mount table of this process. Reading it does not access the file systems.
 fn mounts() -> String {
-    fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
+    procfs::mounts("self").unwrap_or_default()
 }
 
 /// Whether a path is on a network file system. The file system is not accessed.
@@ -218,37 +217,15 @@ const LOCAL: [&str; 2] = ["fuse.fuse-overlayfs", "fuse.lxcfs"];
 /// The type of the path's file system if it is one of [`REMOTE`], from the mount table alone: the
 /// file system is not accessed.
 fn remote<'a>(path: &Path, mounts: &'a str) -> Option<&'a str> {
-    // … ID PARENT DEVICE ROOT POINT OPTIONS … - KIND SOURCE OPTIONS. If two mounts have the same
-    // mount point, the later one is visible.
-    let mount = |line: &'a str| {
-        let (first, last) = line.split_once(" - ")?;
-        let point = unescaped(first.split(' ').nth(4)?);
-        path.starts_with(&point).then(|| (point.components().count(), last.split(' ').next().unwrap_or_default()))
+    // If two mounts have the same mount point, the later one is visible.
+    let depth = |mount: Mount<'a>| {
+        let point = mount.point();
+        path.starts_with(&point).then(|| (point.components().count(), mount.file_system_type))
     };
-    let (_, kind) = mounts.lines().filter_map(mount).max_by_key(|(depth, _)| *depth)?;
+    let (_, kind) = procfs::parse_mounts(mounts).filter_map(depth).max_by_key(|(depth, _)| *depth)?;
     let is_remote =
         REMOTE.iter().any(|name| kind == *name || kind.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')));
     (is_remote && !LOCAL.contains(&kind)).then_some(kind)
-}
-
-/// A path in the mount table, in which spaces are written as `\040`.
-fn unescaped(text: &str) -> PathBuf {
-    let octal = |code: &str| code.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-    let mut pieces = text.split('\\');
-    let mut bytes = pieces.next().unwrap_or_default().as_bytes().to_vec();
-    for piece in pieces {
-        match octal(piece) {
-            Some(byte) => {
-                bytes.push(byte);
-                bytes.extend_from_slice(&piece.as_bytes()[3..]);
-            }
-            None => {
-                bytes.push(b'\\');
-                bytes.extend_from_slice(piece.as_bytes());
-            }
-        }
-    }
-    OsString::from_vec(bytes).into()
 }
 
 /// A setting that a collector applies to all of its ranks, without its value, which may be a

@@ -12,6 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use xpu_timer_proto::procfs;
 
 use crate::set_up::{finish, remove, set_up};
 
@@ -89,9 +90,8 @@ pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
 ///
 /// # Errors The child does not exist yet, or has ended.
 pub fn only_child(pid: i32) -> Result<i32> {
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
-    let child = children.split_whitespace().next().with_context(|| format!("process {pid} has no child"))?;
-    Ok(child.parse()?)
+    let children = procfs::children(pid, 1).unwrap_or_default();
+    children.first().copied().with_context(|| format!("process {pid} has no child"))
 }
 
 fn debootstrap(root: &Path) -> Result<()> {

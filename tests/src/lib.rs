@@ -24,6 +24,6 @@ pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
 pub use pypi::{PypiMpi, PypiTorch};
 pub use tools::{
-    PATIENCE, compile_c, http, idle_library, in_parallel, processes_with, python, python_version, skip, tree,
-    wait_until,
+    PATIENCE, compile_c, has_variable, http, idle_library, in_parallel, processes_with, python, python_version, skip,
+    tree, wait_until,
 };

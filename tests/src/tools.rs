@@ -12,6 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use xpu_timer_proto::procfs;
+
 /// Timeout for something that takes well under a second on a quiet machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -78,15 +80,14 @@ pub fn python_version(version: &str) -> Option<PathBuf> {
 /// Running processes with this variable and value in their environment.
 #[must_use]
 pub fn processes_with(name: &str, value: &str) -> Vec<i32> {
-    let variable = format!("{name}={value}");
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter(|pid: &i32| {
-            let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environ.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
-        })
-        .collect()
+    procfs::pids().filter(|pid| has_variable(*pid, name, value)).collect()
+}
+
+/// Whether the process has this variable and value in its environment.
+#[must_use]
+pub fn has_variable(pid: i32, name: &str, value: &str) -> bool {
+    let environ = procfs::environ(pid).unwrap_or_default();
+    environ.split(|byte| *byte == 0).any(|entry| entry == format!("{name}={value}").as_bytes())
 }
 
 /// Compiles a C source text with gcc into `dir/name`.

@@ -2,8 +2,9 @@
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
+use xpu_timer_proto::procfs;
+
 use crate::{
-    kernel::procfs,
     objects::Images,
     process::{Job, Options, worker},
     stacks::{ProcessCapture, Stacks},

@@ -2,6 +2,8 @@
 
 use std::{io, path::PathBuf};
 
+use xpu_timer_proto::procfs;
+
 /// Why something could not be captured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -9,13 +11,8 @@ pub enum Error {
     #[error("process {0} is gone")]
     Gone(i32),
     /// A file of `/proc` cannot be read.
-    #[error("{path}: {source}", path = path.display())]
-    Procfs {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Procfs(#[from] procfs::Error),
     /// Memory of the target cannot be read.
     #[error("memory of process {pid} at {address:#x}: {source}")]
     Memory {
@@ -93,7 +90,8 @@ impl Error {
     pub(crate) fn is_gone(&self) -> bool {
         match self {
             Error::Gone(_) => true,
-            Error::Procfs { source, .. } | Error::Memory { source, .. } => {
+            Error::Procfs(error) => error.is_gone(),
+            Error::Memory { source, .. } => {
                 source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ESRCH)
             }
             // ECHILD: there is no such thread to wait for, although it was traced before.
@@ -105,9 +103,9 @@ impl Error {
     /// Whether the kernel refused for lack of permission.
     pub(crate) fn is_denied(&self) -> bool {
         match self {
-            Error::Procfs { source, .. } | Error::Ptrace { source, .. } | Error::Memory { source, .. } => {
-                source.kind() == io::ErrorKind::PermissionDenied
-            }
+            Error::Procfs(procfs::Error { source, .. })
+            | Error::Ptrace { source, .. }
+            | Error::Memory { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,
             _ => false,
         }
     }

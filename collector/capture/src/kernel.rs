@@ -1,7 +1,7 @@
-//! What the kernel reports about processes, threads and sockets: `/proc` and netlink.
+//! What the kernel reports about processes, threads and sockets: what
+//! [`procfs`](xpu_timer_proto::procfs) does not read, and netlink.
 
 pub(crate) mod awaited;
 pub(crate) mod mappings;
 pub(crate) mod permission;
-pub(crate) mod procfs;
 pub mod sock_diag;

@@ -38,7 +38,7 @@ mod symbols;
 
 pub use capturer::Capturer;
 pub use error::Error;
-pub use kernel::{procfs::children, sock_diag};
+pub use kernel::sock_diag;
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
 pub use stacks::{CodeLocation, Function, ProcessCapture, Stacks};

@@ -14,7 +14,9 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{error::Error, kernel::procfs::Mapping};
+use xpu_timer_proto::procfs::Mapping;
+
+use crate::error::Error;
 
 /// Copies memory of a process. `tid` may be any of its live threads. Returns the number of copied
 /// bytes, which is less than requested if the rest is not mapped.

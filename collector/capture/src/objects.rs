@@ -25,7 +25,9 @@ use std::{
     },
 };
 
-use crate::{error::Error, kernel::procfs::Mapping, memory};
+use xpu_timer_proto::procfs::Mapping;
+
+use crate::{error::Error, memory};
 
 use bytes::Bytes;
 use image::Image;

@@ -12,12 +12,14 @@ use tokio::sync::mpsc;
 use tonic::Status;
 use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
+use xpu_timer_proto::{
+    procfs::TICK_NS,
+    v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message},
+};
 
 use crate::{
     cluster::joins::{self, Unit},
     job::{self, JobKey, NodeId, StreamId},
-    os::process::TICK_NS,
 };
 
 /// A message to a node. Boxed, because a channel allocates room for 32 messages at once and each

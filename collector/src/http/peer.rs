@@ -7,9 +7,7 @@
 //! connects and closes at once is unknown, not root.
 
 use std::{
-    fs::File,
-    io::{BufRead, BufReader},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     time::{Duration, Instant},
 };
 
@@ -17,6 +15,7 @@ use xpu_timer_capture::sock_diag::{
     self, AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponse, InetResponseHeader, Scope,
     SocketId, StateFlags,
 };
+use xpu_timer_proto::procfs::{self, LISTEN, TcpSocket};
 
 /// Looks up owners of sockets in this network namespace.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +36,6 @@ struct Entry {
 }
 
 const ESTABLISHED: u8 = 1;
-const LISTEN: u8 = 10;
 /// States of a socket whose process may have sent a request: established or half closed.
 const CONNECTED: [u8; 4] = [ESTABLISHED, 4, 5, 8];
 
@@ -121,37 +119,14 @@ fn entry(found: &InetResponseHeader, local: SocketAddr, remote: SocketAddr) -> O
 
 /// As [`by_netlink`], from `/proc/net/tcp`.
 fn by_proc(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
-    ["/proc/self/net/tcp", "/proc/self/net/tcp6"].iter().find_map(|table| {
-        let lines = BufReader::new(File::open(table).ok()?).lines();
-        lines.map_while(Result::ok).find_map(|line| parse_line(&line, local, remote))
-    })
+    procfs::find_tcp_socket("self", None, |socket| entry_of(socket, local, remote))
 }
 
-/// `sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode …`
-fn parse_line(line: &str, local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
-    let fields: Vec<&str> = line.split_whitespace().take(10).collect();
-    let [_, here, there, state, _, _, _, uid, _, inode] = fields[..] else { return None };
-    let found = [parse_address(here)?, parse_address(there)?];
-    let state = u8::from_str_radix(state, 16).ok()?;
-    let listens = state == LISTEN && found[0].port() == local.port() && found[1].port() == remote.port();
-    let same = found == [local, remote] || listens;
-    if !same {
-        return None;
-    }
-    Some(Entry { state, uid: uid.parse().ok()?, inode: inode.parse().ok()? })
-}
-
-/// `0100007F:49C8`: address words in native byte order, and the port.
-fn parse_address(text: &str) -> Option<SocketAddr> {
-    let (address, port) = text.split_once(':')?;
-    let words = address.as_bytes().chunks(8).map(|word| u32::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok());
-    let bytes: Vec<u8> = words.collect::<Option<Vec<u32>>>()?.into_iter().flat_map(u32::to_ne_bytes).collect();
-    let ip: IpAddr = match bytes.len() {
-        4 => <[u8; 4]>::try_from(bytes).ok()?.into(),
-        16 => <[u8; 16]>::try_from(bytes).ok()?.into(),
-        _ => return None,
-    };
-    Some(SocketAddr::new(ip.to_canonical(), u16::from_str_radix(port, 16).ok()?))
+fn entry_of(socket: &TcpSocket<'_>, local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    let found = [socket.local()?, socket.remote()?];
+    let listens = socket.state == LISTEN && found[0].port() == local.port() && found[1].port() == remote.port();
+    let TcpSocket { state, uid, inode, .. } = *socket;
+    (found == [local, remote] || listens).then_some(Entry { state, uid, inode })
 }
 
 #[cfg(test)]
@@ -200,7 +175,9 @@ mod tests {
     fn a_closed_socket_and_its_listener_have_no_owner() {
         let [local, remote] = ["127.0.0.1:50000", "127.0.0.1:18888"].map(|text| text.parse().unwrap());
         let owners = Owners { netlink: false, unmapped: Some(65534) };
-        let of = |line: &str| owners.owner(parse_line(line, local, remote), &CONNECTED);
+        let of = |line: &str| {
+            owners.owner(TcpSocket::parse(line).and_then(|socket| entry_of(&socket, local, remote)), &CONNECTED)
+        };
         let line = |state: &str, uid: u32, inode: u32| {
             format!(
                 "1: 0100007F:C350 0100007F:49C8 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0 20"

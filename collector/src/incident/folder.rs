@@ -9,10 +9,12 @@ use std::{
     sync::OnceLock,
 };
 
+use xpu_timer_proto::procfs;
+
 use crate::{
     error::Error,
     os::{
-        process::{self, Stat},
+        process,
         safe_path::{create_directories, private_directory},
     },
 };
@@ -210,7 +212,7 @@ pub(crate) fn own_stamp() -> &'static str {
     static STAMP: OnceLock<String> = OnceLock::new();
     STAMP.get_or_init(|| {
         let pid = std::process::id();
-        let start = Stat::of(pid as i32).map_or(0, |stat| stat.start);
+        let start = procfs::stat(pid).map_or(0, |stat| stat.start_time);
         format!("{} {pid}:{start}", process::home(Path::new("")))
     })
 }

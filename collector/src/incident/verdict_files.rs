@@ -10,7 +10,7 @@ use std::{
 
 use tracing::{info, warn};
 use xpu_timer_analysis::{Status, Verdict};
-use xpu_timer_proto::{Message, v1::Evidence};
+use xpu_timer_proto::{Message, procfs, v1::Evidence};
 
 use crate::{
     error::{Error, chain},
@@ -20,7 +20,7 @@ use crate::{
         judging,
     },
     json,
-    os::{clock::rfc3339, process::Stat},
+    os::clock::rfc3339,
 };
 
 /// Writes `verdict.json` and `verdict.txt` and logs errors. Returns whether both were written.
@@ -138,7 +138,7 @@ pub fn is_writer_gone(stamp: &str) -> bool {
     let Some((place, process)) = stamp.rsplit_once(' ') else { return false };
     let lives = || {
         let (pid, start) = process.split_once(':')?;
-        Some(Stat::of(pid.parse().ok()?)?.start == start.parse::<u64>().ok()?)
+        Some(procfs::stat(pid.parse::<i32>().ok()?).ok()?.start_time == start.parse::<u64>().ok()?)
     };
     own_stamp().rsplit_once(' ').is_some_and(|(here, _)| here == place) && lives() != Some(true)
 }

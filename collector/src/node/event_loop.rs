@@ -9,6 +9,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::{info, warn};
+use xpu_timer_proto::procfs;
 
 use crate::{
     http::questions::Question,
@@ -31,7 +32,7 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
 /// Whether Yama allows this process to read another one only if that one has named it, or an
 /// ancestor of it.
 fn is_tracing_restricted() -> bool {
-    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
+    procfs::ptrace_scope() == Some(1)
 }
 
 /// The event loop of a node, with all it owns.

@@ -5,14 +5,17 @@
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
 
 use rustix::process::getuid;
-use xpu_timer_proto::v1::RankInfo;
+use xpu_timer_proto::{
+    procfs::{self, Stat},
+    v1::RankInfo,
+};
 
 use crate::{
     job::{
         JobKey,
         partition::{Member, ProcessId},
     },
-    os::process::{self, Handle, Stat},
+    os::process::{self, Handle},
 };
 
 /// Entries of ended ranks are removed after this time when nothing else of their job remains.
@@ -162,15 +165,15 @@ impl Launched {
                 if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
             let mut looked_at = 0;
             while let Some(parent) = above.pop().filter(|_| looked_at < MAX_BELOW) {
-                for pid in xpu_timer_capture::children(parent, MAX_THREADS).unwrap_or_default() {
+                for pid in procfs::children(parent, MAX_THREADS).unwrap_or_default() {
                     looked_at += 1;
-                    let Some(stat) = Stat::of(pid).filter(|stat| !stat.is_dead()) else { continue };
-                    if is_registered(pid, stat.start) {
+                    let Some(stat) = procfs::stat(pid).ok().filter(|stat| !stat.is_dead()) else { continue };
+                    if is_registered(pid, stat.start_time) {
                         // The command is a shell that started this rank, or an agent.
                         self.registered(&command);
                         continue;
                     }
-                    let is_known = self.ranks.iter().any(|rank| rank.is(pid, stat.start));
+                    let is_known = self.ranks.iter().any(|rank| rank.is(pid, stat.start_time));
                     if !is_known && !self.add_rank(&command, pid, &stat, socket) {
                         above.push(pid);
                     }
@@ -182,7 +185,7 @@ impl Launched {
     /// Adds a process below a command if it is a rank, unless it is the helper of a command that is
     /// a rank itself.
     fn add_rank(&mut self, command: &Handle, pid: i32, stat: &Stat, socket: &Path) -> bool {
-        if stat.age_ns() > SETTLED_NS {
+        if process::age_ns(stat.start_time) > SETTLED_NS {
             return false;
         }
         let Some(found) = process::found(pid, getuid().as_raw()).filter(|found| found.socket == socket) else {

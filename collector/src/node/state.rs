@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use xpu_timer_proto::ring::header;
+use xpu_timer_proto::{procfs, ring::header};
 
 use crate::{
     client::webhook::Webhook,
@@ -138,7 +138,7 @@ impl NodeState {
             sampler,
             captures: Arc::new(captures),
             hurry: Arc::default(),
-            boot: process::boot_id(),
+            boot: procfs::boot_id(),
             waiting: BTreeMap::new(),
             searched: BTreeSet::new(),
             unwritten: UnwrittenVerdicts::default(),

@@ -92,7 +92,7 @@ impl ProcessLink {
     /// When there are no descriptors left.
     pub fn inherited() -> io::Result<ProcessLink> {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
-        nix::unistd::dup2_stdin(std::fs::File::open("/dev/null")?)?;
+        rustix::stdio::dup2_stdin(std::fs::File::open("/dev/null")?)?;
         Ok(ProcessLink(link))
     }
 

@@ -3,13 +3,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     sync::Arc,
 };
 
 use tracing::warn;
 use xpu_timer_analysis::stragglers;
 use xpu_timer_proto::{
+    procfs,
     ring::{self, filtered, header},
     v1::{Paces, RankPace},
 };
@@ -185,8 +185,8 @@ fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
     let grew = |tid: u64| {
         // A ring holds thread ids of the process's own namespace. A thread that is not visible
         // under its id here adds nothing.
-        let status = fs::read(format!("/proc/{}/task/{tid}/status", process.pid)).unwrap_or_default();
-        u64::from(ring::filters(&status)) > at_load
+        let filters = i32::try_from(tid).map_or(0, |tid| procfs::seccomp_filters(process.pid, tid));
+        u64::from(filters) > at_load
     };
     let owners = ring::lane::owners(&read).ok()?;
     let program = grew(process.pid as u64) || owners.into_iter().any(grew);

@@ -4,10 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::fs::MetadataExt,
-    },
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -19,6 +16,7 @@ use rustix::{
 use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{
     env::Source,
+    procfs::{self, Stat, TICK_NS},
     secrets, socket,
     text::{MOST_COMMAND_BYTES, shortened},
     v1::RankInfo,
@@ -29,60 +27,9 @@ use crate::{
     os::clock,
 };
 
-/// Fields of `/proc/PID/stat` that the collector uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stat {
-    /// One letter, as `ps` shows it.
-    pub state: char,
-    /// Parent.
-    pub parent: i32,
-    /// Start time in clock ticks since boot. Pid and start time together identify a process.
-    pub start: u64,
-    /// Wait status of a zombie, 0 otherwise.
-    pub wait_status: i32,
-}
-
-impl Stat {
-    /// `None` if there is no such process.
-    #[must_use]
-    pub fn of(pid: i32) -> Option<Stat> {
-        Self::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
-    }
-
-    fn parse(line: &str) -> Option<Stat> {
-        // The command is in parentheses and may contain any character, including parentheses.
-        let fields: Vec<&str> = line.rsplit_once(')')?.1.split_whitespace().collect();
-        Some(Stat {
-            state: fields.first()?.chars().next()?,
-            parent: fields.get(1)?.parse().ok()?,
-            start: fields.get(19)?.parse().ok()?,
-            wait_status: fields.get(49).and_then(|field| field.parse().ok()).unwrap_or(0),
-        })
-    }
-
-    /// Stopped by a signal or a debugger.
-    #[must_use]
-    pub fn is_stopped(&self) -> bool {
-        matches!(self.state, 'T' | 't')
-    }
-
-    /// No longer running.
-    #[must_use]
-    pub fn is_dead(&self) -> bool {
-        matches!(self.state, 'Z' | 'X' | 'x')
-    }
-
-    /// Nanoseconds since its start.
-    #[must_use]
-    pub fn age_ns(&self) -> u64 {
-        age_ns(self.start)
-    }
-}
-
-/// Length of the clock ticks in which /proc reports start times: 100 per second on every kernel.
-pub const TICK_NS: u64 = 10_000_000;
-
-fn age_ns(start: u64) -> u64 {
+/// Nanoseconds since the start of a process with this start time (see [`Stat`]).
+#[must_use]
+pub fn age_ns(start: u64) -> u64 {
     clock::since_boot_ns().saturating_sub(start.saturating_mul(TICK_NS))
 }
 
@@ -98,10 +45,10 @@ pub fn started_ns(start: u64, now_ns: u64) -> u64 {
 fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
     let parent = |stat: &Stat| {
         let pid = Some(stat.parent).filter(|pid| *pid > 1)?;
-        Some((pid, Stat::of(pid)?))
+        Some((pid, procfs::stat(pid).ok()?))
     };
-    let chain = std::iter::successors(Stat::of(pid).as_ref().and_then(parent), |(_, stat)| parent(stat));
-    let mut all: Vec<ProcessId> = chain.take(MAX_ANCESTORS).map(|(pid, stat)| (pid, stat.start)).collect();
+    let chain = std::iter::successors(procfs::stat(pid).ok().as_ref().and_then(parent), |(_, stat)| parent(stat));
+    let mut all: Vec<ProcessId> = chain.take(MAX_ANCESTORS).map(|(pid, stat)| (pid, stat.start_time)).collect();
     let launched = source.text("XPU_TIMER_LAUNCH_ID").and_then(|id| {
         let (pid, start) = id.split_once(':')?;
         Some((pid.parse().ok()?, start.parse().ok()?))
@@ -115,7 +62,7 @@ const MAX_ANCESTORS: usize = 32;
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
 #[must_use]
 pub fn command(pid: i32) -> String {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let bytes = procfs::cmdline(pid).unwrap_or_default();
     shortened(&secrets::cmdline(&bytes), MOST_COMMAND_BYTES)
 }
 
@@ -142,7 +89,7 @@ impl Handle {
     /// # Errors
     /// If there is no such process.
     pub fn of_peer(pid: i32) -> io::Result<Handle> {
-        let source = Source::of_environ(&fs::read(format!("/proc/{pid}/environ")).unwrap_or_default());
+        let source = Source::of_environ(&procfs::environ(pid).unwrap_or_default());
         let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
         let ancestors = ancestors(pid, &source);
         Ok(Handle { instance: instance_in(pid, &source), rank, ancestors, ..Handle::open(pid)? })
@@ -153,10 +100,10 @@ impl Handle {
     pub fn open(pid: i32) -> io::Result<Handle> {
         let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
         let fd = pidfd_open(raw, PidfdFlags::empty())?;
-        let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
+        let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
         // The start time belongs to this process only if the process still existed after the read.
-        if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
+        if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());
         }
         Ok(handle)
@@ -179,14 +126,14 @@ impl Handle {
     /// The stat line of the process, if its pid still refers to it.
     #[must_use]
     pub fn stat(&self) -> Option<Stat> {
-        Stat::of(self.pid).filter(|stat| stat.start == self.start)
+        procfs::stat(self.pid).ok().filter(|stat| stat.start_time == self.start)
     }
 
     /// Whether the freezer of its control group has stopped it, as in a paused container.
     #[must_use]
     pub fn is_frozen(&self) -> bool {
-        let place = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
-        FREEZER_WCHAN.contains(&place.trim())
+        let place = procfs::wchan(self.pid, self.pid);
+        FREEZER_WCHAN.contains(&place.as_str())
     }
 
     /// How it ended: `exit code 1`, `killed by SIGKILL`. `None` while it runs or if the kernel does
@@ -205,8 +152,8 @@ impl Handle {
     #[must_use]
     pub fn where_the_kernel_is(&self) -> String {
         let state = self.stat().map_or('?', |stat| stat.state);
-        let function = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
-        let function = if function.is_empty() || function == "0" { "an unknown function" } else { &function };
+        let function = procfs::wchan(self.pid, self.pid);
+        let function = if function.is_empty() { "an unknown function" } else { &function };
         format!("the kernel holds it in {function} (state {state})")
     }
 
@@ -308,44 +255,41 @@ pub fn scan(uid: u32) -> Vec<RankProcess> {
 #[must_use]
 pub fn commands(uid: u32, socket: &Path) -> Vec<i32> {
     let launched = |pid: i32| {
-        let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
+        let environ = procfs::environ(pid).ok().filter(|environ| !environ.is_empty())?;
         let source = Source::of_environ(&environ);
         let has_socket = source.text("XPU_TIMER_SOCKET").is_some_and(|path| Path::new(&path) == socket)
             && source.text("LD_PRELOAD").is_some_and(|list| list.contains(HOOK));
-        Some((pid, Stat::of(pid).filter(|stat| has_socket && !stat.is_dead())?.parent))
+        Some((pid, procfs::stat(pid).ok().filter(|stat| has_socket && !stat.is_dead())?.parent))
     };
     let all: BTreeMap<i32, i32> = pids(uid).filter_map(launched).collect();
     all.iter().filter(|(_, parent)| !all.contains_key(parent)).map(|(pid, _)| *pid).collect()
 }
 
 fn pids(uid: u32) -> impl Iterator<Item = i32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter(move |entry| entry.metadata().is_ok_and(|folder| folder.uid() == uid))
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+    procfs::pids().filter(move |pid| procfs::owner(*pid) == Some(uid))
 }
 
 /// Reads one process; `None` if it does not qualify.
 #[must_use]
 pub fn found(pid: i32, uid: u32) -> Option<RankProcess> {
-    let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
+    let environ = procfs::environ(pid).ok().filter(|environ| !environ.is_empty())?;
     let source = Source::of_environ(&environ);
     let mut info = source.rank_info();
     if info.rank < 0 || !(source.text("LD_PRELOAD").is_some_and(|list| list.contains(HOOK)) || maps_hook(pid)) {
         return None;
     }
-    let stat = Stat::of(pid).filter(|stat| !stat.is_dead())?;
+    let stat = procfs::stat(pid).ok().filter(|stat| !stat.is_dead())?;
     info.pid = pid;
     info.command = command(pid);
     let socket = socket::of(&source, uid);
     let (instance, ancestors) = (instance_in(pid, &source), ancestors(pid, &source));
-    Some(RankProcess { pid, parent: stat.parent, start: stat.start, info, instance, ancestors, socket })
+    Some(RankProcess { pid, parent: stat.parent, start: stat.start_time, info, instance, ancestors, socket })
 }
 
 const HOOK: &str = "xpu_timer_hook";
 
 fn maps_hook(pid: i32) -> bool {
-    fs::read(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.windows(HOOK.len()).any(|word| word == HOOK.as_bytes()))
+    procfs::mapped_files(pid).is_ok_and(|files| files.iter().any(|file| file.to_string_lossy().contains(HOOK)))
 }
 
 /// [`Source::instance`] of a running process. MPICH's launcher does not name its job in the
@@ -362,9 +306,9 @@ fn instance_in(pid: i32, source: &Source) -> String {
 fn hydra(pid: i32) -> Option<String> {
     const GENERATIONS: usize = 6;
     let ancestors =
-        std::iter::successors(Some(pid), |pid| Stat::of(*pid).map(|stat| stat.parent).filter(|pid| *pid > 1));
+        std::iter::successors(Some(pid), |pid| procfs::stat(*pid).ok().map(|stat| stat.parent).filter(|pid| *pid > 1));
     let listens = |pid: i32| {
-        let words = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let words = procfs::cmdline(pid).ok()?;
         let mut words = words.split(|byte| *byte == 0).skip_while(|word| *word != b"--control-port").skip(1);
         words.next().map(|place| String::from_utf8_lossy(place).into_owned())
     };
@@ -381,14 +325,7 @@ pub fn host_name() -> String {
 /// restarted there has the same value.
 pub fn home(socket: &Path) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default();
-    format!("{} {namespace} {}", boot_id(), socket.display())
-}
-
-/// Identity of this boot. CLOCK_MONOTONIC values and start times of another boot are meaningless in
-/// this one.
-#[must_use]
-pub fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
+    format!("{} {namespace} {}", procfs::boot_id(), socket.display())
 }
 
 /// An unguessable value that is unique to this process.
@@ -402,16 +339,6 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-
-    #[test]
-    fn a_command_with_parentheses_does_not_confuse_the_parser() {
-        let mut fields = vec!["0"; 50];
-        (fields[0], fields[1], fields[19], fields[49]) = ("T", "42", "777", "9");
-        let stat = Stat::parse(&format!("12 (a) b (c)) {}\n", fields.join(" "))).unwrap();
-        assert_eq!(stat, Stat { state: 'T', parent: 42, start: 777, wait_status: 9 });
-        assert!(stat.is_stopped() && !stat.is_dead());
-        assert_eq!(Stat::parse("12 (x"), None);
-    }
 
     #[test]
     fn the_end_of_a_process_is_reported() {
@@ -453,7 +380,7 @@ mod tests {
             std::thread::yield_now();
         }
         let handle = Handle::of_peer(child.id() as i32).unwrap();
-        assert_eq!(handle.ancestors.first(), Some(&(own, Stat::of(own).unwrap().start)));
+        assert_eq!(handle.ancestors.first(), Some(&(own, procfs::stat(own).ok().unwrap().start_time)));
         assert_eq!(handle.ancestors.last(), Some(&(123_456_789, 77)));
         child.kill().unwrap();
         child.wait().unwrap();

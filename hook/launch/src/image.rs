@@ -322,9 +322,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let loader = folder.path().join("ld.so");
         // A hook that the shell, which replaces the loader here, accepts.
-        let maps = fs::read_to_string("/proc/self/maps").unwrap();
-        let hook = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
-        let hook = Path::new(hook.expect("this test is linked to it"));
+        let mapped = xpu_timer_proto::procfs::mapped_files(std::process::id() as i32).unwrap();
+        let hook =
+            mapped.iter().find(|path| path.to_string_lossy().contains("libc.so")).expect("this test is linked to it");
         let program = executable(&folder.path().join("program"), &elf(64, 62, &loader.display().to_string()));
         let image = Image::of(&program).unwrap();
         executable(&loader, b"#!/bin/sh\necho \"ERROR: ld.so: $LD_PRELOAD: GLIBC_2.28 not found\" >&2\n");

@@ -31,7 +31,7 @@ use std::{
 };
 
 use nix::errno::Errno;
-use xpu_timer_proto::{printable, ring};
+use xpu_timer_proto::{printable, procfs, ring};
 
 use cli::{LaunchRequest as Request, NOT_EXECUTABLE, NOT_FOUND, WRONG_USAGE};
 use config::Config;
@@ -136,17 +136,14 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
 /// process of the command has more filters, it or its parent installed them, and the hook is
 /// inactive in it.
 fn filters() -> String {
-    let status = std::fs::read("/proc/self/status").unwrap_or_default();
-    let boot = std::fs::read_to_string(ring::BOOT_ID).unwrap_or_default();
-    format!("{}:{}", ring::filters(&status), boot.trim())
+    let status = procfs::status_text("self").unwrap_or_default();
+    format!("{}:{}", ring::filters(status.as_bytes()), procfs::boot_id())
 }
 
 /// The process that becomes the command: pid and start time. Processes of the command inherit it,
 /// so they belong to the command even after the processes in between have ended.
 fn launch_id() -> String {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name is in parentheses and may contain any character; the start time is field 22.
-    let start = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19)).unwrap_or("0");
+    let start = procfs::stat("self").map_or(0, |stat| stat.start_time);
     format!("{}:{start}", std::process::id())
 }
 

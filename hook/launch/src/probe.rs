@@ -21,6 +21,8 @@ use nix::{
     unistd::{ForkResult, fork, pipe2},
 };
 
+use xpu_timer_proto::procfs;
+
 use crate::bounded_io;
 
 /// Timeout for the child. It blocks longer only if the supervisor of a filter does not answer.
@@ -80,8 +82,8 @@ fn calls() -> [Call; 18] {
 /// unknown.
 pub fn forbidden() -> Option<String> {
     // Nearly free if there is no filter.
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    if status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0")) {
+    let status = procfs::status_text("self").unwrap_or_default();
+    if procfs::field(&status, "Seccomp:") == Some("0") {
         return None;
     }
     let calls = calls();

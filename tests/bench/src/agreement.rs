@@ -4,7 +4,10 @@ use std::collections::HashMap;
 
 use anyhow::{Result, ensure};
 use xpu_timer_capture::ProcessCapture;
-use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{PstackStacktrace, PySpyStacktrace},
+};
 
 use crate::{
     rivals::{self, NativeStack, PythonStack},
@@ -83,8 +86,8 @@ pub fn python(tools: &Tools, captured: &ProcessCapture) -> Result<Score> {
 /// The id of a thread in its own PID namespace, which py-spy reports; the id itself if the thread
 /// is gone.
 fn own_tid(tid: u32) -> u32 {
-    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    let status = procfs::status_text(tid).unwrap_or_default();
+    let ids = procfs::field(&status, "NSpid:");
     ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok()).unwrap_or(tid)
 }
 

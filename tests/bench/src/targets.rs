@@ -12,6 +12,7 @@ use std::{
 use anyhow::{Result, bail, ensure};
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use tempfile::TempDir;
+use xpu_timer_proto::procfs::{self, Syscall};
 use xpu_timer_tests::{Process, compile_c, only_child, run_in_forky, tree};
 
 /// Importing torch in eight processes is slow on two busy cores.
@@ -131,16 +132,15 @@ impl Target {
 
 /// The thread ids of a process.
 pub fn tids(pid: i32) -> Vec<i32> {
-    let entries = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    procfs::threads(pid).unwrap_or_default()
 }
 
 /// Waits until a process is at rest: for a while, no thread started, ended or moved to another
 /// system call. Some threads of a hung job still wake up from time to time, check a socket or a
 /// clock, and continue to sleep.
 fn wait_at_rest(pid: i32) -> Result<()> {
-    let places = || -> Vec<(i32, String)> {
-        let place = |tid: i32| fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
+    let places = || -> Vec<(i32, Option<Syscall>)> {
+        let place = |tid: i32| procfs::syscall(pid, tid).ok();
         tids(pid).into_iter().map(|tid| (tid, place(tid))).collect()
     };
     let start = Instant::now();

@@ -1,12 +1,10 @@
 //! Repetitions and medians, and the resources that a process uses.
 
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::{time::ClockId, unistd::Pid};
+use xpu_timer_proto::procfs;
 
 /// One of the compared programs or variants.
 pub type Contender<'a> = (&'a str, Box<dyn FnMut() -> Result<Duration> + 'a>);
@@ -38,9 +36,9 @@ pub fn time<T>(run: impl FnOnce() -> T) -> (Duration, T) {
 
 /// Peak of the resident memory of a process.
 pub fn peak_bytes(pid: i32) -> Result<f64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
-    let kib: f64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
+    let status = procfs::status_text(pid)?;
+    let peak = procfs::field(&status, "VmHWM:").context("VmHWM")?;
+    let kib: f64 = peak.trim_end_matches(" kB").parse()?;
     Ok(kib * 1024.0)
 }
 

@@ -10,6 +10,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 use xpu_timer_analysis::judge;
+use xpu_timer_proto::procfs;
 use xpu_timer_tests::{Incident, Job, Output, Process, http, in_parallel, skip, tree};
 
 use crate::{
@@ -160,9 +161,9 @@ fn ended(job: &Job, incident: &Incident) -> Result<()> {
     // ignores all signals.
     let is_held = |rank: &Value| {
         const SIGKILL: u64 = 1 << 8;
-        let status = fs::read_to_string(format!("/proc/{}/status", rank["pid"])).unwrap_or_default();
-        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
-        pending.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask & SIGKILL != 0))
+        let status = procfs::status_text(&rank["pid"]).unwrap_or_default();
+        let pending = procfs::field(&status, "ShdPnd:");
+        pending.is_some_and(|mask| u64::from_str_radix(mask, 16).is_ok_and(|mask| mask & SIGKILL != 0))
     };
     let alive = || -> Vec<Value> {
         let ranks = job.status().map(|status| status["ranks"].as_array().cloned().unwrap_or_default());

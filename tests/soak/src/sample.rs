@@ -2,7 +2,8 @@
 
 use std::{fmt, fs, path::Path, time::Duration};
 
-use xpu_timer_tests::Job;
+use xpu_timer_proto::procfs;
+use xpu_timer_tests::{Job, has_variable};
 
 /// One measurement.
 #[derive(Debug, Clone, Copy)]
@@ -57,24 +58,20 @@ impl fmt::Display for Sample {
 /// Whether it is a collector or a supervisor. The processes of viewers and captures are
 /// short-lived.
 fn is_ours(pid: i32) -> bool {
-    let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let command = procfs::cmdline(pid).unwrap_or_default();
     command.split(|byte| *byte == 0).next().is_some_and(|program| program.ends_with(b"xpu_timer_collector"))
 }
 
 /// The processes of a job, by name.
 pub fn of_job(job: &Job, name: &str) -> Vec<i32> {
-    let variable = format!("XPU_TIMER_JOB={name}");
-    let is_its = |pid: &i32| {
-        let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        !is_ours(*pid) && environ.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
-    };
+    let is_its = |pid: &i32| !is_ours(*pid) && has_variable(*pid, "XPU_TIMER_JOB", name);
     job.processes().into_iter().filter(is_its).collect()
 }
 
 fn resident_kib(pid: i32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or_default();
-    line.trim().trim_end_matches(" kB").parse().unwrap_or(0)
+    let status = procfs::status_text(pid).unwrap_or_default();
+    let resident = procfs::field(&status, "VmRSS:").unwrap_or_default();
+    resident.trim_end_matches(" kB").parse().unwrap_or(0)
 }
 
 fn files(folder: &Path) -> u64 {

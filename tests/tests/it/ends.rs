@@ -6,7 +6,7 @@ use std::{fs, process::Command};
 
 use nix::sys::signal::Signal;
 use serde_json::json;
-use xpu_timer_proto::v1::hook_message::Message;
+use xpu_timer_proto::{procfs, v1::hook_message::Message};
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
 
 use crate::collector::fake::{FakeHook, collector};
@@ -114,8 +114,7 @@ fn a_rank_that_is_gone_before_its_hello_is_read_belongs_to_its_job() {
     rank.connect(&job);
     collector.signal(Signal::SIGSTOP);
     wait_until(PATIENCE, "the collector stands still", || {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", collector.pid())).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+        procfs::stat(collector.pid()).is_ok_and(|stat| stat.state == 'T')
     });
     rank.send(Message::Hello(rank.hello.clone()));
     // It is killed and waited for: nothing of it is in /proc any more.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use serde_json::json;
-use xpu_timer_proto::{Message as _, server::Stacktrace};
+use xpu_timer_proto::{Message as _, procfs, server::Stacktrace};
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
 
 const RANKS: usize = 2;
@@ -51,8 +51,7 @@ impl Training {
 }
 
 fn runs(pid: i32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, fields)| !fields.starts_with(['Z', 'X']))
+    procfs::stat(pid).is_ok_and(|stat| !stat.is_dead())
 }
 
 fn quick() -> Job {
@@ -160,8 +159,8 @@ fn both_hang_in_two_incidents() {
 }
 
 fn status_kib(pid: i64, name: &str) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
-    let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("the line is there");
+    let status = procfs::status_text(pid).expect("it runs");
+    let line = procfs::field(&status, name).expect("the line is there");
     line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("kB")
 }
 

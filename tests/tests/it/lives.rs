@@ -14,6 +14,7 @@ use nix::{
     unistd::Pid,
 };
 use xpu_timer_proto::{
+    procfs,
     ring::{self, header},
     v1::{Goodbye, hook_message::Message},
 };
@@ -53,7 +54,7 @@ fn ranks_present(job: &Job) -> usize {
 /// What runs of the collector's program with the job's marker.
 fn collectors(job: &Job) -> Vec<i32> {
     let is_one = |pid: &i32| {
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let command = procfs::cmdline(pid).unwrap_or_default();
         command.windows(20).any(|word| word == b"xpu_timer_collector\0")
     };
     job.processes().into_iter().filter(is_one).collect()
@@ -153,9 +154,9 @@ fn a_second_supervisor_leaves_the_first_collector_alone() {
 /// Descriptors, threads and resident kilobytes of a process.
 fn footprint(pid: i32) -> (usize, usize, u64) {
     let count = |what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).expect("it runs").count();
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
-    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
-    (count("fd"), count("task"), resident.trim().trim_end_matches(" kB").parse().expect("a number"))
+    let status = procfs::status_text(pid).expect("it runs");
+    let resident = procfs::field(&status, "VmRSS:").expect("VmRSS");
+    (count("fd"), count("task"), resident.trim_end_matches(" kB").parse().expect("a number"))
 }
 
 #[test]

@@ -16,7 +16,10 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 use xpu_timer_capture::{Capturer, Options, ProcessCapture};
-use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{CaptureMethod, PstackFrame, PstackStacktrace},
+};
 use xpu_timer_tests::{
     PATIENCE, Process, artifacts, compile_c, forky, only_child, python, run_in_forky, skip, wait_until,
 };
@@ -405,10 +408,7 @@ fn a_file_system_that_does_not_answer() {
     let folder = open_folder();
     let Some(target) = start_on_fuse(folder.path(), &[]) else { return };
     let pid = target.pid();
-    let state = |tid: &str| {
-        let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
-        status.rsplit(") ").next().and_then(|rest| rest.chars().next())
-    };
+    let state = |tid: &str| Some(procfs::thread_stat(pid, tid.parse().ok()?)?.state);
     let stdout = target.stdout();
     let mut tids = stdout.split_whitespace().skip_while(|word| *word != "threads").skip(1).map(str::to_string);
     let (reader, toucher) = (tids.next().expect("a reader"), tids.next().expect("a toucher"));

@@ -3,6 +3,7 @@
 use std::fs;
 
 use serde_json::{Value, json};
+use xpu_timer_proto::procfs;
 use xpu_timer_tests::{Job, Output, PATIENCE, Process, artifacts, compile_c, skip, wait_until};
 
 fn run(job: &Job, arguments: &[&str]) -> Output {
@@ -197,7 +198,7 @@ fn failures_are_reported_in_one_line() {
     assert!(output.stdout.contains("the process was not started under xpu_timer_launch"), "{}", output.stdout);
     // It ends at once, and nobody waits for it.
     let mut ended = std::process::Command::new("true").spawn().expect("a process");
-    let state = || fs::read_to_string(format!("/proc/{}/stat", ended.id())).is_ok_and(|stat| stat.contains(") Z "));
+    let state = || procfs::stat(ended.id()).is_ok_and(|stat| stat.state == 'Z');
     wait_until(PATIENCE, "the process has ended", state);
     let output = run(&job, &["--pid", &ended.id().to_string()]);
     assert_eq!((output.code(), output.stdout.as_str()), (1, ""));

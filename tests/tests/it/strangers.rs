@@ -17,6 +17,7 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::Value;
+use xpu_timer_proto::procfs;
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, skip, wait_until};
 
 use crate::collector::fake::{FakeHook, collector, metrics};
@@ -186,9 +187,9 @@ fn a_flood_of_half_open_connections_delays_no_rank_and_no_incident() {
 }
 
 fn resident_kib(process: &Process) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.pid())).unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
-    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    let status = procfs::status_text(process.pid()).unwrap();
+    let resident = procfs::field(&status, "VmRSS:").unwrap();
+    resident.trim_end_matches(" kB").parse().unwrap()
 }
 
 #[test]

@@ -12,14 +12,11 @@ use std::{
 
 use anyhow::{Context, Result};
 use xpu_timer_proto::{
-    Message,
+    Message, procfs,
     server::{ChildProcess, Stacktrace},
 };
 
-use crate::{
-    kernel::procfs,
-    stacks::{FrameExpander, ProcessCapture, Stacks},
-};
+use crate::stacks::{FrameExpander, ProcessCapture, Stacks};
 
 /// The output folder, and the numbers of the files.
 pub(super) struct Files {
@@ -125,11 +122,7 @@ pub(super) fn ranked() -> Vec<RankedProcess> {
 
 /// The rank of one process.
 pub(super) fn rank_of(pid: i32) -> Option<RankedProcess> {
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let value = |name: &str| {
-        let mut variables = environment.split(|byte| *byte == 0);
-        let value = variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
-        std::str::from_utf8(value).ok()?.parse::<u32>().ok()
-    };
+    let environment = procfs::environ(pid).ok()?;
+    let value = |name: &str| std::str::from_utf8(procfs::variable(&environment, name)?).ok()?.parse::<u32>().ok();
     Some(RankedProcess { pid, rank: value("RANK")?, world_size: value("WORLD_SIZE").unwrap_or(0) })
 }

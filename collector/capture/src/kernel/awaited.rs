@@ -5,13 +5,14 @@
 use std::{
     collections::HashSet,
     fs,
-    io::{BufRead, BufReader, ErrorKind},
+    io::ErrorKind,
     time::{Duration, Instant},
 };
 
-use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
-
-use super::procfs::{self, MAX_FILES, SOCKET, Syscall, descendants_until, inode_of};
+use xpu_timer_proto::{
+    procfs::{self, LISTEN, MAX_FILES, SOCKET, Syscall, descendants_until, find_tcp_socket, inode_of},
+    server::{Awaited, AwaitedKind, Holder},
+};
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -188,52 +189,19 @@ fn parse_holders(locks: &str, place: &str) -> Vec<i32> {
 }
 
 fn holder(pid: i32, descendants: &[i32]) -> Holder {
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Holder { pid, name: name.trim_end().to_owned(), child: descendants.contains(&pid) }
+    Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) }
 }
 
 /// The address of the other end of a TCP socket, from the table of the process's network namespace.
 fn tcp_peer(pid: i32, inode: u64, deadline: Instant) -> Option<String> {
-    /// Bytes of the table per read. A busy node has a hundred thousand sockets.
-    const BUFFER_BYTES: usize = 1 << 16;
-    ["tcp", "tcp6"].iter().find_map(|table| {
-        let table = fs::File::open(format!("/proc/{pid}/net/{table}")).ok()?;
-        let lines = BufReader::with_capacity(BUFFER_BYTES, table).lines().map_while(Result::ok);
-        parse_tcp_peer(lines.take_while(|_| Instant::now() < deadline), inode)
-    })
-}
-
-fn parse_tcp_peer(table: impl Iterator<Item = String>, inode: u64) -> Option<String> {
-    let inode = inode.to_string();
-    table.skip(1).find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        if *fields.get(9)? != inode {
+    find_tcp_socket(pid, Some(deadline), |socket| {
+        if socket.inode != inode {
             return None;
         }
-        let (local, remote) = (address(fields[1])?, address(fields[2])?);
+        let (local, remote) = (socket.local()?, socket.remote()?);
         // A listening socket has no peer.
-        const LISTENS: &str = "0A";
-        Some(if fields[3] == LISTENS { format!("anybody who connects to {local}") } else { remote })
+        Some(if socket.state == LISTEN { format!("anybody who connects to {local}") } else { remote.to_string() })
     })
-}
-
-/// Parses `0100007F:1F90`, which is 127.0.0.1:8080: words of four bytes in the byte order of this
-/// machine.
-fn address(text: &str) -> Option<String> {
-    let (host, port) = text.split_once(':')?;
-    let port = u16::from_str_radix(port, 16).ok()?;
-    let words: Option<Vec<[u8; 4]>> = (0..host.len() / 8)
-        .map(|index| Some(u32::from_str_radix(host.get(8 * index..8 * index + 8)?, 16).ok()?.to_ne_bytes()))
-        .collect();
-    let bytes = words?.concat();
-    if let Ok(bytes) = <[u8; 4]>::try_from(&bytes[..]) {
-        return Some(format!("{}:{port}", std::net::Ipv4Addr::from(bytes)));
-    }
-    let address = std::net::Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[..]).ok()?);
-    match address.to_ipv4_mapped() {
-        Some(address) => Some(format!("{address}:{port}")),
-        None => Some(format!("[{address}]:{port}")),
-    }
 }
 
 #[cfg(test)]
@@ -336,9 +304,5 @@ mod tests {
                      2: POSIX  ADVISORY  READ  79 fe:00:124 0 EOF\n3: OFDLCK ADVISORY  WRITE -1 fe:00:123 0 EOF\n";
         assert_eq!(parse_holders(locks, "fe:00:123"), [77]);
         assert_eq!(parse_holders(locks, "fe:00:125"), [] as [i32; 0]);
-        assert_eq!(address("0100007F:1F90").as_deref(), Some("127.0.0.1:8080"));
-        assert_eq!(address("0000000000000000FFFF00000100007F:0050").as_deref(), Some("127.0.0.1:80"));
-        assert_eq!(address("x"), None);
-        assert_eq!(inode_of("pipe:[42]", "pipe:["), Some(42));
     }
 }

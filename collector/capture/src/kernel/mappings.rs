@@ -10,9 +10,9 @@ use std::{
     rc::Rc,
 };
 
-use crate::error::Error;
+use xpu_timer_proto::procfs::{self, Mapping};
 
-use super::procfs::{self, Mapping};
+use crate::error::Error;
 
 /// `PROCMAP_QUERY` of linux/fs.h: `_IOWR('f', 17, struct procmap_query)`.
 const PROCMAP_QUERY: libc::c_ulong = 0xc068_6611;
@@ -68,7 +68,7 @@ impl Mappings {
     /// Opens the mappings of a process through one of its live threads.
     pub fn open(pid: i32, tid: i32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/proc/{pid}/task/{tid}/maps"));
-        let maps = File::open(&path).map_err(|source| Error::Procfs { path, source })?;
+        let maps = File::open(&path).map_err(|source| procfs::Error { path, source })?;
         Ok(Mappings { pid, tid, maps, queried: RefCell::default(), all: OnceCell::new() })
     }
 

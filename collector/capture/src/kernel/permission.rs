@@ -3,9 +3,9 @@
 
 use std::{fs, os::unix::fs::MetadataExt};
 
-use crate::error::Error;
+use xpu_timer_proto::procfs;
 
-use super::procfs;
+use crate::error::Error;
 
 /// Bit of the capability to inspect all processes.
 const CAP_SYS_PTRACE: u64 = 1 << 19;
@@ -30,7 +30,6 @@ pub(crate) fn denied(pid: i32, uid: u32) -> Error {
 }
 
 fn remedy(pid: i32, uid: u32) -> String {
-    let ptrace_scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok();
     let own = procfs::effective_credentials(std::process::id() as i32).unwrap_or_default();
     // The kernel makes root the owner of the files of such a process, but not of their folder.
     let owner = fs::metadata(format!("/proc/{pid}/maps")).map_or(uid, |metadata| metadata.uid());
@@ -39,7 +38,7 @@ fn remedy(pid: i32, uid: u32) -> String {
         uid,
         has_cap_sys_ptrace: own.capabilities & CAP_SYS_PTRACE != 0,
         is_undumpable: owner != uid,
-        ptrace_scope: ptrace_scope.and_then(|text| text.trim().parse().ok()).unwrap_or(0),
+        ptrace_scope: procfs::ptrace_scope().unwrap_or(0),
     })
 }
 

@@ -8,11 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use xpu_timer_proto::procfs::{MAX_FILES, SOCKET, inode_of};
+
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
 use netlink_packet_sock_diag::SockDiagMessage;
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
-
-use super::procfs::{MAX_FILES, SOCKET, inode_of};
 
 pub use netlink_packet_sock_diag::{
     constants::{AF_INET, AF_INET6, IPPROTO_TCP},

@@ -8,9 +8,11 @@ use std::{
     sync::Arc,
 };
 
+use xpu_timer_proto::procfs::Mapping;
+
 use crate::{
     error::Error,
-    kernel::{mappings::Mappings, procfs::Mapping},
+    kernel::mappings::Mappings,
     memory,
     objects::{Images, image::Image, perf_map::PerfMap},
 };

@@ -1,7 +1,7 @@
 //! A frame of a native stack before it is symbolized, and its registers. The tables here are for
 //! x86-64.
 
-use crate::kernel::procfs::Syscall;
+use xpu_timer_proto::procfs::Syscall;
 
 /// One frame before it is symbolized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -14,10 +14,9 @@ use std::{
 
 use nix::unistd::Pid;
 
-use crate::{
-    error::Error,
-    kernel::{permission, procfs},
-};
+use xpu_timer_proto::procfs;
+
+use crate::{error::Error, kernel::permission};
 
 use super::frame::Registers;
 

@@ -3,13 +3,12 @@
 use std::time::{Duration, Instant};
 
 use gimli::UnwindContext;
-use xpu_timer_proto::server::CaptureMethod;
-
-use crate::{
-    error::Error,
-    kernel::procfs::{self, Syscall},
-    memory::Region,
+use xpu_timer_proto::{
+    procfs::{self, Syscall},
+    server::CaptureMethod,
 };
+
+use crate::{error::Error, memory::Region};
 
 use super::{
     address_space::AddressSpace,

@@ -4,16 +4,12 @@
 use std::time::Duration;
 
 use gimli::UnwindContext;
-use xpu_timer_proto::server::CaptureMethod;
-
-use crate::{
-    error::Error,
-    kernel::{
-        permission,
-        procfs::{self, Schedule, Status, Syscall, state_text},
-    },
-    memory::Region,
+use xpu_timer_proto::{
+    procfs::{self, Schedule, Status, Syscall, state_text},
+    server::CaptureMethod,
 };
+
+use crate::{error::Error, kernel::permission, memory::Region};
 
 use super::{
     address_space::AddressSpace,
@@ -79,9 +75,9 @@ enum ReadFailure {
     Failed(Error),
 }
 
-impl From<Error> for ReadFailure {
-    fn from(error: Error) -> Self {
-        ReadFailure::Failed(error)
+impl<E: Into<Error>> From<E> for ReadFailure {
+    fn from(error: E) -> Self {
+        ReadFailure::Failed(error.into())
     }
 }
 

@@ -21,7 +21,9 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 
-use crate::{cpython::runtime::Runtime, error::Error, kernel::procfs::Mapping};
+use xpu_timer_proto::procfs::Mapping;
+
+use crate::{cpython::runtime::Runtime, error::Error};
 
 use super::{
     bytes::{Budget, Bytes, Elf, SectionBytes, Slice},

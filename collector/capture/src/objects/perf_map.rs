@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::kernel::procfs;
+use xpu_timer_proto::procfs;
 
 use super::target_files;
 

@@ -236,7 +236,7 @@ impl Section {
 mod tests {
     use object::{Object, ObjectSection, ObjectSymbol, read::elf::ElfFile64};
 
-    use crate::kernel::procfs;
+    use xpu_timer_proto::procfs;
 
     use super::*;
 

@@ -11,12 +11,12 @@ use std::{
     time::Duration,
 };
 
+use xpu_timer_proto::procfs;
+
 use nix::{
     errno::Errno,
     fcntl::{OFlag, OpenHow, ResolveFlag, openat2},
 };
-
-use crate::kernel::procfs;
 
 /// Time limit for one request to a file system. A working network file system answers within
 /// milliseconds.
@@ -176,10 +176,9 @@ mod tests {
         let systems = FileSystems::default();
         assert!(!systems.is_remote(pid, (254, 0)));
         assert!(systems.is_remote(pid, (0, 999_999)), "an unknown one may be");
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let tmpfs = mounts.lines().find(|line| line.contains(" - tmpfs "));
-        if let Some((major, minor)) = tmpfs.and_then(|line| line.split(' ').nth(2)?.split_once(':')) {
-            assert!(!systems.is_remote(pid, (major.parse().unwrap(), minor.parse().unwrap())));
+        let mounts = procfs::mounts(pid).unwrap();
+        if let Some(tmpfs) = procfs::parse_mounts(&mounts).find(|mount| mount.file_system_type == "tmpfs") {
+            assert!(!systems.is_remote(pid, tmpfs.device));
         }
     }
 

@@ -11,15 +11,16 @@ use std::{
 };
 
 use gimli::UnwindContext;
-use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
+use xpu_timer_proto::{
+    procfs::{self, Status, state_text},
+    secrets,
+    server::{CaptureMethod, PstackStacktrace},
+    text::MOST_COMMAND_BYTES,
+};
 
 use crate::{
     error::Error,
-    kernel::{
-        awaited, permission,
-        procfs::{self, Status, state_text},
-        sock_diag::TcpConnections,
-    },
+    kernel::{awaited, permission, sock_diag::TcpConnections},
     native::{
         address_space::AddressSpace,
         stop::stop_all,
@@ -76,6 +77,17 @@ struct Capture<'a> {
     context: Box<UnwindContext<usize>>,
 }
 
+/// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`]. A process without
+/// argv gets the kernel's name for it in brackets.
+fn command(pid: i32) -> String {
+    let mut command = secrets::cmdline(&procfs::cmdline(pid).unwrap_or_default()).trim().to_string();
+    if command.is_empty() {
+        return procfs::stat(pid).map(|stat| format!("[{}]", stat.name)).unwrap_or_default();
+    }
+    command.truncate(command.floor_char_boundary(MOST_COMMAND_BYTES));
+    command
+}
+
 impl Capture<'_> {
     fn run(&mut self) -> Result<(), Error> {
         let pid = self.pid;
@@ -86,7 +98,7 @@ impl Capture<'_> {
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
         sample.io_bytes = procfs::io_bytes(pid);
         sample.tcp_bytes = self.connections.bytes_of(pid, self.deadline).unwrap_or(0);
-        self.process.command = procfs::command(pid);
+        self.process.command = command(pid);
         let tids = procfs::threads(pid)?;
         // If the main thread has ended, the address space is available through the living threads.
         // Threads may end at any time, so prefer the main thread if it lives, whatever the order of

@@ -15,9 +15,10 @@ use std::{
 use gimli::UnwindContext;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
+use xpu_timer_proto::procfs::{self, Schedule};
+
 use crate::{
     error::Error,
-    kernel::procfs::{self, Schedule},
     native::{
         address_space::AddressSpace,
         perf::{self, Event, SampleMode},

@@ -15,11 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    kernel::procfs::{self, Schedstat, state_text},
-    native::ptrace,
-    objects::Images,
-};
+use xpu_timer_proto::procfs::{self, Schedstat, state_text};
+
+use crate::{native::ptrace, objects::Images};
 
 use super::{
     Job, RawProcess,

@@ -14,9 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use xpu_timer_proto::procfs;
+
 use crate::{
     cpython::Layout,
-    kernel::procfs,
     memory::snapshot::{ReadError, Snapshot},
     native::address_space::AddressSpace,
     objects::Images,

@@ -2,14 +2,13 @@
 
 use std::{collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
-use xpu_timer_proto::server::PySpyStacktrace;
+use xpu_timer_proto::{procfs, server::PySpyStacktrace};
 
 use crate::{
     cpython::{
         Layout,
         runtime::{Runtime, file_name},
     },
-    kernel::procfs,
     memory::snapshot::{ReadError, Snapshot},
     native::{
         address_space::{AddressSpace, MappedObject},

@@ -90,7 +90,7 @@ impl TestHub {
     /// rank.
     fn restarts(&mut self, rank: i32, started: Now, now: Now) {
         let entry = RankEntry {
-            start: started.mono_ns / crate::os::process::TICK_NS,
+            start: started.mono_ns / xpu_timer_proto::procfs::TICK_NS,
             age_ms: (now.mono_ns - started.mono_ns) / 1_000_000,
             ..entry(rank, now)
         };
@@ -484,7 +484,7 @@ fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
     cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     let of_rank_0 = |now: Now| RankEntry {
         info: Some(RankInfo { rank: 0, world_size: 2, ..Default::default() }),
-        start: at(42).mono_ns / crate::os::process::TICK_NS,
+        start: at(42).mono_ns / xpu_timer_proto::procfs::TICK_NS,
         age_ms: (now.mono_ns - at(42).mono_ns) / 1_000_000,
         ..entry(0, now)
     };

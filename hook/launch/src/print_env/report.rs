@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeSet,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -11,6 +10,7 @@ use serde_json::{Value, json};
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting},
     family::{FAMILIES, Family, Library as Layer},
+    procfs,
     ring::coverage,
     secrets,
 };
@@ -79,7 +79,7 @@ impl Report {
     pub fn of(target: &Target) -> Result<Self> {
         let source = target.source();
         let uid = match target {
-            Target::Process(process) => owner(process.pid),
+            Target::Process(process) => procfs::owner(process.pid).unwrap_or_else(|| nix::unistd::geteuid().as_raw()),
             _ => nix::unistd::geteuid().as_raw(),
         };
         let config = Config::of(&source, uid);
@@ -301,11 +301,6 @@ fn is(library: &Library, soname: &str) -> bool {
 fn family_of(libraries: &[Library]) -> Option<&'static Family> {
     let loaded = |soname: &str| libraries.iter().any(|library| is(library, soname));
     FAMILIES.iter().find(|family| family.is_loaded(|soname| soname.to_str().is_ok_and(loaded)))
-}
-
-fn owner(pid: i32) -> u32 {
-    std::fs::metadata(format!("/proc/{pid}"))
-        .map_or_else(|_| nix::unistd::geteuid().as_raw(), |metadata| metadata.uid())
 }
 
 /// A part and its path, or why it has none.

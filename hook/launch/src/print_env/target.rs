@@ -1,18 +1,15 @@
 //! The subject of the report: this shell, a running process, or a program.
 
 use std::{
-    ffi::{OsStr, OsString},
+    ffi::OsString,
     fs::{self, File},
     io,
-    os::{
-        fd::AsRawFd,
-        unix::{ffi::OsStrExt, fs::OpenOptionsExt},
-    },
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail};
-use xpu_timer_proto::{env::Source, file, secrets};
+use xpu_timer_proto::{env::Source, file, procfs, secrets};
 
 use crate::{
     cli::ReportSubject,
@@ -104,8 +101,7 @@ fn place_in(pid: i32, path: &Path) -> PathBuf {
 
 /// The value of a variable in the environment block of a process.
 pub fn value(environ: &[u8], name: &str) -> Option<String> {
-    let entry = |entry: &[u8]| Some(entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_vec());
-    environ.split(|byte| *byte == 0).find_map(entry).map(|value| String::from_utf8_lossy(&value).into_owned())
+    procfs::variable(environ, name).map(|value| String::from_utf8_lossy(value).into_owned())
 }
 
 fn process(pid: i32) -> Result<Process> {
@@ -113,37 +109,25 @@ fn process(pid: i32) -> Result<Process> {
     if !folder.exists() {
         bail!("there is no process {pid}");
     }
-    let read = |name: &str| {
-        fs::read(folder.join(name)).with_context(|| {
-            format!("process {pid}: cannot read its {name}: run this as its user, or as root with CAP_SYS_PTRACE")
-        })
-    };
     // An ended process, and a kernel thread, has neither arguments nor memory.
-    match state(&folder) {
-        Some('Z' | 'X') => bail!("process {pid} has ended; its parent has not waited for it yet"),
-        Some(_) if fs::read_link(folder.join("exe")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) => {
+    match procfs::stat(pid).map(|stat| stat.state) {
+        Ok('Z' | 'X') => bail!("process {pid} has ended; its parent has not waited for it yet"),
+        Ok(_) if fs::read_link(folder.join("exe")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) => {
             bail!("process {pid} is a kernel thread")
         }
         _ => {}
     }
-    let command = secrets::cmdline(&read("cmdline")?);
-    let mut mapped: Vec<PathBuf> = read("maps")?
-        .split(|byte| *byte == b'\n')
-        .filter_map(|line| {
-            let place = line.iter().position(|byte| *byte == b'/')?;
-            Some(PathBuf::from(OsStr::from_bytes(&line[place..])))
-        })
-        .collect();
-    mapped.sort();
-    mapped.dedup();
-    let environ = read("environ")?;
+    let command = secrets::cmdline(&readable(pid, "cmdline", procfs::cmdline(pid))?);
+    let mapped = readable(pid, "maps", procfs::mapped_files(pid))?;
+    let environ = readable(pid, "environ", procfs::environ(pid))?;
     Ok(Process { pid, command, mapped, environ })
 }
 
-/// The letter after the name in `/proc/PID/stat`.
-fn state(folder: &Path) -> Option<char> {
-    let stat = fs::read_to_string(folder.join("stat")).ok()?;
-    stat.rsplit_once(") ")?.1.chars().next()
+/// Adds to an error what the user can do about it.
+fn readable<T>(pid: i32, name: &str, read: Result<T, procfs::Error>) -> Result<T> {
+    read.map_err(|error| error.source).with_context(|| {
+        format!("process {pid}: cannot read its {name}: run this as its user, or as root with CAP_SYS_PTRACE")
+    })
 }
 
 fn program(words: &[OsString]) -> Result<Program> {

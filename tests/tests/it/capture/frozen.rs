@@ -11,6 +11,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use xpu_timer_proto::procfs;
 use xpu_timer_tests::{PATIENCE, Process, artifacts, wait_until};
 
 use super::target::{optimized, start};
@@ -19,20 +20,14 @@ const THREADS: usize = 300;
 
 /// Threads of the target in a tracing stop or a stop.
 fn held(pid: i32) -> Vec<i32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("the target lives");
-    let tids = tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok());
-    tids.filter(|tid: &i32| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
-        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['t', 'T']))
-    })
-    .collect()
+    let tids = procfs::threads(pid).expect("the target lives").into_iter();
+    tids.filter(|tid| procfs::thread_stat(pid, *tid).is_some_and(|stat| stat.is_stopped())).collect()
 }
 
 /// The command and its children.
 fn family(command: &Process) -> Vec<Pid> {
     let pid = command.pid();
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+    let children = procfs::children(pid, 1).unwrap_or_default();
     std::iter::once(pid).chain(children).map(Pid::from_raw).collect()
 }
 
@@ -40,10 +35,9 @@ fn family(command: &Process) -> Vec<Pid> {
 /// that being seen.
 fn wait_for_a_stop(command: &mut Process, target: i32) -> Option<()> {
     // One of the threads, queried so often that a stop cannot be missed for long.
-    let tid = fs::read_dir(format!("/proc/{target}/task")).expect("the target lives").flatten().last()?.file_name();
-    let stat = format!("/proc/{target}/task/{}/stat", tid.to_str()?);
+    let tid = *procfs::threads(target).expect("the target lives").last()?;
     loop {
-        if fs::read_to_string(&stat).unwrap_or_default().rsplit(") ").next()?.starts_with('t') {
+        if procfs::thread_stat(target, tid).is_some_and(|stat| stat.state == 't') {
             return Some(());
         }
         if command.try_wait().is_some() {

@@ -11,7 +11,10 @@ use nix::{
     unistd::Pid,
 };
 use xpu_timer_capture::{Capturer, Options};
-use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{CaptureMethod, ProcessSample, PstackStacktrace},
+};
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
 use super::target::{
@@ -51,10 +54,7 @@ fn stopped_processes_stay_stopped_and_have_stacks() {
         let forced = Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() };
         let forced = capture_with(process.pid(), &forced);
         assert!(has_run(&forced.sample.stacktrace[0], &wanted), "{}", describe(&forced.sample));
-        let state = || {
-            let status = std::fs::read_to_string(format!("/proc/{}/status", process.pid())).expect("it lives");
-            status.lines().find_map(|line| line.strip_prefix("State:\t")).expect("a state").to_string()
-        };
+        let state = || procfs::status(process.pid(), process.pid()).expect("it lives").state;
         assert_eq!(state(), "T (stopped)", "a capture must not make it go on");
         process.signal(Signal::SIGCONT);
         wait_until(PATIENCE, "it goes on", || !state().starts_with('T'));

@@ -8,7 +8,10 @@ use std::{
 };
 
 use tempfile::TempDir;
-use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{PySpyFrame, PySpyStacktrace},
+};
 use xpu_timer_tests::{
     PATIENCE, Process, compile_c, forky, forky_headers, only_child, python_version, run_in_forky, skip, tree,
 };
@@ -98,8 +101,8 @@ impl Script {
 
 /// The id that a thread has in its own namespace of process ids.
 pub fn own_tid(tid: u32) -> u32 {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    let status = procfs::status_text(tid).unwrap_or_default();
+    let ids = procfs::field(&status, "NSpid:");
     ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok()).unwrap_or(tid)
 }
 

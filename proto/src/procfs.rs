@@ -1,0 +1,29 @@
+//! The only reader of the files of `/proc` that describe processes, threads, mounts and sockets,
+//! for all members. It only reads and stops nothing.
+//!
+//! The capture reads five files of each of up to thousands of threads, so those readers use a
+//! buffer on the stack and allocate only the fields that they return. The hook does not use this
+//! module: it must not allocate.
+
+mod children;
+mod files;
+mod maps;
+mod mounts;
+mod process;
+mod sockets;
+mod stat;
+mod status;
+mod thread;
+
+pub use children::{children, descendants, descendants_until, pids, threads};
+pub use files::{Error, field};
+pub use maps::{Mapping, mapped_files, maps};
+pub use mounts::{Mount, device_of_mount, file_system_type, mounts, parse_mounts};
+pub use process::{boot_id, cmdline, environ, io_bytes, name, owner, ptrace_scope, variable};
+pub use sockets::{LISTEN, MAX_FILES, SOCKET, TcpSocket, find_tcp_socket, inode_of};
+pub use stat::{Stat, TICK_NS, stat, thread_stat, ticks_to_ns};
+pub use status::{
+    EffectiveCredentials, Status, effective_credentials, pid_of_thread, seccomp_filters, state_text, status,
+    status_text,
+};
+pub use thread::{Schedstat, Schedule, Syscall, kernel_stack, schedstat, syscall, wchan};

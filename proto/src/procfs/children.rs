@@ -1,0 +1,110 @@
+//! Threads, children and descendants of a process.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    time::Instant,
+};
+
+use super::{
+    files::{Error, numbers},
+    stat::stat,
+};
+
+/// The pids of all processes, in no order.
+pub fn pids() -> impl Iterator<Item = i32> {
+    numbers("/proc".into()).into_iter().flatten()
+}
+
+/// Thread ids of a process, ascending.
+///
+/// # Errors
+/// There is no such process.
+pub fn threads(pid: i32) -> Result<Vec<i32>, Error> {
+    let mut tids: Vec<i32> = numbers(format!("/proc/{pid}/task"))?.collect();
+    tids.sort_unstable();
+    Ok(tids)
+}
+
+/// Maximum number of descendants of one process.
+const MAX_DESCENDANTS: usize = 1024;
+
+/// All descendants of `pid`, parents first. Processes in `skip` and their descendants are left out,
+/// because they are captured on their own.
+#[must_use]
+pub fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
+    descendants_until(pid, skip, None).0
+}
+
+/// The descendants that are found before the deadline, and whether these are all.
+#[must_use]
+pub fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<Instant>) -> (Vec<i32>, bool) {
+    let mut found = vec![pid];
+    let mut parents: Option<HashMap<i32, Vec<i32>>> = None;
+    let mut next = 0;
+    let in_time = || deadline.is_none_or(|deadline| Instant::now() < deadline);
+    while next < found.len() && found.len() <= MAX_DESCENDANTS && in_time() {
+        let parent = found[next];
+        next += 1;
+        let children = children(parent, usize::MAX).unwrap_or_else(|| {
+            // A kernel without CONFIG_PROC_CHILDREN: read the parent of every process instead.
+            parents.get_or_insert_with(children_by_parent).get(&parent).cloned().unwrap_or_default()
+        });
+        for child in children {
+            if child != std::process::id() as i32 && !skip.contains(&child) && !found.contains(&child) {
+                found.push(child);
+            }
+        }
+    }
+    let all = next == found.len();
+    (found.split_off(1), all)
+}
+
+/// Pids of the children of a process, ascending: those that its first `most_threads` threads
+/// started. `None` if the kernel does not list them.
+#[must_use]
+pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
+    let mut children = Vec::new();
+    for tid in threads(pid).unwrap_or_default().into_iter().take(most_threads) {
+        match fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
+            Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
+            // The folder of a thread that has just ended is gone. On a kernel that does not list
+            // children, the folder exists.
+            Err(_) if std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists() => return None,
+            Err(_) => {}
+        }
+    }
+    children.sort_unstable();
+    Some(children)
+}
+
+fn children_by_parent() -> HashMap<i32, Vec<i32>> {
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for pid in pids() {
+        if let Ok(stat) = stat(pid) {
+            children.entry(stat.parent).or_default().push(pid);
+        }
+    }
+    children
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_child_is_found_by_its_parent() {
+        let own = std::process::id() as i32;
+        assert!(threads(own).unwrap().contains(&own) && pids().any(|pid| pid == own));
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let pid = child.id() as i32;
+        assert!(children(own, usize::MAX).is_none_or(|children| children.contains(&pid)));
+        assert!(children_by_parent()[&own].contains(&pid), "also where the kernel does not list children");
+        assert!(descendants(own, &HashSet::new()).contains(&pid));
+        assert!(!descendants(own, &HashSet::from([pid])).contains(&pid));
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+}
