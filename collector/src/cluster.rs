@@ -3,14 +3,15 @@
 
 pub(crate) mod comparison;
 pub mod config;
-pub(crate) mod gather;
+pub mod engine;
+pub mod gather;
 pub(crate) mod hub;
 pub(crate) mod incident;
 pub(crate) mod joins;
-pub mod nodes;
+pub(crate) mod nodes;
 pub(crate) mod ranks;
-pub(crate) mod service;
-pub(crate) mod status;
+pub mod service;
+pub mod status;
 pub(crate) mod web;
 
 use std::{
@@ -80,7 +81,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
     let server = tokio::spawn(server.run(listener, router));
 
     let mut hub = Hub::new(settings, commands, Now::get());
-    let mut ticks = interval(hub::deadlines::TICK);
+    let mut ticks = interval(engine::deadlines::TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut terminate = signal(SignalKind::terminate()).map_err(Error::system("watch for signals"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::system("watch for signals"))?;

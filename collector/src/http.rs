@@ -29,7 +29,7 @@ use tokio::{net::TcpListener, sync::Mutex};
 use crate::http::{
     access::Token,
     peer::Owners,
-    questions::Answers,
+    questions::QuestionSender,
     server::{Caller, Server},
 };
 
@@ -50,12 +50,12 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
 }
 
 /// Serves the control endpoint until the process ends.
-pub async fn serve_control(server: Server, listener: TcpListener, answers: impl Answers, token: Token) {
+pub async fn serve_control(server: Server, listener: TcpListener, answers: impl QuestionSender, token: Token) {
     server.run(listener, control(routes::control().with_state(answers), token)).await;
 }
 
 /// Serves the metrics endpoint until the process ends.
-pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl Answers) {
+pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl QuestionSender) {
     let cache = Arc::new(Mutex::new(None));
     let router = routes::metrics()
         .layer(middleware::from_fn_with_state(cache, strangers_share_pages))

@@ -1,7 +1,7 @@
 //! Incidents: their lifecycle, verdict, folder and retention.
 
 pub(crate) mod engine;
-pub(crate) mod folder;
+pub mod folder;
 pub(crate) mod judging;
 pub mod part;
 pub(crate) mod records;

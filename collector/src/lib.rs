@@ -18,6 +18,6 @@ mod json;
 mod logging;
 mod metrics;
 pub mod node;
-mod os;
+pub mod os;
 
 pub use error::Error;

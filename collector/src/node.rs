@@ -14,6 +14,7 @@ mod incidents;
 mod launched;
 mod metrics_page;
 mod monitor;
+mod part_search;
 mod plan;
 mod registration;
 mod registry;

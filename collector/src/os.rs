@@ -1,6 +1,6 @@
 //! What the operating system offers: processes, clocks, disks, memory.
 
-pub(crate) mod clock;
+pub mod clock;
 pub(crate) mod disk;
 pub(crate) mod process;
 pub(crate) mod resources;

@@ -39,7 +39,7 @@ use crate::tools::{PATIENCE, wait_until};
 pub struct FakeCollector {
     /// Its socket.
     pub path: PathBuf,
-    heard: Arc<Mutex<Heard>>,
+    log: Arc<Mutex<MessageLog>>,
     /// Number of polls of all connections that found nothing to read.
     quiet: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -48,7 +48,7 @@ pub struct FakeCollector {
 
 /// All received messages.
 #[derive(Default)]
-struct Heard {
+struct MessageLog {
     messages: Vec<(i32, Message)>,
     rings: Vec<(i32, File)>,
     ended: Vec<i32>,
@@ -69,23 +69,23 @@ impl FakeCollector {
     /// # Panics
     /// It cannot listen there.
     #[must_use]
-    pub fn listen(path: &Path, ears: ReadMode) -> Self {
+    pub fn listen(path: &Path, mode: ReadMode) -> Self {
         let _ = fs::remove_file(path);
         let flags = SockFlag::SOCK_CLOEXEC;
         let listener = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).expect("a socket");
         bind(listener.as_raw_fd(), &UnixAddr::new(path).expect("a short path")).expect("the path is free");
         listen(&listener, Backlog::new(64).expect("a valid backlog")).expect("a bound socket listens");
-        let heard = Arc::new(Mutex::new(Heard::default()));
+        let log = Arc::new(Mutex::new(MessageLog::default()));
         let (quiet, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let thread = {
-            let (heard, quiet, stop) = (Arc::clone(&heard), Arc::clone(&quiet), Arc::clone(&stop));
-            std::thread::spawn(move || serve(&listener, ears, &heard, &quiet, &stop))
+            let (log, quiet, stop) = (Arc::clone(&log), Arc::clone(&quiet), Arc::clone(&stop));
+            std::thread::spawn(move || serve(&listener, mode, &log, &quiet, &stop))
         };
-        FakeCollector { path: path.into(), heard, quiet, stop, thread: Some(thread) }
+        FakeCollector { path: path.into(), log, quiet, stop, thread: Some(thread) }
     }
 
     fn pick<T>(&self, pick: impl Fn(&(i32, Message)) -> Option<T>) -> Vec<T> {
-        self.heard.lock().expect("the listening thread does not panic").messages.iter().filter_map(pick).collect()
+        self.log.lock().expect("the listening thread does not panic").messages.iter().filter_map(pick).collect()
     }
 
     /// Every Hello, with the process that sent it.
@@ -133,7 +133,7 @@ impl FakeCollector {
     /// Processes whose connection ended.
     #[must_use]
     pub fn ended(&self) -> Vec<i32> {
-        self.heard.lock().expect("the listening thread does not panic").ended.clone()
+        self.log.lock().expect("the listening thread does not panic").ended.clone()
     }
 
     /// The flight record of a process, from the descriptor of its last Hello.
@@ -184,8 +184,8 @@ impl FakeCollector {
     }
 
     fn with_ring<R>(&self, pid: i32, read: impl FnOnce(&File) -> R) -> R {
-        let heard = self.heard.lock().expect("the listening thread does not panic");
-        let found = heard.rings.iter().rev().find(|(owner, _)| *owner == pid);
+        let log = self.log.lock().expect("the listening thread does not panic");
+        let found = log.rings.iter().rev().find(|(owner, _)| *owner == pid);
         let (_, file) = found.expect("the process has sent its ring");
         read(file)
     }
@@ -219,12 +219,12 @@ impl Drop for FakeCollector {
     }
 }
 
-fn serve(listener: &OwnedFd, ears: ReadMode, heard: &Mutex<Heard>, quiet: &AtomicU64, stop: &AtomicBool) {
+fn serve(listener: &OwnedFd, mode: ReadMode, log: &Mutex<MessageLog>, quiet: &AtomicU64, stop: &AtomicBool) {
     let mut connections: Vec<(OwnedFd, i32)> = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         let sockets = std::iter::once(listener.as_fd()).chain(connections.iter().map(|(socket, _)| socket.as_fd()));
         let mut waiting: Vec<PollFd> = sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
-        if ears == ReadMode::Ignores {
+        if mode == ReadMode::Ignores {
             waiting.truncate(1);
         }
         let _ = poll(&mut waiting, PollTimeout::from(20u16));
@@ -235,7 +235,7 @@ fn serve(listener: &OwnedFd, ears: ReadMode, heard: &Mutex<Heard>, quiet: &Atomi
         let mut index = 0;
         connections.retain(|(socket, pid)| {
             index += 1;
-            !ready.get(index).copied().unwrap_or(false) || hear(socket, *pid, heard)
+            !ready.get(index).copied().unwrap_or(false) || receive(socket, *pid, log)
         });
         if ready[0] {
             connections.extend(welcome(listener));
@@ -255,7 +255,7 @@ fn welcome(listener: &OwnedFd) -> Option<(OwnedFd, i32)> {
 }
 
 /// Receives one packet. Returns false if the connection has ended.
-fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
+fn receive(socket: &OwnedFd, pid: i32, log: &Mutex<MessageLog>) -> bool {
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let mut parts = [IoSliceMut::new(&mut packet)];
     let mut control = cmsg_space!([i32; 4]);
@@ -269,14 +269,14 @@ fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
         }
         message.bytes
     });
-    let mut heard = heard.lock().expect("no thread panics while it holds the lock");
+    let mut log = log.lock().expect("no thread panics while it holds the lock");
     if length == 0 {
-        heard.ended.push(pid);
+        log.ended.push(pid);
         return false;
     }
-    heard.rings.extend(descriptors.into_iter().map(|ring| (pid, File::from(ring))));
+    log.rings.extend(descriptors.into_iter().map(|ring| (pid, File::from(ring))));
     if let Some(message) = HookMessage::decode(&packet[..length]).ok().and_then(|message| message.message) {
-        heard.messages.push((pid, message));
+        log.messages.push((pid, message));
     }
     true
 }

@@ -37,9 +37,9 @@ use crate::{
 
 /// What the thread gathers, and where.
 #[derive(Debug, Clone)]
-pub struct GatherPlan {
+pub struct GatherSetup {
     /// The dump of the job.
-    pub dump: Plan,
+    pub plan: Plan,
     /// Ranks of the job.
     pub world_size: u32,
     /// The folder of the incident; `None` if none could be made.
@@ -87,17 +87,17 @@ const VIEW: Duration = Duration::from_secs(60);
 /// # Errors
 /// If no thread can be started.
 pub fn start(
-    plan: GatherPlan,
+    setup: GatherSetup,
     report: impl Fn(GatherEvent) + Send + 'static,
 ) -> Result<mpsc::Sender<GatherTask>, Error> {
     let (sender, work) = mpsc::channel();
-    let run = move || Gather::new(plan).run(&work, &report);
+    let run = move || Gather::new(setup).run(&work, &report);
     thread::Builder::new().name("gather".into()).spawn(run).map_err(Error::system("start the gathering thread"))?;
     Ok(sender)
 }
 
 struct Gather {
-    plan: GatherPlan,
+    setup: GatherSetup,
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
@@ -121,7 +121,7 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
     /// Continues with the files that an earlier gathering of this incident has written.
-    fn new(plan: GatherPlan) -> Self {
+    fn new(setup: GatherSetup) -> Self {
         let mut gather = Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
@@ -129,9 +129,9 @@ impl Gather {
             written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
-            plan,
+            setup,
         };
-        let kept = if gather.plan.is_new_round { None } else { gather.read(TREES) };
+        let kept = if gather.setup.is_new_round { None } else { gather.read(TREES) };
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
@@ -141,7 +141,7 @@ impl Gather {
     }
 
     fn read(&self, name: &str) -> Option<Vec<u8>> {
-        fs::read(self.plan.folder.as_ref()?.join(name)).ok()
+        fs::read(self.setup.folder.as_ref()?.join(name)).ok()
     }
 
     /// Loads the ranks into memory again to add to them.
@@ -204,26 +204,26 @@ impl Gather {
         self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
-        let mut evidence = Evidence { world_size: self.plan.world_size, ..self.plan.dump.evidence() };
+        let mut evidence = Evidence { world_size: self.setup.world_size, ..self.setup.plan.evidence() };
         // The bytes are written first, so that they are not in memory together with what is decoded
         // from them.
         let written = self.write_evidence(&evidence);
         let count = self.ranks.len();
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judging::judge(&evidence);
-        info!("incident {}: {count} ranks judged in {:.0?}", self.plan.dump.head.id, begun.elapsed());
+        info!("incident {}: {count} ranks judged in {:.0?}", self.setup.plan.head.id, begun.elapsed());
         // The ranks are freed before the stacks are written, unless they exist only in memory.
         let ranks = std::mem::take(&mut evidence.ranks);
         if !self.written {
             self.ranks.extend(ranks);
         }
-        self.plan.dump.date(&mut verdict);
+        self.setup.plan.date(&mut verdict);
         verdict.timing.errors.extend(errors);
         verdict.timing.errors.append(&mut self.errors);
         verdict.timing.errors.extend(written.err());
         verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
         // Uses the wall clock, because the collector may have restarted in between.
-        let head = &self.plan.dump.head;
+        let head = &self.setup.plan.head;
         let since = Now::get().unix_ns.saturating_sub(head.opened.unix_ns) + head.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         if let Some(folder) = self.folder() {
@@ -254,14 +254,14 @@ impl Gather {
     }
 
     fn folder(&self) -> Option<Folder> {
-        self.plan.folder.clone().map(|path| Folder { path })
+        self.setup.folder.clone().map(|path| Folder { path })
     }
 
     /// Logs an error and returns its text for the verdict.
     fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
         result.map_err(|error| {
             let problem = chain(&error);
-            warn!("incident {}: {problem}", self.plan.dump.head.id);
+            warn!("incident {}: {problem}", self.setup.plan.head.id);
             problem
         })
     }
@@ -269,13 +269,13 @@ impl Gather {
     /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
     /// file, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
-        let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
+        let (Some(folder), Some(rank)) = (self.setup.folder.clone(), rank_of(&piece.name)) else { return };
         if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
         let part = folder.join(partial_name(&piece.name));
         if let Err(error) = self.append(rank, &piece, &folder, &part) {
-            warn!("incident {}: {}: {error}", self.plan.dump.head.id, part.display());
+            warn!("incident {}: {}: {error}", self.setup.plan.head.id, part.display());
             self.files.remove(&rank);
             // Remove an incomplete file.
             let _ = fs::remove_file(&part);
@@ -315,7 +315,7 @@ impl Gather {
 
     /// Removes incomplete files.
     fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
-        let Some(folder) = &self.plan.folder else { return };
+        let Some(folder) = &self.setup.folder else { return };
         for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
             let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
         }
@@ -326,16 +326,16 @@ impl Gather {
         let half = std::mem::take(&mut self.files);
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
-            warn!("incident {}: {problem}", self.plan.dump.head.id);
+            warn!("incident {}: {problem}", self.setup.plan.head.id);
             let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
                 verdict.timing.errors.push(problem)
             });
             if let Err(error) = changed {
-                warn!("incident {}: {}", self.plan.dump.head.id, chain(&error));
+                warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
             }
         }
         if let Err(error) = folder.link_latest() {
-            warn!("incident {}: {}", self.plan.dump.head.id, chain(&error));
+            warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
         }
     }
 }
@@ -354,8 +354,8 @@ mod tests {
     fn a_node_has_one_file_for_each_rank() {
         let folder = tempfile::tempdir().unwrap();
         let second = Duration::from_secs(1);
-        let mut gather = Gather::new(GatherPlan {
-            dump: Plan { head: Head::for_test(), hang_timeout: second, sample_interval: second },
+        let mut gather = Gather::new(GatherSetup {
+            plan: Plan { head: Head::for_test(), hang_timeout: second, sample_interval: second },
             world_size: 8,
             folder: Some(folder.path().into()),
             is_new_round: true,

@@ -1,34 +1,39 @@
-//! The state of the cluster collector and its transitions. One task owns it and never waits for a
-//! node, a disk or a verdict.
+//! Connects the engine of the cluster collector to streams, threads, disks and pages: passes in the
+//! events, and executes the returned actions. One task owns it and never waits for a node, a disk
+//! or a verdict.
 
-pub(crate) mod deadlines;
-mod delivery;
-mod events;
-mod opening;
-#[cfg(test)]
-mod tests;
-
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::mpsc as std_mpsc,
+};
 
 use tokio::sync::mpsc;
-use tracing::info;
-use xpu_timer_analysis::{HangEvidence, stragglers::Comparison};
-use xpu_timer_proto::v1::Alarm;
+use tracing::warn;
+use xpu_timer_analysis::stragglers::Comparison;
+use xpu_timer_proto::v1::{ClusterMessage, cluster_message::Message};
 
 use crate::{
     client::webhook::Webhook,
-    cluster::{comparison::ComparisonThread, config::Settings, gather::GatherEvent, incident::Incident, nodes::Nodes},
-    error::Error,
+    cluster::{
+        comparison::ComparisonThread,
+        config::Settings,
+        engine::{Action, Engine},
+        gather::{self, GatherEvent, GatherSetup, GatherTask},
+        service::{Outgoing, StreamEvent},
+        status,
+    },
+    error::chain,
     http::questions::Question,
     incident::{
-        State,
-        folder::Folder,
+        engine::Record,
+        folder::{Folder, MadeFolder},
         records::{self, OpenIncident},
-        throttle::{BY_HAND, Throttle},
+        retention,
+        verdict_files::{CLUSTER_RECORD, set_status, try_write_record},
     },
-    job::{JobKey, NodeId, StreamId},
-    metrics::slow_ranks::SlowRanks,
-    os::{clock::Now, disk::Disk},
+    job::{JobKey, StreamId},
+    os::{clock::Now, disk::Disk, process},
 };
 
 /// A message to the hub that is not from a node's stream.
@@ -37,104 +42,56 @@ pub enum Command {
     /// A question of an HTTP page.
     Question(Question),
     /// The thread of an incident has finished a step.
-    Gather(String, GatherEvent),
+    Gathered(String, GatherEvent),
     /// The ranks of a job in an attempt were compared.
     Compared(JobKey, u32, Comparison),
-    /// Incidents that an earlier cluster collector left open, found after a delay.
+    /// Incidents that an earlier cluster collector left open.
     OpenIncidentsFound(Vec<OpenIncident>),
-    /// The folder of an incident was made after a delay, or could not be made.
+    /// The folder of an incident was made, or could not be made.
     FolderMade(String, MadeFolder),
 }
 
-/// A folder, with the reason if it is not in its intended place.
-pub type MadeFolder = Result<(Folder, Option<Error>), Error>;
-
-/// A delivery that a node was asked for.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Expected {
-    incident: String,
-    node: NodeId,
-    // Whether it delivers its `.stacktrace` files instead of its part.
-    files: bool,
-}
-
-/// The state of the cluster collector.
+/// The engine with everything that it acts on.
 pub struct Hub {
-    /// Settings.
-    pub settings: Settings,
-    /// Nodes and ranks.
-    pub nodes: Nodes,
-    /// Incidents, oldest first.
-    pub incidents: BTreeMap<String, Incident>,
-    /// Number of incidents opened by this process.
-    pub opened: u64,
-    /// When this collector was started.
-    pub started: Now,
-    streams: BTreeMap<StreamId, NodeId>,
-    throttle: Throttle<JobKey>,
-    dumps: Throttle<JobKey>,
-    // Alarms of jobs that have had too many incidents recently.
-    deferred: Vec<(NodeId, Alarm)>,
-    // Expected deliveries by the key that was drawn for each.
-    expected: BTreeMap<String, Expected>,
-    disk: Disk,
-    // Jobs with all ranks present, with attempt and world size.
-    complete: BTreeMap<JobKey, (u32, u32)>,
-    // Nodes that claim ranks of another node: since when, and whether this was logged.
-    refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
-    // The last reason for refusing a stream, and when it was logged.
-    last_refusal: Option<(String, u64)>,
-    forget_ns: u64,
+    /// The nodes and incidents.
+    pub engine: Engine,
+    settings: Settings,
+    streams: HashMap<StreamId, Outgoing>,
+    // The gathering threads by incident.
+    gathering: HashMap<String, std_mpsc::Sender<GatherTask>>,
     comparison: ComparisonThread,
-    /// Ranks that slow their job down.
-    pub slow: SlowRanks,
+    disk: Disk,
     webhook: Option<Webhook>,
     commands: mpsc::UnboundedSender<Command>,
 }
 
-pub(crate) const SECOND: u64 = 1_000_000_000;
-/// Time beyond the sample interval in which a node should take its dump.
-pub(crate) const CAPTURE_NS: u64 = 10 * SECOND;
-/// After a restart, nodes reconnect within this time.
-pub(crate) const RETURN_NS: u64 = 60 * SECOND;
-
 impl Hub {
-    /// Starts with the incidents that an earlier cluster collector left open.
+    /// The first commands bring the incidents that an earlier cluster collector left open. Waits
+    /// for them, but not long for a disk that does not answer.
     #[must_use]
     pub fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
-        let webhook = settings.webhook.as_deref().map(Webhook::new);
         let to_hub = commands.clone();
         let comparison = ComparisonThread::start(move |job, attempt, comparison| {
             // Fails only if the hub has ended before the thread.
             let _ = to_hub.send(Command::Compared(job, attempt, comparison));
         });
         let mut hub = Hub {
-            nodes: Nodes::default(),
-            incidents: BTreeMap::new(),
-            opened: 0,
-            started: now,
-            streams: BTreeMap::new(),
-            throttle: Throttle::default(),
-            dumps: Throttle::new(BY_HAND),
-            deferred: Vec::new(),
-            expected: BTreeMap::new(),
-            // Nothing waits for it: late results arrive as commands.
-            disk: Disk::new(|| {}),
-            complete: BTreeMap::new(),
-            refused: BTreeMap::new(),
-            last_refusal: None,
-            forget_ns: 0,
+            engine: Engine::new(process::random_id, now),
+            streams: HashMap::new(),
+            gathering: HashMap::new(),
             comparison,
-            slow: SlowRanks::default(),
-            webhook,
+            // Nothing waits for it: results arrive as commands.
+            disk: Disk::new(|| {}),
+            webhook: settings.webhook.as_deref().map(Webhook::new),
             commands,
             settings,
         };
         for root in hub.folders() {
             let (commands, below) = (hub.commands.clone(), root.clone());
-            let late = move |found| drop(commands.send(Command::OpenIncidentsFound(found)));
-            let found = hub.disk.run(&root, move || records::open_in_cluster(&below), late);
-            hub.restore_all(found.unwrap_or_default(), now);
+            // Fails only when the process ends.
+            let find = move || drop(commands.send(Command::OpenIncidentsFound(records::open_in_cluster(&below))));
+            hub.disk.submit(&root, find);
+            hub.disk.wait(&root);
         }
         hub
     }
@@ -144,42 +101,143 @@ impl Hub {
         vec![self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]
     }
 
-    fn restore_all(&mut self, found: Vec<OpenIncident>, now: Now) {
-        for incident in found {
-            // Its nodes may have reported it before it was found.
-            if !self.incidents.contains_key(&incident.record.id) {
-                self.restore(incident, now);
+    /// Handles an event of a node's stream.
+    pub fn stream_event(&mut self, event: StreamEvent, now: Now) {
+        match event {
+            StreamEvent::Joined(stream, hello, outgoing) => {
+                self.streams.insert(stream, outgoing);
+                self.engine.node_joined(stream, *hello, now);
+            }
+            StreamEvent::Message(stream, message) => self.engine.message(stream, *message, now),
+            StreamEvent::Ended(stream, why) => {
+                self.streams.remove(&stream);
+                self.engine.stream_ended(stream, &why, now);
+            }
+            StreamEvent::Refused(node, why) => self.engine.log_refused_stream(&node, why, now),
+            // The sender of the question may be gone.
+            StreamEvent::DeliveryStarted(key, known) => drop(known.send(self.engine.expects(&key))),
+            StreamEvent::DeliveryPiece(key, piece, credit) => self.engine.delivery_piece(&key, *piece, credit, now),
+            StreamEvent::DeliveryEnded(key) => self.engine.delivery_ended(&key, now),
+        }
+        self.execute(now);
+    }
+
+    /// Handles a message from another task or thread.
+    pub fn command(&mut self, command: Command, now: Now) {
+        match command {
+            Command::Question(question) => self.answer(question, now),
+            Command::Gathered(id, event) => self.engine.gathered(&id, event, now),
+            Command::Compared(job, attempt, comparison) => self.engine.note_comparison(&job, attempt, comparison, now),
+            Command::OpenIncidentsFound(found) => self.engine.restore(found, now),
+            Command::FolderMade(id, made) => self.engine.folder_made(&id, made),
+        }
+        self.execute(now);
+    }
+
+    /// The receiver of an answer may be gone, which is harmless.
+    fn answer(&mut self, question: Question, now: Now) {
+        let engine = &self.engine;
+        match question {
+            Question::Status(reply) => drop(reply.send(status::status(engine, self.settings.listen, now))),
+            Question::Metrics(reply) => drop(reply.send(status::metrics(engine, now))),
+            Question::Folders(reply) => drop(reply.send(self.folders())),
+            Question::WithoutFolder(reply) => drop(reply.send(status::without_folder(engine))),
+            Question::SlowRanks(reply) => drop(reply.send(engine.slow.json())),
+            Question::Dump { job, reply } => self.engine.dump_by_hand(job.as_deref(), reply, now),
+        }
+    }
+
+    /// Checks all deadlines.
+    pub fn tick(&mut self, now: Now) {
+        self.disk.report_stuck();
+        self.engine.tick(now);
+        self.execute(now);
+    }
+
+    /// Waits for all disk work so far.
+    #[cfg(test)]
+    pub fn wait_for_disk(&mut self) {
+        self.folders().iter().for_each(|root| self.disk.wait(root));
+    }
+
+    /// Executes the actions of the engine.
+    pub(super) fn execute(&mut self, now: Now) {
+        while let Some(action) = self.engine.next_action() {
+            match action {
+                Action::Send(stream, message) => self.send(stream, message, now),
+                Action::Disconnect(stream) => drop(self.streams.remove(&stream)),
+                Action::MakeFolder(record) => self.make_folder(record),
+                Action::RemoveFolder(path) => {
+                    let root = root_of(&path);
+                    self.disk.submit(&root, move || drop(std::fs::remove_dir_all(&path)));
+                }
+                Action::WriteStatus { incident, folder, status, closed_unix_ns } => {
+                    let root = root_of(&folder);
+                    self.disk.submit(&root, move || set_status(&incident, &folder, status, closed_unix_ns));
+                }
+                Action::Gather(id, setup, task) => self.gather(id, setup, task, now),
+                Action::Release(id) => drop(self.gathering.remove(&id)),
+                Action::Compare(input) => self.comparison.send(input),
+                Action::Notify(verdict, folder) => {
+                    if let Some(webhook) = &self.webhook {
+                        webhook.post(&verdict, folder.as_deref());
+                    }
+                }
+                // The receiver may be gone.
+                Action::Reply(reply, answer) => drop(reply.send(answer)),
+                Action::Retire(open) => retention::start(self.folders(), self.settings.keep, open),
             }
         }
     }
 
-    fn restore(&mut self, OpenIncident { folder, record, verdict }: OpenIncident, now: Now) {
-        info!("incident {} was left open by an earlier cluster collector", record.id);
-        let age_ns = now.unix_ns.saturating_sub(record.opened_unix_ns);
-        let mut incident = Incident::new(record.head(now.mono_ns.saturating_sub(age_ns)));
-        incident.folder = Some(folder);
-        incident.deadline_ns = now.mono_ns + RETURN_NS;
-        if let Some(verdict) = verdict {
-            incident.state = State::Dumped;
-            (incident.sentence, incident.cause) = (verdict.sentence, verdict.cause.to_string());
-            (incident.culprits, incident.is_proven) = (verdict.culprits, verdict.hang != HangEvidence::None);
-            incident.quiet_since_ns = Some(now.mono_ns + RETURN_NS);
+    /// Sends a message to a node. A node that does not read its messages is disconnected.
+    fn send(&mut self, stream: StreamId, message: Message, now: Now) {
+        let Some(outgoing) = self.streams.get(&stream) else { return };
+        if outgoing.try_send(Box::new(Ok(ClusterMessage { message: Some(message) }))).is_err() {
+            self.streams.remove(&stream);
+            self.engine.stream_ended(stream, "it accepts no more messages", now);
         }
-        self.incidents.insert(record.id, incident);
     }
 
-    /// Whether the job has a world that was started after this incident was opened. The hang of the
-    /// incident is over then.
-    fn is_over(&self, incident: &Incident) -> bool {
-        let summary = self.nodes.job(&incident.head.job);
-        summary.alive && summary.first_start_ns > incident.head.opened.mono_ns
+    /// Makes the folder of an incident and writes its record.
+    fn make_folder(&mut self, record: Record) {
+        let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
+        let commands = self.commands.clone();
+        self.disk.submit(&self.settings.timeline_path, move || {
+            let id = record.id.clone();
+            let made = Folder::create(&root, &fallback, &id);
+            if let Ok((folder, _)) = &made
+                && let Err(error) = try_write_record(&folder.path, CLUSTER_RECORD, &record)
+            {
+                let why = chain(&error);
+                warn!("incident {id}: a restarted cluster collector will not know this incident: {why}");
+            }
+            // Fails only when the process ends.
+            let _ = commands.send(Command::FolderMade(id, made));
+        });
     }
 
-    /// Whether an alarm of a node is about something other than this incident: none of its running
-    /// ranks existed when the node was asked for its part. The other nodes may not have reported
-    /// yet that the world of the incident is over.
-    fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
-        let asked = incident.parts.get(&node).map(|part| part.requested_ns);
-        asked.is_some_and(|requested_ns| self.nodes.all_started_after(&incident.head.job, node, requested_ns))
+    fn gather(&mut self, id: String, setup: Option<Box<GatherSetup>>, task: GatherTask, now: Now) {
+        if let Some(setup) = setup {
+            let (commands, name) = (self.commands.clone(), id.clone());
+            // Fails only when the process ends.
+            let report = move |event| drop(commands.send(Command::Gathered(name.clone(), event)));
+            match gather::start(*setup, report) {
+                Ok(sender) => drop(self.gathering.insert(id.clone(), sender)),
+                Err(error) => warn!("incident {id}: {}", chain(&error)),
+            }
+        }
+        let given = self.gathering.get(&id).is_some_and(|sender| sender.send(task).is_ok());
+        if !given {
+            // The thread ends only when it is released, or because of a bug.
+            warn!("incident {id}: there is no gathering thread");
+            self.gathering.remove(&id);
+            self.engine.gathering_failed(&id, now);
+        }
     }
+}
+
+/// The root that contains an incident folder.
+fn root_of(folder: &Path) -> PathBuf {
+    folder.parent().unwrap_or(folder).to_path_buf()
 }

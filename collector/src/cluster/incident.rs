@@ -4,14 +4,12 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     path::PathBuf,
-    sync::mpsc,
 };
 
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
-    cluster::gather::GatherTask,
     http::questions::DumpReply,
     incident::{Head, State},
     job::NodeId,
@@ -78,8 +76,8 @@ pub struct Incident {
     pub deadline_ns: u64,
     /// Its folder; `None` if none could be made.
     pub folder: Option<PathBuf>,
-    /// The thread that merges, as long as data may arrive.
-    pub work: Option<mpsc::Sender<GatherTask>>,
+    /// Whether it has a thread that merges, as long as data may arrive.
+    pub is_gathering: bool,
     /// Whether the last work of the thread is to draw. The thread is released after that.
     pub drawing: bool,
     /// The sentence of the verdict; empty until there is one.
@@ -127,7 +125,7 @@ impl Incident {
             quiet_since_ns: None,
             deadline_ns: u64::MAX,
             folder: None,
-            work: None,
+            is_gathering: false,
             drawing: false,
             sentence: String::new(),
             cause: String::new(),
@@ -195,7 +193,6 @@ impl Incident {
         self.next_round_ns = None;
         self.state = State::Open;
         self.late_since_ns = None;
-        self.work = None;
         self.captured.clear();
         self.merging.clear();
         self.files_pending.clear();

@@ -1,5 +1,5 @@
-//! The nodes of a cluster and the ranks that each of them may report. Pure: it only stores streams,
-//! and the caller passes in the time.
+//! The nodes of a cluster and the ranks that each of them may report. Pure: the caller passes in the
+//! time.
 
 use std::{
     cell::RefCell,
@@ -8,13 +8,11 @@ use std::{
     sync::Arc,
 };
 
-use tokio::sync::mpsc;
-use tonic::Status;
 use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     procfs::TICK_NS,
-    v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message},
+    v1::{JobId, Presence, RankEntry},
 };
 
 use crate::{
@@ -22,18 +20,13 @@ use crate::{
     job::{self, JobKey, NodeId, StreamId},
 };
 
-/// A message to a node. Boxed, because a channel allocates room for 32 messages at once and each
-/// node has a channel.
-pub type Outbound = Box<Result<ClusterMessage, Status>>;
-/// The sending side of a stream.
-pub type Outgoing = mpsc::Sender<Outbound>;
-
 /// One node collector.
 #[derive(Debug)]
 pub struct Node {
     /// Host or pod name.
     pub name: String,
-    stream: Option<(StreamId, Outgoing)>,
+    /// Its stream; `None` while it is away.
+    pub stream: Option<StreamId>,
     /// When its last stream ended; meaningless while it has a stream.
     pub lost_ns: u64,
     reported: Vec<RankEntry>,
@@ -53,12 +46,12 @@ struct Clock {
 
 impl Clock {
     /// Notes a message that was sent at `sent_ns` of the node's clock and arrived now.
-    fn hear(&mut self, sent_ns: u64, now_ns: u64) {
+    fn note_message(&mut self, sent_ns: u64, now_ns: u64) {
         let ahead_ns = now_ns.cast_signed().saturating_sub(sent_ns.cast_signed());
         self.ahead_ns = Some(self.ahead_ns.map_or(ahead_ns, |least| least.min(ahead_ns)));
     }
 
-    fn here(self, ns: u64) -> Option<u64> {
+    fn to_local(self, ns: u64) -> Option<u64> {
         Some(ns.checked_add_signed(self.ahead_ns?).unwrap_or(0))
     }
 }
@@ -95,7 +88,7 @@ impl Claim {
         // Uses the node's clock if it is known, because a message may be late.
         let ago = |age_ms: u64| {
             let ago_ns = age_ms.saturating_mul(NS_PER_MS);
-            let then = sent_ns(entry).and_then(|sent_ns| clock.here(sent_ns.saturating_sub(ago_ns)));
+            let then = sent_ns(entry).and_then(|sent_ns| clock.to_local(sent_ns.saturating_sub(ago_ns)));
             then.unwrap_or_else(|| now_ns.saturating_sub(ago_ns))
         };
         let info = entry.info.as_ref();
@@ -229,7 +222,7 @@ impl Claims {
                 // The rank has registered.
                 claim.started_ns = old.started_ns;
                 if let Some(known) = self.summary.get_mut() {
-                    Arc::make_mut(known).hear(&claim);
+                    Arc::make_mut(known).merge_settings(&claim);
                 }
                 self.ranks.insert((rank, node), claim);
                 return;
@@ -324,11 +317,11 @@ impl JobSummary {
             self.first_start_ns = self.first_start_ns.min(claim.started_ns);
             self.world.started_ns = self.world.started_ns.max(claim.started_ns);
         }
-        self.hear(claim);
+        self.merge_settings(claim);
     }
 
     /// Merges the job settings that a rank reports.
-    fn hear(&mut self, claim: &Claim) {
+    fn merge_settings(&mut self, claim: &Claim) {
         self.hang_timeout_ms = self.hang_timeout_ms.max(claim.hang_timeout_ms);
         self.sample_interval_ms = self.sample_interval_ms.max(claim.sample_interval_ms);
         self.idle_timeout_ms = self.idle_timeout_ms.max(claim.idle_timeout_ms);
@@ -361,8 +354,8 @@ const SAME_NS: u64 = 1_000_000_000;
 const FORGET_NS: u64 = 600 * 1_000_000_000;
 
 impl Nodes {
-    /// Handles the hello of a stream. If the same process reconnects, its old stream is closed.
-    pub fn join(&mut self, name: &str, identity: &str, stream: StreamId, outgoing: Outgoing) -> NodeId {
+    /// Handles the hello of a stream.
+    pub fn join(&mut self, name: &str, identity: &str, stream: StreamId) -> NodeId {
         let id = *self.by_identity.entry(identity.into()).or_insert_with(|| {
             self.next += 1;
             self.next
@@ -376,7 +369,7 @@ impl Nodes {
             clock: Clock::default(),
             keys: BTreeMap::new(),
         });
-        node.stream = Some((stream, outgoing));
+        node.stream = Some(stream);
         self.away.remove(&id);
         self.invalidate_summaries(id);
         id
@@ -385,7 +378,7 @@ impl Nodes {
     /// Handles the end of a stream. Returns false if the node already has a newer one.
     pub fn disconnect(&mut self, id: NodeId, stream: StreamId, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
-        if node.stream.as_ref().is_none_or(|(current, _)| *current != stream) {
+        if node.stream != Some(stream) {
             return false;
         }
         node.stream = None;
@@ -404,20 +397,6 @@ impl Nodes {
                 claims.summary.get_mut().take_if(|summary| summary.contested);
             }
         }
-    }
-
-    /// Sends a message to a node. A node whose stream is full loses its stream.
-    pub fn send(&mut self, id: NodeId, message: Message, now_ns: u64) -> bool {
-        let Some(node) = self.nodes.get_mut(&id) else { return false };
-        let Some((_, outgoing)) = &node.stream else { return false };
-        let sent = outgoing.try_send(Box::new(Ok(ClusterMessage { message: Some(message) }))).is_ok();
-        if !sent {
-            node.stream = None;
-            node.lost_ns = now_ns;
-            self.away.insert(id);
-            self.invalidate_summaries(id);
-        }
-        sent
     }
 
     /// One node.
@@ -553,7 +532,7 @@ impl Nodes {
             }
         }
         let mut clock = self.nodes.get(&id).map(|node| node.clock).unwrap_or_default();
-        ranks.iter().filter_map(sent_ns).for_each(|sent_ns| clock.hear(sent_ns, now_ns));
+        ranks.iter().filter_map(sent_ns).for_each(|sent_ns| clock.note_message(sent_ns, now_ns));
         for entry in &ranks {
             let Some((job, rank)) = key_of(entry) else { continue };
             let claims = self.claims.entry(job).or_default();

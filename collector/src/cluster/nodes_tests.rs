@@ -18,9 +18,8 @@ fn entry(name: &str, rank: i32, attempt: u32, world_size: u32) -> RankEntry {
     }
 }
 
-fn node(nodes: &mut Nodes, name: &str, stream: StreamId) -> (NodeId, mpsc::Receiver<Outbound>) {
-    let (sender, receiver) = mpsc::channel(8);
-    (nodes.join(name, name, stream, sender), receiver)
+fn node(nodes: &mut Nodes, name: &str, stream: StreamId) -> NodeId {
+    nodes.join(name, name, stream)
 }
 
 fn ranks(nodes: &Nodes, id: NodeId) -> String {
@@ -43,8 +42,8 @@ fn aged(rank: i32, attempt: u32, world_size: u32, age_s: u64, ended_s: Option<u6
 #[test]
 fn a_rank_belongs_to_one_living_node() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
     assert_eq!(nodes.refused(), []);
     let others = nodes.claim(b, vec![entry("j", 1, 0, 4), entry("j", 2, 0, 4), entry("k", 1, 0, 4)], 2);
@@ -61,7 +60,7 @@ fn a_rank_belongs_to_one_living_node() {
     assert_eq!(nodes.competing_nodes(a), BTreeSet::from([b]));
     assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0".into(), "1-2".into()));
     // It reconnects and holds the rank again, because it claimed the rank first.
-    let (again, _again) = node(&mut nodes, "a", 3);
+    let again = node(&mut nodes, "a", 3);
     assert_eq!(again, a);
     assert_eq!((ranks(&nodes, a), nodes.refused().len()), ("0-1".into(), 1));
     assert!(!nodes.disconnect(a, 1, 6), "the old stream is not the node's any more");
@@ -70,8 +69,8 @@ fn a_rank_belongs_to_one_living_node() {
 #[test]
 fn the_newest_attempt_counts_with_its_world() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
     nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)], 2);
     assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
@@ -89,8 +88,8 @@ fn the_newest_attempt_counts_with_its_world() {
 #[test]
 fn agents_with_different_attempts_have_one_world() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 4, 5, None), aged(1, 0, 4, 5, None)], at(10));
     nodes.claim(b, vec![aged(2, 0, 4, 5, None), aged(3, 0, 4, 5, None)], at(10));
@@ -125,8 +124,8 @@ fn started(pid: i32, start_s: u64, entry: RankEntry) -> RankEntry {
 #[test]
 fn a_late_message_changes_no_start_time() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     let at = |seconds: u64| seconds * SECOND;
     // The node was started 5 s before this collector.
     nodes.claim(a, vec![started(7, 10, aged(0, 0, 2, 5, None))], at(10));
@@ -140,7 +139,7 @@ fn a_late_message_changes_no_start_time() {
     assert!(!nodes.all_started_after(&job("j"), a, at(5)) && nodes.all_started_after(&job("j"), a, at(4)));
     // The first message of a node is late and the next one is not: the start times of the first
     // message were wrong.
-    let (c, _c) = node(&mut nodes, "c", 3);
+    let c = node(&mut nodes, "c", 3);
     nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 1, None))], at(30));
     assert_eq!(nodes.job(&job("j")).world.started_ns, at(29));
     nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 5, None))], at(31));
@@ -157,8 +156,8 @@ fn a_late_message_changes_no_start_time() {
 #[test]
 fn an_unregistered_rank_belongs_to_its_world() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
     let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
@@ -178,9 +177,9 @@ fn an_unregistered_rank_belongs_to_its_world() {
 #[test]
 fn a_world_that_grows_and_shrinks_within_an_attempt() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
-    let (c, _c) = node(&mut nodes, "c", 3);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
+    let c = node(&mut nodes, "c", 3);
     let at = |seconds: u64| seconds * SECOND;
     nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
     nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
@@ -215,8 +214,8 @@ fn a_world_that_grows_and_shrinks_within_an_attempt() {
 #[test]
 fn a_job_is_idle_only_if_all_nodes_are() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     nodes.claim(a, vec![entry("j", 0, 0, 2)], 1);
     nodes.claim(b, vec![entry("j", 1, 0, 2)], 1);
     let second = SECOND;
@@ -230,8 +229,8 @@ fn a_job_is_idle_only_if_all_nodes_are() {
 #[test]
 fn communicators_separate_two_jobs_of_one_name() {
     let mut nodes = Nodes::default();
-    let (a, _a) = node(&mut nodes, "a", 1);
-    let (b, _b) = node(&mut nodes, "b", 2);
+    let a = node(&mut nodes, "a", 1);
+    let b = node(&mut nodes, "b", 2);
     let of = |instance: &str, ranks: [i32; 2], communicators: &[u64]| {
         ranks.map(|rank| RankEntry {
             job: Some(JobId { name: "j".into(), instance: instance.into() }),
@@ -274,11 +273,10 @@ fn communicators_separate_two_jobs_of_one_name() {
 }
 
 #[test]
-fn a_full_stream_is_disconnected() {
+fn a_node_without_a_stream_is_forgotten() {
     let mut nodes = Nodes::default();
-    let (a, _receiver) = node(&mut nodes, "a", 1);
-    let message = || Message::Closed(Default::default());
-    assert_eq!((0..20).filter(|_| nodes.send(a, message(), 5)).count(), 8);
+    let a = node(&mut nodes, "a", 1);
+    assert!(nodes.get(a).unwrap().is_joined() && nodes.disconnect(a, 1, 5));
     assert!(!nodes.get(a).unwrap().is_joined());
     nodes.forget(6 + FORGET_NS);
     assert!(nodes.get(a).is_none());

@@ -22,10 +22,13 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::{
-    cluster::nodes::{Outbound, Outgoing},
-    job::StreamId,
-};
+use crate::job::StreamId;
+
+/// A message to a node. Boxed, because a channel allocates room for 32 messages at once and each
+/// node has a channel.
+pub type Outbound = Box<Result<ClusterMessage, Status>>;
+/// The sending side of a stream.
+pub type Outgoing = mpsc::Sender<Outbound>;
 
 /// Events on the streams.
 #[derive(Debug)]

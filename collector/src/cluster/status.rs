@@ -1,10 +1,12 @@
 //! `/status` and `/metrics` of the cluster collector.
 
+use std::net::SocketAddr;
+
 use serde_json::{Value, json};
 
 use crate::{
     cluster::{
-        hub::Hub,
+        engine::Engine,
         incident::{Incident, Progress},
     },
     incident::records::WithoutFolder,
@@ -15,8 +17,8 @@ use crate::{
 
 /// Nodes, jobs and incidents as JSON.
 #[must_use]
-pub fn status(hub: &Hub, now: Now) -> Value {
-    let nodes: Vec<Value> = hub
+pub fn status(engine: &Engine, listen: SocketAddr, now: Now) -> Value {
+    let nodes: Vec<Value> = engine
         .nodes
         .iter()
         .map(|(_, node)| {
@@ -28,17 +30,17 @@ pub fn status(hub: &Hub, now: Now) -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
         "role": "cluster",
-        "listen": hub.settings.listen.to_string(),
-        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(hub.started.mono_ns)),
+        "listen": listen.to_string(),
+        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(engine.started.mono_ns)),
         "nodes": nodes,
-        "jobs": hub.nodes.jobs().map(|key| job(hub, key)).collect::<Vec<_>>(),
-        "slow_ranks": hub.slow.json(),
-        "incidents": hub.incidents.values().map(|one| incident(hub, one)).collect::<Vec<_>>(),
+        "jobs": engine.nodes.jobs().map(|key| job(engine, key)).collect::<Vec<_>>(),
+        "slow_ranks": engine.slow.json(),
+        "incidents": engine.incidents.values().map(|one| incident(engine, one)).collect::<Vec<_>>(),
     })
 }
 
-fn job(hub: &Hub, key: &JobKey) -> Value {
-    let summary = hub.nodes.job(key);
+fn job(engine: &Engine, key: &JobKey) -> Value {
+    let summary = engine.nodes.job(key);
     json!({
         "job": key.to_string(),
         "attempt": summary.attempt,
@@ -46,20 +48,20 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
         "ranks": summary.ranks,
         "nodes": summary.nodes.len(),
         "alive": summary.alive,
-        "hang": hangs(hub, key),
+        "hang": hangs(engine, key),
     })
 }
 
 /// Whether a job hangs according to the newest verdict of an open incident, as in
 /// `XPU_TIMER_COMMON_HANG` of its nodes.
-fn hangs(hub: &Hub, job: &JobKey) -> bool {
-    hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.head.job == *job)
+fn hangs(engine: &Engine, job: &JobKey) -> bool {
+    engine.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.head.job == *job)
 }
 
 /// Incidents without a folder, because none could be made.
 #[must_use]
-pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
-    let without_folder = hub.incidents.values().filter(|incident| incident.folder.is_none());
+pub fn without_folder(engine: &Engine) -> Vec<WithoutFolder> {
+    let without_folder = engine.incidents.values().filter(|incident| incident.folder.is_none());
     without_folder
         .map(|one| {
             let status = one.state.status();
@@ -76,12 +78,12 @@ pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
         .collect()
 }
 
-fn incident(hub: &Hub, incident: &Incident) -> Value {
+fn incident(engine: &Engine, incident: &Incident) -> Value {
     let failed: Vec<String> = incident
         .parts
         .iter()
         .filter_map(|(node, part)| match &part.progress {
-            Progress::Failed(why) => Some(format!("{} (ranks {}): {why}", hub.nodes.name(*node), part.ranks)),
+            Progress::Failed(why) => Some(format!("{} (ranks {}): {why}", engine.nodes.name(*node), part.ranks)),
             _ => None,
         })
         .collect();
@@ -105,29 +107,29 @@ fn incident(hub: &Hub, incident: &Incident) -> Value {
 
 /// The Prometheus text.
 #[must_use]
-pub fn metrics(hub: &Hub, now: Now) -> String {
+pub fn metrics(engine: &Engine, now: Now) -> String {
     let mut page = Page::default();
     page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
     page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").into())], 1);
     page.family("xpu_timer_job_hang", "gauge", "1 while the newest verdict says that the job hangs.");
-    for key in hub.nodes.jobs() {
-        page.sample("xpu_timer_job_hang", &[("job_name", key.to_string())], u64::from(hangs(hub, key)));
+    for key in engine.nodes.jobs() {
+        page.sample("xpu_timer_job_hang", &[("job_name", key.to_string())], u64::from(hangs(engine, key)));
     }
     page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that a node reports.");
-    for key in hub.nodes.jobs() {
-        page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], hub.nodes.job(key).ranks);
+    for key in engine.nodes.jobs() {
+        page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], engine.nodes.job(key).ranks);
     }
     let name = "xpu_timer_rank_slow";
     page.family(name, "gauge", "1 for a rank that the others wait for in most of its collectives.");
-    for (job, rank, node) in hub.slow.iter() {
+    for (job, rank, node) in engine.slow.iter() {
         page.sample(name, &[("job_name", job.to_string()), ("pod_name", node.into()), ("rank", rank.to_string())], 1);
     }
-    let joined = hub.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
-    let open = hub.incidents.values().filter(|one| one.is_open()).count() as u64;
-    let uptime_s = now.mono_ns.saturating_sub(hub.started.mono_ns) / 1_000_000_000;
+    let joined = engine.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
+    let open = engine.incidents.values().filter(|one| one.is_open()).count() as u64;
+    let uptime_s = now.mono_ns.saturating_sub(engine.started.mono_ns) / 1_000_000_000;
     for (name, kind, help, value) in [
         ("xpu_timer_nodes", "gauge", "Nodes that are connected.", joined),
-        ("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.", hub.opened),
+        ("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.", engine.opened),
         ("xpu_timer_incidents_open", "gauge", "Incidents that last.", open),
         ("xpu_timer_uptime_seconds", "gauge", "Seconds since the start of the collector.", uptime_s),
     ] {

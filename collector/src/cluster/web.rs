@@ -15,7 +15,7 @@ use crate::{
     http::{
         access::Token,
         is_local, is_same_origin,
-        questions::{Answers, Question},
+        questions::{Question, QuestionSender},
         refusal, routes,
         server::Caller,
     },
@@ -33,7 +33,7 @@ pub struct Pages {
     pub local_only: bool,
 }
 
-impl Answers for Pages {
+impl QuestionSender for Pages {
     fn ask(&self, question: Question) {
         // Fails only if the hub has ended; the request then gets no answer.
         let _ = self.commands.send(Command::Question(question));

@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use crate::{incident::records::WithoutFolder, job::JobKey};
 
 /// A handle to an event loop that answers questions.
-pub trait Answers: Clone + Send + Sync + 'static {
+pub trait QuestionSender: Clone + Send + Sync + 'static {
     /// Sends a question. If it is not answered, its reply channel is dropped.
     fn ask(&self, question: Question);
 }

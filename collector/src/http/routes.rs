@@ -25,7 +25,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::{
-    http::questions::{Answers, Question, Refusal},
+    http::questions::{Question, QuestionSender, Refusal},
     incident::records::{self, WithoutFolder},
     json::Json,
 };
@@ -45,7 +45,7 @@ pub fn health<S: Clone + Send + Sync + 'static>() -> Router<S> {
 }
 
 /// Status, dumps by hand, and incidents with their files.
-pub fn control<A: Answers>() -> Router<A> {
+pub fn control<A: QuestionSender>() -> Router<A> {
     Router::new()
         .route("/status", get(status::<A>))
         .route("/dump", post(dump::<A>))
@@ -57,11 +57,11 @@ pub fn control<A: Answers>() -> Router<A> {
 }
 
 /// The Prometheus text.
-pub fn metrics<A: Answers>() -> Router<A> {
+pub fn metrics<A: QuestionSender>() -> Router<A> {
     Router::new().route("/metrics", get(metrics_page::<A>))
 }
 
-async fn ask<A: Answers, T>(
+async fn ask<A: QuestionSender, T>(
     answers: &A,
     patience: Duration,
     question: impl FnOnce(oneshot::Sender<T>) -> Question,
@@ -75,17 +75,17 @@ fn no_answer() -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": "the collector does not answer" }))).into_response()
 }
 
-async fn status<A: Answers>(State(answers): State<A>) -> Response {
+async fn status<A: QuestionSender>(State(answers): State<A>) -> Response {
     let status = ask(&answers, ANSWER, Question::Status).await;
     status.map_or_else(no_answer, |status| Json(status).into_response())
 }
 
-async fn slow_ranks<A: Answers>(State(answers): State<A>) -> Response {
+async fn slow_ranks<A: QuestionSender>(State(answers): State<A>) -> Response {
     let slow = ask(&answers, ANSWER, Question::SlowRanks).await;
     slow.map_or_else(no_answer, |slow| Json(slow).into_response())
 }
 
-async fn metrics_page<A: Answers>(State(answers): State<A>) -> Response {
+async fn metrics_page<A: QuestionSender>(State(answers): State<A>) -> Response {
     let kind = [(header::CONTENT_TYPE, PROMETHEUS)];
     ask(&answers, ANSWER, Question::Metrics).await.map_or_else(no_answer, |text| (kind, text).into_response())
 }
@@ -95,7 +95,7 @@ struct DumpQuery {
     job: Option<String>,
 }
 
-async fn dump<A: Answers>(State(answers): State<A>, Query(query): Query<DumpQuery>) -> Response {
+async fn dump<A: QuestionSender>(State(answers): State<A>, Query(query): Query<DumpQuery>) -> Response {
     match ask(&answers, DUMP, |reply| Question::Dump { job: query.job, reply }).await {
         Some(Ok(answer)) => Json(answer).into_response(),
         Some(Err(refused)) => refusal(refused),
@@ -120,27 +120,27 @@ fn refusal(refused: Refusal) -> Response {
 
 /// The roots of incident folders, and the incidents without a folder; `None` if the loop does not
 /// answer.
-async fn known(answers: &impl Answers) -> Option<(Roots, Vec<WithoutFolder>)> {
+async fn known(answers: &impl QuestionSender) -> Option<(Roots, Vec<WithoutFolder>)> {
     let roots = ask(answers, ANSWER, Question::Folders).await?;
     Some((roots, ask(answers, ANSWER, Question::WithoutFolder).await?))
 }
 
-async fn incidents<A: Answers>(State(answers): State<A>) -> Response {
+async fn incidents<A: QuestionSender>(State(answers): State<A>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
     incident_list(roots, others).await
 }
 
-async fn incident<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
+async fn incident<A: QuestionSender>(State(answers): State<A>, Path(id): Path<String>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
     verdict_page(roots, others, id).await
 }
 
-async fn files<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
+async fn files<A: QuestionSender>(State(answers): State<A>, Path(id): Path<String>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
     file_list(roots, others, id).await
 }
 
-async fn file<A: Answers>(State(answers): State<A>, Path((id, name)): Path<(String, String)>) -> Response {
+async fn file<A: QuestionSender>(State(answers): State<A>, Path((id, name)): Path<(String, String)>) -> Response {
     let Some((roots, others)) = known(&answers).await else { return no_answer() };
     file_page(roots, others, id, name).await
 }

@@ -161,6 +161,8 @@ impl Incident {
 pub enum Action {
     /// Dump the job of this incident.
     Dump(String),
+    /// Continue this incident of an earlier collector: its hang lasts.
+    Resume(String),
     /// Record that the incident is closed.
     Close(String, State),
 }
@@ -182,9 +184,10 @@ pub struct Engine {
     // Deaths within their grace period, with its end.
     deaths: Vec<(u64, RaisedCause)>,
     throttle: Throttle<JobKey>,
-    // Causes in jobs that have had too many incidents recently. If they last, they open an incident
-    // later.
+    // Causes in jobs that have had too many incidents recently, and causes during a search. If they
+    // last, they open an incident later.
     deferred: Vec<RaisedCause>,
+    searching_until_ns: u64,
 }
 
 /// After the death of one rank, the others may be about to end: the end of a whole job is not an
@@ -193,6 +196,8 @@ pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
 /// A hang is over after this time without a cause: ranks notice the end of a hang at different
 /// times.
 pub const QUIET_NS: u64 = 1_000_000_000;
+/// A search on a disk that takes longer is not waited for.
+const SEARCH_NS: u64 = 1_000_000_000;
 /// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 
@@ -253,13 +258,13 @@ impl Engine {
         {
             incident.state = State::Dumped;
             incident.add(raise.cause);
-            return None;
+            return Some(Action::Resume(incident.head.id.clone()));
         }
         if matches!(raise.cause, Cause::Death { .. }) && raise.since_ns + DEATH_GRACE_NS > now.mono_ns {
             self.deaths.push((raise.since_ns + DEATH_GRACE_NS, raise));
             return None;
         }
-        if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
+        if raise.cause != Cause::Manual && (self.is_searching(now) || !self.throttle.allows(&raise.job, now.mono_ns)) {
             let known = |deferred: &RaisedCause| deferred.job == raise.job && deferred.cause == raise.cause;
             if !self.deferred.iter().any(known) {
                 self.deferred.push(raise);
@@ -453,7 +458,9 @@ impl Engine {
             }
         }
         let (free, deferred) = std::mem::take(&mut self.deferred).into_iter().partition(|deferred| {
-            jobs.is_alive(&deferred.job, deferred.attempt) && self.throttle.would_allow(&deferred.job, now.mono_ns)
+            jobs.is_alive(&deferred.job, deferred.attempt)
+                && !self.is_searching(now)
+                && self.throttle.would_allow(&deferred.job, now.mono_ns)
         });
         self.deferred = deferred;
         self.deferred.retain(|deferred| jobs.is_alive(&deferred.job, deferred.attempt));
@@ -492,6 +499,21 @@ impl Engine {
             }
         }
         actions
+    }
+
+    /// A search on disk for incidents of an earlier collector begins. Until it ends, or takes too
+    /// long, no incident is opened, because the cause may belong to one of them.
+    pub fn begin_search(&mut self, now: Now) {
+        self.searching_until_ns = now.mono_ns + SEARCH_NS;
+    }
+
+    /// All searches have ended.
+    pub fn end_search(&mut self) {
+        self.searching_until_ns = 0;
+    }
+
+    fn is_searching(&self, now: Now) -> bool {
+        now.mono_ns < self.searching_until_ns
     }
 
     /// Adopts an incident that an earlier collector left open on disk. If the hang lasts, its

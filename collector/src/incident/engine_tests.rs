@@ -216,10 +216,13 @@ fn after_a_restart_the_same_hang_is_the_same_incident() {
     let mut engine = Engine::default();
     engine.adopt(record(operation(1, 7)), 10 * SECOND, at(100));
     assert!(!engine.hangs(&job("j")), "not before a signal comes");
-    assert_eq!(engine.raise(raise(operation(1, 7), 5), at(101)), None);
+    let resumed = Some(Action::Resume(record(Cause::Idle).id));
+    assert_eq!(engine.raise(raise(operation(1, 7), 5), at(101)), resumed);
+    assert_eq!(engine.raise(raise(operation(2, 7), 5), at(101)), None, "it joins");
     assert!(engine.hangs(&job("j")));
     assert_eq!(engine.tick(&alive(), at(200)), []);
     engine.clear_cause(&job("j"), &operation(1, 7), at(210));
+    engine.clear_cause(&job("j"), &operation(2, 7), at(210));
     assert_eq!(engine.tick(&alive(), at(211)), [Action::Close(record(Cause::Idle).id, State::Resolved)]);
 }
 
@@ -227,8 +230,32 @@ fn after_a_restart_the_same_hang_is_the_same_incident() {
 fn after_a_restart_a_rank_with_an_equally_old_operation_joins() {
     let mut engine = Engine::default();
     engine.adopt(record(operation(1, 7)), 10 * SECOND, at(100));
-    assert_eq!(engine.raise(raise(operation(2, 3), 14), at(101)), None);
+    assert!(matches!(engine.raise(raise(operation(2, 3), 14), at(101)), Some(Action::Resume(_))));
     assert_eq!(engine.incidents().count(), 1);
+}
+
+#[test]
+fn a_hang_waits_for_the_search_for_older_incidents() {
+    let mut engine = Engine::default();
+    engine.begin_search(at(100));
+    assert_eq!(engine.raise(raise(operation(1, 7), 5), at(100)), None);
+    assert_eq!((engine.tick(&alive(), at(100)), engine.incidents().count()), (vec![], 0));
+    engine.adopt(record(operation(1, 7)), 10 * SECOND, at(100));
+    engine.end_search();
+    assert_eq!(engine.tick(&alive(), at(100)), [Action::Resume(record(Cause::Idle).id)]);
+    assert_eq!(engine.incidents().count(), 1);
+}
+
+#[test]
+fn a_hang_does_not_wait_for_a_disk_that_does_not_answer() {
+    let mut engine = Engine::default();
+    engine.begin_search(at(100));
+    assert_eq!(engine.raise(raise(operation(1, 7), 99), at(100)), None);
+    // What has ended in the meantime opens nothing.
+    assert_eq!(engine.raise(raise(operation(2, 7), 99), at(100)), None);
+    engine.clear_cause(&job("j"), &operation(2, 7), at(100));
+    assert!(matches!(engine.tick(&alive(), at(101)).as_slice(), [Action::Dump(_)]));
+    assert_eq!(engine.incidents().next().unwrap().seen, BTreeSet::from([operation(1, 7)]));
 }
 
 #[test]

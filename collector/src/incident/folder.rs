@@ -19,6 +19,10 @@ use crate::{
     },
 };
 
+/// A folder that was made, with the reason if it is not in its intended place, or the reason why
+/// none could be made.
+pub type MadeFolder = Result<(Folder, Option<Error>), Error>;
+
 /// One incident folder that this collector made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Folder {
@@ -41,7 +45,7 @@ impl Folder {
     ///
     /// # Errors
     /// If neither is writable.
-    pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
+    pub fn create(root: &Path, fallback: &Path, id: &str) -> MadeFolder {
         match create_directories(root).and_then(|()| Self::create_named(root, id, None)) {
             Ok(folder) => Ok((folder, None)),
             Err(error) => Ok((Self::create_in_fallback(fallback, id, None)?, Some(error))),
@@ -53,7 +57,7 @@ impl Folder {
     ///
     /// # Errors
     /// As [`Folder::create`].
-    pub fn create_own(root: &Path, fallback: &Path, id: &str, owner: &str) -> Result<(Folder, Option<Error>), Error> {
+    pub fn create_own(root: &Path, fallback: &Path, id: &str, owner: &str) -> MadeFolder {
         match create_directories(root).and_then(|()| Self::create_named(root, id, Some(owner))) {
             Ok(folder) => Ok((folder, None)),
             Err(error) => Ok((Self::create_in_fallback(fallback, id, Some(owner))?, Some(error))),

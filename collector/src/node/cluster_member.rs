@@ -1,7 +1,14 @@
 //! This node as a member of a cluster: the stream to the cluster collector, what the node delivers
 //! on request, and what it remembers of its cluster.
 
-use std::{collections::BTreeMap, fs::File, io::Read, path::Path, sync::Arc, thread};
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+};
 
 use tokio::{runtime::Handle, sync::mpsc};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
@@ -148,6 +155,19 @@ fn send_file(incident: &str, path: &Path, name: &str, send: &impl Fn(DumpFile) -
     }
 }
 
+/// A search for parts of an earlier node collector on disk.
+#[derive(Debug)]
+pub struct PartSearch {
+    /// Distinguishes it from earlier searches.
+    pub(super) number: u64,
+    /// Roots without a result.
+    pub(super) pending: BTreeSet<PathBuf>,
+    /// When it is given up.
+    pub(super) until_ns: u64,
+    /// Messages of the cluster that wait for its end.
+    pub(super) messages: VecDeque<cluster_message::Message>,
+}
+
 /// What the node remembers of its cluster.
 #[derive(Debug)]
 pub struct Member {
@@ -165,6 +185,9 @@ pub struct Member {
     // Parts of job-wide incidents.
     pub(super) parts: BTreeMap<String, Arc<PartLocation>>,
     pub(super) rounds: BTreeMap<String, u32>,
+    // The current search for parts on disk, and the number of searches so far.
+    pub(super) search: Option<PartSearch>,
+    pub(super) searches: u64,
     // Whether this node's ranks hang in an incident, as last reported to the cluster.
     pub(super) reported_hangs: BTreeMap<String, bool>,
     // The last reported entries without their ages, which always change.
@@ -191,6 +214,8 @@ impl Default for Member {
             deferred: Vec::new(),
             parts: BTreeMap::new(),
             rounds: BTreeMap::new(),
+            search: None,
+            searches: 0,
             reported_hangs: BTreeMap::new(),
             reported_ranks: Vec::new(),
             declined: BTreeMap::new(),

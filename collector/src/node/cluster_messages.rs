@@ -1,7 +1,7 @@
 //! This node as a member of a cluster: it reports its ranks and incidents to the cluster collector
 //! and serves its requests. Without an answer the node works alone.
 
-use std::{path::Path, sync::Arc};
+use std::sync::Arc;
 
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
@@ -17,8 +17,7 @@ use crate::{
     incident::{
         self,
         engine::{Cause, Incident},
-        folder::{folder_name, is_own_folder, is_owned_by, own_names},
-        part::{PART, PartLocation},
+        part::PartLocation,
     },
     job::{JobKey, job_id, local_key},
     node::{
@@ -85,7 +84,7 @@ impl NodeState {
         self.member.send(Message::Hello(hello));
     }
 
-    fn cluster_message(&mut self, message: cluster_message::Message, now: Now) {
+    pub(super) fn handle_cluster_message(&mut self, message: cluster_message::Message, now: Now) {
         match message {
             cluster_message::Message::Welcome(welcome) => {
                 self.member.welcomed = true;
@@ -159,7 +158,6 @@ impl NodeState {
     fn dump_requested(&mut self, request: DumpRequest, now: Now) {
         let Some(job) = request.job.as_ref().map(local_key) else { return };
         let id = request.incident.clone();
-        self.find_part(&id);
         if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
             // The part of an earlier look is out of date.
             self.member.parts.remove(&id);
@@ -204,33 +202,6 @@ impl NodeState {
         self.dump(&id, Some(ClusterPart { operations, alone: false }));
     }
 
-    /// Looks for a part that an earlier node collector left on disk.
-    fn find_part(&mut self, id: &str) {
-        if self.member.parts.contains_key(id) {
-            return;
-        }
-        let mut names: Vec<String> = own_names(&folder_name(id, Some(&self.node))).collect();
-        names.push(folder_name(id, None));
-        let names = Arc::new(names);
-        let home: Arc<str> = process::home(&self.settings.socket).into();
-        for root in self.folders() {
-            let (names, home, below) = (Arc::clone(&names), Arc::clone(&home), root.clone());
-            let find = move || {
-                // A node that dumped alone before the request of its cluster did not add its own
-                // name.
-                let alone = format!("incident-{}", names[names.len() - 1]);
-                let own =
-                    |folder: &Path| is_owned_by(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
-                let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
-                folders.find(|folder| folder.join(PART).is_file() && own(folder))
-            };
-            if let Some(folder) = self.disk.run(&root, find, drop).flatten() {
-                self.member.parts.insert(id.into(), Arc::new(PartLocation::InFolder(folder)));
-                return;
-            }
-        }
-    }
-
     /// This node's part has been captured.
     pub fn part_captured(&mut self, id: &str, part: PartLocation) {
         self.member.parts.insert(id.into(), Arc::new(part));
@@ -245,7 +216,6 @@ impl NodeState {
     }
 
     fn fetch(&mut self, fetch: FetchFiles) {
-        self.find_part(&fetch.incident);
         let folder = match self.member.parts.get(&fetch.incident).map(|kept| &**kept) {
             Some(PartLocation::InFolder(folder)) => Some(folder.clone()),
             _ => None,
@@ -277,6 +247,7 @@ impl NodeState {
 
     /// Runs once a second.
     pub fn tick_member(&mut self, now: Now) {
+        self.continue_after_search(now);
         let late = |due: &u64| *due <= now.mono_ns;
         let alone: Vec<String> =
             self.member.announced.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();

@@ -24,12 +24,12 @@ use crate::{
 
 /// Ends the waits of running dumps when the collector stops.
 #[derive(Debug, Default)]
-pub struct Hurry {
+pub struct ShutdownFlag {
     set: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Hurry {
+impl ShutdownFlag {
     /// Ends all current and future waits.
     pub fn set(&self) {
         *self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
@@ -53,10 +53,10 @@ const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
 const BUDGET: Duration = Duration::from_millis(2700);
 
 /// Dumps, judges and writes one incident. Returns an outcome even when a step fails.
-pub fn run(task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
+pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outcome {
     let evidence = task.plan.evidence();
     let timeline_path = task.timeline_path.clone();
-    judging::catch_panic(|| work(task, captures, hurry)).unwrap_or_else(|why| {
+    judging::catch_panic(|| work(task, captures, shutdown)).unwrap_or_else(|why| {
         let incident = evidence.incident.clone();
         error!("incident {incident}: its dump failed: {why}");
         let verdict = judging::unknown(&evidence, format!("There is no verdict, because the dump failed ({why})."));
@@ -65,7 +65,7 @@ pub fn run(task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
     })
 }
 
-fn work(mut task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
+fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outcome {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
@@ -74,7 +74,7 @@ fn work(mut task: DumpTask, captures: &Captures, hurry: &Hurry) -> Outcome {
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
-    hurry.wait_until(begun + task.plan.sample_interval);
+    shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
     sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());

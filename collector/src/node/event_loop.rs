@@ -202,9 +202,10 @@ impl NodeState {
             Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.dump_finished(*outcome, now),
             Command::Written(id, result) => self.verdict_written(&id, result, now),
-            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
+            Command::IncidentsFound { root, found, wait_ns } => self.incidents_found(&root, found, wait_ns, now),
+            Command::PartsFound { search, root, found } => self.parts_found(search, &root, found, now),
             Command::Uplink(event) => self.uplink(event, now),
-            Command::Stop => self.hurry.set(),
+            Command::Stop => self.shutdown.set(),
         }
     }
 }

@@ -2,6 +2,7 @@
 //! the state.
 
 use std::{
+    collections::BTreeMap,
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, mpsc},
@@ -11,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
     error::Error,
-    http::questions::{Answers, Question},
+    http::questions::{Question, QuestionSender},
     incident::records,
     node::{cluster_member, plan::Outcome},
 };
@@ -25,9 +26,25 @@ pub enum Command {
     Finished(Box<Outcome>),
     /// The result of another attempt to write a verdict: its folder, or the error.
     Written(String, Result<PathBuf, Error>),
-    /// Open incidents of an earlier collector that were found late. Each waits this many
-    /// nanoseconds for a signal of its ranks.
-    Found(Vec<records::OpenIncident>, u64),
+    /// Open incidents of an earlier collector in a root. Each waits this many nanoseconds for a
+    /// signal of its ranks.
+    IncidentsFound {
+        /// The root.
+        root: PathBuf,
+        /// The incidents.
+        found: Vec<records::OpenIncident>,
+        /// How long each waits.
+        wait_ns: u64,
+    },
+    /// Parts of an earlier collector in a root, by incident.
+    PartsFound {
+        /// The number of the search.
+        search: u64,
+        /// The root.
+        root: PathBuf,
+        /// The folders that contain the parts.
+        found: BTreeMap<String, PathBuf>,
+    },
     /// An event of the stream to the cluster collector.
     Uplink(cluster_member::UplinkEvent),
     /// SIGTERM or SIGINT.
@@ -78,7 +95,7 @@ impl Inbox {
     }
 }
 
-impl Answers for Inbox {
+impl QuestionSender for Inbox {
     fn ask(&self, question: Question) {
         self.post(Command::Question(question));
     }

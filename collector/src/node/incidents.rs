@@ -78,6 +78,7 @@ impl NodeState {
         match action {
             Action::Dump(id) if self.announce(&id, now) => {}
             Action::Dump(id) => self.dump_alone(&id),
+            Action::Resume(id) => self.resume(&id, now),
             Action::Close(id, state) => self.close(&id, state, now),
         }
     }
@@ -133,11 +134,11 @@ impl NodeState {
             fallback_path: self.settings.fallback_path.clone(),
             for_cluster,
         };
-        let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
+        let (captures, shutdown, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.shutdown), self.inbox.clone());
         let (give, take) = mpsc::channel();
         let work = move || {
             if let Ok(task) = take.recv() {
-                inbox.post(Command::Finished(Box::new(dump::run(task, &captures, &hurry))));
+                inbox.post(Command::Finished(Box::new(dump::run(task, &captures, &shutdown))));
                 resources::trim_heap();
             }
         };
@@ -146,7 +147,7 @@ impl NodeState {
             // Without a thread the dump runs here, and everything else waits for it.
             Err(error) => {
                 warn!("incident {id}: cannot start a thread for its dump: {error}");
-                let outcome = dump::run(task, &self.captures, &self.hurry);
+                let outcome = dump::run(task, &self.captures, &self.shutdown);
                 self.inbox.post(Command::Finished(Box::new(outcome)));
             }
         }
@@ -221,7 +222,7 @@ impl NodeState {
 
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
-        info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
+        info!("incident {id}: {}", if resolved { "resolved: the job continues" } else { "ended" });
         self.report_closed(id, resolved);
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());

@@ -1,6 +1,6 @@
 //! What hooks report: processes register, signal hangs, and end.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use tracing::{info, warn};
 use xpu_timer_proto::{
@@ -11,8 +11,7 @@ use xpu_timer_proto::{
 
 use crate::{
     incident::{
-        State,
-        engine::{Cause, Incident, RaisedCause},
+        engine::{Cause, RaisedCause},
         records,
     },
     job::{ConnectionId, RankId, partition::CommunicatorRank},
@@ -173,18 +172,22 @@ impl NodeState {
         let Some(rank) = self.registry.get(id) else { return };
         let wait = rank.settings.hang_timeout + RECONNECT;
         for path in [rank.settings.timeline_path.clone(), self.settings.fallback_path.clone()] {
-            if !self.searched.insert(path.clone()) {
+            if self.searched.contains_key(&path) {
                 continue;
             }
+            self.searched.insert(path.clone(), false);
             let wait_ns = nanoseconds(wait);
             let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
-            let late = move |found| inbox.post(Command::Found(found, wait_ns));
-            let found = self.disk.run(&path, move || records::open_in(&root, &boot), late);
-            self.adopt(found.unwrap_or_default(), wait_ns, now);
+            self.engine.begin_search(now);
+            self.disk.submit(&path, move || {
+                let found = records::open_in(&root, &boot);
+                inbox.post(Command::IncidentsFound { root, found, wait_ns });
+            });
         }
     }
 
-    pub(super) fn adopt(&mut self, found: Vec<records::OpenIncident>, wait_ns: u64, now: Now) {
+    /// Adopts the open incidents of an earlier collector in one root.
+    pub(super) fn incidents_found(&mut self, root: &Path, found: Vec<records::OpenIncident>, wait_ns: u64, now: Now) {
         for records::OpenIncident { folder, record, verdict } in found {
             info!("incident {} was left open by an earlier collector", record.id);
             let known = match verdict {
@@ -194,6 +197,13 @@ impl NodeState {
             let report = || IncidentReport { path: Some(folder), ..known };
             self.reports.entry(record.id.clone()).or_insert_with(report);
             self.engine.adopt(record, wait_ns, now);
+        }
+        if let Some(is_finished) = self.searched.get_mut(root) {
+            *is_finished = true;
+        }
+        if self.searched.values().all(|is_finished| *is_finished) {
+            self.engine.end_search();
+            self.tick_engine(now);
         }
     }
 
@@ -268,27 +278,21 @@ impl NodeState {
     }
 
     pub(super) fn raise(&mut self, raise: RaisedCause, now: Now) {
-        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.head.job == raise.job;
-        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.head.id.clone()).collect();
         if let Some(action) = self.engine.raise(raise, now) {
             self.execute(action, now);
         }
-        for id in adopted {
-            // The hang lasts. The end of the earlier collector may have cut off what its verdict
-            // started.
-            let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
-            if lasts
-                && self.reports.get(&id).is_some_and(|report| report.is_unfinished)
-                && self.engine.restart_dump(&id)
-            {
-                info!("incident {id}: its folder is unfinished; its ranks are captured again");
-                self.capture_alone(&id);
-                continue;
-            }
-            let judged = self.reports.get(&id).and_then(|report| report.own.clone());
-            if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
-                self.apply_verdict(&id, &judged, now);
-            }
+    }
+
+    /// An incident of an earlier collector lasts. The end of that collector may have cut off what
+    /// its verdict started.
+    pub(super) fn resume(&mut self, id: &str, now: Now) {
+        if self.reports.get(id).is_some_and(|report| report.is_unfinished) && self.engine.restart_dump(id) {
+            info!("incident {id}: its folder is unfinished; its ranks are captured again");
+            return self.capture_alone(id);
+        }
+        let judged = self.reports.get(id).and_then(|report| report.own.clone());
+        if let Some(judged) = judged.filter(|_| self.settings.cluster.is_none()) {
+            self.apply_verdict(id, &judged, now);
         }
     }
 }

@@ -1,11 +1,6 @@
 //! The state of a node. One thread owns it, so it needs no locks, and nothing here waits.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use xpu_timer_proto::{procfs, ring::header};
 
@@ -23,7 +18,7 @@ use crate::{
     node::{
         captures::Captures,
         cluster_member::Member,
-        dump::Hurry,
+        dump::ShutdownFlag,
         inbox::Inbox,
         launched::{Launched, Unregistered},
         monitor::Monitor,
@@ -72,10 +67,10 @@ pub struct NodeState {
     pub sampler: Sampler,
     /// The capture worker.
     pub captures: Arc<Captures>,
-    pub(super) hurry: Arc<Hurry>,
+    pub(super) shutdown: Arc<ShutdownFlag>,
     pub(super) boot: String,
     pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
-    pub(super) searched: BTreeSet<PathBuf>,
+    pub(super) searched: BTreeMap<PathBuf, bool>,
     pub(super) unwritten: UnwrittenVerdicts,
     pub(super) webhook: Option<Webhook>,
     /// Ranks that slow their job down.
@@ -137,10 +132,10 @@ impl NodeState {
             dumps: Throttle::new(BY_HAND),
             sampler,
             captures: Arc::new(captures),
-            hurry: Arc::default(),
+            shutdown: Arc::default(),
             boot: procfs::boot_id(),
             waiting: BTreeMap::new(),
-            searched: BTreeSet::new(),
+            searched: BTreeMap::new(),
             unwritten: UnwrittenVerdicts::default(),
             webhook,
             slow: SlowRanks::default(),

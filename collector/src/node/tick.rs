@@ -43,19 +43,25 @@ impl NodeState {
         let conditions = self.monitor.evaluate(&observations, now.mono_ns);
         self.raise_stuck(&observations, &conditions.stuck, now);
         self.raise_idle(living, &observations, &conditions.idle, now);
-        for action in self.engine.tick(&self.registry, now) {
-            self.execute(action, now);
-        }
+        self.tick_engine(now);
         self.tick_member(now);
         let engine = &self.engine;
         self.reports.retain(|id, _| engine.get(id).is_some());
         let folders = self.folders();
-        self.searched.retain(|path| folders.contains(path));
+        self.searched.retain(|path, _| folders.contains(path));
+        self.disk.report_stuck();
         self.tick_verdict_actions(now);
         self.tick_unwritten(now);
         self.sampler.turn(living_ranks(&self.registry).map(Rank::living), now);
         self.compare(now);
         self.registry.forget(now.mono_ns);
+    }
+
+    /// Opens and closes the incidents that are due.
+    pub(super) fn tick_engine(&mut self, now: Now) {
+        for action in self.engine.tick(&self.registry, now) {
+            self.execute(action, now);
+        }
     }
 
     /// Observes all living ranks. The watcher of a rank under a filter counts as running, and a job

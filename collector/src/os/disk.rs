@@ -1,16 +1,15 @@
-//! Disk work of the event loop, in both roles. A file system that does not answer (NFS, FUSE)
-//! blocks a thread here; the loop keeps serving every rank.
+//! Disk work of the event loops of both roles. A file system that does not answer (NFS, FUSE) blocks
+//! a thread here; the loop keeps serving every rank.
 
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
     sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
+        Arc, Mutex, PoisonError,
+        mpsc::{self, RecvTimeoutError},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tracing::warn;
@@ -28,20 +27,46 @@ pub struct Disk {
 #[derive(Debug)]
 struct Thread {
     sender: mpsc::Sender<Work>,
-    under_way: Arc<AtomicUsize>,
+    load: Arc<Mutex<Load>>,
+    // Whether it was reported as stuck; reported once until it works again.
+    is_reported: bool,
+}
+
+/// The unfinished work of a thread.
+#[derive(Debug, Default)]
+struct Load {
+    works: usize,
+    // When the current work began, or the first of them was submitted.
+    since: Option<Instant>,
+}
+
+impl Load {
+    fn add(&mut self) {
+        self.works += 1;
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    fn finish(&mut self) {
+        self.works -= 1;
+        self.since = (self.works > 0).then(Instant::now);
+    }
 }
 
 impl Thread {
+    fn load<T>(&self, read: impl FnOnce(&Load) -> T) -> T {
+        read(&self.load.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn is_busy(&self) -> bool {
-        self.under_way.load(Ordering::Acquire) > 0
+        self.load(|load| load.works > 0)
     }
 }
 
 /// At this number, roots with an idle thread lose it. If all threads are busy, a new root uses the
 /// shared thread.
 const MAX_THREADS: usize = 16;
-/// The loop waits this long for work that a healthy disk finishes in a moment.
-const RUN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Work that takes longer is reported. A healthy disk finishes it in a moment.
+const STUCK: Duration = Duration::from_secs(1);
 
 impl Disk {
     /// Starts no thread yet. `done` is called each time a piece of work is done.
@@ -56,42 +81,55 @@ impl Disk {
         self.roots.values().chain(&self.shared).any(Thread::is_busy)
     }
 
-    /// Runs work in or below a folder, after the work that was submitted for it before. If that
-    /// takes long, the work finishes in the background.
+    /// Runs work in or below a folder in the background, after the work that was submitted for it
+    /// before. If no thread can be started, runs it here.
     pub fn submit(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
-        let _ = self.run(root, work, drop);
+        let done = Arc::clone(&self.done);
+        self.run(root, work, move || done());
     }
 
-    /// Runs work in or below a folder and returns its result. If it takes long, returns `None` and
-    /// passes the result to `late`. Does not wait for a root that is still busy with earlier work.
-    pub fn run<T: Send + 'static>(
-        &mut self,
-        root: &Path,
-        work: impl FnOnce() -> T + Send + 'static,
-        late: impl FnOnce(T) + Send + 'static,
-    ) -> Option<T> {
-        let done = Arc::clone(&self.done);
-        let Some(thread) = self.thread(root) else { return Some(work()) };
-        let wait = if thread.is_busy() { Duration::ZERO } else { RUN_TIMEOUT };
-        let (reply, answer) = mpsc::sync_channel(0);
-        let under_way = Arc::clone(&thread.under_way);
-        under_way.fetch_add(1, Ordering::AcqRel);
+    /// Runs work, and `then` when the work no longer counts as unfinished.
+    fn run(&mut self, root: &Path, work: impl FnOnce() + Send + 'static, then: impl FnOnce() + Send + 'static) {
+        let Some(thread) = self.thread(root) else {
+            work();
+            return then();
+        };
+        let load = Arc::clone(&thread.load);
+        load.lock().unwrap_or_else(PoisonError::into_inner).add();
         let work = move || {
-            let result = work();
-            // Decremented before the result is sent, so that the next caller finds the thread free.
-            under_way.fetch_sub(1, Ordering::AcqRel);
-            if let Err(mpsc::SendError(result)) = reply.send(result) {
-                late(result);
-            }
-            done();
+            work();
+            load.lock().unwrap_or_else(PoisonError::into_inner).finish();
+            then();
         };
         // The thread runs as long as there is a sender.
         let _ = thread.sender.send(Box::new(work));
-        let result = answer.recv_timeout(wait).ok();
-        if result.is_none() {
-            warn!("{} does not answer", root.display());
+    }
+
+    /// Waits until the work that was submitted so far is done, for [`STUCK`] at most. For the time
+    /// before the event loop runs.
+    pub fn wait(&mut self, root: &Path) {
+        let (done, wait) = mpsc::channel();
+        let then = move || {
+            // Nobody waits any more after the timeout.
+            let _ = done.send(());
+        };
+        self.run(root, || {}, then);
+        if wait.recv_timeout(STUCK) == Err(RecvTimeoutError::Timeout) {
+            self.report_stuck();
         }
-        result
+    }
+
+    /// Logs roots that do not answer, each once until it answers again.
+    pub fn report_stuck(&mut self) {
+        let shared = self.shared.iter_mut().map(|thread| ("a folder of incidents".to_string(), thread));
+        let threads = self.roots.iter_mut().map(|(root, thread)| (root.display().to_string(), thread)).chain(shared);
+        for (name, thread) in threads {
+            let is_stuck = thread.load(|load| load.since.is_some_and(|since| since.elapsed() >= STUCK));
+            if is_stuck && !thread.is_reported {
+                warn!("{name} does not answer");
+            }
+            thread.is_reported = is_stuck;
+        }
     }
 
     fn thread(&mut self, root: &Path) -> Option<&Thread> {
@@ -104,7 +142,7 @@ impl Disk {
             if !(is_full && self.shared.is_some()) {
                 let (sender, work) = mpsc::channel::<Work>();
                 let turn = move || work.into_iter().for_each(|work| work());
-                let thread = Thread { sender, under_way: Arc::default() };
+                let thread = Thread { sender, load: Arc::default(), is_reported: false };
                 match thread::Builder::new().name("disk".into()).spawn(turn) {
                     Ok(_) if is_full => self.shared = Some(thread),
                     Ok(_) => _ = self.roots.insert(root.into(), thread),
@@ -121,51 +159,53 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stuck_folder_blocks_no_other_and_its_late_result_arrives() {
+    fn a_stuck_folder_blocks_nobody_and_finishes_late() {
         let mut disk = Disk::new(|| {});
         let (answer, stuck) = mpsc::channel();
-        let (late, heard) = mpsc::channel();
-        let slow = Path::new("/slow");
-        let found = disk.run(slow, move || stuck.recv().unwrap(), move |found: u8| late.send(found).unwrap());
-        assert!(found.is_none() && disk.is_busy());
-        assert_eq!(disk.run(Path::new("/quick"), || 2, drop), Some(2));
         let (done, order) = mpsc::channel();
-        disk.submit(slow, move || done.send(()).unwrap());
-        assert!(order.try_recv().is_err(), "one after the other");
-        let (done, written) = mpsc::channel();
-        disk.submit(Path::new("/quick"), move || done.send(()).unwrap());
-        assert!(written.try_recv().is_ok(), "a healthy one is waited for");
-        answer.send(1).unwrap();
-        assert_eq!(heard.recv(), Ok(1));
-        order.recv().unwrap();
+        let (slow, quick) = (Path::new("/slow"), Path::new("/quick"));
+        disk.submit(slow, move || stuck.recv().unwrap());
+        let then = done.clone();
+        disk.submit(slow, move || then.send("slow").unwrap());
+        disk.submit(quick, move || done.send("quick").unwrap());
+        disk.wait(quick);
+        assert_eq!(order.try_recv(), Ok("quick"), "it was waited for");
+        assert!(order.try_recv().is_err() && disk.is_busy(), "one after the other");
+        disk.wait(slow);
+        assert!(disk.roots[slow].is_reported && !disk.roots[quick].is_reported);
+        answer.send(()).unwrap();
+        assert_eq!(order.recv(), Ok("slow"));
+        disk.wait(slow);
+        disk.report_stuck();
+        assert!(!disk.is_busy() && !disk.roots[slow].is_reported);
     }
 
     #[test]
     fn the_number_of_threads_is_bounded() {
         let mut disk = Disk::new(|| {});
+        let (done, results) = mpsc::channel();
+        let run = |disk: &mut Disk, number: usize| {
+            let done = done.clone();
+            let root = PathBuf::from(format!("/{number}"));
+            disk.submit(&root, move || done.send(number).unwrap());
+            disk.wait(&root);
+            assert_eq!(results.try_recv(), Ok(number));
+        };
         for number in 0..1000 {
-            assert_eq!(disk.run(Path::new(&format!("/{number}")), move || number, drop), Some(number));
+            run(&mut disk, number);
             assert!(disk.roots.len() <= MAX_THREADS);
         }
         // Make all threads busy.
-        let mut holds = Vec::new();
         disk.roots.clear();
-        for number in 0..MAX_THREADS {
-            let (hold, held) = mpsc::channel::<()>();
-            holds.push(hold);
-            let thread = disk.thread(Path::new(&format!("/{number}"))).unwrap();
-            let under_way = Arc::clone(&thread.under_way);
-            under_way.fetch_add(1, Ordering::AcqRel);
-            thread
-                .sender
-                .send(Box::new(move || {
-                    let _ = held.recv();
-                    under_way.fetch_sub(1, Ordering::AcqRel);
-                }))
-                .unwrap();
-        }
-        assert_eq!(disk.run(Path::new("/other"), || 1, drop), Some(1));
-        assert_eq!(disk.run(Path::new("/one_more"), || 2, drop), Some(2));
+        let holds: Vec<mpsc::Sender<()>> = (0..MAX_THREADS)
+            .map(|number| {
+                let (hold, held) = mpsc::channel();
+                disk.submit(Path::new(&format!("/busy/{number}")), move || _ = held.recv());
+                hold
+            })
+            .collect();
+        run(&mut disk, 1001);
+        run(&mut disk, 1002);
         assert_eq!((disk.roots.len(), disk.shared.is_some()), (MAX_THREADS, true));
         drop(holds);
     }

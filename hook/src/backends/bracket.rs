@@ -12,7 +12,7 @@ use std::{
 use xpu_timer_proto::{ring::op, v1::OpStatus};
 
 use crate::{
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::{NCCL_IN_PROGRESS, SUCCESS},
         device::{Device, device, is_default},
@@ -158,7 +158,7 @@ pub fn finish(recorder: &'static Recorder, index: usize) {
     }
 }
 
-impl After for Option<OpenOperation> {
+impl AfterCall for Option<OpenOperation> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if let Some(OpenOperation(index)) = self {
             thread_state::with(|thread| thread.open.set(0));

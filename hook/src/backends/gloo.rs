@@ -22,7 +22,7 @@ use crate::{
         host_call::BlockingCall,
         request_table::{RequestOperation, forget, recall, remember},
     },
-    interpose::hooked::{After, around},
+    interpose::hooked::{AfterCall, around},
     runtime::{
         abi::Word,
         linker::function::{Function, Wrapper},
@@ -85,7 +85,7 @@ impl Launched {
     }
 }
 
-impl After for Launched {
+impl AfterCall for Launched {
     fn after(mut self, _: &'static Recorder, _: c_int) {
         self.end(OpStatus::Completed);
     }
@@ -131,7 +131,7 @@ fn executing(recorder: &'static Recorder, work: Word) -> Executing {
     Executing(slot.map(|slot| (slot, work)))
 }
 
-impl After for Executing {
+impl AfterCall for Executing {
     fn after(self, recorder: &'static Recorder, _: c_int) {
         // Unless it has failed.
         if let Some((slot, work)) = self.0.filter(|(slot, work)| slot_of(recorder, *work) == Some(*slot)) {
@@ -171,7 +171,7 @@ fn transfer(
     Transfer { what: what.map(|what| NewOperation { tag: Some(tag as i32), ..what }), work }
 }
 
-impl After for Transfer {
+impl AfterCall for Transfer {
     fn after(self, _: &'static Recorder, _: c_int) {
         let work = pointee(self.work);
         if let Some(meaning) = self.what.and_then(|what| RequestOperation::of(&what, false)).filter(|_| work != 0) {
@@ -195,7 +195,7 @@ fn waited(recorder: &'static Recorder, work: Word) -> Waited {
     }
 }
 
-impl After for Waited {
+impl AfterCall for Waited {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         forget(self.work);
         self.running.after(recorder, result);

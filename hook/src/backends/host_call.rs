@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use xpu_timer_proto::v1::OpStatus;
 
 use crate::{
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::SUCCESS,
         recorder::{
@@ -65,7 +65,7 @@ impl BlockingCall {
     }
 }
 
-impl After for BlockingCall {
+impl AfterCall for BlockingCall {
     fn after(self, _: &'static Recorder, result: c_int) {
         match result {
             SUCCESS => self.end(OpStatus::Completed, 0),

@@ -42,7 +42,7 @@ impl Site {
 }
 
 /// What a row does after the real function has returned.
-pub trait After {
+pub trait AfterCall {
     /// `result` is the value that the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);
 
@@ -53,7 +53,7 @@ pub trait After {
     }
 }
 
-impl After for () {
+impl AfterCall for () {
     fn after(self, _: &'static Recorder, _: c_int) {}
 
     #[inline]
@@ -94,7 +94,7 @@ impl HookedCall {
     }
 
     #[inline(always)]
-    fn after_the_real_call<T: After>(&mut self, token: Option<(&'static Recorder, T)>, result: c_int) {
+    fn after_the_real_call<T: AfterCall>(&mut self, token: Option<(&'static Recorder, T)>, result: c_int) {
         self.cost.resume();
         if let Some((recorder, token)) = token
             && (token.has_work() || self.cost.is_measured())
@@ -104,7 +104,7 @@ impl HookedCall {
     }
 
     #[inline]
-    fn end<T: After>(&mut self, recorder: &'static Recorder, token: T, result: c_int) {
+    fn end<T: AfterCall>(&mut self, recorder: &'static Recorder, token: T, result: c_int) {
         self.errno = self.thread.errno().get();
         self.thread.inside.set(self.inside | self.bit | IN_HOOK);
         self.shield = CancellationGuard::raised();
@@ -132,7 +132,7 @@ impl Drop for HookedCall {
 /// The path of a hooked call. `bit` marks the layer. A thread that is inside a layer of `bypass`
 /// goes straight to the real function.
 #[inline(always)]
-pub fn around<T: After>(
+pub fn around<T: AfterCall>(
     (function, slot): (&'static Function, usize),
     (bit, bypass): (u8, u8),
     before: impl FnOnce(&'static Recorder, Site) -> T,
@@ -186,7 +186,7 @@ fn count_call(recorder: &'static Recorder, thread: &ThreadState, function: &'sta
 /// `name | name of another family(argument: type, …) => |recorder, site| code that runs before;`
 ///
 /// The names of a row are functions with the same type and meaning. `missing` is the result when
-/// there is no original. The expression after `=>` returns an [`After`]. Each row is a static in
+/// there is no original. The expression after `=>` returns an [`AfterCall`]. Each row is a static in
 /// the section that [`crate::runtime::linker::function::functions`] reads.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;

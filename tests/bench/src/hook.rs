@@ -246,7 +246,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
 /// A loop that polls MPI for a message that does not arrive.
 fn questions(bench: &Bench, options: &Options, report: &mut Report) {
     for (what, function) in [("test", "MPI_Test"), ("probe", "MPI_Iprobe")] {
-        let line = format!("{function} that is asked again and again, 1 thread: median (p90)");
+        let line = format!("{function} in a polling loop, 1 thread: median (p90)");
         let measured = bench.calls(what, 1, options.rounds, 2000).and_then(|calls| {
             let row = calls.flight.coverage.iter().find(|row| row.name == function);
             let counted = row.map_or(0, |row| row.calls);

@@ -1,17 +1,34 @@
 //! Properties that must hold in the collector and the hook for any bytes that a peer sends or a
 //! process leaves behind.
 
-use std::io;
+use std::{
+    io,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use clap::Parser;
-use tokio::sync::mpsc;
-use xpu_timer_collector::{cluster, config, http, http::access::Token};
+use xpu_timer_collector::{
+    cluster::{
+        self,
+        engine::{Action, Engine},
+        gather::{GatherEvent, GatherTask},
+        service::Credit,
+        status,
+    },
+    config, http,
+    http::access::Token,
+    incident::folder::Folder,
+    os::clock::Now,
+};
 use xpu_timer_proto::{
     Message,
     env::Source,
     ring, secrets,
-    v1::{ClusterMessage, Delivery, FlightRecord, HookMessage, NodeMessage, NodeReply, RankInfo, node_message},
+    v1::{
+        ClusterMessage, Delivery, Evidence, FlightRecord, HookMessage, NodeDump, NodeHello, NodeMessage, NodeReply,
+        RankInfo, cluster_message, delivery, node_message,
+    },
 };
 
 /// A packet between hook and node collector is a message or an error. A decoded message is equal
@@ -30,37 +47,68 @@ fn reads_what_it_writes<M: Message + Default>(bytes: &[u8]) {
     }
 }
 
-/// Messages of nodes, concatenated with their lengths in front, change which node speaks for which
-/// rank, and nothing else. The stored state depends on the entries that were sent, not on the world
-/// size that they name.
+/// Messages of nodes, concatenated with their lengths in front, lead the cluster collector through
+/// incidents. The stored state depends on the entries that were sent, not on the world size that
+/// they name, and every message causes a limited number of actions.
 pub fn cluster_message(bytes: &[u8]) {
     reads_what_it_writes::<ClusterMessage>(bytes);
     reads_what_it_writes::<Delivery>(bytes);
     reads_what_it_writes::<NodeMessage>(bytes);
-    let mut nodes = cluster::nodes::Nodes::default();
-    let mut rest = bytes;
-    let mut now_ns = 0;
-    let mut id = nodes.join("fuzz", "0", 0, mpsc::channel(4).0);
-    while let Ok(message) = NodeMessage::decode_length_delimited(&mut rest) {
-        now_ns += 1_000_000_000;
-        match message.message {
+    let at = |seconds: u64| Now { mono_ns: seconds * 1_000_000_000, unix_ns: seconds * 1_000_000_000 };
+    let mut engine = Engine::new(next_key, at(1));
+    engine.node_joined(0, NodeHello { node: "fuzz".into(), ..Default::default() }, at(1));
+    let (mut stream, mut rest) = (0, bytes);
+    for second in 2.. {
+        let Ok(NodeMessage { message }) = NodeMessage::decode_length_delimited(&mut rest) else { break };
+        match message {
             Some(node_message::Message::Hello(hello)) => {
-                id = nodes.join(&hello.node, &hello.identity, now_ns, mpsc::channel(4).0);
+                stream += 1;
+                engine.node_joined(stream, hello, at(second));
             }
-            Some(node_message::Message::Ranks(ranks)) => _ = nodes.claim(id, ranks.ranks, now_ns),
-            Some(node_message::Message::Heartbeat(_)) => nodes.forget(now_ns),
-            Some(_) => _ = nodes.disconnect(id, now_ns, now_ns),
-            None => {}
+            Some(message) => engine.message(stream, message, at(second)),
+            None => engine.stream_ended(stream, "the fuzzer ends it", at(second)),
         }
-        let jobs: Vec<_> = nodes.jobs().cloned().collect();
-        for job in jobs {
-            let _ = nodes.job(&job);
-            let _ = nodes.ranks_of(&job, id);
+        engine.tick(at(second));
+        let mut actions = 0;
+        while let Some(action) = engine.next_action() {
+            actions += 1;
+            assert!(actions < 10_000 + 100 * bytes.len(), "one message causes endless actions");
+            execute(&mut engine, action, at(second));
         }
-        let _ = nodes.refused();
+        let _ = (status::status(&engine, ([127, 0, 0, 1], 1).into(), at(second)), status::metrics(&engine, at(second)));
         if rest.is_empty() {
             break;
         }
+    }
+}
+
+/// The key of a delivery.
+fn next_key() -> String {
+    static KEYS: AtomicU64 = AtomicU64::new(0);
+    KEYS.fetch_add(1, Ordering::Relaxed).to_string()
+}
+
+/// Executes an action without threads and disks: every node delivers an empty part, and every
+/// transfer of files is interrupted.
+fn execute(engine: &mut Engine, action: Action, now: Now) {
+    match action {
+        Action::MakeFolder(record) => {
+            let folder = Folder { path: format!("/incident-{}", record.id).into() };
+            engine.folder_made(&record.id, Ok((folder, None)));
+        }
+        Action::Send(_, cluster_message::Message::Deliver(wanted)) => {
+            let part = delivery::Message::Dump(NodeDump { last: true, ..Default::default() });
+            engine.delivery_piece(&wanted.key, part, Credit::default(), now);
+            engine.delivery_ended(&wanted.key, now);
+        }
+        Action::Send(_, cluster_message::Message::Fetch(wanted)) => engine.delivery_ended(&wanted.key, now),
+        Action::Gather(id, _, GatherTask::Part(node, ..)) => engine.gathered(&id, GatherEvent::Merged(node), now),
+        Action::Gather(id, _, GatherTask::Judge(..)) => {
+            let verdict = Box::new(xpu_timer_analysis::judge(&Evidence::default()));
+            engine.gathered(&id, GatherEvent::Judged(verdict), now);
+        }
+        Action::Gather(id, _, GatherTask::Draw) => engine.gathered(&id, GatherEvent::Drawn, now),
+        _ => {}
     }
 }
 

@@ -20,7 +20,7 @@ use crate::{
         bracket::{self, OpenOperation},
         cuda::graphs::{self, GraphChange, capture_ending},
     },
-    interpose::hooked::{After, hooked},
+    interpose::hooked::{AfterCall, hooked},
     runtime::{
         abi::{
             DRIVER_NOT_FOUND, Data, Dim3, DriverLaunchConfig, GraphExec, Kernel, RUNTIME_NOT_FOUND,
@@ -52,24 +52,24 @@ hooked! {
 
     cuLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
     cuLaunchKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(stream));
     cuLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver_stream(config) as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), driver_stream(config) as usize);
     cuLaunchKernelEx_ptsz(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(driver_stream(config)));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(driver_stream(config)));
     cuLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
     cuLaunchCooperativeKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(stream));
     cuGraphLaunch(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), ptsz(stream));
 
     // Changes of graphs. Only the first two arguments of an instantiation matter, and all its forms
     // share them. If a name was looked up for another form, the other arguments pass through
@@ -102,26 +102,26 @@ hooked! {
     library Runtime, mark IN_RUNTIME, bypass IN_RUNTIME | IN_COLLECTIVES | IN_HOOK, missing RUNTIME_NOT_FOUND;
 
     cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), stream as usize);
     cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), ptsz(stream));
     __cudaLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), stream as usize);
     __cudaLaunchKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), ptsz(stream));
     cudaLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), stream as usize);
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), stream as usize);
     cudaLaunchCooperativeKernel_ptsz(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize,
         stream: Stream)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(stream));
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), ptsz(stream));
     cudaLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |_, _| by_runtime(What::Kernel(stub as usize), runtime_stream(config) as usize);
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), runtime_stream(config) as usize);
     cudaLaunchKernelExC_ptsz(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |_, _| by_runtime(What::Kernel(stub as usize), ptsz(runtime_stream(config)));
+        => |_, _| by_runtime(Launch::Kernel(stub as usize), ptsz(runtime_stream(config)));
     cudaGraphLaunch(graph: GraphExec, stream: Stream)
-        => |_, _| by_runtime(What::Graph(graph as usize), stream as usize);
+        => |_, _| by_runtime(Launch::Graph(graph as usize), stream as usize);
     cudaGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
-        => |_, _| by_runtime(What::Graph(graph as usize), ptsz(stream));
+        => |_, _| by_runtime(Launch::Graph(graph as usize), ptsz(stream));
 }
 
 /// A kernel with an unknown stream. It gets no events, which on another stream would wait for other
@@ -138,38 +138,38 @@ hooked! {
     library Runtime, mark IN_DRIVER, bypass IN_DRIVER | IN_HOOK, missing RUNTIME_NOT_FOUND;
 
     hipLaunchKernel | mcLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
     hipLaunchKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream));
     hipLaunchCooperativeKernel | mcLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data,
         shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
     hipLaunchCooperativeKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream));
     hipExtLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream, before: Data,
         after: Data, flags: c_int)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
     hipLaunchKernelExC | mcLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), runtime_stream(config) as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), runtime_stream(config) as usize);
     hipModuleLaunchKernel | mcModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint,
         by: c_uint, bz: c_uint, shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
     // Its configuration has the layout of CUDA's.
     hipDrvLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver_stream(config) as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), driver_stream(config) as usize);
     // The layout of its configuration is unknown, so the stream is not read.
     mcModuleLaunchKernelEx(config: Data, function: Kernel, parameters: Data, extra: Data)
         => |recorder, site| count_only(recorder, site.inside);
     hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
     hipExtModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: usize, stream: Stream, parameters: Data, extra: Data, before: Data, after: Data, flags: c_uint)
-        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
     hipGraphLaunch | mcGraphLaunch(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
     hipGraphLaunch_spt(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), ptsz(stream));
 
     hipStreamEndCapture | mcStreamEndCapture(stream: Stream, graph: *mut Data)
         => |_, _| capture_ending(stream as usize, graph as usize);
@@ -187,9 +187,9 @@ hooked! {
     hipGraphExecDestroy | mcGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
 }
 
-/// What is launched.
+/// What a call launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum What {
+pub enum Launch {
     /// A kernel, by its handle.
     Kernel(usize),
     /// An instantiated graph.
@@ -199,31 +199,31 @@ pub enum What {
 /// A launch on the driver layer. One function for all wrappers with everything inlined into it,
 /// because there are dozens of wrappers.
 #[inline(never)]
-fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<OpenOperation> {
+fn by_driver(recorder: &'static Recorder, inside: u8, launch: Launch, stream: usize) -> Option<OpenOperation> {
     let thread = thread_state::current();
     thread.seen_by_driver.set(true);
     if inside & IN_COLLECTIVES != 0 {
-        recorder.on_stream(thread, stream, kernel(what), clock::coarse_now_ns());
-        bracket::note_kernel(recorder, stream, kernel(what));
+        recorder.on_stream(thread, stream, kernel(launch), clock::coarse_now_ns());
+        bracket::note_kernel(recorder, stream, kernel(launch));
         return None;
     }
-    count(recorder, thread, inside, what, stream)
+    count(recorder, thread, inside, launch, stream)
 }
 
 /// A launch on the runtime layer.
 #[inline]
-fn by_runtime(what: What, stream: usize) -> ByRuntime {
+fn by_runtime(launch: Launch, stream: usize) -> ByRuntime {
     thread_state::with(|thread| thread.seen_by_driver.set(false));
-    ByRuntime { what, stream }
+    ByRuntime { launch, stream }
 }
 
 /// A runtime launch. The driver layer may have seen it or not.
 pub struct ByRuntime {
-    what: What,
+    launch: Launch,
     stream: usize,
 }
 
-impl After for ByRuntime {
+impl AfterCall for ByRuntime {
     #[inline]
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
@@ -231,17 +231,17 @@ impl After for ByRuntime {
             // not recorded.
             let now = clock::coarse_now_ns();
             let thread = thread_state::current();
-            let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
+            let counter = if matches!(self.launch, Launch::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
             recorder.launched(thread, counter, now);
             recorder.on_stream(thread, self.stream, 0, now);
         }
     }
 }
 
-fn kernel(what: What) -> u64 {
-    match what {
-        What::Kernel(function) => function as u64,
-        What::Graph(_) => 0,
+fn kernel(launch: Launch) -> u64 {
+    match launch {
+        Launch::Kernel(function) => function as u64,
+        Launch::Graph(_) => 0,
     }
 }
 
@@ -250,14 +250,14 @@ fn count(
     recorder: &'static Recorder,
     thread: &ThreadState,
     inside: u8,
-    what: What,
+    launch: Launch,
     stream: usize,
 ) -> Option<OpenOperation> {
     let now = clock::coarse_now_ns();
-    recorder.on_stream(thread, stream, kernel(what), now);
+    recorder.on_stream(thread, stream, kernel(launch), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
-    match what {
-        What::Kernel(function) => {
+    match launch {
+        Launch::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
             // The kernels of a matrix product are timed together, as the product.
             if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
@@ -269,7 +269,7 @@ fn count(
                 NewOperation { function: function as u64, ..NewOperation::new(OpKind::Kernel, Op::Kernel) },
             )
         }
-        What::Graph(exec) => {
+        Launch::Graph(exec) => {
             recorder.launched(thread, header::GRAPHS, now);
             graphs::launch(recorder, exec, stream)
         }
@@ -278,9 +278,9 @@ fn count(
 
 /// A captured launch is not executed, so it gets no slot. The launch of its graph does.
 #[inline(never)]
-fn bracketed(recorder: &'static Recorder, stream: usize, what: NewOperation) -> Option<OpenOperation> {
+fn bracketed(recorder: &'static Recorder, stream: usize, operation: NewOperation) -> Option<OpenOperation> {
     if bracket::is_captured(stream) {
         return None;
     }
-    bracket::open(recorder, &NewOperation { stream, ..what })
+    bracket::open(recorder, &NewOperation { stream, ..operation })
 }

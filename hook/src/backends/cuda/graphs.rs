@@ -18,7 +18,7 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::bracket::{self, OpenOperation},
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::SUCCESS,
         device::device,
@@ -172,7 +172,7 @@ fn handle_at(place: usize) -> usize {
     unsafe { (place as *const usize).as_ref() }.copied().unwrap_or(0)
 }
 
-impl After for GraphChange {
+impl AfterCall for GraphChange {
     fn after(self, _: &'static Recorder, result: i32) {
         if result != SUCCESS {
             return;

@@ -7,7 +7,7 @@
 use std::ffi::{c_int, c_uint, c_void};
 
 use crate::{
-    interpose::hooked::{After, hooked},
+    interpose::hooked::{AfterCall, hooked},
     runtime::{
         abi::{Data, RUNTIME_NOT_FOUND, SUCCESS, Stream},
         os::thread_state::{IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
@@ -24,7 +24,7 @@ struct Copy {
     bytes: usize,
 }
 
-impl After for Copy {
+impl AfterCall for Copy {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
             // A negative number is not a direction.
@@ -33,7 +33,7 @@ impl After for Copy {
     }
 }
 
-impl After for Option<Copy> {
+impl AfterCall for Option<Copy> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if let Some(copy) = self {
             copy.after(recorder, result);
@@ -98,7 +98,7 @@ fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
 /// An allocation, which counts if it succeeds.
 struct Allocation(usize);
 
-impl After for Allocation {
+impl AfterCall for Allocation {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
             recorder.allocated(self.0 as u64);
@@ -109,7 +109,7 @@ impl After for Allocation {
 /// A call whose success shows activity on the device.
 struct Active;
 
-impl After for Active {
+impl AfterCall for Active {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
             recorder.active();

@@ -19,7 +19,7 @@ use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, OpKind, OpStatus};
 
 use crate::{
     backends::host_call::BlockingCall,
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::Word,
         linker::function::Function,
@@ -115,7 +115,7 @@ fn forget(recorder: &'static Recorder, group: Word) {
     }
 }
 
-impl After for Creating {
+impl AfterCall for Creating {
     fn after(self, _: &'static Recorder, _: c_int) {
         self.end(true);
     }

@@ -6,7 +6,7 @@ use crate::{
     backends::{
         host_call::BlockingCall,
         mpi::{
-            communicator::starting,
+            communicator::init_call,
             library::library,
             nonblocking::started,
             operations::{ERROR, NOBODY, Size, VARIES, blocking, collective, int, named_collective, operation, sized},
@@ -31,9 +31,9 @@ fn finalizing(recorder: &'static Recorder) -> BlockingCall {
 hooked! {
     library Mpi, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing ERROR;
 
-    MPI_Init | PMPI_Init(argc: Word, argv: Word) => |recorder, _| starting(recorder, "MPI_Init");
+    MPI_Init | PMPI_Init(argc: Word, argv: Word) => |recorder, _| init_call(recorder, "MPI_Init");
     MPI_Init_thread | PMPI_Init_thread(argc: Word, argv: Word, wanted: Word, given: Word)
-        => |recorder, _| starting(recorder, "MPI_Init_thread");
+        => |recorder, _| init_call(recorder, "MPI_Init_thread");
     MPI_Finalize | PMPI_Finalize() => |recorder, _| finalizing(recorder);
 
     MPI_Barrier | PMPI_Barrier(comm: Word) => |recorder, _| collective(recorder, Op::Barrier, comm, NOBODY, VARIES);

@@ -27,7 +27,7 @@ use crate::{
             polling,
         },
     },
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::{SUCCESS, Word},
         lifecycle::config,
@@ -194,7 +194,7 @@ pub struct InitCall {
 }
 
 /// Called before any form of `MPI_Init`.
-pub fn starting(recorder: &'static Recorder, name: &'static str) -> InitCall {
+pub fn init_call(recorder: &'static Recorder, name: &'static str) -> InitCall {
     let environment = config::snapshot();
     let info = Source::new(move |name| config::value(&environment, name).map(str::to_string), "").rank_info();
     polling::interrupt(recorder);
@@ -213,7 +213,7 @@ pub fn starting(recorder: &'static Recorder, name: &'static str) -> InitCall {
     InitCall { running: BlockingCall::new(recorder).with(&what), comm }
 }
 
-impl After for InitCall {
+impl AfterCall for InitCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         let Some(index) = self.comm else { return };
@@ -339,7 +339,7 @@ pub fn derived(
     CreationCall { running, output, kind, comm }
 }
 
-impl After for CreationCall {
+impl AfterCall for CreationCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         let library = library().filter(|_| result == SUCCESS);
@@ -374,7 +374,7 @@ pub fn session(place: Word) -> Session {
     Session(place)
 }
 
-impl After for Session {
+impl AfterCall for Session {
     fn after(self, _: &'static Recorder, result: c_int) {
         if let Some(library) = library().filter(|_| result == SUCCESS) {
             // SAFETY: the caller's place for the session, which the library has written.
@@ -411,7 +411,7 @@ pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Optio
     (index.and_then(|index| unless_alone(recorder, index)), Ending(index))
 }
 
-impl After for Ending {
+impl AfterCall for Ending {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if let Some(index) = self.0.filter(|_| result == SUCCESS) {
             recorder.set_comm_state(index, CommunicatorState::Finalized);
@@ -428,7 +428,7 @@ pub struct Freeing {
     pub ending: Ending,
 }
 
-impl After for Freeing {
+impl AfterCall for Freeing {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
         self.ending.after(recorder, result);

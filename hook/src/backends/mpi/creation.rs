@@ -11,7 +11,7 @@ use crate::{
         operations::{ERROR, VARIES, named_collective},
         request::{COUNT, MAX, NonblockingCall, PENDING, Pending, posted},
     },
-    interpose::hooked::{After, hooked},
+    interpose::hooked::{AfterCall, hooked},
     runtime::{
         abi::{SUCCESS, Word},
         os::{
@@ -114,7 +114,7 @@ pub fn duplicating(
     Duplicating { posted: posted(what, request, false), request, place, made }
 }
 
-impl After for Duplicating {
+impl AfterCall for Duplicating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.posted.after(recorder, result);
         let (Some((index, id)), Some(library)) = (self.made, library()) else { return };

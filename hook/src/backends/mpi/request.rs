@@ -23,7 +23,7 @@ use crate::{
         mpi::{communicator::ready, library::library, operations::next, polling},
         request_table::{RequestOperation, forget, operations, recall, remember, remember_both},
     },
-    interpose::hooked::After,
+    interpose::hooked::AfterCall,
     runtime::{
         abi::{SUCCESS, Word},
         recorder::{NewOperation, Recorder, host_operations::named_host_call},
@@ -53,7 +53,7 @@ pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) ->
     NonblockingCall { what, second, request, persistent: false }
 }
 
-impl After for NonblockingCall {
+impl AfterCall for NonblockingCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         polling::interrupt(recorder);
         let Some(library) = library().filter(|_| result == SUCCESS) else { return };
@@ -184,7 +184,7 @@ pub fn waiting(
     }
 }
 
-impl After for WaitCall {
+impl AfterCall for WaitCall {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
             self.handles.forget(self.which);

@@ -15,7 +15,7 @@ use crate::{
             request::{AwaitedDuplicates, Handles, MAX_RECORDED_REQUESTS, WaitFor, forget_done, posted, waiting},
         },
     },
-    interpose::hooked::{After, hooked},
+    interpose::hooked::{AfterCall, hooked},
     runtime::{
         abi::{SUCCESS, Word},
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
@@ -220,7 +220,7 @@ impl Testing {
     }
 }
 
-impl After for Testing {
+impl AfterCall for Testing {
     #[inline]
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result != SUCCESS || self.done.is_done() {
@@ -235,24 +235,27 @@ impl After for Testing {
 }
 
 /// A call that tests something other than a request.
-pub struct Probing<What> {
+pub struct Probing<Describe> {
     flag: Word,
-    what: What,
+    describe: Describe,
 }
 
-/// Called before a call that tests for `what` and writes the result to `flag`.
-pub fn probing<What: Fn(&'static Recorder) -> Option<NewOperation>>(flag: Word, what: What) -> Probing<What> {
-    Probing { flag, what }
+/// Called before a call that tests for the described operation and writes the result to `flag`.
+pub fn probing<Describe: Fn(&'static Recorder) -> Option<NewOperation>>(
+    flag: Word,
+    describe: Describe,
+) -> Probing<Describe> {
+    Probing { flag, describe }
 }
 
-impl<What: Fn(&'static Recorder) -> Option<NewOperation>> After for Probing<What> {
+impl<Describe: Fn(&'static Recorder) -> Option<NewOperation>> AfterCall for Probing<Describe> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result != SUCCESS || CompletionFlag::Flag(self.flag).is_done() {
             poll_successful(recorder, result == SUCCESS);
         } else {
             poll_unsuccessful(recorder, || {
-                let what = (self.what)(recorder);
-                what.iter().fold(BlockingCall::new(recorder), |running, what| running.with(what))
+                let operation = (self.describe)(recorder);
+                operation.iter().fold(BlockingCall::new(recorder), |running, operation| running.with(operation))
             });
         }
     }

@@ -12,7 +12,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    interpose::hooked::{After, Site},
+    interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::{Comm, NCCL_IN_PROGRESS, SUCCESS},
         device::device,
@@ -179,7 +179,7 @@ pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, hand
     ending
 }
 
-impl After for Ending {
+impl AfterCall for Ending {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         let now = clock::now_ns();
         let waits = result == NCCL_IN_PROGRESS && self.handle_after == HandleAfter::Valid;

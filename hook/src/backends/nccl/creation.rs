@@ -16,7 +16,7 @@ use crate::{
             communicator::{handle_at, handle_still_at, host_call, known, ready},
         },
     },
-    interpose::hooked::{After, Site},
+    interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::{Comm, Data, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
         device::device,
@@ -104,7 +104,7 @@ fn create(
     creating
 }
 
-impl After for Creating {
+impl AfterCall for Creating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         created(recorder, self.site, (self.slot, self.comm), self.output, result);
     }
@@ -308,7 +308,7 @@ pub fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devic
     CreatingAll { site, slot, id, first: comms as usize, count: devices.max(0) as usize }
 }
 
-impl After for CreatingAll {
+impl AfterCall for CreatingAll {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         let now = clock::now_ns();
         if let Some(slot) = self.slot {
@@ -347,7 +347,7 @@ pub fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
     Polled { site, comm: comm as usize, error: error as usize }
 }
 
-impl After for Polled {
+impl AfterCall for Polled {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         let Some(comm) = recorder.comms.find(self.comm) else { return };
         if result != SUCCESS || self.error == 0 {

@@ -12,7 +12,7 @@ use crate::{
             creation,
         },
     },
-    interpose::hooked::{After, Site},
+    interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::SUCCESS,
         os::{
@@ -43,7 +43,7 @@ pub fn group_start(recorder: &'static Recorder) -> GroupStarted {
     GroupStarted
 }
 
-impl After for GroupStarted {
+impl AfterCall for GroupStarted {
     fn after(self, _: &'static Recorder, result: c_int) {
         if result != SUCCESS {
             thread_state::with(|thread| {
@@ -105,7 +105,7 @@ pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
     Ended { site, first }
 }
 
-impl After for Ended {
+impl AfterCall for Ended {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         thread_state::with(|thread| thread.open.set(0));
         for slot in chain(recorder, self.first, next) {

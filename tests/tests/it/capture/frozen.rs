@@ -19,7 +19,7 @@ use super::target::{optimized, start};
 const THREADS: usize = 300;
 
 /// Threads of the target in a tracing stop or a stop.
-fn held(pid: i32) -> Vec<i32> {
+fn stopped_threads(pid: i32) -> Vec<i32> {
     let tids = procfs::threads(pid).expect("the target lives").into_iter();
     tids.filter(|tid| procfs::thread_stat(pid, *tid).is_some_and(|stat| stat.is_stopped())).collect()
 }
@@ -65,9 +65,9 @@ fn no_thread_stays_stopped() {
             // One may have ended just now.
             let _ = kill(*one, signal);
         }
-        let at_that_time = held(pid).len();
+        let at_that_time = stopped_threads(pid).len();
         // The command is still frozen while this is waited for.
-        wait_until(PATIENCE, "no thread is held", || held(pid).is_empty());
+        wait_until(PATIENCE, "no thread is held", || stopped_threads(pid).is_empty());
         match signal {
             Signal::SIGSTOP => frozen += usize::from(at_that_time > 0),
             _ => killed += usize::from(at_that_time > 0 || all.len() > 1),
@@ -100,7 +100,7 @@ fn captures_at_random_times() {
             for one in &all {
                 let _ = kill(*one, signal);
             }
-            wait_until(PATIENCE, "no thread is held", || held(pid).is_empty());
+            wait_until(PATIENCE, "no thread is held", || stopped_threads(pid).is_empty());
             for one in &all {
                 let _ = kill(*one, Signal::SIGKILL);
             }

@@ -47,7 +47,7 @@ fn every_metric_of_a_running_job_has_its_labels_its_level_and_the_right_value() 
     for rank in 0..RANKS {
         ranks.wait_for(&format!("rank {rank} counted"), PATIENCE * 4);
     }
-    let told = told(&ranks.stdout());
+    let printed = parse_counts(&ranks.stdout());
     // Each of them is on the page as soon as what was launched last has been looked at.
     let mut text = String::new();
     wait_until(PATIENCE, "what every rank has launched and counted", || {
@@ -55,7 +55,7 @@ fn every_metric_of_a_running_job_has_its_labels_its_level_and_the_right_value() 
         samples(&text, "XPU_TIMER_COLL_KERNEL_BANDWIDTH").len() >= BUS_BYTES.len() * RANKS as usize
             && samples(&text, "XPU_TIMER_MM_KERNEL_FLOPS").len() >= RANKS as usize
             && samples(&text, "XPU_TIMER_COMMON_WORK_QUEUE_SIZE").iter().all(|sample| sample.value == 0.0)
-            && counted(&text) == told
+            && counted(&text) == printed
     });
     common(&text);
     collectives(&text);
@@ -83,15 +83,18 @@ fn of_every_rank(text: &str, name: &str, more: &[&str]) -> Vec<Sample> {
 type Counted = BTreeMap<String, (f64, f64)>;
 
 /// The output of the ranks: `rank 2 counted 31 40`.
-fn told(output: &str) -> Counted {
+fn parse_counts(output: &str) -> Counted {
     let counts = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let ["rank", rank, "counted", collections, batches] = words[..] else { return None };
         Some((rank.to_string(), (collections.parse().ok()?, batches.parse().ok()?)))
     };
-    let told: Counted = output.lines().filter_map(counts).collect();
-    assert!(told.len() == RANKS as usize && told.values().all(|counts| counts.0 > 1.0 && counts.1 == 40.0), "{output}");
-    told
+    let counted: Counted = output.lines().filter_map(counts).collect();
+    assert!(
+        counted.len() == RANKS as usize && counted.values().all(|counts| counts.0 > 1.0 && counts.1 == 40.0),
+        "{output}"
+    );
+    counted
 }
 
 /// As the page has it.

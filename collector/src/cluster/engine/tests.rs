@@ -1,6 +1,6 @@
 //! The parts of an incident when streams and deliveries are cut off, with a simulated clock.
 
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
     env::Source,
@@ -12,11 +12,16 @@ use xpu_timer_proto::{
 };
 
 use super::*;
-use crate::cluster::{
-    gather::GatherEvent,
-    incident::Progress,
-    nodes::Outbound,
-    service::{Credit, StreamEvent},
+use crate::{
+    cluster::{
+        config::Settings,
+        gather::GatherEvent,
+        hub::{Command, Hub},
+        incident::Progress,
+        service::{Credit, Outbound, StreamEvent},
+    },
+    http::questions::Question,
+    incident::records,
 };
 
 /// An alarm of the first node for a rank.
@@ -41,6 +46,11 @@ fn entry(rank: i32, now: Now) -> RankEntry {
     }
 }
 
+/// An alarm for a hang that is over; its answer is that the incident is closed.
+fn closed_alarm() -> Alarm {
+    Alarm { hangs: false, ..alarm(0) }
+}
+
 struct TestHub {
     hub: Hub,
     folder: tempfile::TempDir,
@@ -59,7 +69,12 @@ fn hub_in(folder: tempfile::TempDir, now: Now) -> TestHub {
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
     let (sender, commands) = mpsc::unbounded_channel();
-    TestHub { hub: Hub::new(settings, sender, now), folder, commands }
+    let mut cluster = TestHub { hub: Hub::new(settings, sender, now), folder, commands };
+    // The incidents that an earlier hub left open.
+    while let Ok(command) = cluster.commands.try_recv() {
+        cluster.hub.command(command, now);
+    }
+    cluster
 }
 
 impl TestHub {
@@ -100,14 +115,47 @@ impl TestHub {
     /// The first node alarms.
     fn alarm(&mut self, rank: i32) -> String {
         self.say(0, NodeMessage::Alarm(alarm(rank)), at(10));
-        self.hub.incidents.keys().next().unwrap().clone()
+        self.folder_made(at(10));
+        self.hub.engine.incidents.keys().next().unwrap().clone()
+    }
+
+    /// Waits for the folder of the incident that was opened last.
+    fn folder_made(&mut self, now: Now) {
+        loop {
+            let command = self.commands.blocking_recv().expect("a folder");
+            let is_last = matches!(command, Command::FolderMade(..));
+            self.hub.command(command, now);
+            if is_last {
+                return;
+            }
+        }
+    }
+
+    fn gathered(&mut self, id: &str, event: GatherEvent, now: Now) {
+        self.hub.command(Command::Gathered(id.into(), event), now);
+    }
+
+    /// The thread has made this verdict.
+    fn apply(&mut self, id: &str, verdict: &Verdict, now: Now) {
+        self.gathered(id, GatherEvent::Judged(Box::new(verdict.clone())), now);
+    }
+
+    fn judge(&mut self, id: &str) {
+        self.hub.engine.judge(id);
+        self.hub.execute(at(41));
+    }
+
+    fn close(&mut self, id: &str, state: State, now: Now) {
+        self.hub.engine.close(id, state, now);
+        self.hub.execute(now);
     }
 
     /// Requests a dump by hand.
     fn by_hand(&mut self, now: Now) -> String {
         let (reply, _) = oneshot::channel();
-        self.hub.dump_by_hand(None, reply, now);
-        self.hub.incidents.keys().next_back().unwrap().clone()
+        self.hub.command(Command::Question(Question::Dump { job: None, reply }), now);
+        self.folder_made(now);
+        self.hub.engine.incidents.keys().next_back().unwrap().clone()
     }
 
     fn hangs(&mut self, id: &str, now: Now) {
@@ -115,8 +163,8 @@ impl TestHub {
     }
 
     fn progress_of(&self, id: &str, name: &str) -> Progress {
-        let parts = &self.hub.incidents[id].parts;
-        parts.iter().find(|(node, _)| self.hub.nodes.name(**node) == name).unwrap().1.progress.clone()
+        let parts = &self.hub.engine.incidents[id].parts;
+        parts.iter().find(|(node, _)| self.hub.engine.nodes.name(**node) == name).unwrap().1.progress.clone()
     }
 
     fn captured(&mut self, id: &str, stream: StreamId, now: Now) {
@@ -133,7 +181,7 @@ impl TestHub {
     fn verdict(&mut self) -> Verdict {
         loop {
             match self.commands.blocking_recv() {
-                Some(Command::Gather(_, GatherEvent::Judged(verdict))) => return *verdict,
+                Some(Command::Gathered(_, GatherEvent::Judged(verdict))) => return *verdict,
                 Some(_) => {}
                 None => panic!("no verdict"),
             }
@@ -142,7 +190,7 @@ impl TestHub {
 
     /// `xpu_timer_job_hang` of the only job.
     fn job_hang(&self) -> String {
-        let page = super::super::status::metrics(&self.hub, at(41));
+        let page = super::super::status::metrics(&self.hub.engine, at(41));
         let line = page.lines().find(|line| line.starts_with("xpu_timer_job_hang{"));
         line.and_then(|line| line.rsplit(' ').next()).expect("a job").into()
     }
@@ -159,7 +207,7 @@ impl TestHub {
 
     /// Pretends that all files have arrived and the viewer has finished.
     fn finish_files(&mut self, id: &str) {
-        let incident = self.hub.incidents.get_mut(id).unwrap();
+        let incident = self.hub.engine.incidents.get_mut(id).unwrap();
         (incident.files, incident.drawing) = (None, false);
         incident.files_in_transfer.clear();
         incident.files_pending.clear();
@@ -209,6 +257,39 @@ fn a_node_that_dies_before_its_delivery_does_not_block_the_verdict() {
 }
 
 #[test]
+fn a_node_that_reads_no_messages_is_disconnected() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    for _ in 0..20 {
+        cluster.hub.stream_event(StreamEvent::Message(0, Box::new(NodeMessage::Alarm(closed_alarm()))), at(5));
+    }
+    let node = cluster.hub.engine.nodes.iter().find(|(_, node)| node.name == "n0").unwrap().1;
+    assert!(!node.is_joined() && node.lost_ns == at(5).mono_ns);
+    // The welcome and the answers that found room.
+    assert_eq!(std::iter::from_fn(|| first.try_recv().ok()).count(), 8);
+    assert!(first.is_closed(), "its stream is closed");
+    let mut again = cluster.join_at(0, at(6));
+    assert!(matches!(again.try_recv().unwrap().unwrap().message, Some(Message::Welcome(_))));
+}
+
+#[test]
+fn parts_that_could_not_be_gathered_are_requested_again() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let id = cluster.alarm(0);
+    cluster.captured(&id, 0, at(11));
+    for _ in 0..3 {
+        let key = cluster.bring(&mut first);
+        cluster.dump(&key, true, at(12));
+        assert_eq!(cluster.progress_of(&id, "n0"), Progress::Delivered);
+        cluster.hub.engine.gathering_failed(&id, at(12));
+        cluster.hub.execute(at(12));
+    }
+    let Progress::Failed(why) = cluster.progress_of(&id, "n0") else { panic!("it is given up") };
+    assert!(why.contains("could not gather"), "{why}");
+}
+
+#[test]
 fn an_interrupted_delivery_is_retried_a_few_times() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
@@ -244,7 +325,7 @@ fn an_alarm_for_a_rank_of_another_node_names_no_rank() {
     let mut cluster = hub();
     let (_first, _second) = (cluster.join(0), cluster.join(1));
     let id = cluster.alarm(1);
-    assert_eq!(cluster.hub.incidents[&id].head.trigger.rank, -1);
+    assert_eq!(cluster.hub.engine.incidents[&id].head.trigger.rank, -1);
 }
 
 #[test]
@@ -262,7 +343,7 @@ fn a_stalled_delivery_times_out_and_its_node_is_named() {
     cluster.hub.tick(at(28));
     let Progress::Failed(why) = cluster.progress_of(&id, "n1") else { panic!("it is given up") };
     assert!(why.contains("its delivery stopped"), "{why}");
-    assert!(cluster.hub.incidents[&id].judging, "the others are judged without it");
+    assert!(cluster.hub.engine.incidents[&id].judging, "the others are judged without it");
 }
 
 #[test]
@@ -271,18 +352,19 @@ fn a_late_verdict_does_not_reopen_a_closed_incident() {
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
     let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.apply(&id, &verdict, at(41));
     // A part arrives late, and the hang ends while it is judged.
-    cluster.hub.judge(&id);
+    cluster.judge(&id);
     let _ = cluster.verdict();
-    cluster.hub.close(&id, State::Resolved, at(42));
-    cluster.hub.judge(&id);
+    cluster.close(&id, State::Resolved, at(42));
+    cluster.judge(&id);
     let verdict = cluster.verdict();
     let status = || records::verdict(&folder).unwrap().timing.status;
-    assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
-    cluster.hub.apply_verdict(&id, &verdict, at(43));
-    assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
-    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
+    assert_eq!(status(), Status::Open, "its thread knows nothing of the end");
+    cluster.apply(&id, &verdict, at(43));
+    cluster.hub.wait_for_disk();
+    assert_eq!(status(), Status::Resolved);
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Resolved);
 }
 
 #[test]
@@ -290,8 +372,8 @@ fn files_are_fetched_after_the_job_has_ended() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
-    cluster.hub.close(&id, State::Ended, at(42));
+    cluster.apply(&id, &verdict, at(41));
+    cluster.close(&id, State::Ended, at(42));
     let key = cluster.fetched(&mut first);
     let file = |name: &str| {
         let file = DumpFile { incident: id.clone(), name: name.into(), data: b"x".to_vec(), last: true };
@@ -301,13 +383,13 @@ fn files_are_fetched_after_the_job_has_ended() {
         let (key, file) = file(name);
         cluster.hub.stream_event(StreamEvent::DeliveryPiece(key, file, Credit::default()), at(43));
     }
-    assert!(cluster.hub.incidents[&id].drawing, "all have come");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "all have come");
     // The thread writes them before it draws.
-    while !matches!(cluster.commands.blocking_recv(), Some(Command::Gather(_, GatherEvent::Drawn))) {}
+    while !matches!(cluster.commands.blocking_recv(), Some(Command::Gathered(_, GatherEvent::Drawn))) {}
     let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
     assert_eq!(std::fs::read(folder.join("00000-00002.stacktrace")).unwrap(), b"x");
-    cluster.hub.drawing_finished(&id, at(44));
-    assert!(cluster.hub.incidents[&id].work.is_none(), "its thread is let go");
+    cluster.gathered(&id, GatherEvent::Drawn, at(44));
+    assert!(!cluster.hub.engine.incidents[&id].is_gathering, "its thread is released");
 }
 
 #[test]
@@ -315,16 +397,16 @@ fn files_are_requested_again_when_a_node_reconnects() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.apply(&id, &verdict, at(41));
     let _ = cluster.fetched(&mut first);
     cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.tick(at(43));
-    assert!(!cluster.hub.incidents[&id].drawing, "they are waited for");
+    assert!(!cluster.hub.engine.incidents[&id].drawing, "they are waited for");
     let mut again = cluster.join_at(0, at(44));
     cluster.hub.tick(at(45));
     let _ = cluster.fetched(&mut again);
     cluster.hub.tick(at(300));
-    assert!(cluster.hub.incidents[&id].drawing, "and not for ever");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "and not for ever");
 }
 
 #[test]
@@ -333,17 +415,17 @@ fn an_unproven_hang_gets_another_round_if_it_lasts() {
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, mut verdict) = cluster.judged_without_the_second(&mut first);
     verdict.hang = HangEvidence::None;
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
-    assert!(cluster.hub.incidents[&id].next_round_ns.is_some());
+    cluster.apply(&id, &verdict, at(41));
+    assert!(cluster.hub.engine.incidents[&id].next_round_ns.is_some());
     assert_eq!(cluster.job_hang(), "0", "nothing proves it");
     // Work in progress is finished first.
     cluster.hub.tick(at(50));
-    assert_eq!(cluster.hub.incidents[&id].round, 0);
+    assert_eq!(cluster.hub.engine.incidents[&id].round, 0);
     cluster.hub.stream_event(StreamEvent::Ended(1, "reset".into()), at(51));
     cluster.finish_files(&id);
     let _ = std::iter::from_fn(|| first.try_recv().ok()).count();
     cluster.hub.tick(at(52));
-    let incident = &cluster.hub.incidents[&id];
+    let incident = &cluster.hub.engine.incidents[&id];
     assert_eq!((incident.round, incident.state, incident.next_round_ns), (1, State::Open, None));
     assert_eq!(cluster.progress_of(&id, "n0"), Progress::Requested);
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
@@ -358,8 +440,8 @@ fn an_unproven_hang_gets_another_round_if_it_lasts() {
     assert!(matches!(cluster.progress_of(&id, "n0"), Progress::Delivering(_)));
     // A later verdict with a proven hang is final.
     verdict.hang = HangEvidence::PendingOperation;
-    cluster.hub.apply_verdict(&id, &verdict, at(60));
-    assert!(cluster.hub.incidents[&id].next_round_ns.is_none());
+    cluster.apply(&id, &verdict, at(60));
+    assert!(cluster.hub.engine.incidents[&id].next_round_ns.is_none());
     assert_eq!(cluster.job_hang(), "1");
 }
 
@@ -370,8 +452,8 @@ fn a_hang_after_a_dump_by_hand_is_another_incident() {
     let id = cluster.by_hand(at(9));
     cluster.captured(&id, 0, at(10));
     cluster.alarm(0);
-    assert_eq!(cluster.hub.incidents.len(), 2);
-    assert!(cluster.hub.incidents[&id].by_hand && cluster.hub.incidents[&id].hanging.is_empty());
+    assert_eq!(cluster.hub.engine.incidents.len(), 2);
+    assert!(cluster.hub.engine.incidents[&id].by_hand && cluster.hub.engine.incidents[&id].hanging.is_empty());
 }
 
 #[test]
@@ -385,9 +467,9 @@ fn a_hang_during_a_dump_by_hand_takes_it_over() {
     cluster.dump(&key, true, at(12));
     cluster.hub.tick(at(40));
     let verdict = cluster.verdict();
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
-    cluster.hub.drawing_finished(&id, at(42));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped, "it lasts");
+    cluster.apply(&id, &verdict, at(41));
+    cluster.gathered(&id, GatherEvent::Drawn, at(42));
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Dumped, "it lasts");
 }
 
 #[test]
@@ -395,10 +477,10 @@ fn a_hang_reported_for_an_ended_incident_reopens_it() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
-    cluster.hub.close(&id, State::Ended, at(42));
+    cluster.apply(&id, &verdict, at(41));
+    cluster.close(&id, State::Ended, at(42));
     cluster.hangs(&id, at(43));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped);
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Dumped);
 }
 
 #[test]
@@ -406,13 +488,13 @@ fn a_reconnecting_node_learns_that_its_incident_was_closed() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.apply(&id, &verdict, at(41));
     cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
-    cluster.hub.close(&id, State::Resolved, at(43));
-    let mut again = cluster.join_with(0, vec![Alarm { incident: id.clone(), hangs: false, ..alarm(0) }], at(44));
+    cluster.close(&id, State::Resolved, at(43));
+    let mut again = cluster.join_with(0, vec![Alarm { incident: id.clone(), ..closed_alarm() }], at(44));
     let closed = std::iter::from_fn(|| again.try_recv().ok())
         .any(|message| message.unwrap().message == Some(Message::Closed(IncidentClosed { incident: id.clone() })));
-    assert!(closed && cluster.hub.incidents.len() == 1);
+    assert!(closed && cluster.hub.engine.incidents.len() == 1);
 }
 
 #[test]
@@ -420,14 +502,14 @@ fn a_hang_that_ended_while_its_node_was_away_is_resolved() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.apply(&id, &verdict, at(41));
     cluster.finish_files(&id);
     cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.tick(at(60));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped, "nobody knows");
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Dumped, "nobody knows");
     let _again = cluster.join_at(0, at(62));
     cluster.hub.tick(at(65));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Resolved);
 }
 
 #[test]
@@ -435,15 +517,15 @@ fn after_a_restart_a_hang_resolves_when_all_nodes_report_it() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&id, &verdict, at(41));
+    cluster.apply(&id, &verdict, at(41));
     let mut cluster = hub_in(cluster.folder, at(50));
     let open = Alarm { incident: id.clone(), captured: true, ..alarm(0) };
     let (_first, _second) = (cluster.join_with(0, vec![open], at(51)), cluster.join_at(1, at(51)));
     cluster.hub.tick(at(52));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Dumped);
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Dumped);
     cluster.say(0, NodeMessage::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
     cluster.hub.tick(at(56));
-    assert_eq!(cluster.hub.incidents[&id].state, State::Resolved);
+    assert_eq!(cluster.hub.engine.incidents[&id].state, State::Resolved);
 }
 
 #[test]
@@ -451,10 +533,10 @@ fn an_early_alarm_of_a_new_world_is_a_separate_incident() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (old, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&old, &verdict, at(41));
+    cluster.apply(&old, &verdict, at(41));
     // The agents restart the job, and the second node has not reported that yet.
     cluster.restarts(0, at(42), at(43));
-    assert!(!cluster.hub.is_over(&cluster.hub.incidents[&old]));
+    assert!(!cluster.hub.engine.is_over(&cluster.hub.engine.incidents[&old]));
     let new = Alarm { incident: "20261121T105544Z-00000002".into(), ..alarm(0) };
     cluster.say(0, NodeMessage::Alarm(new.clone()), at(44));
     let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
@@ -465,11 +547,14 @@ fn an_early_alarm_of_a_new_world_is_a_separate_incident() {
     cluster.finish_files(&old);
     cluster.restarts(1, at(42), at(45));
     cluster.hub.tick(at(46));
-    assert_eq!(cluster.hub.incidents[&old].state, State::Ended);
-    assert_eq!((cluster.hub.incidents[&new.incident].state, cluster.hub.incidents.len()), (State::Open, 2));
+    assert_eq!(cluster.hub.engine.incidents[&old].state, State::Ended);
+    assert_eq!(
+        (cluster.hub.engine.incidents[&new.incident].state, cluster.hub.engine.incidents.len()),
+        (State::Open, 2)
+    );
     // A second alarm of that world joins that incident.
     cluster.say(1, NodeMessage::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
-    assert_eq!((cluster.hub.incidents.len(), cluster.hub.incidents[&new.incident].hanging.len()), (2, 2));
+    assert_eq!((cluster.hub.engine.incidents.len(), cluster.hub.engine.incidents[&new.incident].hanging.len()), (2, 2));
 }
 
 #[test]
@@ -477,7 +562,7 @@ fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (old, verdict) = cluster.judged_without_the_second(&mut first);
-    cluster.hub.apply_verdict(&old, &verdict, at(41));
+    cluster.apply(&old, &verdict, at(41));
     cluster.finish_files(&old);
     // Another node replaces the first one, and was asked for its part before it hung.
     let _third = cluster.join_with(2, Vec::new(), at(42));
@@ -491,10 +576,10 @@ fn a_hang_of_a_new_world_gets_its_own_incident_when_the_old_one_ends() {
     cluster.say(2, NodeMessage::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
     cluster.say(2, NodeMessage::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
     cluster.hub.tick(at(45));
-    assert_eq!(cluster.hub.incidents[&old].state, State::Dumped);
+    assert_eq!(cluster.hub.engine.incidents[&old].state, State::Dumped);
     cluster.restarts(1, at(42), at(46));
     cluster.hub.tick(at(47));
-    assert_eq!((cluster.hub.incidents[&old].state, cluster.hub.incidents.len()), (State::Ended, 2));
-    let new = cluster.hub.incidents.values().find(|one| one.head.id != old).unwrap();
+    assert_eq!((cluster.hub.engine.incidents[&old].state, cluster.hub.engine.incidents.len()), (State::Ended, 2));
+    let new = cluster.hub.engine.incidents.values().find(|one| one.head.id != old).unwrap();
     assert!(new.is_open() && new.hanging.len() == 1 && new.parts.len() == 2, "{new:?}");
 }

@@ -8,16 +8,16 @@ use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
 use crate::{
     cluster::{
         comparison::ComparisonInput,
-        hub::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS},
+        engine::{Action, Engine, RETURN_NS, SECOND, delivery::DELIVERY_NS},
         incident::{Part, Progress},
         nodes::Node,
     },
-    incident::{State, verdict_files::set_status},
+    incident::State,
     job::NodeId,
     os::clock::{self, Now},
 };
 
-/// How often the hub checks its deadlines.
+/// How often the deadlines are checked.
 pub const TICK: Duration = Duration::from_millis(500);
 /// A hang is over when no node has hung for this long.
 const QUIET_NS: u64 = 2 * SECOND;
@@ -30,7 +30,7 @@ const FORGET_EVERY_NS: u64 = 30 * SECOND;
 /// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 
-impl Hub {
+impl Engine {
     /// Checks all deadlines; called once per [`TICK`].
     pub fn tick(&mut self, now: Now) {
         let ids = self.incidents.values().filter(|one| one.is_active()).map(|one| one.head.id.clone());
@@ -53,13 +53,14 @@ impl Hub {
             self.complete.retain(|job, _| nodes.job(job).ranks > 0);
             self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
-            self.comparison.send(ComparisonInput::Running(running));
+            self.actions.push_back(Action::Compare(ComparisonInput::Running(running)));
         }
         // Counted separately, so that dumps by hand never push out a hang.
         for by_hand in [true, false] {
             let closed = self.incidents.values().filter(|one| !one.is_open() && one.by_hand == by_hand);
             let closed: Vec<String> = closed.map(|one| one.head.id.clone()).collect();
             for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
+                self.release(id);
                 self.incidents.remove(id);
             }
         }
@@ -116,7 +117,7 @@ impl Hub {
                 incident.files_pending.clear();
                 incident.files_in_transfer.clear();
             }
-            self.fetch_files(id, now);
+            self.fetch_files(id);
         }
     }
 
@@ -195,9 +196,8 @@ impl Hub {
 
     /// Writes the status of an incident, and when it was closed, into its verdict.
     pub(super) fn note_status(&mut self, id: &str, folder: &Path, state: State, closed_unix_ns: Option<u64>) {
-        let (id, folder) = (id.to_string(), folder.to_path_buf());
-        let root = folder.parent().unwrap_or(&folder).to_path_buf();
-        self.disk.submit(&root, move || set_status(&id, &folder, state.status(), closed_unix_ns));
+        let (incident, folder) = (id.to_string(), folder.to_path_buf());
+        self.actions.push_back(Action::WriteStatus { incident, folder, status: state.status(), closed_unix_ns });
     }
 
     /// Logs nodes that keep claiming ranks of another node. During the change to a new world this
@@ -223,22 +223,23 @@ impl Hub {
 
     pub(super) fn close(&mut self, id: &str, state: State, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        info!("incident {id}: {}", if state == State::Resolved { "resolved, the job goes on" } else { "ended" });
+        info!("incident {id}: {}", if state == State::Resolved { "resolved: the job continues" } else { "ended" });
         incident.state = state;
         incident.closed = Some((state, now.unix_ns));
         incident.captured.clear();
         incident.merging.clear();
+        let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
+        let folder = incident.folder.clone();
         // Files in transfer still belong to its folder.
         if !incident.is_active() {
-            incident.work = None;
+            self.release(id);
         }
         self.expected.retain(|_, expected| expected.incident != id || expected.files);
-        let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
-        if let Some(folder) = incident.folder.clone() {
+        if let Some(folder) = folder {
             self.note_status(id, &folder, state, Some(now.unix_ns));
         }
         for node in nodes {
-            self.nodes.send(node, Message::Closed(IncidentClosed { incident: id.into() }), now.mono_ns);
+            self.send(node, Message::Closed(IncidentClosed { incident: id.into() }));
         }
     }
 }

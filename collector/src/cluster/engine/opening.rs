@@ -9,17 +9,12 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        hub::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND},
+        engine::{Action, CAPTURE_NS, Engine, SECOND},
         incident::{Incident, Part, Progress},
     },
     error::chain,
     http::questions::{DumpReply, Refusal, wanted_job},
-    incident::{
-        Head, State,
-        engine::Record,
-        folder::Folder,
-        verdict_files::{CLUSTER_RECORD, try_write_record},
-    },
+    incident::{Head, State, engine::Record, folder::MadeFolder},
     job::{JobKey, NodeId},
     os::clock::{self, Now},
 };
@@ -31,7 +26,7 @@ const CLOCK_NS: u64 = 600 * SECOND;
 /// Maximum number of operations of all ranks together, to bound the memory.
 const OPERATIONS: u32 = 1_000_000;
 
-impl Hub {
+impl Engine {
     /// A node with new ranks joins the open incidents of their jobs.
     pub(super) fn request_for_open_incidents(&mut self, node: NodeId, now: Now) {
         let open: Vec<String> =
@@ -39,7 +34,7 @@ impl Hub {
         for id in open {
             let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
             if !known && let Some(request) = self.dump_request(&id, node, now) {
-                self.nodes.send(node, Message::Dump(request), now.mono_ns);
+                self.send(node, Message::Dump(request));
             }
         }
     }
@@ -52,7 +47,7 @@ impl Hub {
         };
         if !summary.nodes.contains(&node) {
             let reason = format!("this node has no rank of job {job}; it works alone");
-            self.nodes.send(node, decline(reason, true), now.mono_ns);
+            self.send(node, decline(reason, true));
             return;
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
@@ -69,7 +64,7 @@ impl Hub {
             && let Some(busy) = self.nodes.busy_elsewhere(&job, node, now.mono_ns)
         {
             let reason = format!("the job is not idle: it launches on node {busy}");
-            self.nodes.send(node, decline(reason, false), now.mono_ns);
+            self.send(node, decline(reason, false));
             return;
         }
         // A dump by hand that the node has already taken does not contain a later hang.
@@ -88,16 +83,16 @@ impl Hub {
             // An alarm long after the other nodes have delivered: the node missed the request or is
             // new.
             if let Some(request) = incident.awaits(node).then(|| self.dump_request(&id, node, now)).flatten() {
-                self.nodes.send(node, Message::Dump(request), now.mono_ns);
+                self.send(node, Message::Dump(request));
             } else if id != alarm.incident {
-                self.nodes.send(node, decline(format!("it is a part of incident {id}"), false), now.mono_ns);
+                self.send(node, decline(format!("it is a part of incident {id}"), false));
             }
             return;
         }
         if !alarm.hangs && trigger.kind() != TriggerKind::Manual {
             // The node was away when the incident was closed.
             let closed = IncidentClosed { incident: alarm.incident };
-            self.nodes.send(node, Message::Closed(closed), now.mono_ns);
+            self.send(node, Message::Closed(closed));
             return;
         }
         if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {
@@ -137,34 +132,13 @@ impl Hub {
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
         let record = Record::new(&incident.head);
         self.incidents.insert(id.clone(), incident);
-        self.make_folder(&id, record);
+        self.actions.push_back(Action::MakeFolder(record));
         self.request_dumps(&id, now);
         id
     }
 
-    /// Makes the folder of an incident and writes its record.
-    fn make_folder(&mut self, id: &str, record: Record) {
-        let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
-        let name = id.to_string();
-        let make = move || {
-            let made = Folder::create(&root, &fallback, &name);
-            if let Ok((folder, _)) = &made
-                && let Err(error) = try_write_record(&folder.path, CLUSTER_RECORD, &record)
-            {
-                let why = chain(&error);
-                warn!("incident {}: a restarted cluster collector will not know this incident: {why}", record.id);
-            }
-            made
-        };
-        let (commands, name) = (self.commands.clone(), id.to_string());
-        let late = move |made| drop(commands.send(Command::FolderMade(name, made)));
-        if let Some(made) = self.disk.run(&self.settings.timeline_path, make, late) {
-            self.folder_made(id, made);
-        }
-    }
-
     /// The folder of an incident was made, or could not be made.
-    pub(super) fn folder_made(&mut self, id: &str, made: MadeFolder) {
+    pub fn folder_made(&mut self, id: &str, made: MadeFolder) {
         let folder = match made {
             Ok((folder, problem)) => {
                 if let Some(problem) = problem {
@@ -175,14 +149,13 @@ impl Hub {
             Err(error) => return warn!("incident {id}: no folder could be created: {}", chain(&error)),
         };
         match self.incidents.get_mut(id) {
-            Some(incident) if incident.state == State::Open && incident.work.is_none() => {
+            Some(incident) if incident.state == State::Open && !incident.is_gathering => {
                 incident.folder = Some(folder.path);
             }
             // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {
                 warn!("incident {id}: {} was created too late and is removed", folder.path.display());
-                let root = self.settings.timeline_path.clone();
-                self.disk.submit(&root, move || drop(std::fs::remove_dir_all(&folder.path)));
+                self.actions.push_back(Action::RemoveFolder(folder.path));
             }
         }
     }
@@ -199,7 +172,7 @@ impl Hub {
                     let why = format!("it has been disconnected for {:.0} s", clock::seconds(away_ns));
                     self.progress(id, node, Progress::Failed(why));
                 }
-                (None, Some(request)) => _ = self.nodes.send(node, Message::Dump(request), now.mono_ns),
+                (None, Some(request)) => _ = self.send(node, Message::Dump(request)),
                 _ => {}
             }
         }
@@ -213,6 +186,7 @@ impl Hub {
         info!("incident {id}: the hang lasts; the ranks are captured again");
         incident.begin_round();
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        self.release(id);
         self.expected.retain(|_, expected| expected.incident != id);
         self.request_dumps(id, now);
     }
@@ -288,17 +262,19 @@ impl Hub {
         }
     }
 
-    pub(super) fn dump_by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+    /// A user requests a dump of a job; without a name, of the only one.
+    pub fn dump_by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
         let job = match wanted_job(&alive, name) {
             Ok(job) => job,
-            Err(refusal) => return drop(reply.send(Err(refusal))),
+            Err(refusal) => return self.actions.push_back(Action::Reply(reply, Err(refusal))),
         };
         let open =
             self.incidents.values().find(|one| one.state == State::Open && one.head.job == job && !self.is_over(one));
         let open = open.map(|incident| incident.head.id.clone());
         if open.is_none() && !self.dumps.allows(&job, now.mono_ns) {
-            return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
+            let refusal = Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns));
+            return self.actions.push_back(Action::Reply(reply, Err(refusal)));
         }
         let id = open.unwrap_or_else(|| {
             let trigger =

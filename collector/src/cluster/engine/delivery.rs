@@ -13,16 +13,15 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        gather::{self, GatherPlan, GatherTask},
-        hub::{Command, Expected, Hub, SECOND, opening::runs},
+        engine::{Action, Engine, Expected, SECOND, opening::runs},
+        gather::{GatherSetup, GatherTask},
         incident::Progress,
         nodes::Node,
         service::Credit,
     },
-    error::chain,
-    incident::{Plan, State, folder::rank_of, judging, part::ALL_FILES, retention},
+    incident::{Plan, State, folder::rank_of, judging, part::ALL_FILES},
     job::NodeId,
-    os::{clock::Now, process},
+    os::clock::Now,
 };
 
 /// Time in which a node must send what it was asked for.
@@ -33,7 +32,7 @@ const DELIVERIES: usize = 32;
 /// How often a part is requested again if its delivery was cut off while its node was connected.
 const RETRIES: u32 = 2;
 
-impl Hub {
+impl Engine {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
         if let Some(incident) = self.incidents.get_mut(id) {
             incident.progress(node, progress);
@@ -61,22 +60,19 @@ impl Hub {
                 && let Some(node) = incident.captured.pop_front()
             {
                 let key = self.expect_delivery(Expected { incident: id.clone(), node, files: false });
-                if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
-                    self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
-                } else {
-                    warn!("incident {id}: node {} accepts no more messages", self.nodes.name(node));
-                    self.node_lost(node, now);
-                }
+                let sent = self.send(node, Message::Deliver(Deliver { incident: id.clone(), key }));
+                let until = Progress::Delivering(now.mono_ns + DELIVERY_NS);
+                self.progress(&id, node, if sent { until } else { Progress::Requested });
             }
         }
     }
 
     /// A delivery ended. If it is incomplete, it is requested again, a few times.
-    pub(super) fn delivery_ended(&mut self, key: &str, now: Now) {
+    pub fn delivery_ended(&mut self, key: &str, now: Now) {
         // A complete delivery is no longer expected, nor one that was replaced by a new request.
         let Some(Expected { incident: id, node, files }) = self.expected.remove(key) else { return };
         if files {
-            return self.file_transfer_ended(&id, node, now);
+            return self.file_transfer_ended(&id, node);
         }
         let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
@@ -96,17 +92,24 @@ impl Hub {
     }
 
     /// Draws the key of a delivery and voids an older key for the same delivery.
-    pub(super) fn expect_delivery(&mut self, expected: Expected) -> String {
+    fn expect_delivery(&mut self, expected: Expected) -> String {
         self.expected.retain(|_, other| *other != expected);
-        let key = process::random_id();
+        let key = (self.draw_key)();
         self.expected.insert(key.clone(), expected);
         key
     }
 
-    /// A node delivers a message.
-    pub(super) fn delivery_message(&mut self, expected: &Expected, message: DeliveryMessage, credit: Credit, now: Now) {
+    /// Whether a delivery with this key is expected.
+    #[must_use]
+    pub fn expects(&self, key: &str) -> bool {
+        self.expected.contains_key(key)
+    }
+
+    /// A piece of a delivery. Its key may have become void in the meantime.
+    pub fn delivery_piece(&mut self, key: &str, piece: DeliveryMessage, credit: Credit, now: Now) {
+        let Some(expected) = self.expected.get(key).cloned() else { return };
         let (id, node) = (&expected.incident, expected.node);
-        match message {
+        match piece {
             DeliveryMessage::Key(_) => {}
             DeliveryMessage::Dump(dump) if !expected.files => self.part_received(id, node, dump, credit, now),
             DeliveryMessage::File(file) if expected.files => self.file_received(id, node, file, credit, now),
@@ -157,12 +160,12 @@ impl Hub {
         let until = Progress::Delivering(now.mono_ns + DELIVERY_NS);
         incident.progress(node, if last { Progress::Delivered } else { until });
         let late = incident.state == State::Dumped;
-        let merged = self.send_task(id, GatherTask::Part(node, Box::new(dump), credit));
+        if last {
+            incident.merging.insert(node);
+        }
+        self.gather(id, GatherTask::Part(node, Box::new(dump), credit));
         if last {
             self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
-            if let Some(incident) = self.incidents.get_mut(id).filter(|_| merged) {
-                incident.merging.insert(node);
-            }
             if late {
                 info!("incident {id}: the delivery of node {name} arrived late");
                 if let Some(incident) = self.incidents.get_mut(id) {
@@ -175,42 +178,51 @@ impl Hub {
         }
     }
 
-    /// Sends work to the thread of the incident and starts the thread if there is none. Returns
-    /// false if that fails.
-    pub(super) fn send_task(&mut self, id: &str, work: GatherTask) -> bool {
-        let Some(incident) = self.incidents.get_mut(id) else { return false };
-        if incident.work.is_none() {
-            let summary = self.nodes.job(&incident.head.job);
-            let plan = GatherPlan {
-                dump: Plan {
-                    head: incident.head.clone(),
-                    hang_timeout: Duration::from_millis(summary.hang_timeout_ms),
-                    sample_interval: Duration::from_millis(summary.sample_interval_ms),
-                },
-                world_size: summary.world_size,
-                folder: incident.folder.clone(),
-                is_new_round: incident.state == State::Open,
-            };
-            let (commands, name) = (self.commands.clone(), id.to_string());
-            // Fails only when the process ends.
-            let report = move |done| drop(commands.send(Command::Gather(name.clone(), done)));
-            match gather::start(plan, report) {
-                Ok(sender) => incident.work = Some(sender),
-                Err(error) => {
-                    warn!("incident {id}: {}", chain(&error));
-                    return false;
-                }
-            }
+    /// Gives a task to the thread of an incident; the first task starts the thread.
+    fn gather(&mut self, id: &str, task: GatherTask) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let summary = self.nodes.job(&incident.head.job);
+        let setup = || GatherSetup {
+            plan: Plan {
+                head: incident.head.clone(),
+                hang_timeout: Duration::from_millis(summary.hang_timeout_ms),
+                sample_interval: Duration::from_millis(summary.sample_interval_ms),
+            },
+            world_size: summary.world_size,
+            folder: incident.folder.clone(),
+            is_new_round: incident.state == State::Open,
+        };
+        let setup = (!incident.is_gathering).then(|| Box::new(setup()));
+        incident.is_gathering = true;
+        incident.drawing = matches!(task, GatherTask::Draw);
+        self.actions.push_back(Action::Gather(id.into(), setup, task));
+    }
+
+    /// Releases the thread of an incident, if there is one.
+    pub(super) fn release(&mut self, id: &str) {
+        if self.incidents.get_mut(id).is_some_and(|incident| std::mem::take(&mut incident.is_gathering)) {
+            self.actions.push_back(Action::Release(id.into()));
         }
-        incident.drawing = matches!(work, GatherTask::Draw);
-        let given = incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok());
-        if !given {
-            // The thread ends only when it is released, or because of a bug.
-            warn!("incident {id}: its gathering thread has ended");
-            incident.work = None;
-            incident.merging.clear();
+    }
+
+    /// The thread of an incident could not be started, or ended because of a bug. Its parts are
+    /// requested again, a few times.
+    pub fn gathering_failed(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        (incident.is_gathering, incident.judging, incident.drawing) = (false, false, false);
+        incident.merging.clear();
+        if incident.state == State::Open {
+            let lost = incident.parts.iter_mut().filter(|(_, part)| part.progress == Progress::Delivered);
+            let lost: Vec<(NodeId, Progress)> = lost
+                .map(|(node, part)| {
+                    part.interruptions += 1;
+                    let failed = || Progress::Failed("the cluster collector could not gather its delivery".into());
+                    (*node, if part.interruptions > RETRIES { failed() } else { Progress::Captured })
+                })
+                .collect();
+            lost.into_iter().for_each(|(node, progress)| incident.progress(node, progress));
+            self.request_parts(now);
         }
-        given
     }
 
     pub(super) fn judge_if_complete(&mut self, id: &str, now: Now) {
@@ -249,7 +261,7 @@ impl Hub {
                 ..Default::default()
             }));
         }
-        self.send_task(id, GatherTask::Judge(missing, errors));
+        self.gather(id, GatherTask::Judge(missing, errors));
     }
 
     pub(super) fn apply_verdict(&mut self, id: &str, verdict: &Verdict, now: Now) {
@@ -275,8 +287,8 @@ impl Hub {
                 let wait_ns = judging::recheck_delay_ns(timeout, incident.round);
                 incident.next_round_ns = Some(now.mono_ns.saturating_add(wait_ns));
             }
-            if let Some(webhook) = self.webhook.as_ref().filter(|_| is_news) {
-                webhook.post(verdict, incident.folder.as_deref());
+            if is_news {
+                self.actions.push_back(Action::Notify(Box::new(verdict.clone()), incident.folder.clone()));
             }
         }
         // The thread has written the status open, which is wrong if the incident was closed in the
@@ -298,7 +310,7 @@ impl Hub {
         };
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         for node in nodes {
-            self.nodes.send(node, Message::Verdict(message.clone()), now.mono_ns);
+            self.send(node, Message::Verdict(message.clone()));
         }
         self.select_files(id, verdict, now);
     }
@@ -315,9 +327,9 @@ const PIECE_NS: u64 = 20 * SECOND;
 /// Time limit for all files.
 const FILES_NS: u64 = 120 * SECOND;
 
-impl Hub {
+impl Engine {
     /// Chooses the ranks whose `.stacktrace` files are fetched.
-    pub(super) fn select_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
+    fn select_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= ALL_FILES as u64;
         let some: Vec<u32> = verdict
@@ -337,12 +349,12 @@ impl Hub {
             }
         }
         incident.files = Some((now.mono_ns, now.mono_ns + PIECE_NS));
-        self.fetch_files(id, now);
+        self.fetch_files(id);
     }
 
     /// Requests files from some nodes at a time, and starts the viewer when all have arrived. A
     /// disconnected node is waited for.
-    pub(super) fn fetch_files(&mut self, id: &str, now: Now) {
+    pub(super) fn fetch_files(&mut self, id: &str) {
         loop {
             let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files.is_some()) else { return };
             if incident.files_in_transfer.len() >= FILE_NODES {
@@ -353,7 +365,7 @@ impl Hub {
             let Some(ranks) = incident.files_pending.remove(&node) else { break };
             let key = self.expect_delivery(Expected { incident: id.into(), node, files: true });
             let request = FetchFiles { incident: id.into(), ranks: runs(&ranks), key };
-            let sent = self.nodes.send(node, Message::Fetch(request), now.mono_ns);
+            let sent = self.send(node, Message::Fetch(request));
             let Some(incident) = self.incidents.get_mut(id) else { return };
             if sent { &mut incident.files_in_transfer } else { &mut incident.files_pending }.insert(node, ranks);
         }
@@ -362,27 +374,27 @@ impl Hub {
             && incident.files_pending.is_empty()
         {
             incident.files = None;
-            self.send_task(id, GatherTask::Draw);
+            self.gather(id, GatherTask::Draw);
         }
     }
 
     /// A transfer ended before its last message. It is started over, a few times.
-    pub(super) fn file_transfer_ended(&mut self, id: &str, node: NodeId, now: Now) {
+    fn file_transfer_ended(&mut self, id: &str, node: NodeId) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let Some(ranks) = incident.files_in_transfer.remove(&node) else { return };
         warn!("incident {id}: the files of node {} were interrupted", self.nodes.name(node));
-        self.send_task(id, GatherTask::TransferAborted(ranks.clone()));
+        self.gather(id, GatherTask::TransferAborted(ranks.clone()));
         let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.interruptions < RETRIES) {
             part.interruptions += 1;
             incident.files_pending.insert(node, ranks);
         }
-        self.fetch_files(id, now);
+        self.fetch_files(id);
     }
 
     /// A piece of a file. It carries its credit: the node sends the next piece when this one is
     /// written.
-    pub(super) fn file_received(&mut self, id: &str, node: NodeId, file: DumpFile, credit: Credit, now: Now) {
+    fn file_received(&mut self, id: &str, node: NodeId, file: DumpFile, credit: Credit, now: Now) {
         let coming = self.incidents.get_mut(id).filter(|one| one.files_in_transfer.contains_key(&node));
         let Some(incident) = coming else { return };
         if let Some((begun, until)) = &mut incident.files {
@@ -391,33 +403,33 @@ impl Hub {
         if file.name.is_empty() {
             incident.files_in_transfer.remove(&node);
             self.expected.retain(|_, expected| !expected.files || expected.node != node || expected.incident != id);
-            self.fetch_files(id, now);
+            self.fetch_files(id);
             return;
         }
         let own =
             incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
         if own {
-            self.send_task(id, GatherTask::File(Box::new(file), credit));
+            self.gather(id, GatherTask::File(Box::new(file), credit));
         }
     }
 
     pub(super) fn drawing_finished(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let path = incident.folder.clone();
-        for reply in std::mem::take(&mut incident.replies) {
-            // The receiver may be gone.
-            drop(reply.send(Ok(json!({ "incident": id, "path": path }))));
-        }
+        let answer = json!({ "incident": id, "path": path });
+        let replies = std::mem::take(&mut incident.replies).into_iter();
+        self.actions.extend(replies.map(|reply| Action::Reply(reply, Ok(answer.clone()))));
+        let (drawn, by_hand) = (std::mem::take(&mut incident.drawing), incident.by_hand);
         // The merged evidence is on disk, and a late part loads it again. A part that arrived in
         // the meantime exists only in the thread.
-        if std::mem::take(&mut incident.drawing) {
-            incident.work = None;
+        if drawn {
+            self.release(id);
         }
-        if incident.by_hand {
+        if by_hand {
             self.close(id, State::Ended, now);
         }
         let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
-        retention::start(self.folders(), self.settings.keep, open);
+        self.actions.push_back(Action::Retire(open));
     }
 }
 

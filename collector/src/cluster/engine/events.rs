@@ -1,4 +1,4 @@
-//! Events from nodes and from other threads.
+//! Events from nodes and from the threads that gather and compare.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,9 @@ use xpu_timer_proto::v1::{
 use crate::{
     cluster::{
         comparison::ComparisonInput,
+        engine::{Action, CAPTURE_NS, Engine, SECOND},
         gather::GatherEvent,
-        hub::{CAPTURE_NS, Command, Hub, SECOND},
-        nodes::Outgoing,
-        service::StreamEvent,
-        status,
     },
-    http::questions::Question,
     job::{JobKey, NodeId, StreamId},
     os::clock::Now,
 };
@@ -25,43 +21,25 @@ use crate::{
 /// A repeated reason for refusing streams is logged once in this time.
 const AGAIN_NS: u64 = 600 * SECOND;
 
-impl Hub {
-    /// Handles an event of a node's stream.
-    pub fn stream_event(&mut self, event: StreamEvent, now: Now) {
-        match event {
-            StreamEvent::Joined(stream, hello, outgoing) => self.node_joined(stream, *hello, outgoing, now),
-            StreamEvent::Message(stream, message) => {
-                // The stream may have been replaced by a newer one of the node.
-                if let Some(node) = self.streams.get(&stream).copied() {
-                    self.node_message(node, *message, now);
-                }
-            }
-            StreamEvent::DeliveryStarted(key, known) => {
-                // The sender of the question may be gone.
-                let _ = known.send(self.expected.contains_key(&*key));
-            }
-            StreamEvent::DeliveryPiece(key, message, credit) => {
-                // The key may have become void in the meantime.
-                if let Some(expected) = self.expected.get(&*key).cloned() {
-                    self.delivery_message(&expected, *message, credit, now);
-                }
-            }
-            StreamEvent::Refused(node, why) => self.log_refused_stream(&node, why, now),
-            StreamEvent::DeliveryEnded(key) => self.delivery_ended(&key, now),
-            StreamEvent::Ended(stream, why) => {
-                let Some(node) = self.streams.remove(&stream) else { return };
-                // A full stream was given up before it ended; its remaining cleanup is done here.
-                let given_up = self.nodes.get(node).is_some_and(|node| !node.is_joined());
-                if self.nodes.disconnect(node, stream, now.mono_ns) || given_up {
-                    info!("node {} disconnected: {why}", self.nodes.name(node));
-                    self.node_lost(node, now);
-                }
-            }
+impl Engine {
+    /// A node sent a message. Its stream may have been replaced by a newer one.
+    pub fn message(&mut self, stream: StreamId, message: NodeMessage, now: Now) {
+        if let Some(node) = self.streams.get(&stream).copied() {
+            self.node_message(node, message, now);
+        }
+    }
+
+    /// A stream ended, or its queue was full.
+    pub fn stream_ended(&mut self, stream: StreamId, why: &str, now: Now) {
+        let Some(node) = self.streams.remove(&stream) else { return };
+        if self.nodes.disconnect(node, stream, now.mono_ns) {
+            info!("node {} disconnected: {why}", self.nodes.name(node));
+            self.node_lost(node, now);
         }
     }
 
     /// A refused node reconnects again and again; after an update of one side, all nodes do.
-    pub(super) fn log_refused_stream(&mut self, node: &str, why: String, now: Now) {
+    pub fn log_refused_stream(&mut self, node: &str, why: String, now: Now) {
         let last_logged = self.last_refusal.as_ref();
         if last_logged.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
             warn!("node {node} is refused: {why}");
@@ -69,9 +47,11 @@ impl Hub {
         }
     }
 
-    pub(super) fn node_joined(&mut self, stream: StreamId, hello: NodeHello, outgoing: Outgoing, now: Now) {
-        let node = self.nodes.join(&hello.node, &hello.identity, stream, outgoing);
-        self.streams.retain(|_, other| *other != node);
+    /// A node sent its hello. If the same process reconnects, its old stream is closed.
+    pub fn node_joined(&mut self, stream: StreamId, hello: NodeHello, now: Now) {
+        let node = self.nodes.join(&hello.node, &hello.identity, stream);
+        let replaced = self.streams.extract_if(.., |_, other| *other == node).map(|(old, _)| Action::Disconnect(old));
+        self.actions.extend(replaced);
         self.streams.insert(stream, node);
         // Transfers on its old stream are lost.
         self.transfers_interrupted(node, now);
@@ -86,7 +66,7 @@ impl Hub {
         let open: Vec<String> =
             self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         let requests = open.iter().filter_map(|id| self.dump_request(id, node, now)).collect();
-        self.nodes.send(node, Message::Welcome(NodeWelcome { open: requests }), now.mono_ns);
+        self.send(node, Message::Welcome(NodeWelcome { open: requests }));
         for alarm in hello.incidents {
             self.alarm(node, alarm, now);
         }
@@ -129,7 +109,7 @@ impl Hub {
         self.expected.retain(|_, expected| expected.node != node);
     }
 
-    pub(super) fn node_message(&mut self, node: NodeId, message: NodeMessage, now: Now) {
+    fn node_message(&mut self, node: NodeId, message: NodeMessage, now: Now) {
         match message {
             NodeMessage::Hello(_) => warn!("node {} sent Hello twice", self.nodes.name(node)),
             NodeMessage::Ranks(ranks) => {
@@ -160,7 +140,7 @@ impl Hub {
     }
 
     /// New blocks for the comparison of ranks. Only blocks of the node's own ranks count.
-    pub(super) fn add_paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
+    fn add_paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
         let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
         for mut rank in ranks {
             let Some(job) = rank.job.take().map(|job| self.nodes.key(node, &job)) else { continue };
@@ -171,11 +151,12 @@ impl Hub {
             }
         }
         for (job, ranks) in by_job {
-            self.comparison.send(ComparisonInput::Paces(job, ranks));
+            self.actions.push_back(Action::Compare(ComparisonInput::Paces(job, ranks)));
         }
     }
 
-    pub(super) fn note_comparison(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
+    /// The ranks of a job in an attempt were compared.
+    pub fn note_comparison(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
         let nodes = &self.nodes;
         if nodes.job(job).attempt == attempt {
             let node_of = |rank| nodes.node_of_rank(job, rank).map_or(String::new(), |id| nodes.name(id).to_string());
@@ -183,29 +164,17 @@ impl Hub {
         }
     }
 
-    /// Handles a message from another task or thread.
-    pub fn command(&mut self, command: Command, now: Now) {
-        match command {
-            // The receiver of an answer may be gone, which is harmless.
-            Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),
-            Command::Question(Question::Metrics(reply)) => drop(reply.send(status::metrics(self, now))),
-            Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
-            Command::Question(Question::WithoutFolder(reply)) => {
-                drop(reply.send(status::without_folder(self)));
-            }
-            Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
-            Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
-            Command::Gather(id, GatherEvent::Judged(verdict)) => self.apply_verdict(&id, &verdict, now),
-            Command::Gather(id, GatherEvent::Drawn) => self.drawing_finished(&id, now),
-            Command::Gather(id, GatherEvent::Merged(node)) => {
-                if let Some(incident) = self.incidents.get_mut(&id) {
+    /// The thread of an incident has finished a step.
+    pub fn gathered(&mut self, id: &str, event: GatherEvent, now: Now) {
+        match event {
+            GatherEvent::Judged(verdict) => self.apply_verdict(id, &verdict, now),
+            GatherEvent::Drawn => self.drawing_finished(id, now),
+            GatherEvent::Merged(node) => {
+                if let Some(incident) = self.incidents.get_mut(id) {
                     incident.merging.remove(&node);
                 }
                 self.request_parts(now);
             }
-            Command::Compared(job, attempt, comparison) => self.note_comparison(&job, attempt, comparison, now),
-            Command::OpenIncidentsFound(found) => self.restore_all(found, now),
-            Command::FolderMade(id, made) => self.folder_made(&id, made),
         }
     }
 }
