@@ -102,6 +102,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
             break;
         }
     }
+    hub.wait_for_disk();
     info!("ended");
     Ok(())
 }

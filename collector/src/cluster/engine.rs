@@ -68,8 +68,8 @@ pub enum Action {
     Compare(ComparisonInput),
     /// Post a verdict, with the folder of its incident, to the webhook.
     Notify(Box<Verdict>, Option<PathBuf>),
-    /// Answer a request for a dump.
-    Reply(DumpReply, Result<Value, Refusal>),
+    /// Answer a request for a dump, after the work on the folder of its incident.
+    Reply(DumpReply, Option<PathBuf>, Result<Value, Refusal>),
     /// Remove expired incident folders, except those of these incidents.
     Retire(BTreeSet<String>),
 }

@@ -154,8 +154,7 @@ impl Hub {
         self.execute(now);
     }
 
-    /// Waits for all disk work so far.
-    #[cfg(test)]
+    /// Waits for the disk work so far, but not long for a disk that does not answer.
     pub fn wait_for_disk(&mut self) {
         self.folders().iter().for_each(|root| self.disk.wait(root));
     }
@@ -183,8 +182,7 @@ impl Hub {
                         webhook.post(&verdict, folder.as_deref());
                     }
                 }
-                // The receiver may be gone.
-                Action::Reply(reply, answer) => drop(reply.send(answer)),
+                Action::Reply(reply, folder, answer) => self.disk.reply(folder.as_deref(), reply, answer),
                 Action::Retire(open) => retention::start(self.folders(), self.settings.keep, open),
             }
         }

@@ -177,14 +177,14 @@ impl NodeState {
             self.keep_unwritten(&id, timeline_path, now);
         }
         let action = self.engine.dump_finished(&id, now);
-        if let Some(path) = path {
+        if let Some(path) = path.clone() {
             self.note_on_disk(&id, path);
         }
         if let Some(action) = action {
             self.execute(action, now);
         }
         for reply in self.waiting.remove(&id).unwrap_or_default() {
-            drop(reply.send(Ok(answer.clone())));
+            self.disk.reply(path.as_deref(), reply, Ok(answer.clone()));
         }
         if let Some(part) = part {
             self.part_captured(&id, part);

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tokio::sync::oneshot;
 use tracing::warn;
 
 type Work = Box<dyn FnOnce() + Send>;
@@ -88,6 +89,16 @@ impl Disk {
         self.run(root, work, move || done());
     }
 
+    /// Sends a reply about an incident after the work on its folder so far, so that the folder shows
+    /// what the reply says. The receiver may be gone.
+    pub fn reply<T: Send + 'static>(&mut self, folder: Option<&Path>, reply: oneshot::Sender<T>, answer: T) {
+        let send = move || drop(reply.send(answer));
+        match folder.and_then(Path::parent) {
+            Some(root) => self.submit(root, send),
+            None => send(),
+        }
+    }
+
     /// Runs work, and `then` when the work no longer counts as unfinished.
     fn run(&mut self, root: &Path, work: impl FnOnce() + Send + 'static, then: impl FnOnce() + Send + 'static) {
         let Some(thread) = self.thread(root) else {
@@ -106,7 +117,7 @@ impl Disk {
     }
 
     /// Waits until the work that was submitted so far is done, for [`STUCK`] at most. For the time
-    /// before the event loop runs.
+    /// before and after the event loop runs.
     pub fn wait(&mut self, root: &Path) {
         let (done, wait) = mpsc::channel();
         let then = move || {

@@ -253,7 +253,7 @@ fn a_hang_on_one_node_is_one_incident_of_the_cluster() {
             node.job.status().unwrap_or_default()["incidents"][0]["state"] == "resolved"
         });
     }
-    assert_eq!(cluster.job.incidents()[0].verdict["status"], "resolved");
+    wait_until(PATIENCE, "the folder says so", || cluster.job.incidents()[0].verdict["status"] == "resolved");
     assert_eq!(cluster.job.incidents().len(), 1);
 
     a.hooks[0].hang(9);

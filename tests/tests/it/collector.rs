@@ -508,8 +508,10 @@ fn an_incident_without_a_folder_is_listed() {
     assert_eq!(text, shown);
     hook.resolve(1);
     wait_state(&job, "resolved", 1);
-    let (_, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("an answer");
-    assert_eq!(serde_json::from_str::<Value>(&verdict).expect("JSON")["status"], "resolved");
+    wait_until(PATIENCE, "the folder says so", || {
+        let (_, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("an answer");
+        serde_json::from_str::<Value>(&verdict).expect("JSON")["status"] == "resolved"
+    });
     assert_eq!(http("GET", job.port, "/incidents/20200101T000000Z-00000000").expect("an answer").0, 404);
 }
 

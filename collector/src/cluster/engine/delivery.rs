@@ -418,7 +418,6 @@ impl Engine {
         let path = incident.folder.clone();
         let answer = json!({ "incident": id, "path": path });
         let replies = std::mem::take(&mut incident.replies).into_iter();
-        self.actions.extend(replies.map(|reply| Action::Reply(reply, Ok(answer.clone()))));
         let (drawn, by_hand) = (std::mem::take(&mut incident.drawing), incident.by_hand);
         // The merged evidence is on disk, and a late part loads it again. A part that arrived in
         // the meantime exists only in the thread.
@@ -428,6 +427,7 @@ impl Engine {
         if by_hand {
             self.close(id, State::Ended, now);
         }
+        self.actions.extend(replies.map(|reply| Action::Reply(reply, path.clone(), Ok(answer.clone()))));
         let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         self.actions.push_back(Action::Retire(open));
     }

@@ -267,14 +267,14 @@ impl Engine {
         let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
         let job = match wanted_job(&alive, name) {
             Ok(job) => job,
-            Err(refusal) => return self.actions.push_back(Action::Reply(reply, Err(refusal))),
+            Err(refusal) => return self.actions.push_back(Action::Reply(reply, None, Err(refusal))),
         };
         let open =
             self.incidents.values().find(|one| one.state == State::Open && one.head.job == job && !self.is_over(one));
         let open = open.map(|incident| incident.head.id.clone());
         if open.is_none() && !self.dumps.allows(&job, now.mono_ns) {
             let refusal = Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns));
-            return self.actions.push_back(Action::Reply(reply, Err(refusal)));
+            return self.actions.push_back(Action::Reply(reply, None, Err(refusal)));
         }
         let id = open.unwrap_or_else(|| {
             let trigger =
