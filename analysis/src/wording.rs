@@ -74,6 +74,15 @@ impl Number {
         self.word("its", "their")
     }
 
+    fn it_has(self) -> &'static str {
+        self.word("it has", "they have")
+    }
+
+    /// A call of one rank, or the calls of several: `its call returned`.
+    fn its_call(self) -> &'static str {
+        self.word("its call", "their calls")
+    }
+
     /// The verb `to wait`.
     fn waits(self) -> &'static str {
         self.word("waits", "wait")

@@ -107,9 +107,14 @@ fn both_ranks_of_a_pair_without_a_pattern_are_named() {
 
 /// Rank `odd` completed all_reduce 31 at once; the others are inside it.
 fn skip(odd: u32, device_ns: u64) -> Job {
+    skips(&[odd], device_ns)
+}
+
+/// Like [`skip`], with several such ranks.
+fn skips(odd: &[u32], device_ns: u64) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in 0..4 {
-        if rank == odd {
+        if odd.contains(&rank) {
             job.complete(0x77, rank, |operation| {
                 operation.device_ns = device_ns;
                 operation.entered_ns += 100 * SECOND;
@@ -149,7 +154,15 @@ fn a_rank_that_skipped_and_ended_skipped() {
     job.rank(2).dump = None;
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
-    assert!(verdict.sentence.contains("has exited since then"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("; it has exited since then"), "{}", verdict.sentence);
+    let mut job = skips(&[1, 2], 900);
+    for rank in [1, 2] {
+        job.rank(rank).presence = Presence::Left.into();
+        job.rank(rank).dump = None;
+    }
+    let told = "their calls returned while ranks 0, 3 are still inside, so ranks 1-2 have run one collective fewer; they have exited since then";
+    let verdict = job.judge();
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     // Without proof, a rank that ended in order also skipped, and a killed rank is dead.
     let mut job = skip(2, 40_000);
     job.rank(2).presence = Presence::Left.into();

@@ -148,16 +148,17 @@ pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize],
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let now = if gone { "; it has exited since then".to_owned() } else { location_of_one(case, completed_by) };
+    let now =
+        if gone { format!("; {} exited since then", number.it_has()) } else { location_of_one(case, completed_by) };
     Statement::Sentence(format!(
-        "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{now}.",
+        "{} skipped {}: {} returned while {} {} still inside, so {} {} run one collective fewer{now}.",
         who.capital(),
         case.describe(event),
-        number.its(),
-        number.it(),
-        number.has(),
+        number.its_call(),
         others.text(),
-        others.number().word("which is", "which are"),
+        others.number().is(),
+        who.text(),
+        number.has(),
     ))
 }
 
@@ -172,11 +173,17 @@ pub(crate) fn skipped_lines(
 ) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let what = case.describe(event);
-    let text = format!("{} completed {what}, which needs all its ranks; {} did not", who.text(), others.text());
+    let text = format!(
+        "{} completed {what}, which needs all its ranks; {} {} not completed it",
+        who.text(),
+        others.text(),
+        others.number().has()
+    );
     let mut lines = vec![who.line(text)];
     if proven {
-        let text = "it completed too early or too fast to have taken part";
-        lines.push(Ranks::of(case, completed_by).line(text));
+        let who = Ranks::of(case, completed_by);
+        let text = format!("{} completed it too early or too fast to have taken part", who.text());
+        lines.push(who.line(text));
     }
     lines
 }
