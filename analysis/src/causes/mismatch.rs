@@ -100,7 +100,7 @@ fn reduction(operation: &Operation) -> String {
 fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let differ = |one: &Operation, other: &Operation| one.dtype != other.dtype && one.dtype != 0 && other.dtype != 0;
     let key = |operation: &Operation| operation.dtype as u64;
-    if let Some(found) = ends_differ(case, suspect, Property::Types, differ, key) {
+    if let Some(found) = ends_differ(case, suspect, Property::Type, differ, key) {
         return Some(found);
     }
     let collective = Collective::of(case, suspect)?;
@@ -118,7 +118,7 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // An MPI receive accepts any size up to its buffer's, so its record has no size.
     let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
-    if let Some(found) = ends_differ(case, suspect, Property::Sizes, differ, |operation| operation.count) {
+    if let Some(found) = ends_differ(case, suspect, Property::Size, differ, |operation| operation.count) {
         return Some(found);
     }
     let collective = Collective::of(case, suspect)?;

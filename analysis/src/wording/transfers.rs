@@ -24,15 +24,15 @@ pub(crate) struct OpenEnd {
 /// A property in which the two ends of a pair differ.
 #[derive(Clone, Copy)]
 pub(crate) enum Property {
-    Sizes,
-    Types,
+    Size,
+    Type,
 }
 
 impl Property {
     fn text(self) -> &'static str {
         match self {
-            Property::Sizes => "sizes",
-            Property::Types => "types",
+            Property::Size => "size",
+            Property::Type => "type",
         }
     }
 }
@@ -145,9 +145,10 @@ fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
     format!("rank {} is in {} with tag {tag}", case.view(rank_index).rank, case.describe(event))
 }
 
-fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
+/// A single culprit is the end whose property changed.
+fn changed_clause(case: &Case<'_>, blamed: &[usize], property: &str) -> String {
     match blamed[..] {
-        [one] => format!("; rank {} had always used another one", case.view(one).rank),
+        [one] => format!("; rank {} had always used another {property} before", case.view(one).rank),
         _ => String::new(),
     }
 }
@@ -155,8 +156,8 @@ fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
 /// The tags of a send and its receive differ.
 pub(crate) fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
     let [one, two] = ends.map(|end| with_tag(case, end));
-    let new = new_clause(case, blamed);
-    Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)))
+    let changed = changed_clause(case, blamed, "tag");
+    Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}.", capital(&one)))
 }
 
 pub(crate) fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
@@ -174,19 +175,20 @@ pub(crate) fn ends_differ(
     let mut ends = ends.map(|(rank_index, operation)| (case.view(rank_index).rank, operation));
     ends.sort_by_key(|end| end.0);
     Statement::Sentence(format!(
-        "Rank {} runs {} and its peer rank {} {}: the {} differ{}.",
+        "Rank {} runs {}, and its peer, rank {}, runs {}: the {}s differ{}.",
         ends[0].0,
         shape(ends[0].1),
         ends[1].0,
         shape(ends[1].1),
         property.text(),
-        new_clause(case, blamed)
+        changed_clause(case, blamed, property.text())
     ))
 }
 
 pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
     let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
-    let text = format!("{} have both started, and their {} differ", both.text(), property.text());
+    let text =
+        format!("{} have started the send and the receive, and the {}s differ", both.text(), property.text());
     both.line(text)
 }
 
