@@ -221,7 +221,7 @@ fn serves() -> Stack {
 fn ranks_that_all_sleep_may_be_idle() {
     let verdict = quiet(|_| Stack::sleep()).judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    let told = "No operation is pending on any device: all 4 ranks are at train.py:99 in evaluate";
+    let told = "No operation is pending on any device, and all 4 ranks are at train.py:99 in evaluate";
     assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
 }
 

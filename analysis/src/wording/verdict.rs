@@ -44,7 +44,10 @@ fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
     let counted: usize = said.iter().map(|(_, culprits)| culprits.len()).sum();
     let all: usize = clauses.iter().map(|clause| clause.culprits.len()).sum();
     if counted < all {
-        parts.push(format!("and so do {} more ranks", all - counted));
+        parts.push(match all - counted {
+            1 => "1 more rank is a culprit too".to_owned(),
+            more => format!("{more} more ranks are culprits too"),
+        });
     }
     parts
 }
@@ -77,7 +80,7 @@ pub(crate) fn explained(
 /// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
 pub(crate) fn no_rank_differs(sentence: &str) -> String {
     format!(
-        "{}; these are all ranks of the job, so no rank is the culprit: check what they wait for.",
+        "{}; all ranks of the job are in this state, so no rank is the culprit: check what they wait for.",
         sentence.trim_end_matches('.')
     )
 }
@@ -105,12 +108,12 @@ pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
 
 /// All ranks do nothing. `together` if they are at one place.
 pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
-    let stand = if together {
+    let state = if together {
         format!("all {} ranks are{}", case.world.views.len(), case.place(0))
     } else {
         "every rank sleeps, or waits for a message, user input or a signal".to_owned()
     };
-    format!("No operation is pending on any device: {stand}; the job may be idle.")
+    format!("No operation is pending on any device, and {state}; the job may be idle.")
 }
 
 /// What is known of a job whose stop no rule explains.
@@ -143,7 +146,7 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
         }
         Known::Pending { busiest, unseen } => {
             let whom = match unseen.len() {
-                0 => "no rank visibly holds it up".to_owned(),
+                0 => "no rank is known to hold them up".to_owned(),
                 _ => {
                     let unseen = Ranks::of(case, unseen);
                     format!("the reason lies with {}, from which there is no data", unseen.text())
@@ -170,15 +173,20 @@ pub(crate) enum Gap {
 }
 
 pub(crate) fn gap_line(case: &Case<'_>, gap: Gap, rank_indices: &[usize]) -> EvidenceLine {
-    let what = match gap {
-        Gap::Unseen => "there is no data from",
-        Gap::NoStack => "there is no stack of",
-        Gap::NoFlightRecord => "there is no flight record of",
-        Gap::LostOperations => "the flight record lost operations of",
-        Gap::StuckWatcher => "the watcher is stuck inside a driver call on",
-    };
     let who = Ranks::of(case, rank_indices);
-    let text = format!("{what} {}", who.text());
+    let (ranks, number) = (who.text(), who.number());
+    let text = match gap {
+        Gap::Unseen => format!("there is no data from {ranks}"),
+        Gap::NoStack => format!("there is no stack of {ranks}"),
+        Gap::NoFlightRecord => format!("there is no flight record of {ranks}"),
+        Gap::LostOperations => {
+            format!("{} of {ranks} lost operations", number.word("the flight record", "the flight records"))
+        }
+        Gap::StuckWatcher => {
+            let watchers = number.word("the watcher thread", "the watcher threads");
+            format!("{watchers} of {ranks} {} stuck inside a driver call", number.is())
+        }
+    };
     who.line(text)
 }
 
