@@ -147,30 +147,38 @@ fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
 
 /// The reasons why the evidence excludes a cause.
 pub(crate) mod ruled_out {
+    use super::Ranks;
     use crate::{case::Case, graph::Event};
 
     pub(crate) const OPERATIONS_AGREE: &str =
-        "ranks that are at the same number of a communicator run the same operation";
-    pub(crate) const NOT_STOPPED: &str = "no process is in state T";
-    pub(crate) const NO_UNINTERRUPTIBLE_SLEEP: &str = "no thread sleeps uninterruptibly in both samples";
-    pub(crate) const NOT_ON_GIL: &str = "the main thread does not wait for the GIL";
-    pub(crate) const NOT_IN_LOADER: &str = "the main thread is not in a data loader";
-    pub(crate) const NOT_IN_IO: &str = "the main thread is not inside a read, write or sync";
-    pub(crate) const NOT_ON_LOCK: &str = "the main thread does not wait for a lock";
-    pub(crate) const NO_BLOCKED_DEVICE: &str = "no device is blocked by something else than a collective";
+        "all ranks that wait in one collective of a communicator run the same operation";
+    pub(crate) const NOT_STOPPED: &str = "no process is stopped or frozen";
+    pub(crate) const NO_BLOCKED_DEVICE: &str =
+        "no kernel or other device work keeps a launched collective from starting";
+
+    /// No thread of the culprits sleeps uninterruptibly.
+    pub(crate) fn no_uninterruptible_sleep(case: &Case<'_>, culprits: &[usize]) -> String {
+        let who = Ranks::of(case, culprits).text();
+        format!("no thread of {who} sleeps uninterruptibly (state D) in both samples")
+    }
+
+    /// The main threads of the culprits do not do this, such as `wait for the GIL`.
+    pub(crate) fn main_thread_does_not(case: &Case<'_>, culprits: &[usize], what: &str) -> String {
+        let who = Ranks::of(case, culprits);
+        let (number, ranks) = (who.number(), who.text());
+        let threads = number.word("the main thread", "the main threads");
+        format!("{threads} of {ranks} {} not {what}", number.does())
+    }
 
     /// The processes of this many ranks are alive.
     pub(crate) fn all_alive(ranks: usize) -> String {
         format!("the processes of all {ranks} ranks are alive")
     }
 
-    /// Nothing moved on the culprits.
-    pub(crate) fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> String {
-        let who = match culprits {
-            [culprit] => format!("rank {}", case.view(*culprit).rank),
-            _ => "the culprits".to_owned(),
-        };
-        format!("nothing moved on {who} between the two samples")
+    /// The culprits did not make progress between the samples.
+    pub(crate) fn stands_still(case: &Case<'_>, culprits: &[usize]) -> String {
+        let who = Ranks::of(case, culprits).text();
+        format!("between the two samples, {who} reached no other line, used little CPU time and moved few bytes")
     }
 
     /// All ranks have entered a collective.
@@ -180,6 +188,6 @@ pub(crate) mod ruled_out {
 
     /// A rank is behind the others.
     pub(crate) fn not_in_operation(case: &Case<'_>, rank_index: usize) -> String {
-        format!("rank {} is not in the operation that the others wait in", case.view(rank_index).rank)
+        format!("rank {} has not started the operation that the others wait in", case.view(rank_index).rank)
     }
 }

@@ -160,5 +160,5 @@ fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let states =
         || culprits.iter().map(|rank_index| &case.view(*rank_index).host).filter(|host| !host.state.is_empty());
     (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
-        .then(|| ruled_out::NO_UNINTERRUPTIBLE_SLEEP.to_owned())
+        .then(|| ruled_out::no_uninterruptible_sleep(case, culprits))
 }

@@ -26,7 +26,7 @@ pub(super) const PYTHON_GC: Rule =
 /// A busy processor at one and the same line proves nothing, because an endless loop is busy as
 /// well. The rule also covers a device that is far behind its host: an operation in the awaited
 /// streams began or completed between the samples. The confidence is never high.
-pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: goes_on, rule_out: nothing_moved };
+pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: goes_on, rule_out: stands_still };
 
 fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect)?;
@@ -88,10 +88,10 @@ fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+fn stands_still(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     culprits.first()?;
     let frozen = culprits
         .iter()
         .all(|rank_index| case.view(*rank_index).host.moved.is_some() && case.view(*rank_index).host.frozen());
-    frozen.then(|| ruled_out::nothing_moved(case, culprits))
+    frozen.then(|| ruled_out::stands_still(case, culprits))
 }
