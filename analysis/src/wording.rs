@@ -123,10 +123,21 @@ fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
     EvidenceLine { text: text.into(), ranks }
 }
 
-/// A line of evidence about one rank: `rank 2: ` and the text.
-fn about(case: &Case<'_>, rank_index: usize, text: &str) -> EvidenceLine {
+/// A line of evidence about one rank: `rank 2 ` and the predicate.
+fn about(case: &Case<'_>, rank_index: usize, predicate: &str) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("rank {rank}: {text}"), vec![rank])
+    line(format!("rank {rank} {predicate}"), vec![rank])
+}
+
+/// A line of evidence about something on one rank: `rank 2: ` and the sentence.
+fn detail(case: &Case<'_>, rank_index: usize, sentence: &str) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank}: {sentence}"), vec![rank])
+}
+
+/// `2 of its members are unknown`.
+fn unknown_members(members: u32) -> String {
+    format!("{members} of its members {} unknown", Number::of(members as usize).is())
 }
 
 /// The place of a rank, if it is alone.

@@ -45,7 +45,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
-        evidence.push(hosts::not_begun_line(case, *rank_index, blocked));
+        evidence.push(hosts::not_started_line(case, *rank_index, blocked));
     } else if case.does(*rank_index, Activity::DeviceWait) {
         evidence.push(hosts::waits_for_device_line(case, *rank_index));
     }
@@ -56,7 +56,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         evidence.push(hosts::stale_watcher_line(case, *rank_index));
         Confidence::Low
     } else if view.host.moved.is_some_and(|moved| moved.own_frame) {
-        evidence.push(hosts::host_goes_on_line(case, *rank_index));
+        evidence.push(hosts::host_makes_progress_line(case, *rank_index));
         Confidence::Low
     } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !view.host.same_in_both {
         Confidence::Medium

@@ -285,9 +285,9 @@ fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if culprits.len() < 2 {
         return None;
     }
-    let evidence = transfers.iter().take(8).map(|event| cycles::transfer_line(case, *event)).collect();
+    let evidence = transfers.iter().take(8).map(|event| case.waiters_line(*event)).collect();
     Some(Finding {
-        statement: cycles::circle_of_transfers(case, &culprits, &transfers),
+        statement: cycles::cycle_of_transfers(case, &culprits, &transfers),
         confidence: case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits)),
         culprits,
         evidence,

@@ -279,7 +279,7 @@ fn one_rank_has_the_unique_id_of_another_attempt() {
     job.creates(0x18fd, 4, 1, 1);
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[1], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 1 in the creation of communicator 0x18fd"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 1 is in the creation of communicator 0x18fd"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -290,7 +290,7 @@ fn a_communicator_that_one_rank_creates_with_another_size() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[1], Confidence::High);
-    assert!(verdict.sentence.contains("one of 5 ranks, ranks 0, 2-3 as one of 4"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("with 5 ranks, and ranks 0, 2-3 create it with 4"), "{}", verdict.sentence);
     // Most ranks leave a split out.
     let mut job = Job::new(4);
     for rank in 0..4 {

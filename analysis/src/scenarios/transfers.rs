@@ -87,7 +87,7 @@ fn a_rank_in_a_collective_with_a_precedent_is_a_victim() {
     job.enter(0x12, 2, Op::AllReduce);
     let verdict = job.judge();
     expect(&verdict, Cause::OrderMismatch, &[6], Confidence::Medium);
-    assert!(verdict.sentence.starts_with("Rank 6 is in all_reduce 1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.starts_with("Rank 6 left out all_reduce 10 of"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_rank_that_receives_from_itself_is_named() {
     job.transfer(0x77, 2, Op::Recv, 2);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 2 in a recv from rank 2"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 2 is in a recv from rank 2"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn a_rank_that_finalizes_while_others_go_on_gave_up() {
     });
     let verdict = job.judge();
     expect(&verdict, Cause::Teardown, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("while others continue: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("while others continue: ranks 0-1 are in all_reduce 1"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn a_send_left_out_of_a_group_shows_in_the_number_of_transfers() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("79 made in 10 groups, 80 by ranks 0-1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("in 10 groups, rank 2 made 79, and ranks 0-1 made 80 each"), "{}", verdict.sentence);
 }
 
 /// One group of transfers that has begun.
@@ -244,7 +244,7 @@ fn a_ring_in_which_one_rank_sends_to_the_wrong_one() {
     group(&mut job, 2, 9, &[(Op::Send, 0), (Op::Recv, 1)]);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 3 in a recv from rank 2"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 3 is in a recv from rank 2"), "{}", verdict.sentence);
 }
 
 #[test]

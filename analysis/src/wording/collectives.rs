@@ -3,7 +3,7 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one};
+use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one, unknown_members};
 use crate::{
     case::Case,
     graph::Event,
@@ -57,7 +57,7 @@ pub(crate) fn absent(
 }
 
 pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "polls with a sleep in between: another rank may have to do what it polls for")
+    about(case, rank_index, "polls and sleeps between the polls, so it may wait for another rank")
 }
 
 /// A rank has called a collective in a group that it has not closed.
@@ -88,7 +88,9 @@ pub(crate) fn fell_silent_line(
 ) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let what = case.describe(event);
-    let text = format!("the flight record of {} ends in {what}, which {} completed", who.text(), others.text());
+    let record = who.number().word("flight record", "flight records");
+    let text =
+        format!("{what} is the last operation in the {record} of {}; {} completed it", who.text(), others.text());
     who.line(text)
 }
 
@@ -139,7 +141,7 @@ pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event
 /// Ranks inside a collective.
 pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> EvidenceLine {
     let who = Ranks::of(case, inside);
-    let text = format!("{} in {}", who.text(), case.describe(event));
+    let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
     who.line(text)
 }
 
@@ -193,19 +195,19 @@ pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], e
     let (who, others) = (Ranks::of(case, inside), Ranks::of(case, ended));
     let number = Number::of(inside.len());
     Statement::Sentence(format!(
-        "{} {} in {}{}, and all others ({}) have finished and exited: {} called one collective too many.",
+        "{} {} in {}{}, and all others ({}) have finished: {} called one collective too many.",
         who.capital(),
         number.waits(),
         case.describe(event),
         place_of_one(case, inside),
         others.text(),
-        number.it(),
+        who.text(),
     ))
 }
 
 pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, ended);
-    let text = format!("{} exited normally without it", who.text());
+    let text = format!("{} finished without calling it", who.text());
     who.line(text)
 }
 
@@ -319,12 +321,12 @@ pub(crate) fn stalled_lines(
         lines.push(completed_by.line(text));
     }
     if unnamed > 0 {
-        let text = format!("{unnamed} of its members are unknown; one of them may be the culprit");
+        let text = format!("{}, so the culprit may be an unknown rank", unknown_members(unnamed));
         lines.push(line(text, Vec::new()));
     }
     if roots_may_differ {
         lines.push(line(
-            "the flight records do not contain the root: the ranks may have passed different roots",
+            "the flight records do not contain the root, so the ranks may have passed different roots",
             Vec::new(),
         ));
     }

@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::{Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, line};
+use super::{Number, Ranks, Statement, about, detail, line};
 use crate::{
     case::Case,
     graph::Event,
@@ -43,8 +43,7 @@ pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 }
 
 pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    let text =
-        "it had launched that collective and exited normally before its completion was seen; it may have skipped it";
+    let text = "had launched that collective and exited normally before it was seen to complete, so it may have skipped it";
     about(case, rank_index, text)
 }
 
@@ -71,7 +70,7 @@ pub(crate) fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
 }
 
 pub(crate) fn state_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, &format!("process state {}", case.view(rank_index).host.state))
+    about(case, rank_index, &format!("is in process state {}", case.view(rank_index).host.state))
 }
 
 fn kernel_function(wchan: &str) -> String {
@@ -87,7 +86,7 @@ pub(crate) fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: 
 
 pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) -> EvidenceLine {
     let place = kernel_function(wchan);
-    about(case, rank_index, &format!("in state D{place} in both samples, without having run in between"))
+    about(case, rank_index, &format!("is in state D{place} in both samples and did not run in between"))
 }
 
 /// A rank that waits for its data loader.
@@ -168,12 +167,11 @@ pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Op
     Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{itself}."))
 }
 
-fn compiles_where(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
+/// The compiler of a rank, as a phrase: `in torch._dynamo…` or `in its child process nvcc`.
+fn compiler_phrase(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
     match compiler {
         None => format!("in {}", case.view(rank_index).host.observed.witness),
-        Some(compiler) => {
-            format!("{} for {} child process {compiler}", number.word("it waits", "they wait"), number.its())
-        }
+        Some(compiler) => format!("in {} {compiler}", number.word("its child process", "their child processes")),
     }
 }
 
@@ -181,53 +179,55 @@ fn compiles_where(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, nu
 pub(crate) fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> Statement {
     Statement::of_ranks(|number| {
         format!(
-            "{} ({}){}, which is slow and probably not a hang",
-            number.word("compiles", "compile"),
-            compiles_where(case, rank_index, compiler, number),
-            case.place(rank_index)
+            "{} compiling {}, which is slow but probably not a hang{}",
+            number.is(),
+            compiler_phrase(case, rank_index, compiler, number),
+            case.location_clause(rank_index, number)
         )
     })
 }
 
 pub(crate) fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> EvidenceLine {
-    about(case, rank_index, &compiles_where(case, rank_index, compiler, Number::One))
+    about(case, rank_index, &format!("is compiling {}", compiler_phrase(case, rank_index, compiler, Number::One)))
 }
 
 /// A rank that collects Python garbage.
 pub(crate) fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
-        let collects = number.word("collects", "collect");
-        format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(rank_index))
+        let (is, place) = (number.is(), case.place(rank_index));
+        format!("{is} collecting Python garbage{place}, which is slow but probably not a hang")
     })
 }
 
-fn progress(in_python: bool) -> &'static str {
-    if in_python { "Python code makes progress" } else { "I/O makes progress" }
+/// What makes progress.
+fn progressing_part(in_python: bool) -> &'static str {
+    if in_python { "Python code" } else { "I/O" }
 }
 
 /// A busy rank that makes progress: in its Python code, or by the bytes that it reads and writes.
 pub(crate) fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statement {
-    let how = progress(in_python);
+    let what = progressing_part(in_python);
     Statement::of_ranks(|number| {
         let (is, its, place) = (number.is(), number.its(), case.place(rank_index));
-        format!("{is} busy{place}: {its} {how}, so this is probably a long step and not a hang")
+        format!("{is} busy{place}: {its} {what} makes progress, so this is probably a long step and not a hang")
     })
 }
 
 pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python: bool) -> EvidenceLine {
-    about(case, rank_index, &format!("its {} between the samples", progress(in_python)))
+    detail(case, rank_index, &format!("its {} made progress between the samples", progressing_part(in_python)))
 }
 
 /// A rank whose device is far behind its host and makes progress.
 pub(crate) fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
-        let (is, its, stands) = (number.is(), number.its(), case.location_clause(rank_index, number));
-        format!("{is} slow on {its} device, which makes progress, so this is probably not a hang{stands}")
+        let (has, location) = (number.has(), case.location_clause(rank_index, number));
+        let device = number.word("a slow device, which makes progress", "slow devices, which make progress");
+        format!("{has} {device}, so this is probably not a hang{location}")
     })
 }
 
 pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its device made progress between the samples")
+    detail(case, rank_index, "its device made progress between the samples")
 }
 
 /// A device on which an operation does not end: the recorded one, or an unknown one after which
@@ -244,14 +244,15 @@ pub(crate) fn stuck_on_device(
         (None, None) => "an operation that is not a collective does not complete".to_owned(),
     };
     Statement::of_ranks(|number| {
-        let stands = case.location_clause(rank_index, number);
-        format!("{} stuck on {} device: {culprit}{stands}", number.is(), number.its())
+        let location = case.location_clause(rank_index, number);
+        let device = number.word("its device", "their devices");
+        format!("{} stuck on {device}: {culprit}{location}", number.is())
     })
 }
 
-pub(crate) fn not_begun_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
+pub(crate) fn not_started_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
     let (name, seq) = (op_name(operation.op()), operation.seq);
-    about(case, rank_index, &format!("{name} {seq} is launched, and the device has not started it"))
+    about(case, rank_index, &format!("has launched {name} {seq}, and its device has not started it"))
 }
 
 pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
@@ -260,15 +261,15 @@ pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> Evide
 }
 
 pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
-    about(case, rank_index, &format!("{} is pending", shape(operation)))
+    detail(case, rank_index, &format!("{} is pending", shape(operation)))
 }
 
 pub(crate) fn stale_watcher_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its watcher thread has not run for a while, so this may be out of date")
+    detail(case, rank_index, "its watcher thread has not run for a while, so its flight record may be out of date")
 }
 
-pub(crate) fn host_goes_on_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its host thread makes progress, so its device may only be slow")
+pub(crate) fn host_makes_progress_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    detail(case, rank_index, "its host thread makes progress, so its device may only be slow")
 }
 
 /// A rank in the teardown of its communicators or its interpreter.
@@ -303,7 +304,7 @@ pub(crate) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[
         "{} {} shutting down{place}, while others continue: {}.",
         who.capital(),
         who.number().is(),
-        others.join(", ")
+        others.join(", and ")
     ))
 }
 

@@ -5,7 +5,7 @@ use xpu_timer_proto::{
     v1::Presence,
 };
 
-use super::{Number, about, line};
+use super::{Number, about, detail, line};
 use crate::{
     case::{Case, STANDARD_INPUT},
     graph::{Event, Suspect},
@@ -151,9 +151,14 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// `ranks 0-1 in all_reduce 31 of …`: the ranks inside an event.
+    /// `ranks 0-1 are in all_reduce 31 of …`: the ranks inside an event.
     pub(super) fn waiters_in(&self, event: Event) -> String {
-        format!("{} in {}", self.waiters_text(event), self.describe(event))
+        format!("{} {} in {}", self.waiters_text(event), self.waiters_number(event).is(), self.describe(event))
+    }
+
+    /// The number of the word for the ranks inside an event. `no rank` is singular.
+    fn waiters_number(&self, event: Event) -> Number {
+        Number::of(self.graph.waiters_of(event).len().max(1))
     }
 
     /// The ranks inside an event, as a line of evidence.
@@ -217,13 +222,14 @@ impl<'a> Case<'a> {
 
     /// The stuck helper of a rank, as a line of evidence.
     pub fn helper_line(&self, rank_index: usize) -> Option<EvidenceLine> {
-        Some(about(self, rank_index, &self.helper_text(rank_index)?))
+        Some(detail(self, rank_index, &self.helper_text(rank_index)?))
     }
 
     /// What the system call of a rank waits for, as a line of evidence.
     pub fn awaited_line(&self, rank_index: usize) -> Option<EvidenceLine> {
         let awaits = self.awaited_text(rank_index)?;
-        Some(about(self, rank_index, &format!("its system call waits for {awaits}")))
+        let rank = self.view(rank_index).rank;
+        Some(line(format!("a system call of rank {rank} waits for {awaits}"), vec![rank]))
     }
 
     /// The frame or function that classifies a rank's main thread, as a line of evidence. `None` if
@@ -242,7 +248,7 @@ impl<'a> Case<'a> {
 
     /// The frame or function that classifies a rank's main thread, as a line of evidence.
     pub fn inside_line(&self, rank_index: usize) -> EvidenceLine {
-        about(self, rank_index, &format!("inside {}", self.view(rank_index).host.observed.witness))
+        about(self, rank_index, &format!("is inside {}", self.view(rank_index).host.observed.witness))
     }
 
     /// Where the first two of these ranks are and what moved, as lines of evidence.
@@ -259,15 +265,15 @@ impl<'a> Case<'a> {
             let function = host.location.python_function.as_deref().unwrap_or("?");
             let samples = match (host.moved, host.same_in_both) {
                 (None, _) => " (one sample)",
-                (Some(moved), _) if moved.own_frame => "; the first sample shows another frame",
-                (Some(_), true) => ", in both samples",
+                (Some(moved), _) if moved.own_frame => " in the last sample, and in another frame in the first",
+                (Some(_), true) => " in both samples",
                 (Some(_), false) => "",
             };
             lines.push(about(self, rank_index, &format!("is in {function} at {python}{samples}")));
         }
         lines.extend(self.awaited_line(rank_index));
         if let Some(native) = &host.location.native {
-            lines.push(about(self, rank_index, &format!("in C function {native}")));
+            lines.push(about(self, rank_index, &format!("is in C function {native}")));
         }
         if let Some(moved) = host.moved {
             let share = moved.cpu_share * 100.0;
@@ -275,17 +281,17 @@ impl<'a> Case<'a> {
             lines.push(about(
                 self,
                 rank_index,
-                &format!("between the samples it used {share:.0} % of a core and read or wrote {bytes} bytes"),
+                &format!("used {share:.0} % of a core and read or wrote {bytes} bytes between the samples"),
             ));
         }
         if !host.stack {
             let why = view.evidence.map(|evidence| evidence.errors.join("; ")).filter(|why| !why.is_empty());
             let why = why.map_or(String::new(), |why| format!(": {why}"));
             let what = match view.presence {
-                Presence::Missing => "no data",
-                _ => "no stack",
+                Presence::Missing => "data from",
+                _ => "stack of",
             };
-            lines.push(about(self, rank_index, &format!("{what}{why}")));
+            lines.push(line(format!("there is no {what} rank {}{why}", view.rank), vec![view.rank]));
         }
         lines
     }
@@ -297,14 +303,16 @@ impl<'a> Case<'a> {
         let id = communicator(self.comms[comm].id);
         let others = match self.graph.waiters_of(event).len() {
             0 => String::new(),
-            _ => format!("; {} in number {seq}", self.waiters_text(event)),
+            _ => {
+                format!("; {} {} in collective {seq}", self.waiters_text(event), self.waiters_number(event).is())
+            }
         };
         let text = match self.comms[comm].member(rank_index) {
             Some(member) => format!(
-                "rank {rank}: launched {}, started {} and completed {} collectives on communicator {id}{others}",
+                "rank {rank} launched {}, started {} and completed {} collectives on communicator {id}{others}",
                 member.launched, member.started, member.completed
             ),
-            None => format!("rank {rank}: no collective recorded on communicator {id}{others}"),
+            None => format!("rank {rank} recorded no collective on communicator {id}{others}"),
         };
         Some(line(text, vec![rank]))
     }
