@@ -499,7 +499,7 @@ fn a_lock_on_a_file_is_not_sure_to_be_this_rank_s_fault() {
     let stack = Stack::new(&[("index", "/job/train.py:12")], &["__GI___flock", "fcntl_flock"]);
     let verdict = behind(1, stack).judge();
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
-    assert!(sentence(&verdict).contains("waits for a lock on a file"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("waits for a file lock that"), "{}", sentence(&verdict));
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
     reads_pipe_of(&mut job, 2, &[(1002, false)]);
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
-    assert!(verdict.sentence.contains(", by a pipe whose other end only it has open"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(", through a pipe whose other end only it has open"), "{}", verdict.sentence);
     // A living worker may be at work.
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(4242, true)]);
@@ -149,7 +149,7 @@ fn the_sentence_about_a_missing_send_names_the_awaited_child() {
 fn a_rank_in_a_shared_lock_waits_for_another_rank() {
     let verdict = behind(1, shared_lock()).judge();
     expect(&verdict, Cause::HostLock, &[1], Confidence::Medium);
-    assert!(verdict.sentence.contains("waits for a lock that processes share"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("waits for a lock that several processes share"), "{}", verdict.sentence);
     // Rank 2 is also expected at the barrier.
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);

@@ -32,7 +32,7 @@ pub(crate) fn absent(
     busy: bool,
 ) -> Statement {
     let known = !case.place(rank_index).is_empty();
-    let stands = |number: Number| match (case.view(rank_index).presence, known) {
+    let location = |number: Number| match (case.view(rank_index).presence, known) {
         (Presence::Missing, _) => {
             number.word(", and there is no data from it", ", and there is no data from them").to_owned()
         }
@@ -42,16 +42,16 @@ pub(crate) fn absent(
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
     let busy = if busy { ", busy on a processor" } else { "" };
     Statement::of_ranks(|number| {
-        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(rank_index, number));
+        let (has, location, own_wait) = (number.has(), location(number), case.own_wait_clause(rank_index, number));
         match absence {
-            Absence::Guess => format!("{} probably not in {what}, because all other ranks are{stands}", number.is()),
+            Absence::Guess => format!("{has} probably not entered {what}, which all other ranks have entered{location}"),
             Absence::NotWaiting => {
                 let does = number.does();
                 format!(
-                    "{has} launched {what} and {does} not wait for it, so the library does not run it{stands}{busy}{itself}"
+                    "{has} launched {what} and {does} not wait for it, so the library does not run it{location}{busy}{own_wait}"
                 )
             }
-            Absence::NotEntered => format!("{has} not entered {what}{stands}{busy}{itself}"),
+            Absence::NotEntered => format!("{has} not entered {what}{location}{busy}{own_wait}"),
         }
     })
 }
@@ -63,9 +63,9 @@ pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 /// A rank has called a collective in a group that it has not closed.
 pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::of_ranks(|number| {
-        let (has, it_has) = (number.has(), number.word("it has", "they have"));
-        let (what, stands) = (case.describe(event), case.location_clause(rank_index, number));
-        format!("{has} called {what} in a group that {it_has} not closed{stands}")
+        let (has, it_has) = (number.has(), number.it_has());
+        let (what, location) = (case.describe(event), case.location_clause(rank_index, number));
+        format!("{has} called {what} in a group that {it_has} not closed{location}")
     })
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn fell_silent_line(
     who.line(text)
 }
 
-/// Ranks that have begun a collective of a host library and do not wait for it as the others do.
+/// Ranks that have started a collective of a host library and do not wait for it as the others do.
 pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
     let number = who.number();
@@ -126,15 +126,15 @@ pub(crate) fn common_place_line(case: &Case<'_>, together: &[usize]) -> Evidence
 /// Few ranks in a collective, while the others are together at another place.
 pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, few), Ranks::of(case, together));
-    let number = who.number();
     Statement::Sentence(format!(
-        "{} {} alone in {}; {} are all{}: they may wait for something that {} not done.",
+        "{} {} alone in {}; {} are all{} and may wait for something that {} {} not done.",
         who.capital(),
-        number.is(),
+        who.number().is(),
         case.describe(event),
         others.text(),
         case.place(together[0]),
-        number.word("it has", "they have")
+        who.text(),
+        who.number().has(),
     ))
 }
 
@@ -238,7 +238,7 @@ impl Variant<'_> {
 /// The name of a reduction with what it computes: `all_reduce (max)`.
 pub(crate) fn reduction(operation: &Operation) -> String {
     const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
-    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"an operation of its own");
+    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"a custom operation");
     format!("{} ({computes})", name(operation))
 }
 
@@ -268,9 +268,9 @@ pub(crate) fn differ(case: &Case<'_>, event: Event, groups: &[VariantGroup<'_>],
         .collect();
     Statement::Sentence(match right {
         Some(right) => {
-            format!("At number {number}, {} while {}.", odd.join(" and "), runs(case, &groups[right]))
+            format!("In collective {number}, {} while {}.", odd.join(" and "), runs(case, &groups[right]))
         }
-        None => format!("At number {number}, the ranks differ: {}.", odd.join(", ")),
+        None => format!("In collective {number}, the ranks differ: {}.", odd.join(", ")),
     })
 }
 
@@ -283,10 +283,10 @@ pub(crate) fn differ_lines(
 ) -> Vec<EvidenceLine> {
     let number = numbered(case, event);
     let of_group =
-        |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} at number {number}", runs(case, group)));
+        |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} in collective {number}", runs(case, group)));
     let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
     if by_history {
-        lines.push(line("no group is larger; the earlier operations show which operation was due", Vec::new()));
+        lines.push(line("no group is the largest; the earlier operations show which operation was due", Vec::new()));
     }
     lines
 }
@@ -295,9 +295,9 @@ pub(crate) fn differ_lines(
 pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
-        "{} {} in the same {}, which all of them have started and which makes no progress: no rank is behind and no arguments differ, so check the network.",
+        "{} {} started {}, which makes no progress: no rank is behind and no arguments differ, so check the network.",
         who.capital(),
-        who.number().is(),
+        who.number().has(),
         case.describe(event)
     ))
 }

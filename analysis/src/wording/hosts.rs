@@ -51,9 +51,9 @@ pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> Evi
 pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
     let who = Ranks::of(case, gone);
     Statement::Sentence(format!(
-        "{} {} gone; the others are still in {}.",
+        "{} died after {} completed {}; the others are still in it.",
         who.capital(),
-        who.number().is(),
+        who.number().it(),
         case.describe(event)
     ))
 }
@@ -93,7 +93,7 @@ pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wc
 pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
     let because = match (case.helper_text(rank_index), case.awaited_text(rank_index)) {
         (Some(helper), _) => format!(", whose {helper}"),
-        (None, Some(awaits)) => format!(", by {awaits}"),
+        (None, Some(awaits)) => format!(", through {awaits}"),
         (None, None) => String::new(),
     };
     Statement::of_ranks(|number| {
@@ -132,7 +132,7 @@ pub(crate) fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
         let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
         match shared {
-            true => format!("{waits} for a lock that processes share{place}{helper}"),
+            true => format!("{waits} for a lock that several processes share{place}{helper}"),
             false => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
         }
     })
@@ -145,7 +145,7 @@ pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -
     Statement::of_ranks(|number| {
         let place = case.place(rank_index);
         if file_lock {
-            let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
+            let what = what.as_deref().unwrap_or("a file lock that another process or file handle holds");
             return format!("{} for {what}, in {witness}{place}", number.waits());
         }
         let of = what.as_ref().map_or(String::new(), |what| format!(" of {what}"));
@@ -158,13 +158,13 @@ pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -
 pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {
     let (rank, other) = (case.view(holder).rank, case.view(waiter).rank);
     let what = case.awaited_text(waiter).unwrap_or_default();
-    let itself = match (inside, case.place(holder)) {
+    let holder_location = match (inside, case.place(holder)) {
         (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(event)),
         (None, place) if place.is_empty() => String::new(),
         (None, place) => format!("; rank {rank} is{place}"),
     };
     let place = case.place(waiter);
-    Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{itself}."))
+    Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{holder_location}."))
 }
 
 /// The compiler of a rank, as a phrase: `in torch._dynamo…` or `in its child process nvcc`.
@@ -276,8 +276,8 @@ pub(crate) fn host_makes_progress_line(case: &Case<'_>, rank_index: usize) -> Ev
 pub(crate) fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
     let (witness, place) = (&case.view(rank_index).host.observed.witness, case.place(rank_index));
     // The place may already contain the frame that shows the teardown.
-    let beside = if place.contains(witness.as_str()) { String::new() } else { format!(", in {witness}") };
-    Statement::of_ranks(|number| format!("{} shutting down{beside}{place}", number.is()))
+    let inside = if place.contains(witness.as_str()) { String::new() } else { format!(" in {witness}") };
+    Statement::of_ranks(|number| format!("{} shutting down{inside}{place}", number.is()))
 }
 
 /// Ranks that finalize their library where the others are in a collective. `differs` is the

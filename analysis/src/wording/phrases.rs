@@ -31,7 +31,7 @@ impl<'a> Case<'a> {
         let location = &self.view(rank_index).host.location;
         let mut place = String::new();
         if let Some(python) = &location.python {
-            let caller = location.caller.as_ref().map(|caller| format!("{}, by ", short_frame(caller)));
+            let caller = location.caller.as_ref().map(|caller| format!("{}, via ", short_frame(caller)));
             place.push_str(&format!(" at {}{}", caller.unwrap_or_default(), stacks::base_name(python)));
             if let Some(function) = &location.python_function {
                 place.push_str(&format!(" in {function}"));
