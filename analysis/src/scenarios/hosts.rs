@@ -306,7 +306,7 @@ fn an_evaluation_that_goes_on_is_a_long_step_and_an_endless_loop_is_not() {
     let looping = Stack::new(&[("spin", "/job/eval.py:70")], &["_PyEval_EvalFrameDefault"]).busy(5 * SECOND);
     let verdict = behind(0, looping).judge();
     expect(&verdict, Cause::MissingRank, &[0], Confidence::Medium);
-    assert!(sentence(&verdict).contains("busy on a processor"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("busy on a CPU"), "{}", sentence(&verdict));
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn an_activity_that_may_end_by_itself_is_never_certain() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    assert!(sentence(&verdict).contains("is busy on a processor"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("is busy on a CPU"), "{}", sentence(&verdict));
 }
 
 #[test]

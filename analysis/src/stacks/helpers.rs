@@ -61,7 +61,7 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     let (first, last) = (child.samples.first()?, child.samples.last()?);
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
     let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
-    busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a processor".to_owned() })
+    busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a CPU".to_owned() })
 }
 
 /// What the threads and child processes that the main thread may wait for did between the samples.

@@ -22,7 +22,7 @@ pub(crate) enum Absence {
     NotEntered,
 }
 
-/// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a
+/// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a CPU
 /// processor all the time.
 pub(crate) fn absent(
     case: &Case<'_>,
@@ -40,7 +40,7 @@ pub(crate) fn absent(
         (_, true) => case.location_clause(rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let busy = if busy { ", busy on a processor" } else { "" };
+    let busy = if busy { ", busy on a CPU" } else { "" };
     Statement::of_ranks(|number| {
         let (has, location, own_wait) = (number.has(), location(number), case.own_wait_clause(rank_index, number));
         match absence {

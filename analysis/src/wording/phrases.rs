@@ -10,7 +10,7 @@ use crate::{
     case::{Case, STANDARD_INPUT},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
-    text::{self, communicator, ranks},
+    text::{self, communicator, rank_count, ranks},
     verdict::EvidenceLine,
     world::RankView,
 };
@@ -126,7 +126,8 @@ impl<'a> Case<'a> {
     /// `all_reduce 31 of communicator 0x1f (4 ranks)`.
     pub(super) fn describe(&self, event: Event) -> String {
         let of_comm = |comm: usize| {
-            format!("communicator {} ({} ranks)", communicator(self.comms[comm].id), self.comms[comm].size)
+            let comm = &self.comms[comm];
+            format!("communicator {} ({})", communicator(comm.id), rank_count(comm.size))
         };
         match event {
             Event::Collective { comm, seq } => {

@@ -6,7 +6,7 @@ use super::{Number, Ranks, Statement, line};
 use crate::{
     case::Case,
     graph::Event,
-    text::{capital, communicator, shape},
+    text::{capital, communicator, rank_count, shape},
     verdict::EvidenceLine,
 };
 
@@ -100,11 +100,11 @@ pub(crate) fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize]
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let comm = &case.comms[counts.comm];
     Statement::Sentence(format!(
-        "{} {} left out a send or receive of a group on communicator {} ({} ranks): in {} groups, {} made {}, and {} made {}.",
+        "{} {} left out a send or receive of a group on communicator {} ({}): in {} groups, {} made {}, and {} made {}.",
         who.capital(),
         who.number().has(),
         communicator(comm.id),
-        comm.size,
+        rank_count(comm.size),
         counts.groups,
         who.text(),
         each(counts.fewer, who.number()),
