@@ -22,8 +22,8 @@ pub(crate) enum Absence {
     NotEntered,
 }
 
-/// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a CPU
-/// processor all the time.
+/// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a
+/// CPU all the time.
 pub(crate) fn absent(
     case: &Case<'_>,
     rank_index: usize,
