@@ -284,8 +284,8 @@ impl Builder {
                 Ok(CaptureMethod::Unspecified) | Err(_) => "",
                 Ok(CaptureMethod::ZeroStop) => "without stopping it",
                 Ok(CaptureMethod::Ptrace) => "while it was stopped for some microseconds",
-                Ok(CaptureMethod::KernelOnly) => "kernel only",
-                Ok(CaptureMethod::PerfSample) => "sampled while running, without a stop",
+                Ok(CaptureMethod::KernelOnly) => "with its kernel stack only",
+                Ok(CaptureMethod::PerfSample) => "as a sample while it was running",
             });
         }
         thread

@@ -60,7 +60,7 @@ function buildStrip() {
     } else return;
     event.preventDefault();
   });
-  if (HIGHEST > count) byId("strip-hint").textContent = `The first ${count.toLocaleString("en")} ranks are drawn; the tables hold all.`;
+  if (HIGHEST > count) byId("strip-hint").textContent = `Only the first ${count.toLocaleString("en")} ranks are drawn. The tables contain all ranks.`;
   watchers.push((changes) => {
     const shown = view.frame?.runs ?? null;
     for (const [rank, cell] of cells.entries()) {
