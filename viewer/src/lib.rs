@@ -1,5 +1,5 @@
 //! Merges the stacks of all ranks of a job into folded stacks and flame graphs, and prints a short
-//! summary of where each rank stands.
+//! summary of the place of each rank.
 //!
 //! It reads only a folder of `.stacktrace` files, ours or the original tool's, and runs on any
 //! machine. The binary is a thin wrapper around [`run`].
@@ -102,7 +102,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         let list = incidents::list(&args.path, args.json, args.screen);
         let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
         if list.is_empty() {
-            bail!("{} holds no incident", shown(&args.path));
+            bail!("{} contains no incident", shown(&args.path));
         }
         return write_stdout(&list, out);
     }
@@ -131,14 +131,14 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     notes.extend(note);
     print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
-        bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
+        bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
     }
     if merged.ranks.is_empty() {
-        bail!("{} holds no .stacktrace file that can be read", shown(&path));
+        bail!("{} contains no .stacktrace file that can be read", shown(&path));
     }
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
-    // The folder of a large job holds only some dumps, and the stacks of all ranks as trees.
+    // The folder of a large job contains only some dumps, and the stacks of all ranks as trees.
     let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
     let mut result = match &trees {
         Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
@@ -210,7 +210,7 @@ fn find_dumps(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
                 let listed = scan(&incident)?;
                 return Ok((incident, listed, true));
             }
-            None => bail!("{} holds no .stacktrace file and no incident", shown(path)),
+            None => bail!("{} contains no .stacktrace file and no incident", shown(path)),
         }
     }
     Ok((path.to_owned(), listed, false))

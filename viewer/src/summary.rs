@@ -1,4 +1,4 @@
-//! The summary that a person reads first: the verdict, where each rank stands, which ranks are
+//! The summary that a person reads first: the verdict, the place of each rank, which ranks are
 //! missing, and which files were written.
 
 use crate::absent_ranks::AbsentRanks;
@@ -104,9 +104,11 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> S
         let _ = writeln!(text, "Latest incident: {chosen}\n");
     }
     let ranks = merged.ranks.len();
-    let head = match about.requested {
-        Some(requested) => format!("{ranks} of the {} requested ranks have a dump.", requested.len()),
-        None => format!("{ranks} of {} ranks have a dump.", about.world),
+    let have = if ranks == 1 { "has" } else { "have" };
+    let noun = |count: u64| if count == 1 { "rank" } else { "ranks" };
+    let head = match about.requested.map(RankSet::len) {
+        Some(requested) => format!("{ranks} of the {requested} requested {} {have} a dump.", noun(requested)),
+        None => format!("{ranks} of {} {} {have} a dump.", about.world, noun(about.world.into())),
     };
     if about.selects_threads {
         let _ = writeln!(text, "{head}");
@@ -148,17 +150,18 @@ impl Paint {
 fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: Screen) {
     let (mut left_out, mut of_ranks) = (0, 0);
     for (place, group) in merged.groups.iter().enumerate() {
-        let guilty = group.ranks.intersection(culprits);
-        if place >= GROUPS_SHOWN && guilty.is_empty() {
+        let culprits_here = group.ranks.intersection(culprits);
+        if place >= GROUPS_SHOWN && culprits_here.is_empty() {
             left_out += 1;
             of_ranks += group.ranks.len();
         } else {
-            push_group(text, merged, group, &guilty, screen);
+            push_group(text, merged, group, &culprits_here, screen);
         }
     }
     if left_out > 0 {
         let groups = if left_out == 1 { "group" } else { "groups" };
-        let _ = writeln!(text, "  and {left_out} more {groups} of {of_ranks} ranks in all");
+        let ranks = if of_ranks == 1 { "rank" } else { "ranks" };
+        let _ = writeln!(text, "  and {left_out} more {groups} with {of_ranks} {ranks}");
     }
 }
 
@@ -168,11 +171,11 @@ fn push_absent(text: &mut String, merged: &Merged, absent: &[AbsentRanks], width
     for absent in absent.iter().take(ABSENT_SHOWN) {
         let node = if absent.node.is_empty() { String::new() } else { format!(" on {}", absent.node) };
         let why = if absent.why.is_empty() { String::new() } else { format!(" ({})", absent.why) };
-        lines.push(format!("{}: {}{node}{why}", absent.absence.words(), ranks_of(&absent.ranks)));
+        lines.push(format!("{}: {}{node}{why}", absent.absence.label(), ranks_of(&absent.ranks)));
     }
     if absent.len() > ABSENT_SHOWN {
         let rest: u64 = absent[ABSENT_SHOWN..].iter().map(|absent| absent.ranks.len()).sum();
-        lines.push(format!("and {rest} more ranks that have ended or have no dump; --json shows all"));
+        lines.push(format!("and {rest} more ranks that ended or have no dump; --json shows all"));
     }
     for (state, ranks) in &merged.states {
         // Running and sleeping are normal; other states are a hint at the cause.
@@ -300,25 +303,25 @@ pub fn wrapped(text: &str, width: Option<usize>) -> String {
 fn grouped(merged: &Merged) -> String {
     match merged.groups.len() {
         0 => String::new(),
-        1 if merged.ranks.len() == 1 => "It is here:".to_owned(),
+        1 if merged.ranks.len() == 1 => "Its main thread is at:".to_owned(),
         1 => "All their main threads are at one place:".to_owned(),
         n => format!("Their main threads are at {n} places, the largest group first:"),
     }
 }
 
-fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSet, screen: Screen) {
+fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: &RankSet, screen: Screen) {
     let (paint, who) = (Paint(screen.colour), ranks_of(&group.ranks));
     let nodes = on_nodes(merged, &group.ranks);
-    _ = if guilty.is_empty() {
+    _ = if culprits_here.is_empty() {
         writeln!(text, "  {}{nodes}", paint.bold(&who))
-    } else if *guilty == group.ranks {
-        writeln!(text, "  {}{nodes}", paint.red(&format!("{who}: culprit{}", if guilty.len() > 1 { "s" } else { "" })))
+    } else if *culprits_here == group.ranks {
+        writeln!(text, "  {}{nodes}", paint.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" })))
     } else {
         writeln!(
             text,
-            "  {}{nodes}, among them {}",
+            "  {}{nodes}, including {}",
             paint.bold(&who),
-            paint.red(&format!("culprit {}", ranks_of(guilty)))
+            paint.red(&format!("culprit {}", ranks_of(culprits_here)))
         )
     };
     let Some(place) = &group.place else {
@@ -331,7 +334,7 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSe
     };
     push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
-        push("      differs from the others since ", own, "");
+        push("      first frame of this group only: ", own, "");
     }
 }
 
@@ -472,7 +475,7 @@ mod tests {
             text,
             "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
              7 of 10 ranks have a dump. Their main threads are at 3 places, the largest group first:\n  \
-               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      differs from the others since step (t.py:9)\n  \
+               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      first frame of this group only: step (t.py:9)\n  \
                rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \
                rank 6 on gpu-1\n      no stack\n\n\
              Dead: rank 7 on gpu-1 (killed by SIGKILL)\nWithout a dump: ranks 8-9 (2)\n\

@@ -404,7 +404,7 @@ function buildFlames() {
   };
   box.addEventListener("scroll", soon, { passive: true });
   new ResizeObserver(soon).observe(box);
-  watchers.push((changes) => {
+  listeners.push((changes) => {
     if ("filter" in changes) arrange();
   });
 

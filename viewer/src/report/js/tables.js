@@ -68,13 +68,13 @@ function table(columns, rows) {
 }
 
 /** A table that initially shows only its first rows. */
-function longTable(columns, rows, most, what) {
-  if (rows.length <= most) return table(columns, rows);
+function longTable(columns, rows, limit, rowName) {
+  if (rows.length <= limit) return table(columns, rows);
   const box = el("div", {});
   const all = () => box.replaceChildren(table(columns, rows));
   box.append(
-    table(columns, rows.slice(0, most)),
-    el("button", { type: "button", class: "small", onclick: all }, `Show all ${plural(rows.length, what)}`),
+    table(columns, rows.slice(0, limit)),
+    el("button", { type: "button", class: "small", onclick: all }, `Show all ${plural(rows.length, rowName)}`),
   );
   return box;
 }
@@ -89,7 +89,7 @@ function buildVerdict() {
       el(
         "h1",
         {},
-        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} have a dump; their main threads are at ${plural(places, "place")}.`,
+        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} ${sizeOf(WITH_DUMP) === 1 ? "has" : "have"} a dump; the main threads are at ${plural(places, "place")}.`,
       ),
     );
     box.append(el("p", {}, "The stacks alone do not show which rank is the culprit. Look first at the ranks whose stacks differ from those of most ranks."));
@@ -102,8 +102,8 @@ function buildVerdict() {
     }
     return;
   }
-  const guilty = CULPRITS.length > 0;
-  box.classList.toggle("guilty", guilty);
+  const hasCulprits = CULPRITS.length > 0;
+  box.classList.toggle("has-culprits", hasCulprits);
   box.append(
     el(
       "p",
@@ -160,9 +160,9 @@ const factList = (facts) =>
 
 function culpritCard(rank) {
   const entry = RANKS.get(rank);
-  const stands = STANDS.get(rank);
+  const state = RANK_STATES.get(rank);
   const condition = conditionOf(rank);
-  const where = stands?.location ?? {};
+  const where = state?.location ?? {};
   const about = [
     nodeOf(rank),
     entry?.pid ? `pid ${entry.pid}` : "",
@@ -178,7 +178,7 @@ function culpritCard(rank) {
     where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in C function "), el("b", {}, where.native)) : null,
     absentOf(rank)?.why
       ? el("p", { class: "muted" }, absentOf(rank).why)
-      : (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
+      : (state?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
     entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
   );
 }
@@ -204,10 +204,10 @@ function buildGroups() {
   if (!gone.length) return;
   // Ranks with the same condition and reason are one row; the last row is for ranks without a reason.
   const absent = gone.flatMap(({ condition, runs }) => {
-    const told = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
-    const covered = union(told.map((absent) => absent.runs));
+    const explained = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
+    const covered = union(explained.map((absent) => absent.runs));
     const rest = intersect(runs, complement(covered, HIGHEST));
-    return rest.length ? [...told, { condition, runs: rest, node: "", why: "" }] : told;
+    return rest.length ? [...explained, { condition, runs: rest, node: "", why: "" }] : explained;
   });
   const lines = absent.map(({ condition, runs, node, why }) => ({
     className: CULPRITS.length && isSubset(runs, CULPRITS) ? "hot" : "",
@@ -263,14 +263,14 @@ function buildCommunicators() {
       "div",
       { class: "communicator" },
       el("h3", {}, `Communicator ${id}`, el("span", { class: "muted" }, ` ${plural(size, "rank")}`)),
-      longTable(["Ranks", "Operation", "State", "Launched / started / completed"], rows, 10, "state"),
+      longTable(["Ranks", "Operation", "State", "Launched / started / completed"], rows, 10, "row"),
     );
   });
-  const most = 8;
-  section.append(...boxes.slice(0, most));
-  if (boxes.length > most) {
-    const rest = el("details", {}, el("summary", {}, `${plural(boxes.length - most, "more communicator")}`));
-    rest.addEventListener("toggle", () => rest.childElementCount === 1 && rest.append(...boxes.slice(most)));
+  const limit = 8;
+  section.append(...boxes.slice(0, limit));
+  if (boxes.length > limit) {
+    const rest = el("details", {}, el("summary", {}, `${plural(boxes.length - limit, "more communicator")}`));
+    rest.addEventListener("toggle", () => rest.childElementCount === 1 && rest.append(...boxes.slice(limit)));
     section.append(rest);
   }
 }

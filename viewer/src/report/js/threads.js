@@ -23,8 +23,8 @@ function drawPanel(rank) {
   const panel = byId("panel");
   const entry = RANKS.get(rank);
   const condition = conditionOf(rank);
-  const stands = STANDS.get(rank);
-  const near = (step) => {
+  const state = RANK_STATES.get(rank);
+  const neighbourButton = (step) => {
     const to = rank + step;
     return el(
       "button",
@@ -36,8 +36,8 @@ function drawPanel(rank) {
     el(
       "div",
       { class: "panel-head" },
-      el("h2", { id: "panel-title" }, `Rank ${rank}`, holds(CULPRITS, rank) ? el("span", { class: "tag small" }, "culprit") : null),
-      el("div", { class: "buttons" }, near(-1), near(1), el("button", { type: "button", class: "small", id: "close-panel", onclick: closePanel }, "Close")),
+      el("h2", { id: "panel-title" }, `Rank ${rank}`, containsRank(CULPRITS, rank) ? el("span", { class: "tag small" }, "culprit") : null),
+      el("div", { class: "buttons" }, neighbourButton(-1), neighbourButton(1), el("button", { type: "button", class: "small", id: "close-panel", onclick: closePanel }, "Close")),
     ),
   );
   const facts = [
@@ -45,7 +45,7 @@ function drawPanel(rank) {
     ["Process", entry?.pid ? `${entry.pid}` : ""],
     ["Node", nodeOf(rank)],
     ["Command", entry ? D.texts[entry.command] : ""],
-    ["Activity", stands && stands.activity !== "unknown" ? stands.activity.replaceAll("_", " ") : ""],
+    ["Activity", state && state.activity !== "unknown" ? state.activity.replaceAll("_", " ") : ""],
   ];
   if (entry?.moved) {
     const { cpu_ms, io_bytes, stacks, ran } = entry.moved;
@@ -54,7 +54,7 @@ function drawPanel(rank) {
   }
   panel.append(factList(facts));
   const why = absentOf(rank)?.why;
-  const known = (stands?.errors ?? []).filter((error) => !why?.includes(error));
+  const known = (state?.errors ?? []).filter((error) => !why?.includes(error));
   const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
   if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
   if (!entry) {
