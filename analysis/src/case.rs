@@ -159,7 +159,7 @@ impl<'a> Case<'a> {
     }
 
     /// The main thread of a rank waits for data from a socket, or polls for something, so another
-    /// process may be to blame.
+    /// process may be the culprit.
     pub fn waits_for_peer(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
         let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
@@ -231,14 +231,14 @@ impl<'a> Case<'a> {
         let helper = self.stuck_helper(rank_index);
         let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         let ran = host.moved.is_some_and(|moved| moved.main_ran);
-        let goes_on = match host.observed.activity {
+        let ends_by_itself = match host.observed.activity {
             Activity::Sleep | Activity::Running => true,
             Activity::DataLoader => !stuck && host.awaited.is_none(),
             Activity::Unknown => ran || self.waits_for_peer(rank_index) || helper.is_some() && !stuck,
             Activity::Io => ran,
             _ => false,
         };
-        goes_on || stacks::is_sleep(self.native_function(rank_index))
+        ends_by_itself || stacks::is_sleep(self.native_function(rank_index))
     }
 
     /// The main thread of a rank did not run at all between the samples, in a call that neither
@@ -246,8 +246,8 @@ impl<'a> Case<'a> {
     /// as those of a library that polls.
     pub fn blocked(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
-        let stands = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
-        stands && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
+        let stands_still = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
+        stands_still && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
     }
 
     /// Confidence in a suspect of the host kind. High only if its stacks and the records of all

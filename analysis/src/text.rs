@@ -155,8 +155,8 @@ pub fn operation_state(operation: &Operation) -> OperationState {
 
 impl Verdict {
     /// The content of `verdict.txt`: the sentence, the evidence, the state of the communicators and
-    /// of the ranks, and what was ruled out. Lines have at most 100 columns, unless a single word is
-    /// longer.
+    /// of the ranks, and what was ruled out. Lines have at most 100 columns, unless a single word
+    /// is longer.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut text = String::new();

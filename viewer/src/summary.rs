@@ -315,7 +315,11 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: 
     _ = if culprits_here.is_empty() {
         writeln!(text, "  {}{nodes}", paint.bold(&who))
     } else if *culprits_here == group.ranks {
-        writeln!(text, "  {}{nodes}", paint.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" })))
+        writeln!(
+            text,
+            "  {}{nodes}",
+            paint.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" }))
+        )
     } else {
         writeln!(
             text,

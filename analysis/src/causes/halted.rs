@@ -21,9 +21,9 @@ use crate::{
 /// point-to-point operation or the creation of a communicator waits for the rank; or no rank waits
 /// yet and it did not leave in order. Death comes before every other explanation of the same rank.
 ///
-/// If several ranks are gone, those that SIGTERM ended from outside are not to blame if others
+/// If several ranks are gone, those that SIGTERM ended from outside are not the culprits if others
 /// ended by themselves: an agent ends the other ranks of a job that has lost one. Ranks that ended
-/// with an error when another one was killed are not to blame either: they may have noticed the
+/// with an error when another one was killed are not the culprits either: they may have noticed the
 /// death, and the confidence is medium.
 ///
 /// The confidence is also medium in these cases:
@@ -42,7 +42,7 @@ pub(super) const DEAD: Rule = Rule { cause: Cause::ProcessDead, explain: dead, r
 /// key) or `t` (a debugger holds it), or it is in the freezer of its control group (`F`), as in a
 /// paused container. Newer kernels show the freezer as `D` in a function where a signal would wake
 /// the thread. The process runs no code, neither its training loop nor the threads that move its
-/// data, so it is to blame wherever it is.
+/// data, so it is the culprit wherever it is.
 pub(super) const STOPPED: Rule = Rule { cause: Cause::ProcessStopped, explain: stopped, rule_out: none_stopped };
 
 /// `d_state`: others wait for a rank whose main thread sleeps uninterruptibly in the kernel.

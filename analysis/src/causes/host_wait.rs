@@ -52,7 +52,7 @@ pub(super) const DATA_LOADER: Rule = Rule {
 /// main thread move bytes of a file or a pipe, and the number of bytes that the process has read
 /// and written hardly changes. If it changes, the storage is slow and the rank is busy:
 /// `long_step`. A lock on a file counts as storage, with medium confidence, because the holder of
-/// the lock may be to blame. These do not count as storage:
+/// the lock may be the culprit. These do not count as storage:
 ///
 /// - A socket.
 /// - A pipe whose other end a child process has, or had until it died.

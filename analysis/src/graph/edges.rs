@@ -61,8 +61,8 @@ impl Builder<'_, '_> {
                 self.edge(event, Node::Host(member.rank_index));
                 has_blocker |= late == 0;
             }
-            let begun = member.started.max(member.completed);
-            let blocked = seqs.partition_point(|seq| *seq <= begun);
+            let started = member.started.max(member.completed);
+            let blocked = seqs.partition_point(|seq| *seq <= started);
             if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
                 let event = self.event(Event::Collective { comm, seq: *seq });
                 let host = view.halted() || runs_on_host(view);

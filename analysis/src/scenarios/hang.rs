@@ -15,7 +15,7 @@ use xpu_timer_proto::{
 fn quiet(stands: impl Fn(u32) -> Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Idle);
-    (0..4).for_each(|rank| job.stands(rank, stands(rank)));
+    (0..4).for_each(|rank| job.set_stack(rank, stands(rank)));
     job
 }
 
@@ -25,7 +25,7 @@ fn waits_for(stands: Stack) -> Job {
     for rank in [0, 1, 3] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(2, stands);
+    job.set_stack(2, stands);
     job
 }
 
@@ -252,13 +252,13 @@ fn all_ranks_in_their_loaders() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
     for rank in 0..4 {
-        job.stands(rank, Stack::loader());
+        job.set_stack(rank, Stack::loader());
     }
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 2, 3]);
     assert!(verdict.sentence.contains("no rank is the culprit"), "{}", verdict.sentence);
-    job.stands(1, Stack::sleep());
+    job.set_stack(1, Stack::sleep());
     expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
 }
 
@@ -267,7 +267,7 @@ fn all_ranks_ask_a_server_that_does_not_answer() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
     for rank in 0..4 {
-        job.stands(
+        job.set_stack(
             rank,
             Stack::new(&[("read", "/usr/lib/python3.11/socket.py:7"), ("fetch", "/job/train.py:64")], &["recv"]),
         );

@@ -44,7 +44,9 @@ pub(crate) fn absent(
     Statement::of_ranks(|number| {
         let (has, location, own_wait) = (number.has(), location(number), case.own_wait_clause(rank_index, number));
         match absence {
-            Absence::Guess => format!("{has} probably not entered {what}, which all other ranks have entered{location}"),
+            Absence::Guess => {
+                format!("{has} probably not entered {what}, which all other ranks have entered{location}")
+            }
             Absence::NotWaiting => {
                 let does = number.does();
                 format!(
@@ -212,7 +214,7 @@ pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLi
 }
 
 /// What distinguishes the operations of the members of a collective.
-pub(crate) enum Variant<'a> {
+pub(crate) enum OperationVariant<'a> {
     /// The operation, and its root if it has one.
     Operation { name: &'a str, root: Option<i32> },
     /// The number of elements.
@@ -221,13 +223,13 @@ pub(crate) enum Variant<'a> {
     Type { op: Op, dtype: DataType },
 }
 
-impl Variant<'_> {
+impl OperationVariant<'_> {
     fn text(&self) -> String {
         match *self {
-            Variant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
-            Variant::Operation { name, root: None } => name.to_owned(),
-            Variant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
-            Variant::Type { op, dtype } => {
+            OperationVariant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
+            OperationVariant::Operation { name, root: None } => name.to_owned(),
+            OperationVariant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
+            OperationVariant::Type { op, dtype } => {
                 let dtype = dtype_name(dtype);
                 format!("{} of {}", op_name(op), if dtype.is_empty() { "an unknown type" } else { dtype })
             }
@@ -243,7 +245,7 @@ pub(crate) fn reduction(operation: &Operation) -> String {
 }
 
 /// Members of a collective that run one variant of it.
-pub(crate) type VariantGroup<'a> = (Variant<'a>, &'a [usize]);
+pub(crate) type VariantGroup<'a> = (OperationVariant<'a>, &'a [usize]);
 
 fn runs(case: &Case<'_>, (variant, members): &VariantGroup<'_>) -> String {
     let who = Ranks::of(case, members);
@@ -282,8 +284,9 @@ pub(crate) fn differ_lines(
     by_history: bool,
 ) -> Vec<EvidenceLine> {
     let number = numbered(case, event);
-    let of_group =
-        |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} in collective {number}", runs(case, group)));
+    let of_group = |group: &VariantGroup<'_>| {
+        Ranks::of(case, group.1).line(format!("{} in collective {number}", runs(case, group)))
+    };
     let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
     if by_history {
         lines.push(line("no group is the largest; the earlier operations show which operation was due", Vec::new()));

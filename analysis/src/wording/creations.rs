@@ -5,7 +5,7 @@ use crate::{case::Case, graph::Event, text::capital, verdict::EvidenceLine};
 
 /// What a rank has not done while others create a communicator.
 #[derive(Clone, Copy)]
-pub(crate) enum Missed {
+pub(crate) enum MissedStep {
     /// It has not set the key for which the others wait in the store.
     Key,
     /// Its call returned without the others.
@@ -16,16 +16,16 @@ pub(crate) enum Missed {
     Join,
 }
 
-/// A rank that is missing in the creation of a communicator. `starts` if it has probably only just
-/// begun.
-pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: Missed, starts: bool) -> Statement {
+/// A rank that is missing in the creation of a communicator. `still_starting` if it has probably
+/// only just started.
+pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
     let what = match missed {
-        Missed::Key => "not set the key that the others wait for in the store",
-        Missed::Left => "left the creation of a communicator that the others are still in",
-        Missed::JoinAndDevice => "not joined the communicator or made any device call",
-        Missed::Join => "not joined the communicator",
+        MissedStep::Key => "not set the key that the others wait for in the store",
+        MissedStep::Left => "left the creation of a communicator that the others are still in",
+        MissedStep::JoinAndDevice => "not joined the communicator or made any device call",
+        MissedStep::Join => "not joined the communicator",
     };
-    let moves = |number: Number| match starts {
+    let progress = |number: Number| match still_starting {
         true => number.word(
             "; it makes progress, so it is probably still starting",
             "; they make progress, so they are probably still starting",
@@ -33,7 +33,7 @@ pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: Missed, starts
         false => "",
     };
     Statement::of_ranks(|number| {
-        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), moves(number))
+        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), progress(number))
     })
 }
 

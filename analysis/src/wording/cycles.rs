@@ -11,7 +11,7 @@ use crate::{
 
 /// What the ranks that left their pattern did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Break {
+pub(crate) enum PatternBreak {
     /// They left out a collective.
     Collective,
     /// They left out a send or a receive.
@@ -49,7 +49,7 @@ fn past_operation(case: &Case<'_>, rank_index: usize, token: Token) -> String {
 pub(crate) fn left_pattern(
     case: &Case<'_>,
     culprits: &[usize],
-    kind: Break,
+    kind: PatternBreak,
     (rank_index, deviation): (usize, &Deviation),
     waited: Option<Event>,
 ) -> Statement {
@@ -58,20 +58,18 @@ pub(crate) fn left_pattern(
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
-        Break::Collective | Break::Transfer => {
+        PatternBreak::Collective | PatternBreak::Transfer => {
             format!("skipped the {expected} that {it} had always called before the {actual}")
         }
-        Break::NewCollective => {
+        PatternBreak::NewCollective => {
             format!(
                 "called the {actual} for the first time, in place of the {expected} that {it} had always called here"
             )
         }
-        Break::NewTransfer => {
-            format!(
-                "called a {actual} for the first time, in place of the {expected} that {it} had always called here"
-            )
+        PatternBreak::NewTransfer => {
+            format!("called a {actual} for the first time, in place of the {expected} that {it} had always called here")
         }
-        Break::Order | Break::TransferOrder => {
+        PatternBreak::Order | PatternBreak::TransferOrder => {
             format!("called the {actual} before the {expected}, although {it} had always called the {expected} first")
         }
     };
@@ -170,41 +168,41 @@ pub(crate) fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event
 }
 
 /// Some ranks are in the creation of a communicator, and the others wait for them in `used`. The
-/// culprits are the early or the late ones.
-pub(crate) struct Apart<'a> {
+/// culprits are the ranks of one side.
+pub(crate) struct SplitCreation<'a> {
     /// Ranks in the creation.
-    pub early: &'a [usize],
-    /// Ranks that have not come to it.
-    pub late: &'a [usize],
+    pub creating: &'a [usize],
+    /// Ranks that have not joined it.
+    pub absent: &'a [usize],
     pub creation: Event,
     pub used: Event,
 }
 
-impl Apart<'_> {
-    /// The statement that blames the early ranks, or the late ones.
-    pub fn statement(&self, case: &Case<'_>, blames_early: bool) -> Statement {
-        let (early, late) = (Ranks::of(case, self.early), Ranks::of(case, self.late));
-        let number = late.number();
+impl SplitCreation<'_> {
+    /// The statement in which the creating ranks are the culprits, or the absent ones.
+    pub fn statement(&self, case: &Case<'_>, blames_creating: bool) -> Statement {
+        let (creating, absent) = (Ranks::of(case, self.creating), Ranks::of(case, self.absent));
+        let number = absent.number();
         let (what, next) = (case.describe(self.creation), case.describe(self.used));
-        Statement::Sentence(if blames_early {
+        Statement::Sentence(if blames_creating {
             format!(
-                "{} {} in {what}{}, which {late} {} not join: {late} {} in {next}.",
-                early.capital(),
-                early.number().is(),
-                place_of_one(case, self.early),
+                "{} {} in {what}{}, which {absent} {} not join: {absent} {} in {next}.",
+                creating.capital(),
+                creating.number().is(),
+                place_of_one(case, self.creating),
                 number.does(),
                 number.waits(),
-                late = late.text(),
+                absent = absent.text(),
             )
         } else {
             format!(
                 "{} {} not joined {what}, in which {} {}, and {} in {next}{}.",
-                late.capital(),
+                absent.capital(),
                 number.has(),
-                early.text(),
-                early.number().waits(),
+                creating.text(),
+                creating.number().waits(),
                 number.is(),
-                place_of_one(case, self.late),
+                place_of_one(case, self.absent),
             )
         })
     }
@@ -216,6 +214,6 @@ impl Apart<'_> {
             let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
             who.line(text)
         };
-        vec![of(self.early, self.creation), of(self.late, self.used)]
+        vec![of(self.creating, self.creation), of(self.absent, self.used)]
     }
 }

@@ -43,7 +43,8 @@ pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 }
 
 pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    let text = "had launched that collective and exited normally before it was seen to complete, so it may have skipped it";
+    let text =
+        "had launched that collective and exited normally before it was seen to complete, so it may have skipped it";
     about(case, rank_index, text)
 }
 
@@ -102,9 +103,9 @@ pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement 
 }
 
 fn gil_held(holder: &GilHolder) -> String {
-    let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
+    let location = holder.location.as_ref().map_or(String::new(), |location| format!(" at {location}"));
     format!(
-        "deadlocked on the GIL: thread {} holds it and is blocked in {}{place}, and {} for it",
+        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {} for it",
         holder.thread,
         holder.function,
         match holder.waiting {
@@ -230,8 +231,8 @@ pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLi
     detail(case, rank_index, "its device made progress between the samples")
 }
 
-/// A device on which an operation does not end: the recorded one, or an unknown one after which
-/// kernel `last` was launched.
+/// A device on which an operation does not complete: the recorded one, or an unknown one after
+/// which kernel `last` was launched.
 pub(crate) fn stuck_on_device(
     case: &Case<'_>,
     rank_index: usize,

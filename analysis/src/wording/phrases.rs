@@ -63,8 +63,8 @@ impl<'a> Case<'a> {
         // If a pipe has no other end, the dead helper that had it explains the wait.
         let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
         let helper = self.stuck_helper(rank_index).filter(explains);
-        if let Some(StuckHelper { who, place }) = helper {
-            clause.push_str(&format!(", and {} {who} {place}", number.its()));
+        if let Some(StuckHelper { name, state }) = helper {
+            clause.push_str(&format!(", and {} {name} {state}", number.its()));
         }
         clause
     }
@@ -217,8 +217,8 @@ impl<'a> Case<'a> {
 impl<'a> Case<'a> {
     /// The stuck helper of a rank, as a phrase: `thread saver is inside write at …`.
     pub(super) fn helper_text(&self, rank_index: usize) -> Option<String> {
-        let StuckHelper { who, place } = self.stuck_helper(rank_index)?;
-        Some(format!("{who} {place}"))
+        let StuckHelper { name, state } = self.stuck_helper(rank_index)?;
+        Some(format!("{name} {state}"))
     }
 
     /// The stuck helper of a rank, as a line of evidence.
@@ -239,12 +239,12 @@ impl<'a> Case<'a> {
         let view = self.view(rank_index);
         let witness = &view.host.observed.witness;
         let location = &view.host.location;
-        let stands =
+        let is_location =
             location.python_function.as_deref().zip(location.python.as_deref()).is_some_and(|(function, place)| {
                 let file = place.rsplit_once('/').map_or(place, |(_, file)| file);
                 *witness == format!("{function} ({file})")
             });
-        (!stands).then(|| self.inside_line(rank_index))
+        (!is_location).then(|| self.inside_line(rank_index))
     }
 
     /// The frame or function that classifies a rank's main thread, as a line of evidence.

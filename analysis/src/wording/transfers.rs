@@ -37,7 +37,7 @@ impl Property {
     }
 }
 
-fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String {
+fn missing_counterpart(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String {
     let waiting = case.view(waiter).rank;
     match recv {
         true => format!("{} not sent to rank {waiting}", number.has()),
@@ -45,13 +45,15 @@ fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String 
     }
 }
 
-fn stands(case: &Case<'_>, rank_index: usize, number: Number) -> String {
+fn location_and_wait(case: &Case<'_>, rank_index: usize, number: Number) -> String {
     case.location_clause(rank_index, number) + &case.own_wait_clause(rank_index, number)
 }
 
 /// A rank has not made the counterpart of a receive or a send of `waiter`.
 pub(crate) fn no_counterpart(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool) -> Statement {
-    Statement::of_ranks(|number| misses(case, waiter, recv, number) + &stands(case, culprit, number))
+    Statement::of_ranks(|number| {
+        missing_counterpart(case, waiter, recv, number) + &location_and_wait(case, culprit, number)
+    })
 }
 
 /// Like [`no_counterpart`], of a rank that itself waits for `waiter`.
@@ -65,9 +67,9 @@ pub(crate) fn no_counterpart_and_waits(
     let (rank, waiting) = (case.view(culprit).rank, case.view(waiter).rank);
     Statement::Sentence(format!(
         "Rank {rank} {}, which waits in {}, and rank {rank} itself waits for rank {waiting}{}.",
-        misses(case, waiter, recv, Number::One),
+        missing_counterpart(case, waiter, recv, Number::One),
         case.describe(event),
-        stands(case, culprit, Number::One)
+        location_and_wait(case, culprit, Number::One)
     ))
 }
 
@@ -193,8 +195,7 @@ pub(crate) fn ends_differ(
 
 pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
     let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
-    let text =
-        format!("{} have started the send and the receive, and the {}s differ", both.text(), property.text());
+    let text = format!("{} have started the send and the receive, and the {}s differ", both.text(), property.text());
     both.line(text)
 }
 

@@ -86,7 +86,7 @@ pub(crate) fn no_rank_differs(sentence: &str) -> String {
 }
 
 /// Why a job does not hang.
-pub(crate) enum Healthy<'a> {
+pub(crate) enum HealthyReason<'a> {
     AllLaunchedRecently,
     EveryRankMoves,
     NothingPending,
@@ -94,12 +94,12 @@ pub(crate) enum Healthy<'a> {
     Left(&'a [usize]),
 }
 
-pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
+pub(crate) fn no_hang(case: &Case<'_>, why: &HealthyReason<'_>) -> String {
     let why = match why {
-        Healthy::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
-        Healthy::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
-        Healthy::NothingPending => "no operation is pending on any rank".to_owned(),
-        Healthy::Left(ranks) => {
+        HealthyReason::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
+        HealthyReason::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
+        HealthyReason::NothingPending => "no operation is pending on any rank".to_owned(),
+        HealthyReason::Left(ranks) => {
             format!("no operation is pending, and {} exited normally", Ranks::of(case, ranks).text())
         }
     };
@@ -117,7 +117,7 @@ pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
 }
 
 /// What is known of a job whose stop no rule explains.
-pub(crate) enum Known<'a> {
+pub(crate) enum KnownFacts<'a> {
     NoRank,
     NoStack,
     /// Nothing is pending, and all ranks are at one place.
@@ -133,18 +133,18 @@ pub(crate) enum Known<'a> {
     },
 }
 
-pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
+pub(crate) fn unexplained(case: &Case<'_>, known: &KnownFacts<'_>) -> String {
     let all = case.world.views.len();
     let known = match known {
-        Known::NoRank => "there is no data from any rank".to_owned(),
-        Known::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
-        Known::Together => {
+        KnownFacts::NoRank => "there is no data from any rank".to_owned(),
+        KnownFacts::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
+        KnownFacts::Together => {
             format!("no operation is pending on any rank, and all {all} ranks are{}", case.place(0))
         }
-        Known::Stacks(stacks) => {
+        KnownFacts::Stacks(stacks) => {
             format!("no operation is pending on any rank, and {stacks} of {all} ranks have stacks")
         }
-        Known::Pending { busiest, unseen } => {
+        KnownFacts::Pending { busiest, unseen } => {
             let whom = match unseen.len() {
                 0 => "no rank is known to hold them up".to_owned(),
                 _ => {
@@ -164,7 +164,7 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
 
 /// What is missing in the evidence about some ranks.
 #[derive(Clone, Copy)]
-pub(crate) enum Gap {
+pub(crate) enum EvidenceGap {
     Unseen,
     NoStack,
     NoFlightRecord,
@@ -172,17 +172,17 @@ pub(crate) enum Gap {
     StuckWatcher,
 }
 
-pub(crate) fn gap_line(case: &Case<'_>, gap: Gap, rank_indices: &[usize]) -> EvidenceLine {
+pub(crate) fn gap_line(case: &Case<'_>, gap: EvidenceGap, rank_indices: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, rank_indices);
     let (ranks, number) = (who.text(), who.number());
     let text = match gap {
-        Gap::Unseen => format!("there is no data from {ranks}"),
-        Gap::NoStack => format!("there is no stack of {ranks}"),
-        Gap::NoFlightRecord => format!("there is no flight record of {ranks}"),
-        Gap::LostOperations => {
+        EvidenceGap::Unseen => format!("there is no data from {ranks}"),
+        EvidenceGap::NoStack => format!("there is no stack of {ranks}"),
+        EvidenceGap::NoFlightRecord => format!("there is no flight record of {ranks}"),
+        EvidenceGap::LostOperations => {
             format!("{} of {ranks} lost operations", number.word("the flight record", "the flight records"))
         }
-        Gap::StuckWatcher => {
+        EvidenceGap::StuckWatcher => {
             let watchers = number.word("the watcher thread", "the watcher threads");
             format!("{watchers} of {ranks} {} stuck inside a driver call", number.is())
         }
