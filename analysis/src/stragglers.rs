@@ -123,13 +123,12 @@ impl fmt::Display for SlowRank {
         let percent = |part: f64| (part * 100.0).round();
         write!(
             f,
-            "it waits {} % of the time for others, the others wait {} %; it comes late in {} % of the time on communicator {} ({} \
-             ranks)",
+            "it waits for others {} % of the time, while they wait {} %; it is late {} % of the time on communicator {} ({})",
             percent(self.waits),
             percent(self.others_wait),
             percent(self.late),
             text::communicator(self.communicator),
-            self.size
+            text::rank_count(self.size)
         )
     }
 }
@@ -419,8 +418,7 @@ mod tests {
         assert_eq!(comparison.waits.len(), 8);
         assert_eq!(
             slowest.to_string(),
-            "it waits 0 % of the time for others, the others wait 33 %; it comes late in 100 % of the time on communicator 0x1 (8 \
-             ranks)"
+            "it waits for others 0 % of the time, while they wait 33 %; it is late 100 % of the time on communicator 0x1 (8 ranks)"
         );
     }
 

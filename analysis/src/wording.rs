@@ -15,7 +15,7 @@ use crate::{case::Case, text, verdict::EvidenceLine};
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Statement {
-    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
+    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds which ranks wait, and where.
     OfRanks {
         /// For one rank.
         one: String,
@@ -107,7 +107,7 @@ impl Ranks {
         text::ranks(&self.0)
     }
 
-    /// The same at the beginning of a sentence.
+    /// Like [`Ranks::text`], at the beginning of a sentence.
     fn capital(&self) -> String {
         text::capital(&self.text())
     }
@@ -148,7 +148,7 @@ fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// The same as a clause: `; it is at train.py:41 in load`.
+/// Like [`place_of_one`], as a clause: `; it is at train.py:41 in load`.
 fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match rank_indices {
         [rank_index] => case.location_clause(*rank_index, Number::One),
@@ -183,7 +183,10 @@ pub(crate) mod ruled_out {
 
     /// The processes of this many ranks are alive.
     pub(crate) fn all_alive(ranks: usize) -> String {
-        format!("the processes of all {ranks} ranks are alive")
+        match ranks {
+            1 => "the process of the only rank is alive".to_owned(),
+            _ => format!("the processes of all {ranks} ranks are alive"),
+        }
     }
 
     /// The culprits did not make progress between the samples.

@@ -147,7 +147,7 @@ pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> Ev
     who.line(text)
 }
 
-/// Ranks whose call returned without taking part in the collective that the others are in.
+/// Ranks whose call returned although the others are still in the collective.
 pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();

@@ -63,14 +63,18 @@ pub(crate) fn left_pattern(
         }
         PatternBreak::NewCollective => {
             format!(
-                "called the {actual} for the first time, in place of the {expected} that {it} had always called here"
+                "called the {actual} for the first time, in place of the {expected} that {it} had always called at this point"
             )
         }
         PatternBreak::NewTransfer => {
-            format!("called a {actual} for the first time, in place of the {expected} that {it} had always called here")
+            format!(
+                "called a {actual} for the first time, in place of the {expected} that {it} had always called at this point"
+            )
         }
         PatternBreak::Order | PatternBreak::TransferOrder => {
-            format!("called the {actual} before the {expected}, although {it} had always called the {expected} first")
+            format!(
+                "called the {actual} before the {expected}, although {it} had always called them in the other order"
+            )
         }
     };
     let waits = waited.map_or_else(String::new, |event| format!(": {}", case.waiters_in(event)));
@@ -102,7 +106,7 @@ pub(crate) fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event])
 pub(crate) fn left_out(case: &Case<'_>, culprits: &[usize], own: Event, left_out: Event) -> Statement {
     let (who, inside) = (Ranks::of(case, culprits), Ranks::of(case, case.graph.waiters_of(left_out)));
     Statement::Sentence(format!(
-        "{} left out {}, in which {} {}, and {} in {}{}; in another communicator of the same size, all ranks completed that collective.",
+        "{} left out {}, in which {} {}, and {} in {}{}; another communicator of the same size completed its own.",
         who.capital(),
         case.describe(left_out),
         inside.text(),
