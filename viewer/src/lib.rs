@@ -23,7 +23,7 @@ use dump::Dump;
 use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
-pub use output::Screen;
+pub use output::Terminal;
 use picture::Picture;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub struct Args {
     pub output: Option<PathBuf>,
     /// Which files to write
     #[command(flatten)]
-    pub choice: Choice,
+    pub choice: FileChoice,
     /// Which ranks, threads and stacks to show
     #[command(flatten)]
     pub filter: Filter,
@@ -60,13 +60,13 @@ pub struct Args {
     pub list: bool,
     /// What stdout can show
     #[arg(skip)]
-    pub screen: Screen,
+    pub terminal: Terminal,
 }
 
 /// Which files are written: all, unless some are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Files (all, unless some are chosen)")]
-pub struct Choice {
+pub struct FileChoice {
     /// Print the summary; write only the files that are chosen
     #[arg(long)]
     pub text: bool,
@@ -81,12 +81,12 @@ pub struct Choice {
     pub html: bool,
 }
 
-impl Choice {
+impl FileChoice {
     /// All files if none is chosen. If ranks or threads are filtered, nothing is written unless
     /// chosen: it would replace the files that show the complete folder.
-    fn or_all(self, is_unfiltered: bool) -> Choice {
-        if self == Choice::default() && is_unfiltered {
-            Choice { text: true, folded: true, svg: true, html: true }
+    fn or_all(self, is_unfiltered: bool) -> FileChoice {
+        if self == FileChoice::default() && is_unfiltered {
+            FileChoice { text: true, folded: true, svg: true, html: true }
         } else {
             self
         }
@@ -99,7 +99,7 @@ or a file cannot be written; 2 for wrong usage.";
 /// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     if args.list {
-        let list = incidents::list(&args.path, args.json, args.screen);
+        let list = incidents::list(&args.path, args.json, args.terminal);
         let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
         if list.is_empty() {
             bail!("{} contains no incident", shown(&args.path));
@@ -170,7 +170,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let text = if args.json {
         summary::json(&merged, &about, &folder)?
     } else {
-        summary::summary(&merged, &about, args.screen)
+        summary::summary(&merged, &about, args.terminal)
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
@@ -255,7 +255,7 @@ pub fn write_all(
     [native, python]: [&PrefixTree; 2],
     world: u32,
     output: &Path,
-    choice: Choice,
+    choice: FileChoice,
     written: &mut Vec<PathBuf>,
 ) -> anyhow::Result<()> {
     if choice.folded || choice.svg || choice.html {

@@ -3,8 +3,8 @@
 
 use crate::absent_ranks::AbsentRanks;
 use crate::merge::{Group, Merged, Mode};
-use crate::output::Screen;
-use crate::stacks::End;
+use crate::output::Terminal;
+use crate::stacks::StackEnd;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -83,19 +83,19 @@ impl SummaryContext<'_> {
 }
 
 /// The summary as text.
-pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> String {
+pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) -> String {
     let mut text = String::new();
-    let (paint, culprits) = (Paint(screen.colour), about.culprits());
-    let prose = screen.width.map(|width| width.min(PROSE));
+    let (style, culprits) = (TerminalStyle(terminal.colour), about.culprits());
+    let prose = terminal.width.map(|width| width.min(PROSE));
     // Writing to a string cannot fail, here and below.
     if let Some(sentence) = about.sentence {
-        let _ = writeln!(text, "{}\n", paint.bold(&wrapped(sentence, prose)));
+        let _ = writeln!(text, "{}\n", style.bold(&wrapped(sentence, prose)));
     }
     if let Some(verdict) = about.verdict {
         let _ = write!(text, "{}, {} confidence", verdict.cause.name(), verdict.confidence.name());
         if !culprits.is_empty() {
             let word = if culprits.len() == 1 { "culprit" } else { "culprits" };
-            let _ = write!(text, "; {word}: {}", paint.red(&ranks_of(&culprits)));
+            let _ = write!(text, "; {word}: {}", style.red(&ranks_of(&culprits)));
             text.push_str(&on_nodes(merged, &culprits));
         }
         text.push_str("\n\n");
@@ -114,11 +114,11 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> S
         let _ = writeln!(text, "{head}");
     } else {
         let _ = writeln!(text, "{head} {}", grouped(merged));
-        push_groups(&mut text, merged, &culprits, screen);
+        push_groups(&mut text, merged, &culprits, terminal);
     }
     push_absent(&mut text, merged, &about.absent(), prose);
     if about.stacks {
-        push_stacks(&mut text, merged, screen.width);
+        push_stacks(&mut text, merged, terminal.width);
     }
     if !about.written.is_empty() {
         text.push('\n');
@@ -131,9 +131,9 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> S
 
 /// Terminal styles, if the terminal supports them.
 #[derive(Clone, Copy)]
-struct Paint(bool);
+struct TerminalStyle(bool);
 
-impl Paint {
+impl TerminalStyle {
     fn bold(self, text: &str) -> String {
         self.with("1", text)
     }
@@ -147,7 +147,7 @@ impl Paint {
     }
 }
 
-fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: Screen) {
+fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, terminal: Terminal) {
     let (mut left_out, mut of_ranks) = (0, 0);
     for (place, group) in merged.groups.iter().enumerate() {
         let culprits_here = group.ranks.intersection(culprits);
@@ -155,7 +155,7 @@ fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: S
             left_out += 1;
             of_ranks += group.ranks.len();
         } else {
-            push_group(text, merged, group, &culprits_here, screen);
+            push_group(text, merged, group, &culprits_here, terminal);
         }
     }
     if left_out > 0 {
@@ -249,7 +249,7 @@ fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
         [(Mode::Python, &merged.python, &merged.python_ends), (Mode::Native, &merged.native, &merged.native_ends)]
     {
         for end in ends {
-            let End::Drawn(end) = *end else { continue };
+            let StackEnd::Drawn(end) = *end else { continue };
             let mut words = Vec::new();
             let mut at = Some(end);
             while let Some(id) = at {
@@ -309,23 +309,23 @@ fn grouped(merged: &Merged) -> String {
     }
 }
 
-fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: &RankSet, screen: Screen) {
-    let (paint, who) = (Paint(screen.colour), ranks_of(&group.ranks));
+fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: &RankSet, terminal: Terminal) {
+    let (style, who) = (TerminalStyle(terminal.colour), ranks_of(&group.ranks));
     let nodes = on_nodes(merged, &group.ranks);
     _ = if culprits_here.is_empty() {
-        writeln!(text, "  {}{nodes}", paint.bold(&who))
+        writeln!(text, "  {}{nodes}", style.bold(&who))
     } else if *culprits_here == group.ranks {
         writeln!(
             text,
             "  {}{nodes}",
-            paint.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" }))
+            style.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" }))
         )
     } else {
         writeln!(
             text,
             "  {}{nodes}, including {}",
-            paint.bold(&who),
-            paint.red(&format!("culprit {}", ranks_of(culprits_here)))
+            style.bold(&who),
+            style.red(&format!("culprit {}", ranks_of(culprits_here)))
         )
     };
     let Some(place) = &group.place else {
@@ -334,7 +334,8 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: 
     };
     let mut push = |before: &str, word: &str, after: &str| {
         let taken = before.chars().count() + after.chars().count();
-        let _ = writeln!(text, "{before}{}{after}", shown(word, screen.width.map(|width| width.saturating_sub(taken))));
+        let _ =
+            writeln!(text, "{before}{}{after}", shown(word, terminal.width.map(|width| width.saturating_sub(taken))));
     };
     push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
@@ -406,9 +407,9 @@ mod tests {
     fn a_terminal_gets_a_sentence_that_stands_out_and_fits() {
         let merged = Merger::default().finish();
         let about = SummaryContext { sentence: Some("Rank 5 reads a file."), ..SummaryContext::default() };
-        let text = summary(&merged, &about, Screen { width: Some(12), colour: true });
+        let text = summary(&merged, &about, Terminal { width: Some(12), colour: true });
         assert!(text.starts_with("\u{1b}[1mRank 5 reads\na file.\u{1b}[0m\n\n"), "{text:?}");
-        assert!(!summary(&merged, &about, Screen::default()).contains('\u{1b}'));
+        assert!(!summary(&merged, &about, Terminal::default()).contains('\u{1b}'));
         assert_eq!(wrapped("aaaa b cc", Some(3)), "aaaa\nb\ncc", "a word that is too long stands alone");
     }
 
@@ -474,7 +475,7 @@ mod tests {
             written: &["/x/cpp_stack".into()],
             ..SummaryContext::default()
         };
-        let text = summary(&merged, &about, Screen::default());
+        let text = summary(&merged, &about, Terminal::default());
         assert_eq!(
             text,
             "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
@@ -486,7 +487,7 @@ mod tests {
              State D (disk\u{fffd}[1m sleep): rank 6 on gpu-1\n\n/x/cpp_stack\n"
         );
         let requested: RankSet = (5..9).collect();
-        let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Screen::default());
+        let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Terminal::default());
         assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
     }
 

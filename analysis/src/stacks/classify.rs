@@ -24,8 +24,8 @@ pub(super) fn classify_without(
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
 ) -> ObservedActivity {
-    type Question = fn(&Thread<'_>) -> Option<String>;
-    const QUESTIONS: &[(Activity, Question)] = &[
+    type Matcher = fn(&Thread<'_>) -> Option<String>;
+    const MATCHERS: &[(Activity, Matcher)] = &[
         (Activity::Gil, waits_for_gil),
         (Activity::CommInit, initializes),
         (Activity::DeviceWait, waits_for_device),
@@ -39,10 +39,12 @@ pub(super) fn classify_without(
         (Activity::Running, runs),
     ];
     let thread = Thread { native, python };
-    QUESTIONS
+    MATCHERS
         .iter()
         .filter(|(activity, _)| *activity != excluded)
-        .find_map(|(activity, ask)| ask(&thread).map(|witness| ObservedActivity { activity: *activity, witness }))
+        .find_map(|(activity, matcher)| {
+            matcher(&thread).map(|witness| ObservedActivity { activity: *activity, witness })
+        })
         .unwrap_or_default()
 }
 

@@ -32,16 +32,17 @@ fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String
 
 /// The clauses of equal statements, each about all of their ranks.
 fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
-    let mut said: Vec<(&Statement, Vec<usize>)> = Vec::new();
+    let mut spelled_out: Vec<(&Statement, Vec<usize>)> = Vec::new();
     for clause in clauses {
-        match said.iter().position(|(statement, _)| *statement == clause.statement) {
-            Some(index) => said[index].1.extend(clause.culprits),
-            None if said.len() < MAX_SPELLED => said.push((clause.statement, clause.culprits.to_vec())),
+        match spelled_out.iter().position(|(statement, _)| *statement == clause.statement) {
+            Some(index) => spelled_out[index].1.extend(clause.culprits),
+            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((clause.statement, clause.culprits.to_vec())),
             None => {}
         }
     }
-    let mut parts: Vec<String> = said.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
-    let counted: usize = said.iter().map(|(_, culprits)| culprits.len()).sum();
+    let mut parts: Vec<String> =
+        spelled_out.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
+    let counted: usize = spelled_out.iter().map(|(_, culprits)| culprits.len()).sum();
     let all: usize = clauses.iter().map(|clause| clause.culprits.len()).sum();
     if counted < all {
         parts.push(match all - counted {
