@@ -26,7 +26,7 @@ use crate::{
 /// Maximum number of facts. The facts about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
 
-/// Judges one incident: who stopped the job, where, and why.
+/// Judges one incident: which ranks stopped the job, where, and why.
 ///
 /// Pure and deterministic: the same evidence gives the same verdict, byte for byte.
 /// [`Verdict::timing`] keeps its default, because only the collector knows it.

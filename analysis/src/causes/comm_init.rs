@@ -55,7 +55,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
 }
 
-/// A rank that stands apart from the others before any rank has a communicator.
+/// A rank that is at another place than the others before any rank has a communicator.
 fn before_communicators(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     case.world.views.iter().all(has_no_communicator).then(|| missing_rank::is_elsewhere(case, suspect))?
 }

@@ -30,7 +30,7 @@ use crate::{
 ///
 /// - The rank left in order right after it launched the collective itself. Its watcher ended with
 ///   it, so nothing shows whether its call took part.
-/// - The rank left with success, and the ranks that wait are no majority or wait in a send or
+/// - The rank left with success, and the waiting ranks are not a majority, or wait in a send or
 ///   receive, which involves only two ranks: they may have made one operation too many.
 /// - The rank completed the collective and was killed while others are still inside. A rank that
 ///   ended by itself there did not take part in the collective; that is `missing_rank`.

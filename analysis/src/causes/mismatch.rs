@@ -163,7 +163,7 @@ pub(super) fn finding<Key: Ord + Clone>(
     let confidence = match (right.is_some(), dissent.certain) {
         (false, _) => Confidence::Low,
         (true, false) => Confidence::Medium,
-        // The largest group is no majority of the communicator, or only a majority of the ranks
+        // The largest group is not a majority of the communicator, or only a majority of the ranks
         // that came.
         (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[event]),

@@ -55,8 +55,8 @@ const MOST_MEMBERS: usize = 1024;
 /// - A rank that called the collective in a group that it has not closed, because it stands still
 ///   elsewhere.
 ///
-/// If no record shows who waits, a rank that stands still elsewhere than most is named with low
-/// confidence. So are the few ranks in a collective while most ranks are together at one other
+/// If no record shows which ranks wait, a rank that stands still elsewhere than most is named with
+/// low confidence. So are the few ranks in a collective while most ranks are together at one other
 /// place.
 pub(super) const ABSENT: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: all_entered };
 

@@ -229,7 +229,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(PatternBreak, Vec<(us
         return None;
     }
     // The others wait for a rank that left out a collective, in its communicator. Ranks for which
-    // nobody waits went on without it, as they may.
+    // no rank waits continued without it, as they may.
     let missed = |(rank_index, deviation): &(usize, Deviation)| {
         events.iter().any(|event| {
             let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
@@ -271,7 +271,7 @@ pub(super) fn check_pattern(case: &Case<'_>, suspect: &Suspect, explains: &[Patt
 }
 
 /// In a cycle every rank waits and no rank is behind, so only the past shows the culprit: some
-/// ranks left the pattern of their operations, and the others kept theirs. This is no proof,
+/// ranks left the pattern of their operations, and the others kept theirs. This is not a proof,
 /// because the change of plan may be right and the others may have missed it. So the confidence is
 /// never high.
 fn left_pattern(case: &Case<'_>, events: &[Event], kind: PatternBreak, found: &[(usize, Deviation)]) -> Finding {

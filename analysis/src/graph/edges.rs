@@ -107,7 +107,7 @@ impl Builder<'_, '_> {
 }
 
 /// Whether the host itself runs what the rank has launched: it has no device, and no collective is
-/// under way. A host library runs a collective only while somebody waits for it.
+/// under way. A host library runs a collective only while a thread waits for it.
 fn runs_on_host(view: &RankView<'_>) -> bool {
     let under_way = |operation: &Operation| operation.kind() == OpKind::Collective && operation.started_ns != 0;
     !view.has_device() && !view.pending().any(under_way)

@@ -176,8 +176,8 @@ fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
     last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
 }
 
-/// The main thread of each culprit waits for a thread or child process that is busy. That proves a
-/// hang as little as a busy main thread.
+/// The main thread of each culprit waits for a thread or child process that is busy. Like a busy
+/// main thread, that does not prove a hang.
 pub(super) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
     let busy = |rank_index: &usize| case.view(*rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
     !culprits.is_empty() && culprits.iter().all(|rank_index| !case.view(*rank_index).halted() && busy(rank_index))

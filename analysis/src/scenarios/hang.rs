@@ -12,20 +12,20 @@ use xpu_timer_proto::{
 };
 
 /// A job without a pending operation in which nothing was launched for a long time.
-fn quiet(stands: impl Fn(u32) -> Stack) -> Job {
+fn quiet(stack: impl Fn(u32) -> Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Idle);
-    (0..4).for_each(|rank| job.set_stack(rank, stands(rank)));
+    (0..4).for_each(|rank| job.set_stack(rank, stack(rank)));
     job
 }
 
 /// Rank 2 has not entered the all_reduce in which the others wait for longer than the timeout.
-fn waits_for(stands: Stack) -> Job {
+fn waits_for(stack: Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in [0, 1, 3] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.set_stack(2, stands);
+    job.set_stack(2, stack);
     job
 }
 
@@ -45,8 +45,8 @@ fn a_job_that_reads_or_computes_is_no_hang() {
 
 #[test]
 fn a_job_that_waits_for_work_is_no_hang() {
-    for stand in [Stack::sleep, Stack::pause, Stack::lock, Stack::loader] {
-        assert_eq!(hang(&quiet(|_| stand())), HangEvidence::None);
+    for stack in [Stack::sleep, Stack::pause, Stack::lock, Stack::loader] {
+        assert_eq!(hang(&quiet(|_| stack())), HangEvidence::None);
     }
 }
 
@@ -118,8 +118,8 @@ fn worker(job: &mut Job, cpu_ns: u64, bytes: u64) {
 
 #[test]
 fn ranks_that_wait_for_one_whose_workers_go_on_do_not_hang() {
-    let with = |stands: Stack, cpu_ns: u64, bytes: u64| {
-        let mut job = waits_for(stands);
+    let with = |stack: Stack, cpu_ns: u64, bytes: u64| {
+        let mut job = waits_for(stack);
         worker(&mut job, cpu_ns, bytes);
         job.judge()
     };

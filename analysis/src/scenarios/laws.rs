@@ -28,14 +28,14 @@ fn stacks() -> Vec<Stack> {
 
 /// Jobs of eight ranks with a world communicator and two halves, in which some ranks are elsewhere.
 fn any_job() -> impl Strategy<Value = Job> {
-    (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(does, stands)| {
+    (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(states, stack_kinds)| {
         let mut job = Job::with_world(8, 6);
         job.comm(0x1, &[0, 1, 2, 3]);
         job.comm(0x2, &[4, 5, 6, 7]);
         for rank in 0..8u32 {
             let half = if rank < 4 { 0x1 } else { 0x2 };
-            match does[rank as usize] {
-                0 => job.set_stack(rank, stacks()[stands[rank as usize]].clone()),
+            match states[rank as usize] {
+                0 => job.set_stack(rank, stacks()[stack_kinds[rank as usize]].clone()),
                 1 => job.enter(half, rank, Op::AllReduce),
                 2 => job.queue(half, rank, Op::AllReduce),
                 3 => job.complete(0x77, rank, |_| ()),

@@ -88,7 +88,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
     let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
     let threads = last.native.iter().filter(|thread| thread.pid != main).map(|after| {
         let of = |sample: Sample<'_>| sample.python.iter().find(|thread| thread.os_thread_id == after.pid).cloned();
-        // Library threads may poll by nature, so only the program's own threads count.
+        // Library threads may poll all the time, so only the program's own threads count.
         let (line_before, line_after) = (of(first), of(last));
         let is_own = line_after.is_some() || last.python.is_empty();
         let Some(before) = first.native.iter().find(|before| before.pid == after.pid).filter(|_| is_own) else {
@@ -227,9 +227,9 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         if doing.activity != Activity::Io || !same {
             return None;
         }
-        // Library threads (watchers, network threads) read sockets and pipes by nature, so only the
-        // program's own threads count. A thread in a queue waits for its tasks or hands over its
-        // results, so it waits for others.
+        // Library threads (watchers, network threads) read sockets and pipes all the time, so only
+        // the program's own threads count. A thread in a queue waits for its tasks or hands over
+        // its results, so it waits for others.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
         if frames.is_some_and(|frames| in_queue(frames)) {
             return None;

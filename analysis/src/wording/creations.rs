@@ -135,7 +135,7 @@ pub(crate) fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> 
     ))
 }
 
-/// Who is at the store, and who cannot connect to it.
+/// The ranks at the store, and those that cannot connect to it.
 pub(crate) fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     let there = format!("{} {} in the creation of a communicator", others.text(), others.number().is());

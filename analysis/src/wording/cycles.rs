@@ -211,7 +211,7 @@ impl SplitCreation<'_> {
         })
     }
 
-    /// Who is in the creation, and who in the operation.
+    /// The ranks in the creation, and those in the operation.
     pub fn lines(&self, case: &Case<'_>) -> Vec<EvidenceLine> {
         let of = |rank_indices: &[usize], event: Event| {
             let who = Ranks::of(case, rank_indices);

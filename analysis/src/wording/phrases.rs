@@ -168,11 +168,11 @@ impl<'a> Case<'a> {
     }
 
     /// The clause with the ranks that wait for a suspect: `; ranks 0-1, 3 wait for it in all_reduce
-    /// 31 of …`, or `there` if `said` already names the event.
-    pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
+    /// 31 of …`, or `there` if the sentence so far already names the event.
+    pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
         let held =
             self.suspect_rank(suspect).map_or(String::new(), |rank_index| self.resource_waiter_clause(rank_index));
-        held + &self.event_waiters_clause(suspect, culprits, said)
+        held + &self.event_waiters_clause(suspect, culprits, sentence)
     }
 
     /// The clause with the rank that waits for a resource of this rank.
@@ -185,11 +185,11 @@ impl<'a> Case<'a> {
         text.unwrap_or_default()
     }
 
-    fn event_waiters_clause(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
+    fn event_waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
         let it = if culprits.len() > 1 { "them" } else { "it" };
         let place = |event: Event| {
             let what = self.describe(event);
-            if said.contains(&what) { "there".to_owned() } else { format!("in {what}") }
+            if sentence.contains(&what) { "there".to_owned() } else { format!("in {what}") }
         };
         if let Some(event) = self.main_event(suspect) {
             let waiters = self.world.ranks(
@@ -252,12 +252,12 @@ impl<'a> Case<'a> {
         about(self, rank_index, &format!("is inside {}", self.view(rank_index).host.observed.witness))
     }
 
-    /// Where the first two of these ranks are and what moved, as lines of evidence.
+    /// The places of the first two of these ranks and their progress, as lines of evidence.
     pub fn position_lines_of(&self, rank_indices: &[usize]) -> Vec<EvidenceLine> {
         rank_indices.iter().take(2).flat_map(|rank_index| self.position_lines(*rank_index)).collect()
     }
 
-    /// Where a rank is and what moved, as lines of evidence.
+    /// The place of a rank and its progress between the samples, as lines of evidence.
     pub fn position_lines(&self, rank_index: usize) -> Vec<EvidenceLine> {
         let view = self.view(rank_index);
         let mut lines = Vec::new();

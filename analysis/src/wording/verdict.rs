@@ -53,8 +53,8 @@ fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
     parts
 }
 
-/// The sentence of a verdict: the clauses of the first rule, who waits for `main` among its
-/// suspects, and the clauses of the other rules. `culprits` are those of all clauses.
+/// The sentence of a verdict: the clauses of the first rule, the ranks that wait for `main` among
+/// its suspects, and the clauses of the other rules. `culprits` are those of all clauses.
 pub(crate) fn explained(
     case: &Case<'_>,
     primary: &[Clause<'_>],
