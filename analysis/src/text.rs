@@ -224,7 +224,8 @@ fn communicator_lines(report: &CommunicatorReport) -> Vec<String> {
         lines.push(format!("{communicator}: {}: no flight record", ranks(&report.silent)));
     }
     if report.unnamed > 0 {
-        lines.push(format!("{communicator}: {} more: not seen", rank_count(report.unnamed)));
+        let ranks = if report.unnamed == 1 { "rank" } else { "ranks" };
+        lines.push(format!("{communicator}: {} more {ranks}: not seen", report.unnamed));
     }
     lines
 }

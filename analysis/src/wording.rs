@@ -156,6 +156,15 @@ fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
+/// The place of a rank, if it is alone and its place is known, as a clause that names the rank:
+/// `; rank 2 is at train.py:41 in load`.
+fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    match place_of_one(case, rank_indices) {
+        place if place.is_empty() => place,
+        place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+    }
+}
+
 /// The reasons why the evidence excludes a cause.
 pub(crate) mod ruled_out {
     use super::Ranks;

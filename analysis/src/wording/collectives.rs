@@ -228,6 +228,7 @@ impl OperationVariant<'_> {
         match *self {
             OperationVariant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
             OperationVariant::Operation { name, root: None } => name.to_owned(),
+            OperationVariant::Elements { op, count: 1 } => format!("{} of 1 element", op_name(op)),
             OperationVariant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
             OperationVariant::Type { op, dtype } => {
                 let dtype = dtype_name(dtype);
@@ -270,7 +271,7 @@ pub(crate) fn differ(case: &Case<'_>, event: Event, groups: &[VariantGroup<'_>],
         .collect();
     Statement::Sentence(match right {
         Some(right) => {
-            format!("In collective {number}, {} while {}.", odd.join(" and "), runs(case, &groups[right]))
+            format!("In collective {number}, {}, while {}.", odd.join(" and "), runs(case, &groups[right]))
         }
         None => format!("In collective {number}, the ranks differ: {}.", odd.join(", ")),
     })

@@ -1,6 +1,6 @@
 //! Ranks that wait for each other in a cycle.
 
-use super::{Number, Ranks, Statement, about, line, place_of_one};
+use super::{Number, Ranks, Statement, about, line, named_location, place_of_one};
 use crate::{
     case::Case,
     graph::Event,
@@ -54,7 +54,8 @@ pub(crate) fn left_pattern(
     waited: Option<Event>,
 ) -> Statement {
     let who = Ranks::of(case, culprits);
-    let it = Number::of(culprits.len()).it();
+    let number = Number::of(culprits.len());
+    let (it, its) = (number.it(), number.its());
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
@@ -62,14 +63,10 @@ pub(crate) fn left_pattern(
             format!("skipped the {expected} that {it} had always called before the {actual}")
         }
         PatternBreak::NewCollective => {
-            format!(
-                "called the {actual} for the first time, in place of the {expected} that {it} had always called at this point"
-            )
+            format!("called the {actual} for the first time, in place of {its} usual {expected}")
         }
         PatternBreak::NewTransfer => {
-            format!(
-                "called a {actual} for the first time, in place of the {expected} that {it} had always called at this point"
-            )
+            format!("called a {actual} for the first time, in place of {its} usual {expected}")
         }
         PatternBreak::Order | PatternBreak::TransferOrder => {
             format!(
@@ -190,12 +187,12 @@ impl SplitCreation<'_> {
         let (what, next) = (case.describe(self.creation), case.describe(self.used));
         Statement::Sentence(if blames_creating {
             format!(
-                "{} {} in {what}{}, which {absent} {} not join: {absent} {} in {next}.",
+                "{} {} in {what}, which {absent} {} not join: {absent} {} in {next}{}.",
                 creating.capital(),
                 creating.number().is(),
-                place_of_one(case, self.creating),
                 number.does(),
                 number.waits(),
+                named_location(case, self.creating),
                 absent = absent.text(),
             )
         } else {
