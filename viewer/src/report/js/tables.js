@@ -293,7 +293,7 @@ function buildMoved() {
   const section = byId("moved");
   const ranks = D.ranks.filter((rank) => rank.moved);
   const apart = D.between_ms ? `The two samples are ${timeText(D.between_ms)} apart. ` : "";
-  section.append(...heading("moved-title", "Changes between the two samples", `${apart}A rank without a change is probably stuck. A rank with a change makes progress, or is slow.`));
+  section.append(...heading("moved-title", "Changes between the two samples", `${apart}A rank without a change waits or is stuck. A rank with a change makes progress, perhaps slowly.`));
   if (!ranks.length) {
     section.hidden = true;
     D.notes.push("Each dump has only one sample, so this report cannot show what changed between two samples.");
