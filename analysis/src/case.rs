@@ -21,6 +21,25 @@ use crate::{
 /// The file name of a standard input that is a pipe.
 pub(crate) const STANDARD_INPUT: &str = "/dev/stdin";
 
+/// Where the main thread of a rank is, to compare it with others. It has the names of files without
+/// their folders, as the sentence does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Position<'a> {
+    /// The frame of the user's code: `file:line`, and its function.
+    pub python: Option<(&'a str, Option<&'a str>)>,
+    /// The frame in another file of the user that called it: `file:line`, and its function.
+    pub caller: Option<(&'a str, Option<&'a str>)>,
+    /// The C function.
+    pub native: Option<&'a str>,
+}
+
+impl Position<'_> {
+    /// Whether no stack shows the position.
+    pub fn is_unknown(&self) -> bool {
+        self.python.is_none() && self.native.is_none()
+    }
+}
+
 /// One incident, as the rules see it.
 pub(crate) struct Case<'a> {
     /// The evidence of the verdict.
@@ -64,6 +83,20 @@ impl<'a> Case<'a> {
     /// The view of a rank.
     pub fn view(&self, rank_index: usize) -> &RankView<'a> {
         &self.world.views[rank_index]
+    }
+
+    /// Where the main thread of a rank is.
+    pub fn position(&self, rank_index: usize) -> Position<'_> {
+        let location = &self.view(rank_index).host.location;
+        let python = location.python.as_deref();
+        Position {
+            python: python.map(|python| (stacks::base_name(python), location.python_function.as_deref())),
+            caller: python.and(location.caller.as_deref()).map(|caller| match caller.split_once(" in ") {
+                Some((file, function)) => (stacks::base_name(file), Some(function)),
+                None => (caller, None),
+            }),
+            native: location.native.as_deref(),
+        }
     }
 
     /// The rank of a suspect of the host kind.

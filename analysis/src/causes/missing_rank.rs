@@ -204,13 +204,13 @@ pub(super) fn is_elsewhere(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
 pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
-    let place = case.place(*outside.first()?);
-    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.place(*rank_index) == place;
+    let position = case.position(*outside.first()?);
+    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.position(*rank_index) == position;
     let all_known = inside.len() + outside.len() == case.comms[comm].size as usize;
     if outside.len() <= inside.len()
         || inside.is_empty()
         || !all_known
-        || place.is_empty()
+        || position.is_unknown()
         || !outside.iter().all(together)
     {
         return None;

@@ -31,7 +31,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Teardown))?;
     let waiters = case.main_event(suspect).map_or(&[][..], |event| case.graph.waiters_of(event));
-    if !waiters.is_empty() && waiters.iter().all(|waiter| case.place(*waiter) == case.place(rank_index)) {
+    if !waiters.is_empty() && waiters.iter().all(|waiter| case.position(*waiter) == case.position(rank_index)) {
         return None;
     }
     let mut evidence = Vec::from_iter(case.witness_line(rank_index));

@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::Presence;
 
 use super::outcome::waiting;
 use crate::{
-    case::Case,
+    case::{Case, Position},
     causes::{Finding, RULES, alone_in, ended_by_agent, ended_by_signal},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
@@ -305,14 +305,15 @@ fn several_causes(arbitrated: &Arbitrated<'_, '_>) -> bool {
 fn many_together(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let Arbitrated { case, findings, culprits, .. } = arbitrated;
     let is_absent = matches!(findings[0].cause(), Cause::MissingRank | Cause::P2pUnmatched);
-    let together = culprits.len() > 1 && culprits.iter().all(|index| case.place(*index) == case.place(culprits[0]));
+    let together =
+        culprits.len() > 1 && culprits.iter().all(|index| case.position(*index) == case.position(culprits[0]));
     is_absent && together && culprits.len() > waiting(case).iter().filter(|index| !culprits.contains(index)).count()
 }
 
 fn missing_at_several_places(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let missing = arbitrated.primary().flat_map(|ruling| &ruling.finding.culprits);
-    let places: BTreeSet<String> = missing.map(|index| arbitrated.case.place(*index)).collect();
-    arbitrated.findings[0].cause() == Cause::MissingRank && places.len() > 1
+    let positions: BTreeSet<Position<'_>> = missing.map(|index| arbitrated.case.position(*index)).collect();
+    arbitrated.findings[0].cause() == Cause::MissingRank && positions.len() > 1
 }
 
 fn assumed_wait(arbitrated: &Arbitrated<'_, '_>) -> bool {

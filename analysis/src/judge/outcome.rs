@@ -83,9 +83,10 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
 
 /// Whether all ranks of a job of several are at one known place.
 fn all_at_one_place(case: &Case<'_>) -> bool {
-    let first = case.place(0);
-    let same = (1..case.world.views.len()).all(|rank_index| case.place(rank_index) == first);
-    same && !first.is_empty() && case.world.views.len() > 1
+    let all = case.world.views.len();
+    all > 1
+        && !case.position(0).is_unknown()
+        && (1..all).all(|rank_index| case.position(rank_index) == case.position(0))
 }
 
 /// Whether a rank left in order, with or without a `Goodbye`. A rank that ended with an error of

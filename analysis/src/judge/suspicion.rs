@@ -8,7 +8,11 @@ use std::collections::BTreeMap;
 use xpu_timer_proto::v1::{OpKind, TriggerKind};
 
 use super::outcome::{ended_in_order, is_idle};
-use crate::{case::Case, graph::Suspect, verdict::Activity};
+use crate::{
+    case::{Case, Position},
+    graph::Suspect,
+    verdict::Activity,
+};
 
 /// One rule of the table.
 struct Suspicion {
@@ -212,9 +216,9 @@ fn split_by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
     if !all.clone().all(known) {
         return None;
     }
-    let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    all.for_each(|rank_index| places.entry(case.place(rank_index)).or_default().push(rank_index));
-    let most = places.into_values().find(|ranks| 2 * ranks.len() > case.world.views.len())?;
+    let mut positions: BTreeMap<Position<'_>, Vec<usize>> = BTreeMap::new();
+    all.for_each(|rank_index| positions.entry(case.position(rank_index)).or_default().push(rank_index));
+    let most = positions.into_values().find(|ranks| 2 * ranks.len() > case.world.views.len())?;
     let few: Vec<usize> = (0..case.world.views.len()).filter(|rank_index| !most.contains(rank_index)).collect();
     (!few.is_empty()).then_some((most, few))
 }

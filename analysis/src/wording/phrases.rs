@@ -15,12 +15,9 @@ use crate::{
     world::RankView,
 };
 
-/// Shortens `path/train.py:88 in step` to `train.py:88 in step`.
-fn short_frame(frame: &str) -> String {
-    match frame.split_once(" in ") {
-        Some((file, function)) => format!("{} in {function}", stacks::base_name(file)),
-        None => frame.to_owned(),
-    }
+/// `train.py:88 in step`.
+fn frame((file, function): (&str, Option<&str>)) -> String {
+    function.map_or(file.to_owned(), |function| format!("{file} in {function}"))
 }
 
 /// Where a rank is, and what it waits for itself.
@@ -28,16 +25,13 @@ impl<'a> Case<'a> {
     /// Where the main thread of a rank is, to follow a verb: ` at train.py:41 in load (C function
     /// read)`.
     pub fn place(&self, rank_index: usize) -> String {
-        let location = &self.view(rank_index).host.location;
+        let position = self.position(rank_index);
         let mut place = String::new();
-        if let Some(python) = &location.python {
-            let caller = location.caller.as_ref().map(|caller| format!("{}, via ", short_frame(caller)));
-            place.push_str(&format!(" at {}{}", caller.unwrap_or_default(), stacks::base_name(python)));
-            if let Some(function) = &location.python_function {
-                place.push_str(&format!(" in {function}"));
-            }
+        if let Some(python) = position.python {
+            let caller = position.caller.map_or(String::new(), |caller| format!("{}, via ", frame(caller)));
+            place.push_str(&format!(" at {caller}{}", frame(python)));
         }
-        match &location.native {
+        match position.native {
             Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
             Some(native) => place.push_str(&format!(" (C function {native})")),
             None => {}
