@@ -21,6 +21,25 @@ use crate::{
 /// The file name of a standard input that is a pipe.
 pub(crate) const STANDARD_INPUT: &str = "/dev/stdin";
 
+/// Where the main thread of a rank is, to compare it with others. It has the names of files without
+/// their folders, as the sentence does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Position<'a> {
+    /// The frame of the user's code: `file:line`, and its function.
+    pub python: Option<(&'a str, Option<&'a str>)>,
+    /// The frame in another file of the user that called it: `file:line`, and its function.
+    pub caller: Option<(&'a str, Option<&'a str>)>,
+    /// The C function.
+    pub native: Option<&'a str>,
+}
+
+impl Position<'_> {
+    /// Whether no stack shows the position.
+    pub fn is_unknown(&self) -> bool {
+        self.python.is_none() && self.native.is_none()
+    }
+}
+
 /// One incident, as the rules see it.
 pub(crate) struct Case<'a> {
     /// The evidence of the verdict.
@@ -64,6 +83,20 @@ impl<'a> Case<'a> {
     /// The view of a rank.
     pub fn view(&self, rank_index: usize) -> &RankView<'a> {
         &self.world.views[rank_index]
+    }
+
+    /// Where the main thread of a rank is.
+    pub fn position(&self, rank_index: usize) -> Position<'_> {
+        let location = &self.view(rank_index).host.location;
+        let python = location.python.as_deref();
+        Position {
+            python: python.map(|python| (stacks::base_name(python), location.python_function.as_deref())),
+            caller: python.and(location.caller.as_deref()).map(|caller| match caller.split_once(" in ") {
+                Some((file, function)) => (stacks::base_name(file), Some(function)),
+                None => (caller, None),
+            }),
+            native: location.native.as_deref(),
+        }
     }
 
     /// The rank of a suspect of the host kind.
@@ -159,7 +192,7 @@ impl<'a> Case<'a> {
     }
 
     /// The main thread of a rank waits for data from a socket, or polls for something, so another
-    /// process may be to blame.
+    /// process may be the culprit.
     pub fn waits_for_peer(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
         let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
@@ -231,14 +264,14 @@ impl<'a> Case<'a> {
         let helper = self.stuck_helper(rank_index);
         let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         let ran = host.moved.is_some_and(|moved| moved.main_ran);
-        let goes_on = match host.observed.activity {
+        let ends_by_itself = match host.observed.activity {
             Activity::Sleep | Activity::Running => true,
             Activity::DataLoader => !stuck && host.awaited.is_none(),
             Activity::Unknown => ran || self.waits_for_peer(rank_index) || helper.is_some() && !stuck,
             Activity::Io => ran,
             _ => false,
         };
-        goes_on || stacks::is_sleep(self.native_function(rank_index))
+        ends_by_itself || stacks::is_sleep(self.native_function(rank_index))
     }
 
     /// The main thread of a rank did not run at all between the samples, in a call that neither
@@ -246,8 +279,8 @@ impl<'a> Case<'a> {
     /// as those of a library that polls.
     pub fn blocked(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
-        let stands = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
-        stands && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
+        let stands_still = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
+        stands_still && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
     }
 
     /// Confidence in a suspect of the host kind. High only if its stacks and the records of all

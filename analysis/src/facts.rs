@@ -103,11 +103,12 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> Ho
                 }
             }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
-        stuck_helper: stacks::stuck_helper(dump, training).map(|StuckHelper { who, place }| HostHelper { who, place }),
-        gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, place, waiting }| HostGilHolder {
+        stuck_helper: stacks::stuck_helper(dump, training)
+            .map(|helper| HostHelper { who: helper.name, place: helper.state }),
+        gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, location, waiting }| HostGilHolder {
             thread,
             function,
-            place,
+            place: location,
             waiting: waiting as u64,
         }),
         compiler: stacks::compiler_child(dump),
@@ -158,7 +159,7 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
         Some(dump) => stacks::stuck_helper(dump, training(evidence)),
         None => {
             let helper = evidence.host.as_ref()?.stuck_helper.as_ref()?;
-            Some(StuckHelper { who: helper.who.clone(), place: helper.place.clone() })
+            Some(StuckHelper { name: helper.who.clone(), state: helper.place.clone() })
         }
     }
 }
@@ -172,7 +173,7 @@ pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
             Some(GilHolder {
                 thread: holder.thread.clone(),
                 function: holder.function.clone(),
-                place: holder.place.clone(),
+                location: holder.place.clone(),
                 waiting: usize::try_from(holder.waiting).unwrap_or(usize::MAX),
             })
         }

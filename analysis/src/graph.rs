@@ -1,7 +1,7 @@
 //! The wait-for graph over all communicators, and the places where chains of waiting end.
 //!
 //! A node is one of three things: the host of a rank (it has not launched something), the device of
-//! a rank (it has launched something that has not begun), or an event (a collective, a
+//! a rank (it has launched something that has not started), or an event (a collective, a
 //! point-to-point operation, or the creation of a communicator). An edge leads from a waiter to
 //! what it waits for. A node without an outgoing edge is a suspect. The number of edges is linear
 //! in the number of memberships, because the collectives of one communicator form a chain: number 9
@@ -23,7 +23,7 @@ use crate::{matching::Comm, world::World};
 pub(crate) struct Graph {
     /// All events, ascending.
     pub events: Vec<Event>,
-    /// The ranks inside each event, as indices: their devices have begun it.
+    /// The ranks inside each event, as indices: their devices have started it.
     pub waiters: Vec<Vec<usize>>,
     /// Where chains of waiting end.
     pub suspects: Vec<Suspect>,

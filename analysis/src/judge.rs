@@ -19,14 +19,14 @@ use crate::{
     graph::Suspect,
     report,
     verdict::{Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    wording::verdict::{self, Clause, Gap, Healthy},
+    wording::verdict::{self, Clause, EvidenceGap, HealthyReason},
     world::RankView,
 };
 
 /// Maximum number of facts. The facts about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
 
-/// Judges one incident: who stopped the job, where, and why.
+/// Judges one incident: which ranks stopped the job, where, and why.
 ///
 /// Pure and deterministic: the same evidence gives the same verdict, byte for byte.
 /// [`Verdict::timing`] keeps its default, because only the collector knows it.
@@ -35,7 +35,7 @@ pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
     let mut case = Case::of(&evidence);
     let outcome = if all_launched_recently(&case) {
-        not_a_hang(&case, &Healthy::AllLaunchedRecently, Confidence::Medium)
+        not_a_hang(&case, &HealthyReason::AllLaunchedRecently, Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
             case.graph.suspects = suspicion::suspects(&mut case);
@@ -178,12 +178,12 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
 /// What is missing in the evidence, and what opened the incident.
 fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
     type Check = fn(&RankView<'_>) -> bool;
-    const GAPS: [(Gap, Check); 5] = [
-        (Gap::Unseen, |view| view.unseen()),
-        (Gap::NoStack, |view| is_known(view) && !view.host.stack),
-        (Gap::NoFlightRecord, |view| is_known(view) && view.flight.is_none()),
-        (Gap::LostOperations, |view| view.lossy()),
-        (Gap::StuckWatcher, is_watcher_stuck),
+    const GAPS: [(EvidenceGap, Check); 5] = [
+        (EvidenceGap::Unseen, |view| view.unseen()),
+        (EvidenceGap::NoStack, |view| is_known(view) && !view.host.stack),
+        (EvidenceGap::NoFlightRecord, |view| is_known(view) && view.flight.is_none()),
+        (EvidenceGap::LostOperations, |view| view.lossy()),
+        (EvidenceGap::StuckWatcher, is_watcher_stuck),
     ];
     let mut lines = Vec::new();
     for (gap, has) in GAPS {

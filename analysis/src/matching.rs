@@ -23,7 +23,7 @@ pub(crate) struct Member<'a> {
     pub state: CommunicatorState,
     /// Collectives launched on the host.
     pub launched: u64,
-    /// Collectives begun on the device.
+    /// Collectives started on the device.
     pub started: u64,
     /// Collectives completed on the device.
     pub completed: u64,

@@ -62,7 +62,7 @@ impl std::fmt::Display for TreeError {
                 write!(f, "node {node} of the tree names word {word}, which is not there")
             }
             TreeError::ParentAfterChild { node, parent } => {
-                write!(f, "node {node} of the tree has parent {parent}, which does not stand before it")
+                write!(f, "node {node} of the tree has parent {parent}, which does not come before it")
             }
             TreeError::BackwardRun { node } => {
                 write!(f, "node {node} of the tree has a run of ranks that ends before it begins")

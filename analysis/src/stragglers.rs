@@ -123,13 +123,12 @@ impl fmt::Display for SlowRank {
         let percent = |part: f64| (part * 100.0).round();
         write!(
             f,
-            "it waits {} % of the time for others, the others wait {} %; it comes late in {} % of the time on communicator {} ({} \
-             ranks)",
+            "it waits for others {} % of the time, while they wait {} %; it is late {} % of the time on communicator {} ({})",
             percent(self.waits),
             percent(self.others_wait),
             percent(self.late),
             text::communicator(self.communicator),
-            self.size
+            text::rank_count(self.size)
         )
     }
 }
@@ -145,7 +144,7 @@ pub struct Comparison {
 
 /// One rank in one communicator, over the compared blocks.
 #[derive(Debug, Clone, Copy, Default)]
-struct Standing {
+struct RankPace {
     blocks: u32,
     late_blocks: u32,
     waited_us: f64,
@@ -154,7 +153,7 @@ struct Standing {
     squares: f64,
 }
 
-impl Standing {
+impl RankPace {
     /// Adds a block: how long this rank waited, how long the others waited, and how long the block
     /// took.
     fn add(&mut self, waited_us: f64, others_us: f64, span_us: f64) {
@@ -205,19 +204,18 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
         }
     }
     // The communicator in which a rank is latest.
-    let mut latest: HashMap<u32, (u64, u32, Standing)> = HashMap::new();
+    let mut latest: HashMap<u32, (u64, u32, RankPace)> = HashMap::new();
     let mut compared = Vec::new();
     for (communicator, members) in &by_communicator {
-        for ((rank, series), standing) in members.iter().zip(standings(members)) {
-            if standing.blocks == 0 {
+        for ((rank, series), pace) in members.iter().zip(paces(members)) {
+            if pace.blocks == 0 {
                 continue;
             }
             compared.push(*rank);
-            *waits.entry(*rank).or_default() += share(standing.waited_us, standing.span_us);
-            let is_later =
-                latest.get(rank).is_none_or(|(_, _, other)| standing.mean_lateness() > other.mean_lateness());
-            if standing.is_last() && is_later {
-                latest.insert(*rank, (*communicator, series.size, standing));
+            *waits.entry(*rank).or_default() += share(pace.waited_us, pace.span_us);
+            let is_later = latest.get(rank).is_none_or(|(_, _, other)| pace.mean_lateness() > other.mean_lateness());
+            if pace.is_last() && is_later {
+                latest.insert(*rank, (*communicator, series.size, pace));
             }
         }
     }
@@ -230,7 +228,7 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
     let mut slow: Vec<SlowRank> = waits
         .iter()
         .filter_map(|(rank, own)| {
-            let (communicator, size, standing) = latest.get(rank)?;
+            let (communicator, size, pace) = latest.get(rank)?;
             let others_wait = median_of_others(&sorted, *own)?;
             (others_wait - own >= MARGIN).then(|| SlowRank {
                 rank: *rank,
@@ -238,7 +236,7 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
                 others_wait,
                 communicator: *communicator,
                 size: *size,
-                late: standing.late_share(),
+                late: pace.late_share(),
             })
         })
         .collect();
@@ -246,9 +244,9 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
     Comparison { waits, slow }
 }
 
-/// The standing of each member of a communicator over the blocks that they share.
-fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
-    let mut standings = vec![Standing::default(); members.len()];
+/// The pace of each member of a communicator over the blocks that they share.
+fn paces(members: &[(u32, &Series)]) -> Vec<RankPace> {
+    let mut paces = vec![RankPace::default(); members.len()];
     let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
     let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
     // By block index: member, time inside and span.
@@ -268,11 +266,11 @@ fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
         for (member, inside, span) in present {
             let own = inside - quickest;
             if let Some(others) = median_of_others(&waited, own).filter(|_| *span > 0.0) {
-                standings[*member].add(own, others, *span);
+                paces[*member].add(own, others, *span);
             }
         }
     }
-    standings
+    paces
 }
 
 /// Merges blocks to one level, so that they can be compared: index, time inside and span of each
@@ -419,8 +417,7 @@ mod tests {
         assert_eq!(comparison.waits.len(), 8);
         assert_eq!(
             slowest.to_string(),
-            "it waits 0 % of the time for others, the others wait 33 %; it comes late in 100 % of the time on communicator 0x1 (8 \
-             ranks)"
+            "it waits for others 0 % of the time, while they wait 33 %; it is late 100 % of the time on communicator 0x1 (8 ranks)"
         );
     }
 

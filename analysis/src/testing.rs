@@ -254,7 +254,7 @@ impl Job {
             },
         };
         for rank in 0..world {
-            job.stands(rank, Stack::device_wait());
+            job.set_stack(rank, Stack::device_wait());
         }
         job
     }
@@ -359,7 +359,7 @@ impl Job {
         self.push(rank, operation);
     }
 
-    /// The rank launches its next collective, and its device does not begin it.
+    /// The rank launches its next collective, and its device does not start it.
     pub fn queue(&mut self, id: u64, rank: u32, op: Op) {
         let counters = self.counters(id, rank);
         counters.launched += 1;
@@ -367,12 +367,12 @@ impl Job {
         self.push(rank, Self::operation(id, seq, op));
     }
 
-    /// A send or receive that has begun.
+    /// A send or receive that has started.
     pub fn transfer(&mut self, id: u64, rank: u32, op: Op, peer: i32) {
         self.push(rank, Operation { peer, started_ns: HANG + 2000, ..Self::operation(id, 1, op) });
     }
 
-    /// A kernel that has begun.
+    /// A kernel that has started.
     pub fn kernel(&mut self, rank: u32, name: &str) {
         self.push(
             rank,
@@ -406,11 +406,11 @@ impl Job {
         });
         let operation = Self::operation(id, 1, Op::CommInit);
         self.push(rank, Operation { kind: OpKind::HostCall.into(), returned_ns: 0, dtype: 0, ..operation });
-        self.stands(rank, Stack::init());
+        self.set_stack(rank, Stack::init());
     }
 
     /// Both samples of the rank show this stack.
-    pub fn stands(&mut self, rank: u32, stack: Stack) {
+    pub fn set_stack(&mut self, rank: u32, stack: Stack) {
         let (first, last) = (stack.sample(rank, true), stack.sample(rank, false));
         let entry = self.rank(rank);
         entry.dump = Some(Stacktrace {

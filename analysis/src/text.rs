@@ -154,8 +154,9 @@ pub fn operation_state(operation: &Operation) -> OperationState {
 }
 
 impl Verdict {
-    /// The content of `verdict.txt`: the sentence, the evidence, who waits where, and what was
-    /// ruled out. Lines have at most 100 columns, unless a single word is longer.
+    /// The content of `verdict.txt`: the sentence, the evidence, the state of the communicators and
+    /// of the ranks, and what was ruled out. Lines have at most 100 columns, unless a single word
+    /// is longer.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut text = String::new();
@@ -170,8 +171,10 @@ impl Verdict {
         paragraph(
             &mut text,
             &format!(
-                "job:         {job}{} ranks, attempt {}, incident {}",
-                self.world_size, self.attempt, self.incident
+                "job:         {job}{}, attempt {}, incident {}",
+                rank_count(self.world_size),
+                self.attempt,
+                self.incident
             ),
             "             ",
         );
@@ -180,8 +183,8 @@ impl Verdict {
         }
 
         section(&mut text, "Evidence", self.evidence.iter().map(|line| line.text.clone()));
-        section(&mut text, "Who waits where", self.communicators.iter().flat_map(communicator_lines));
-        section(&mut text, "Where the ranks stand", self.ranks.iter().map(rank_line));
+        section(&mut text, "State of the communicators", self.communicators.iter().flat_map(communicator_lines));
+        section(&mut text, "State of the ranks", self.ranks.iter().map(rank_line));
         section(
             &mut text,
             "Ruled out",
@@ -192,7 +195,13 @@ impl Verdict {
     }
 }
 
+/// `1 rank` or `4 ranks`.
+pub(crate) fn rank_count(count: u32) -> String {
+    format!("{count} {}", if count == 1 { "rank" } else { "ranks" })
+}
+
 fn communicator_lines(report: &CommunicatorReport) -> Vec<String> {
+    let communicator = format!("{} ({})", report.id, rank_count(report.size));
     let mut lines = Vec::new();
     for group in &report.groups {
         let state = match &group.waits_in {
@@ -205,15 +214,18 @@ fn communicator_lines(report: &CommunicatorReport) -> Vec<String> {
                 let peer = operation.peer.map_or(String::new(), |peer| format!(", peer {peer}"));
                 format!("{} {}{dtype}{peer}, {state}", operation.op, operation.seq)
             }
-            None => format!("nothing pending, {} launched and {} completed", group.launched, group.completed),
+            None => {
+                format!("nothing pending, {} collectives launched, {} completed", group.launched, group.completed)
+            }
         };
-        lines.push(format!("{} ({} ranks): {}: {state}", report.id, report.size, ranks(&group.ranks)));
+        lines.push(format!("{communicator}: {}: {state}", ranks(&group.ranks)));
     }
     if !report.silent.is_empty() {
-        lines.push(format!("{} ({} ranks): {}: no flight record", report.id, report.size, ranks(&report.silent)));
+        lines.push(format!("{communicator}: {}: no flight record", ranks(&report.silent)));
     }
     if report.unnamed > 0 {
-        lines.push(format!("{} ({} ranks): {} members not seen", report.id, report.size, report.unnamed));
+        let ranks = if report.unnamed == 1 { "rank" } else { "ranks" };
+        lines.push(format!("{communicator}: {} more {ranks}: not seen", report.unnamed));
     }
     lines
 }

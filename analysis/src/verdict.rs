@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use xpu_timer_proto::ring::lane::LONG_NS;
 
-/// Version of the form of `verdict.json`; a change that breaks a reader raises it.
+/// Version of the format of `verdict.json`. A change that breaks a reader raises it.
 pub const FORMAT: u32 = 1;
 
 /// Why the job stopped. Every cause here is the result of a rule of the judge.
@@ -34,9 +34,9 @@ pub enum Cause {
     Compile,
     /// The process collects garbage. Not a hang.
     PythonGc,
-    /// The process tears its communicators or itself down while others go on.
+    /// The process shuts down its communicators or itself while others continue.
     Teardown,
-    /// The main thread waits for a lock of its own process.
+    /// The main thread waits for a lock of its own process, or for one that processes share.
     HostLock,
     /// A communicator is not complete: some ranks are in its creation and others are not.
     CommInit,
@@ -44,25 +44,25 @@ pub enum Cause {
     P2pUnmatched,
     /// A rank has not entered the collective that its peers wait in.
     MissingRank,
-    /// Something else than a collective does not end on the device of a rank.
+    /// An operation other than a collective does not complete on the device of a rank.
     KernelHang,
-    /// Ranks run different operations at the same place of the same communicator.
+    /// Ranks run different operations at the same position of a communicator.
     OpMismatch,
     /// Ranks run the same operation with different sizes.
     SizeMismatch,
     /// Ranks run the same operation with different element types.
     DtypeMismatch,
-    /// Point-to-point operations wait for each other in a circle.
+    /// Point-to-point operations wait for each other in a cycle: a deadlock.
     P2pCycle,
     /// Ranks enter several communicators in different orders.
     OrderMismatch,
-    /// All ranks agree, all have entered, and nothing moves.
+    /// All ranks have entered the same operation, none differs, and no data moves.
     NetworkStall,
-    /// A rank is busy with something long, and it moves. Not a hang.
+    /// A rank is busy with a long step and makes progress. Not a hang.
     LongStep,
     /// Nothing is stuck. Not a hang.
     NotAHang,
-    /// The evidence does not tell.
+    /// The evidence does not show the cause.
     Unknown,
 }
 
@@ -132,7 +132,7 @@ impl Confidence {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum HangEvidence {
-    /// Nothing does: the job moves, is idle, or the evidence does not tell.
+    /// Nothing: the job makes progress, is idle, or the evidence does not show a hang.
     #[default]
     None,
     /// An operation has been pending for longer than the hang timeout, and no culprit makes
@@ -142,40 +142,40 @@ pub enum HangEvidence {
     WaitChain,
 }
 
-/// A fact that speaks for the verdict.
+/// A fact that supports the verdict.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EvidenceLine {
-    /// The fact, in words.
+    /// The fact, as a sentence.
     pub text: String,
-    /// The ranks it is about, ascending; empty when it is about the job.
+    /// The ranks that it is about, ascending. Empty if it is about the job.
     pub ranks: Vec<u32>,
 }
 
-/// A cause that was looked for and excluded.
+/// A cause that the evidence excludes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RuledOut {
     /// The cause.
     pub cause: Cause,
-    /// What excludes it.
+    /// The evidence that excludes it.
     pub reason: String,
 }
 
 /// The operation that the incident was opened for, or that a rank waits in.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub struct OperationState {
-    /// `all_reduce` and the like; the name of the kernel or C function when there is one.
+    /// The operation, such as `all_reduce`, or the name of the kernel or C function.
     pub op: String,
-    /// Communicator, `0x` and hexadecimal digits; absent when it has none.
+    /// The communicator: `0x` and hexadecimal digits. Absent if the operation has none.
     pub communicator: Option<String>,
-    /// Number within the communicator, from 1.
+    /// Sequence number within the communicator, from 1.
     pub seq: u64,
-    /// Elements, as the caller passed them.
+    /// Number of elements, as the caller passed it.
     pub count: u64,
-    /// `float32` and the like; empty when unknown.
+    /// The element type, such as `float32`. Empty if unknown.
     pub dtype: String,
-    /// Root or peer within the communicator; absent when it has none.
+    /// Root or peer, as a rank within the communicator. Absent if the operation has none.
     pub peer: Option<u32>,
-    /// The device has begun it: everything before it in its stream is done.
+    /// The device has started it: everything before it in its stream has completed.
     pub started: bool,
 }
 
@@ -186,59 +186,59 @@ pub struct CommunicatorGroup {
     pub ranks: Vec<u32>,
     /// Collectives launched on the host.
     pub launched: u64,
-    /// Collectives begun on the device.
+    /// Collectives started on the device.
     pub started: u64,
     /// Collectives completed on the device.
     pub completed: u64,
-    /// The oldest operation on this communicator that has not completed; absent when all have.
+    /// The oldest pending operation on this communicator. Absent if nothing is pending.
     pub waits_in: Option<OperationState>,
 }
 
-/// A communicator on which something is pending.
+/// A communicator with a pending operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CommunicatorReport {
-    /// Identity, equal on all its ranks: `0x` and hexadecimal digits.
+    /// Identity, equal on all ranks: `0x` and hexadecimal digits.
     pub id: String,
     /// Number of its ranks.
     pub size: u32,
-    /// Its ranks by equal state, those that are behind first.
+    /// Its ranks, grouped by equal state. Groups that are behind come first.
     pub groups: Vec<CommunicatorGroup>,
-    /// Ranks in the job that belong to it and of which no flight record tells anything.
+    /// Its ranks without a flight record.
     pub silent: Vec<u32>,
-    /// Members whose rank in the job is not known.
+    /// Number of members whose rank in the job is unknown.
     pub unnamed: u32,
 }
 
-/// Where a rank stands.
+/// The place of the main thread in the code.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, JsonSchema)]
 pub struct Location {
-    /// The user's own innermost Python frame on the main thread: `path:line`.
+    /// The innermost Python frame of the user's own code on the main thread: `path:line`.
     pub python: Option<String>,
     /// The function of that frame.
     pub python_function: Option<String>,
-    /// Of a thread that waits for its device, when the frame is in a file that was called from
-    /// another one of the user's: the frame there, `path:line in function`.
+    /// The innermost frame in another file of the user, `path:line in function`. Only for a thread
+    /// that waits for its device, because `python` may then be a mere wrapper of the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub caller: Option<String>,
-    /// The function of the main thread's native stack that tells most: the call that blocks,
-    /// without the insides of libraries.
+    /// The native function that says most about the wait: the blocking call, without the internal
+    /// functions of libraries.
     pub native: Option<String>,
 }
 
-/// What the main thread of a rank does, by the words on its stacks.
+/// What the main thread of a rank does, by the functions on its stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Activity {
-    /// No stack, or none of its words is known.
+    /// There is no stack, or no function on it is known.
     #[default]
     Unknown,
     /// Waits for the device, or in a collective.
     DeviceWait,
-    /// In the creation of a communicator or in the store behind it.
+    /// Creates a communicator, or waits for the store that this needs.
     CommInit,
     /// Waits for its data loader.
     DataLoader,
-    /// In a read, write or sync.
+    /// Is in a read, write or sync.
     Io,
     /// Waits for a lock.
     Lock,
@@ -248,11 +248,11 @@ pub enum Activity {
     Compile,
     /// Collects garbage.
     Gc,
-    /// Sleeps by its own will.
+    /// Sleeps for a time.
     Sleep,
-    /// Tears communicators or the process down.
+    /// Shuts down communicators or the process.
     Teardown,
-    /// On a processor.
+    /// Runs on a CPU.
     Running,
 }
 
@@ -264,13 +264,13 @@ pub struct RankGroup {
     /// `present`, `dead`, `left`, `unregistered`, `missing`, or `not seen` for a rank of another
     /// node.
     pub presence: String,
-    /// As in `/proc/PID/status`: `S (sleeping)`; empty when no dump tells.
+    /// As in `/proc/PID/status`: `S (sleeping)`. Empty if there is no dump.
     pub process_state: String,
     /// What the main thread does.
     pub activity: Activity,
-    /// Something moved on it between the two samples; absent when there are no two samples.
+    /// Whether it made progress between the two samples. Absent without two samples.
     pub moved: Option<bool>,
-    /// Where the main thread stands.
+    /// The place of the main thread.
     pub location: Location,
     /// Why there is no dump, or what is missing in it.
     pub errors: Vec<String>,
@@ -287,33 +287,33 @@ pub struct TriggerReport {
     pub operation: Option<OperationState>,
 }
 
-/// Whether the incident goes on.
+/// The state of the incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// The hang lasts.
+    /// The hang continues.
     #[default]
     Open,
-    /// What was pending completed after all.
+    /// The pending operation completed after all.
     Resolved,
     /// The job ended.
     Ended,
 }
 
-/// What the hooks of all ranks say of themselves.
+/// What the hooks of all ranks measured about themselves.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HookReport {
-    /// Ranks whose hook says something.
+    /// Number of ranks whose hook reported its measurements.
     pub ranks: u32,
-    /// Own time in one launch, in nanoseconds, on average over the measured ones; absent when none
-    /// was measured.
+    /// The hook's own time in one launch, in nanoseconds: the average of the measured launches.
+    /// Absent if none was measured.
     pub launch_ns: Option<f64>,
-    /// Own time in one call of the collective library.
+    /// The hook's own time in one call of the collective library, in nanoseconds. Like `launch_ns`.
     pub collective_ns: Option<f64>,
-    /// Launches and calls that were measured.
+    /// Number of measured launches and calls.
     pub samples: u64,
-    /// Measured calls of more than 20 us, which are in neither average: interruptions, and what is
-    /// done once.
+    /// Measured calls of more than 20 us, which are in neither average: interrupted calls, and work
+    /// that is done once.
     pub long_samples: u64,
     /// Operations that found no free slot in their ring. Should be 0.
     pub dropped: u64,
@@ -353,7 +353,7 @@ impl HookReport {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Timing {
-    /// Whether the incident goes on.
+    /// The state of the incident.
     pub status: Status,
     /// When the incident was opened.
     pub opened_at: Option<String>,
@@ -361,22 +361,22 @@ pub struct Timing {
     pub judged_at: Option<String>,
     /// When the incident was resolved or the job ended.
     pub resolved_at: Option<String>,
-    /// From the moment the hang timeout ran out to the finished verdict.
+    /// Seconds from the end of the hang timeout to the finished verdict.
     pub seconds_from_timeout: Option<f64>,
-    /// What went wrong while the incident was handled. Should be empty.
+    /// Errors of the collector while it handled the incident. Should be empty.
     pub errors: Vec<String>,
 }
 
-/// Who stopped the job, where, and why.
+/// Which ranks stopped the job, where, and why.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Verdict {
-    /// Version of this form.
+    /// Version of this format.
     pub format: u32,
     /// Name of the incident.
     pub incident: String,
     /// Name of the job.
     pub job: String,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub world_size: u32,
     /// Restart number of the elastic agent.
     pub attempt: u32,
@@ -388,30 +388,29 @@ pub struct Verdict {
     pub cause: Cause,
     /// How far the verdict can be trusted.
     pub confidence: Confidence,
-    /// Ranks that stopped the job, ascending. Empty when no rank is to blame or none could be
-    /// named.
+    /// Ranks that stopped the job, ascending. Empty if no rank is the culprit, or the evidence does
+    /// not show which.
     pub culprits: Vec<u32>,
-    /// Ranks that wait, ascending; never a culprit.
+    /// Ranks that wait, ascending. A victim is never a culprit.
     pub victims: Vec<u32>,
     /// What shows that the job hangs. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub hang: HangEvidence,
-    /// Each culprit waits for a thread or child process that is busy. No part of the written
-    /// verdict.
+    /// Each culprit waits for a thread or child process that is busy. Not part of `verdict.json`.
     #[serde(skip)]
     pub helpers_busy: bool,
-    /// The facts that speak for the verdict, the strongest first.
+    /// The facts that support the verdict, the strongest first. Then what the evidence lacks.
     pub evidence: Vec<EvidenceLine>,
-    /// The causes that were looked for and excluded.
+    /// The causes that the evidence excludes.
     pub ruled_out: Vec<RuledOut>,
-    /// Who is at which operation, for every communicator on which something is pending.
+    /// The state of every communicator with a pending operation.
     pub communicators: Vec<CommunicatorReport>,
-    /// Where every rank stands, by equal state, the smallest group first.
+    /// The state of every rank, in groups of equal state, the smallest group first.
     pub ranks: Vec<RankGroup>,
-    /// What the hooks say of themselves. Absent in verdicts of earlier releases.
+    /// What the hooks measured about themselves. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub hook: HookReport,
-    /// What only the collector knows; its fields stand beside the others.
+    /// What only the collector knows. Its fields are beside the others.
     #[serde(flatten)]
     pub timing: Timing,
 }

@@ -15,7 +15,7 @@ use crate::{case::Case, text, verdict::EvidenceLine};
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Statement {
-    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
+    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds which ranks wait, and where.
     OfRanks {
         /// For one rank.
         one: String,
@@ -74,6 +74,15 @@ impl Number {
         self.word("its", "their")
     }
 
+    fn it_has(self) -> &'static str {
+        self.word("it has", "they have")
+    }
+
+    /// A call of one rank, or the calls of several: `its call returned`.
+    fn its_call(self) -> &'static str {
+        self.word("its call", "their calls")
+    }
+
     /// The verb `to wait`.
     fn waits(self) -> &'static str {
         self.word("waits", "wait")
@@ -98,7 +107,7 @@ impl Ranks {
         text::ranks(&self.0)
     }
 
-    /// The same at the beginning of a sentence.
+    /// Like [`Ranks::text`], at the beginning of a sentence.
     fn capital(&self) -> String {
         text::capital(&self.text())
     }
@@ -114,10 +123,21 @@ fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
     EvidenceLine { text: text.into(), ranks }
 }
 
-/// A line of evidence about one rank: `rank 2: ` and the text.
-fn about(case: &Case<'_>, rank_index: usize, text: &str) -> EvidenceLine {
+/// A line of evidence about one rank: `rank 2 ` and the predicate.
+fn about(case: &Case<'_>, rank_index: usize, predicate: &str) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("rank {rank}: {text}"), vec![rank])
+    line(format!("rank {rank} {predicate}"), vec![rank])
+}
+
+/// A line of evidence about something on one rank: `rank 2: ` and the sentence.
+fn detail(case: &Case<'_>, rank_index: usize, sentence: &str) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    line(format!("rank {rank}: {sentence}"), vec![rank])
+}
+
+/// `2 of its members are unknown`.
+fn unknown_members(members: u32) -> String {
+    format!("{members} of its members {} unknown", Number::of(members as usize).is())
 }
 
 /// The place of a rank, if it is alone.
@@ -128,7 +148,7 @@ fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// The same as a clause: `; it is at train.py:41 in load`.
+/// Like [`place_of_one`], as a clause: `; it is at train.py:41 in load`.
 fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match rank_indices {
         [rank_index] => case.location_clause(*rank_index, Number::One),
@@ -136,32 +156,52 @@ fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
+/// The place of a rank, if it is alone and its place is known, as a clause that names the rank:
+/// `; rank 2 is at train.py:41 in load`.
+fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    match place_of_one(case, rank_indices) {
+        place if place.is_empty() => place,
+        place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+    }
+}
+
 /// The reasons why the evidence excludes a cause.
 pub(crate) mod ruled_out {
+    use super::Ranks;
     use crate::{case::Case, graph::Event};
 
     pub(crate) const OPERATIONS_AGREE: &str =
-        "ranks that are at the same number of a communicator run the same operation";
-    pub(crate) const NOT_STOPPED: &str = "no process is in state T";
-    pub(crate) const NO_UNINTERRUPTIBLE_SLEEP: &str = "no thread sleeps uninterruptibly in both samples";
-    pub(crate) const NOT_ON_GIL: &str = "the main thread does not wait for the GIL";
-    pub(crate) const NOT_IN_LOADER: &str = "the main thread is not in a data loader";
-    pub(crate) const NOT_IN_IO: &str = "the main thread is not inside a read, write or sync";
-    pub(crate) const NOT_ON_LOCK: &str = "the main thread does not wait for a lock";
-    pub(crate) const NO_BLOCKED_DEVICE: &str = "no device is blocked by something else than a collective";
+        "all ranks that wait in one collective of a communicator run the same operation";
+    pub(crate) const NOT_STOPPED: &str = "no process is stopped or frozen";
+    pub(crate) const NO_BLOCKED_DEVICE: &str =
+        "no kernel or other device work keeps a launched collective from starting";
+
+    /// No thread of the culprits sleeps uninterruptibly.
+    pub(crate) fn no_uninterruptible_sleep(case: &Case<'_>, culprits: &[usize]) -> String {
+        let who = Ranks::of(case, culprits).text();
+        format!("no thread of {who} sleeps uninterruptibly (state D) in both samples")
+    }
+
+    /// The main threads of the culprits do not do this, such as `wait for the GIL`.
+    pub(crate) fn main_thread_does_not(case: &Case<'_>, culprits: &[usize], what: &str) -> String {
+        let who = Ranks::of(case, culprits);
+        let (number, ranks) = (who.number(), who.text());
+        let threads = number.word("the main thread", "the main threads");
+        format!("{threads} of {ranks} {} not {what}", number.does())
+    }
 
     /// The processes of this many ranks are alive.
     pub(crate) fn all_alive(ranks: usize) -> String {
-        format!("the processes of all {ranks} ranks are alive")
+        match ranks {
+            1 => "the process of the only rank is alive".to_owned(),
+            _ => format!("the processes of all {ranks} ranks are alive"),
+        }
     }
 
-    /// Nothing moved on the culprits.
-    pub(crate) fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> String {
-        let who = match culprits {
-            [culprit] => format!("rank {}", case.view(*culprit).rank),
-            _ => "the culprits".to_owned(),
-        };
-        format!("nothing moved on {who} between the two samples")
+    /// The culprits did not make progress between the samples.
+    pub(crate) fn stands_still(case: &Case<'_>, culprits: &[usize]) -> String {
+        let who = Ranks::of(case, culprits).text();
+        format!("between the two samples, {who} reached no other line, used little CPU time and moved few bytes")
     }
 
     /// All ranks have entered a collective.
@@ -171,6 +211,6 @@ pub(crate) mod ruled_out {
 
     /// A rank is behind the others.
     pub(crate) fn not_in_operation(case: &Case<'_>, rank_index: usize) -> String {
-        format!("rank {} is not in the operation that the others wait in", case.view(rank_index).rank)
+        format!("rank {} has not started the operation that the others wait in", case.view(rank_index).rank)
     }
 }

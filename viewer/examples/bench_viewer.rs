@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 use xpu_timer_viewer::filter::Filter;
-use xpu_timer_viewer::{Args, Choice, Screen};
+use xpu_timer_viewer::{Args, FileChoice, Terminal};
 
 /// Benchmark of xpu_timer_stacktrace_viewer.
 #[derive(Parser)]
@@ -60,7 +60,7 @@ fn main() -> anyhow::Result<()> {
 
     let read = fastest(options.rounds, || read_all(&input, bytes))?;
     println!("reading:        {:8.1} ms  ({:.1} GB/s)", ms(read), bytes as f64 / read.as_secs_f64() / 1e9);
-    let choice = Choice { folded: true, svg: true, html: options.html, ..Choice::default() };
+    let choice = FileChoice { folded: true, svg: true, html: options.html, ..FileChoice::default() };
     let args = Args {
         path: input.clone(),
         output: Some(dir.join("output")),
@@ -68,7 +68,7 @@ fn main() -> anyhow::Result<()> {
         filter: Filter::default(),
         json: false,
         list: false,
-        screen: Screen::default(),
+        terminal: Terminal::default(),
     };
     reset_peak()?;
     let before = memory("VmRSS")?;

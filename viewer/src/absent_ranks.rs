@@ -26,10 +26,10 @@ pub enum Absence {
 
 impl Absence {
     /// The text at the beginning of a line of the summary.
-    pub fn words(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             Absence::Dead => "Dead",
-            Absence::Left => "Left in order",
+            Absence::Left => "Exited normally",
             Absence::NoDump => "Without a dump",
         }
     }

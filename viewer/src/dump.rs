@@ -152,7 +152,7 @@ pub enum DecodeError {
         offset: usize,
     },
     /// The file contains no field of a dump, or is empty.
-    #[error("it holds no dump")]
+    #[error("it contains no dump")]
     NoDump,
 }
 

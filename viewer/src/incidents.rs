@@ -1,7 +1,7 @@
 //! Lists all incidents of a timeline folder with time, cause and verdict.
 
 use crate::folder::{incidents, name_of};
-use crate::output::Screen;
+use crate::output::Terminal;
 use crate::summary::wrapped;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -25,7 +25,7 @@ struct Incident {
 }
 
 /// The incidents of a folder, oldest first, as text or as JSON.
-pub fn list(path: &Path, json: bool, screen: Screen) -> io::Result<String> {
+pub fn list(path: &Path, json: bool, terminal: Terminal) -> io::Result<String> {
     let incidents: Vec<Incident> = incidents(path)?.iter().map(|path| incident(path)).collect();
     if json {
         return Ok(printable::json(&serde_json::to_string_pretty(&incidents)?).into_owned() + "\n");
@@ -39,7 +39,7 @@ pub fn list(path: &Path, json: bool, screen: Screen) -> io::Result<String> {
             (_, Some(sentence)) => sentence.clone(),
             _ => "no verdict".to_owned(),
         };
-        let about = wrapped(&about, screen.width.map(|width| width.saturating_sub(INDENT.len())));
+        let about = wrapped(&about, terminal.width.map(|width| width.saturating_sub(INDENT.len())));
         about.lines().for_each(|line| _ = writeln!(text, "{INDENT}{line}"));
     }
     Ok(text)
@@ -80,13 +80,13 @@ mod tests {
         let sentence = "Rank 2 stands\nin its loader.\n\nMore\n";
         fs::write(dir.path().join("incident-20261121T101500Z-3/verdict.txt"), sentence).unwrap();
         assert_eq!(
-            list(dir.path(), false, Screen::default()).unwrap(),
+            list(dir.path(), false, Terminal::default()).unwrap(),
             "2026-11-21T10:15:00Z  incident-20261121T101500Z-3\n    Rank 2 stands in its loader.\n\
              2026-11-21T10:18:00Z  incident-20261121T101800Z-4\n    no verdict\n\
              unknown time  incident-odd\n    no verdict\n"
         );
         let json: serde_json::Value =
-            serde_json::from_str(&list(dir.path(), true, Screen::default()).unwrap()).unwrap();
+            serde_json::from_str(&list(dir.path(), true, Terminal::default()).unwrap()).unwrap();
         assert_eq!(json[0]["sentence"], "Rank 2 stands in its loader.");
         assert_eq!(json[2]["time"], serde_json::Value::Null);
     }

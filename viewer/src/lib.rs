@@ -1,5 +1,5 @@
 //! Merges the stacks of all ranks of a job into folded stacks and flame graphs, and prints a short
-//! summary of where each rank stands.
+//! summary of the place of each rank.
 //!
 //! It reads only a folder of `.stacktrace` files, ours or the original tool's, and runs on any
 //! machine. The binary is a thin wrapper around [`run`].
@@ -23,7 +23,7 @@ use dump::Dump;
 use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
-pub use output::Screen;
+pub use output::Terminal;
 use picture::Picture;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub struct Args {
     pub output: Option<PathBuf>,
     /// Which files to write
     #[command(flatten)]
-    pub choice: Choice,
+    pub choice: FileChoice,
     /// Which ranks, threads and stacks to show
     #[command(flatten)]
     pub filter: Filter,
@@ -60,13 +60,13 @@ pub struct Args {
     pub list: bool,
     /// What stdout can show
     #[arg(skip)]
-    pub screen: Screen,
+    pub terminal: Terminal,
 }
 
 /// Which files are written: all, unless some are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Files (all, unless some are chosen)")]
-pub struct Choice {
+pub struct FileChoice {
     /// Print the summary; write only the files that are chosen
     #[arg(long)]
     pub text: bool,
@@ -81,12 +81,12 @@ pub struct Choice {
     pub html: bool,
 }
 
-impl Choice {
+impl FileChoice {
     /// All files if none is chosen. If ranks or threads are filtered, nothing is written unless
     /// chosen: it would replace the files that show the complete folder.
-    fn or_all(self, is_unfiltered: bool) -> Choice {
-        if self == Choice::default() && is_unfiltered {
-            Choice { text: true, folded: true, svg: true, html: true }
+    fn or_all(self, is_unfiltered: bool) -> FileChoice {
+        if self == FileChoice::default() && is_unfiltered {
+            FileChoice { text: true, folded: true, svg: true, html: true }
         } else {
             self
         }
@@ -99,10 +99,10 @@ or a file cannot be written; 2 for wrong usage.";
 /// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     if args.list {
-        let list = incidents::list(&args.path, args.json, args.screen);
+        let list = incidents::list(&args.path, args.json, args.terminal);
         let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
         if list.is_empty() {
-            bail!("{} holds no incident", shown(&args.path));
+            bail!("{} contains no incident", shown(&args.path));
         }
         return write_stdout(&list, out);
     }
@@ -131,14 +131,14 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     notes.extend(note);
     print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
-        bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
+        bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
     }
     if merged.ranks.is_empty() {
-        bail!("{} holds no .stacktrace file that can be read", shown(&path));
+        bail!("{} contains no .stacktrace file that can be read", shown(&path));
     }
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
-    // The folder of a large job holds only some dumps, and the stacks of all ranks as trees.
+    // The folder of a large job contains only some dumps, and the stacks of all ranks as trees.
     let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
     let mut result = match &trees {
         Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
@@ -170,7 +170,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let text = if args.json {
         summary::json(&merged, &about, &folder)?
     } else {
-        summary::summary(&merged, &about, args.screen)
+        summary::summary(&merged, &about, args.terminal)
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
@@ -210,7 +210,7 @@ fn find_dumps(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
                 let listed = scan(&incident)?;
                 return Ok((incident, listed, true));
             }
-            None => bail!("{} holds no .stacktrace file and no incident", shown(path)),
+            None => bail!("{} contains no .stacktrace file and no incident", shown(path)),
         }
     }
     Ok((path.to_owned(), listed, false))
@@ -255,7 +255,7 @@ pub fn write_all(
     [native, python]: [&PrefixTree; 2],
     world: u32,
     output: &Path,
-    choice: Choice,
+    choice: FileChoice,
     written: &mut Vec<PathBuf>,
 ) -> anyhow::Result<()> {
     if choice.folded || choice.svg || choice.html {

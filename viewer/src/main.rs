@@ -6,13 +6,13 @@ use rustix::{fs::Mode, process::umask};
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use xpu_timer_proto::{env::Source, printable};
-use xpu_timer_viewer::{Args, Screen, run};
+use xpu_timer_viewer::{Args, Terminal, run};
 
 fn main() -> ExitCode {
     let mut args = Args::parse();
     // Stacks may be confidential, so the mode of the files does not depend on the user's umask.
     umask(Mode::from_raw_mode(Source::process().umask()));
-    args.screen = screen();
+    args.terminal = terminal();
     match run(&args, &mut io::stdout().lock(), &mut io::stderr().lock()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -24,14 +24,14 @@ fn main() -> ExitCode {
 }
 
 /// What stdout can show: plain text unless it is a terminal.
-fn screen() -> Screen {
+fn terminal() -> Terminal {
     let stdout = io::stdout();
     if !stdout.is_terminal() {
-        return Screen::default();
+        return Terminal::default();
     }
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     let colour = set("NO_COLOR").is_none() && set("TERM").is_none_or(|term| term != "dumb");
     let width =
         rustix::termios::tcgetwinsize(&stdout).ok().map(|size| usize::from(size.ws_col)).filter(|&width| width > 0);
-    Screen { width, colour }
+    Terminal { width, colour }
 }

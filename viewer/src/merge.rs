@@ -2,7 +2,7 @@
 //! the same place.
 
 use crate::dump::{Dump, Frame, Thread, Threads};
-use crate::stacks::{End, StackId, Stacks};
+use crate::stacks::{StackEnd, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
 use xpu_timer_analysis::groups;
@@ -19,9 +19,9 @@ pub struct Merged {
     /// Tree of the Python stacks.
     pub python: PrefixTree,
     /// Where each native stack ends. The index is the stack's number from [`Merger::intern`].
-    pub native_ends: Vec<End>,
+    pub native_ends: Vec<StackEnd>,
     /// Where each Python stack ends.
-    pub python_ends: Vec<End>,
+    pub python_ends: Vec<StackEnd>,
     /// Ranks that have a dump.
     pub ranks: RankSet,
     /// `ranks` in groups, largest group first.

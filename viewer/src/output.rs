@@ -1,4 +1,4 @@
-//! Where the viewer writes to: the screen, and files, which it writes atomically: a reader never
+//! Where the viewer writes to: the terminal, and files, which it writes atomically: a reader never
 //! sees a partial file.
 
 use std::fs::Permissions;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// What stdout can show: its width and whether it understands colours. The default is plain text of
 /// any width.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Screen {
+pub struct Terminal {
     /// Columns; `None` for lines of any length.
     pub width: Option<usize>,
     /// Whether the terminal understands escape sequences for colours.

@@ -109,7 +109,7 @@ fn drawable(label: &str, root: bool) -> Cow<'_, str> {
 
 /// The five kinds of frame, each with its own hue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum FrameKind {
     /// PyTorch and collective libraries: green.
     Torch,
     /// C++: yellow.
@@ -123,20 +123,20 @@ enum Kind {
 }
 
 /// The kind of a label.
-fn kind(label: &str) -> Kind {
+fn kind(label: &str) -> FrameKind {
     // The rules ignore the ranks, which may be long. They need the `@` before the ranks, for
     // `State@`.
     let label = &label.as_bytes()[..label.rfind('@').map_or(label.len(), |at| at + 1)];
     if find(label, b"/torch").is_some() || find(label, b"nccl").is_some() {
-        Kind::Torch
+        FrameKind::Torch
     } else if label.windows(2).any(|w| w == b"::") {
-        Kind::Cpp
+        FrameKind::Cpp
     } else if is_interpreter(label) || digit_follows(label, b".py:", |a, b| a == b) {
-        Kind::Python
+        FrameKind::Python
     } else if label.windows(6).any(|w| w == b"State@") {
-        Kind::State
+        FrameKind::State
     } else {
-        Kind::Other
+        FrameKind::Other
     }
 }
 
@@ -171,11 +171,11 @@ fn colour(label: &str) -> Color {
     let hash = word.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     let shade = |from: u8, span: u8| from + ((hash >> 16) % (u32::from(span) + 1)) as u8;
     match kind(label) {
-        Kind::Torch => Color { r: shade(90, 50), g: shade(200, 40), b: shade(90, 50) },
-        Kind::Cpp => Color { r: shade(215, 30), g: shade(205, 30), b: shade(60, 40) },
-        Kind::Python => Color { r: shade(80, 50), g: shade(205, 35), b: shade(215, 30) },
-        Kind::State => Color { r: shade(200, 25), g: shade(130, 35), b: shade(215, 30) },
-        Kind::Other => Color { r: shade(235, 15), g: shade(105, 45), b: shade(95, 45) },
+        FrameKind::Torch => Color { r: shade(90, 50), g: shade(200, 40), b: shade(90, 50) },
+        FrameKind::Cpp => Color { r: shade(215, 30), g: shade(205, 30), b: shade(60, 40) },
+        FrameKind::Python => Color { r: shade(80, 50), g: shade(205, 35), b: shade(215, 30) },
+        FrameKind::State => Color { r: shade(200, 25), g: shade(130, 35), b: shade(215, 30) },
+        FrameKind::Other => Color { r: shade(235, 15), g: shade(105, 45), b: shade(95, 45) },
     }
 }
 
@@ -311,26 +311,26 @@ mod tests {
     #[test]
     fn the_first_rule_that_matches_decides() {
         for (label, expected) in [
-            ("f@/opt/site-packages/torch/nn/module.py:3@0-7|", Kind::Torch),
-            ("f@/opt/Torch/x.py:3@0|", Kind::Torch),
-            ("ncclAllReduce@/usr/lib/x.so@0|", Kind::Torch),
-            ("c10d::NCCLComm@x@0|", Kind::Torch),
-            ("at::native@pytorch/x.py:3@0|", Kind::Cpp),
-            ("a::b@/usr/local/python3.8/ceval.c:12@0|", Kind::Cpp),
-            ("call_function@/usr/local/src/conda/python-3.8.20/Programs/gcmodule.c:4960@0-7|", Kind::Python),
-            ("x@/PYTHON/a.H:1@0|", Kind::Python),
-            ("train@pretrain.py:272@0-7|", Kind::Python),
-            ("train@pretrain.PY:272@0-7|", Kind::Other),
-            ("a@x.c:1/python@0|", Kind::Other),
-            ("python@a.cc:1@0|", Kind::Other),
-            ("f@a.py:@0|", Kind::Other),
-            ("f@a.py@0-7|", Kind::Other),
-            ("State@R (running)@0-7|", Kind::State),
-            ("MyState@libx.so@0-7|", Kind::State),
-            ("poll@/lib64/libc.so.6@0-7|", Kind::Other),
-            ("f@State@0-7|", Kind::State),
-            ("@@|", Kind::Other),
-            ("", Kind::Other),
+            ("f@/opt/site-packages/torch/nn/module.py:3@0-7|", FrameKind::Torch),
+            ("f@/opt/Torch/x.py:3@0|", FrameKind::Torch),
+            ("ncclAllReduce@/usr/lib/x.so@0|", FrameKind::Torch),
+            ("c10d::NCCLComm@x@0|", FrameKind::Torch),
+            ("at::native@pytorch/x.py:3@0|", FrameKind::Cpp),
+            ("a::b@/usr/local/python3.8/ceval.c:12@0|", FrameKind::Cpp),
+            ("call_function@/usr/local/src/conda/python-3.8.20/Programs/gcmodule.c:4960@0-7|", FrameKind::Python),
+            ("x@/PYTHON/a.H:1@0|", FrameKind::Python),
+            ("train@pretrain.py:272@0-7|", FrameKind::Python),
+            ("train@pretrain.PY:272@0-7|", FrameKind::Other),
+            ("a@x.c:1/python@0|", FrameKind::Other),
+            ("python@a.cc:1@0|", FrameKind::Other),
+            ("f@a.py:@0|", FrameKind::Other),
+            ("f@a.py@0-7|", FrameKind::Other),
+            ("State@R (running)@0-7|", FrameKind::State),
+            ("MyState@libx.so@0-7|", FrameKind::State),
+            ("poll@/lib64/libc.so.6@0-7|", FrameKind::Other),
+            ("f@State@0-7|", FrameKind::State),
+            ("@@|", FrameKind::Other),
+            ("", FrameKind::Other),
         ] {
             assert_eq!(kind(label), expected, "{label}");
         }

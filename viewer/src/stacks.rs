@@ -137,11 +137,11 @@ impl Stacks {
 
     /// The tree of the stacks that have a rank, and the end of each stack. The numbers of the words
     /// stay valid.
-    pub fn into_tree(self) -> (PrefixTree, Vec<End>) {
+    pub fn into_tree(self) -> (PrefixTree, Vec<StackEnd>) {
         let mut tree = PrefixTree::with_words(self.words);
         let ends = self.stacks.into_iter().map(|stack| {
             let node = if stack.ranks.is_empty() { None } else { tree.insert_set(&stack.words, &stack.ranks) };
-            node.map_or(End::Undrawn(stack.words), End::Drawn)
+            node.map_or(StackEnd::Undrawn(stack.words), StackEnd::Drawn)
         });
         let ends = ends.collect();
         (tree, ends)
@@ -150,7 +150,7 @@ impl Stacks {
 
 /// Where a stack ends in the tree.
 #[derive(Clone, Debug)]
-pub enum End {
+pub enum StackEnd {
     /// It ends at this node.
     Drawn(NodeId),
     /// No rank has this stack, so it is not in the tree. It belongs to an earlier sample, a child

@@ -1,10 +1,10 @@
-//! The summary that a person reads first: the verdict, where each rank stands, which ranks are
+//! The summary that a person reads first: the verdict, the place of each rank, which ranks are
 //! missing, and which files were written.
 
 use crate::absent_ranks::AbsentRanks;
 use crate::merge::{Group, Merged, Mode};
-use crate::output::Screen;
-use crate::stacks::End;
+use crate::output::Terminal;
+use crate::stacks::StackEnd;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -83,19 +83,19 @@ impl SummaryContext<'_> {
 }
 
 /// The summary as text.
-pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> String {
+pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) -> String {
     let mut text = String::new();
-    let (paint, culprits) = (Paint(screen.colour), about.culprits());
-    let prose = screen.width.map(|width| width.min(PROSE));
+    let (style, culprits) = (TerminalStyle(terminal.colour), about.culprits());
+    let prose = terminal.width.map(|width| width.min(PROSE));
     // Writing to a string cannot fail, here and below.
     if let Some(sentence) = about.sentence {
-        let _ = writeln!(text, "{}\n", paint.bold(&wrapped(sentence, prose)));
+        let _ = writeln!(text, "{}\n", style.bold(&wrapped(sentence, prose)));
     }
     if let Some(verdict) = about.verdict {
         let _ = write!(text, "{}, {} confidence", verdict.cause.name(), verdict.confidence.name());
         if !culprits.is_empty() {
             let word = if culprits.len() == 1 { "culprit" } else { "culprits" };
-            let _ = write!(text, "; {word}: {}", paint.red(&ranks_of(&culprits)));
+            let _ = write!(text, "; {word}: {}", style.red(&ranks_of(&culprits)));
             text.push_str(&on_nodes(merged, &culprits));
         }
         text.push_str("\n\n");
@@ -104,19 +104,21 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> S
         let _ = writeln!(text, "Latest incident: {chosen}\n");
     }
     let ranks = merged.ranks.len();
-    let head = match about.requested {
-        Some(requested) => format!("{ranks} of the {} requested ranks have a dump.", requested.len()),
-        None => format!("{ranks} of {} ranks have a dump.", about.world),
+    let have = if ranks == 1 { "has" } else { "have" };
+    let noun = |count: u64| if count == 1 { "rank" } else { "ranks" };
+    let head = match about.requested.map(RankSet::len) {
+        Some(requested) => format!("{ranks} of the {requested} requested {} {have} a dump.", noun(requested)),
+        None => format!("{ranks} of {} {} {have} a dump.", about.world, noun(about.world.into())),
     };
     if about.selects_threads {
         let _ = writeln!(text, "{head}");
     } else {
         let _ = writeln!(text, "{head} {}", grouped(merged));
-        push_groups(&mut text, merged, &culprits, screen);
+        push_groups(&mut text, merged, &culprits, terminal);
     }
     push_absent(&mut text, merged, &about.absent(), prose);
     if about.stacks {
-        push_stacks(&mut text, merged, screen.width);
+        push_stacks(&mut text, merged, terminal.width);
     }
     if !about.written.is_empty() {
         text.push('\n');
@@ -129,9 +131,9 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, screen: Screen) -> S
 
 /// Terminal styles, if the terminal supports them.
 #[derive(Clone, Copy)]
-struct Paint(bool);
+struct TerminalStyle(bool);
 
-impl Paint {
+impl TerminalStyle {
     fn bold(self, text: &str) -> String {
         self.with("1", text)
     }
@@ -145,20 +147,21 @@ impl Paint {
     }
 }
 
-fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: Screen) {
+fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, terminal: Terminal) {
     let (mut left_out, mut of_ranks) = (0, 0);
     for (place, group) in merged.groups.iter().enumerate() {
-        let guilty = group.ranks.intersection(culprits);
-        if place >= GROUPS_SHOWN && guilty.is_empty() {
+        let culprits_here = group.ranks.intersection(culprits);
+        if place >= GROUPS_SHOWN && culprits_here.is_empty() {
             left_out += 1;
             of_ranks += group.ranks.len();
         } else {
-            push_group(text, merged, group, &guilty, screen);
+            push_group(text, merged, group, &culprits_here, terminal);
         }
     }
     if left_out > 0 {
         let groups = if left_out == 1 { "group" } else { "groups" };
-        let _ = writeln!(text, "  and {left_out} more {groups} of {of_ranks} ranks in all");
+        let ranks = if of_ranks == 1 { "rank" } else { "ranks" };
+        let _ = writeln!(text, "  and {left_out} more {groups} with {of_ranks} {ranks}");
     }
 }
 
@@ -168,11 +171,11 @@ fn push_absent(text: &mut String, merged: &Merged, absent: &[AbsentRanks], width
     for absent in absent.iter().take(ABSENT_SHOWN) {
         let node = if absent.node.is_empty() { String::new() } else { format!(" on {}", absent.node) };
         let why = if absent.why.is_empty() { String::new() } else { format!(" ({})", absent.why) };
-        lines.push(format!("{}: {}{node}{why}", absent.absence.words(), ranks_of(&absent.ranks)));
+        lines.push(format!("{}: {}{node}{why}", absent.absence.label(), ranks_of(&absent.ranks)));
     }
     if absent.len() > ABSENT_SHOWN {
         let rest: u64 = absent[ABSENT_SHOWN..].iter().map(|absent| absent.ranks.len()).sum();
-        lines.push(format!("and {rest} more ranks that have ended or have no dump; --json shows all"));
+        lines.push(format!("and {rest} more ranks that ended or have no dump; --json shows all"));
     }
     for (state, ranks) in &merged.states {
         // Running and sleeping are normal; other states are a hint at the cause.
@@ -246,7 +249,7 @@ fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
         [(Mode::Python, &merged.python, &merged.python_ends), (Mode::Native, &merged.native, &merged.native_ends)]
     {
         for end in ends {
-            let End::Drawn(end) = *end else { continue };
+            let StackEnd::Drawn(end) = *end else { continue };
             let mut words = Vec::new();
             let mut at = Some(end);
             while let Some(id) = at {
@@ -300,25 +303,29 @@ pub fn wrapped(text: &str, width: Option<usize>) -> String {
 fn grouped(merged: &Merged) -> String {
     match merged.groups.len() {
         0 => String::new(),
-        1 if merged.ranks.len() == 1 => "It is here:".to_owned(),
+        1 if merged.ranks.len() == 1 => "Its main thread is at:".to_owned(),
         1 => "All their main threads are at one place:".to_owned(),
         n => format!("Their main threads are at {n} places, the largest group first:"),
     }
 }
 
-fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSet, screen: Screen) {
-    let (paint, who) = (Paint(screen.colour), ranks_of(&group.ranks));
+fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: &RankSet, terminal: Terminal) {
+    let (style, who) = (TerminalStyle(terminal.colour), ranks_of(&group.ranks));
     let nodes = on_nodes(merged, &group.ranks);
-    _ = if guilty.is_empty() {
-        writeln!(text, "  {}{nodes}", paint.bold(&who))
-    } else if *guilty == group.ranks {
-        writeln!(text, "  {}{nodes}", paint.red(&format!("{who}: culprit{}", if guilty.len() > 1 { "s" } else { "" })))
+    _ = if culprits_here.is_empty() {
+        writeln!(text, "  {}{nodes}", style.bold(&who))
+    } else if *culprits_here == group.ranks {
+        writeln!(
+            text,
+            "  {}{nodes}",
+            style.red(&format!("{who}: culprit{}", if culprits_here.len() > 1 { "s" } else { "" }))
+        )
     } else {
         writeln!(
             text,
-            "  {}{nodes}, among them {}",
-            paint.bold(&who),
-            paint.red(&format!("culprit {}", ranks_of(guilty)))
+            "  {}{nodes}, including {}",
+            style.bold(&who),
+            style.red(&format!("culprit {}", ranks_of(culprits_here)))
         )
     };
     let Some(place) = &group.place else {
@@ -327,11 +334,12 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSe
     };
     let mut push = |before: &str, word: &str, after: &str| {
         let taken = before.chars().count() + after.chars().count();
-        let _ = writeln!(text, "{before}{}{after}", shown(word, screen.width.map(|width| width.saturating_sub(taken))));
+        let _ =
+            writeln!(text, "{before}{}{after}", shown(word, terminal.width.map(|width| width.saturating_sub(taken))));
     };
     push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
-        push("      differs from the others since ", own, "");
+        push("      first frame of this group only: ", own, "");
     }
 }
 
@@ -399,9 +407,9 @@ mod tests {
     fn a_terminal_gets_a_sentence_that_stands_out_and_fits() {
         let merged = Merger::default().finish();
         let about = SummaryContext { sentence: Some("Rank 5 reads a file."), ..SummaryContext::default() };
-        let text = summary(&merged, &about, Screen { width: Some(12), colour: true });
+        let text = summary(&merged, &about, Terminal { width: Some(12), colour: true });
         assert!(text.starts_with("\u{1b}[1mRank 5 reads\na file.\u{1b}[0m\n\n"), "{text:?}");
-        assert!(!summary(&merged, &about, Screen::default()).contains('\u{1b}'));
+        assert!(!summary(&merged, &about, Terminal::default()).contains('\u{1b}'));
         assert_eq!(wrapped("aaaa b cc", Some(3)), "aaaa\nb\ncc", "a word that is too long stands alone");
     }
 
@@ -467,19 +475,19 @@ mod tests {
             written: &["/x/cpp_stack".into()],
             ..SummaryContext::default()
         };
-        let text = summary(&merged, &about, Screen::default());
+        let text = summary(&merged, &about, Terminal::default());
         assert_eq!(
             text,
             "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
              7 of 10 ranks have a dump. Their main threads are at 3 places, the largest group first:\n  \
-               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      differs from the others since step (t.py:9)\n  \
+               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      first frame of this group only: step (t.py:9)\n  \
                rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \
                rank 6 on gpu-1\n      no stack\n\n\
              Dead: rank 7 on gpu-1 (killed by SIGKILL)\nWithout a dump: ranks 8-9 (2)\n\
              State D (disk\u{fffd}[1m sleep): rank 6 on gpu-1\n\n/x/cpp_stack\n"
         );
         let requested: RankSet = (5..9).collect();
-        let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Screen::default());
+        let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Terminal::default());
         assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
     }
 

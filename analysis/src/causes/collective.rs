@@ -1,5 +1,5 @@
 //! What the records of the members show about one collective: the operation that each member runs,
-//! who has completed it and who has not.
+//! which members have completed it and which have not.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -4,11 +4,11 @@
 //! store behind it. A member has not made that call. Or its call returned without the others: they
 //! still wait for it there, and it already uses the communicator.
 //!
-//! - If all members are inside, no rank is to blame: the network between them is.
+//! - If all members are inside, no rank is the culprit, but the network between them.
 //! - If they pass different numbers of ranks, the ranks that differ from the majority are the
 //!   culprits.
 //! - If some create the communicator and the others wait for them in a collective, the smaller
-//!   group is to blame.
+//!   group is the culprit.
 //! - If some cannot connect to the store at which the others meet, the smaller group probably uses
 //!   the wrong address.
 //!
@@ -28,8 +28,8 @@ use crate::{
     stacks,
     verdict::{Activity, Cause, Confidence},
     wording::{
-        creations::{self, Missed, OtherSize},
-        cycles::{self, Apart},
+        creations::{self, MissedStep, OtherSize},
+        cycles::{self, SplitCreation},
     },
     world::RankView,
 };
@@ -55,7 +55,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
 }
 
-/// A rank that stands apart from the others before any rank has a communicator.
+/// A rank that is at another place than the others before any rank has a communicator.
 fn before_communicators(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     case.world.views.iter().all(has_no_communicator).then(|| missing_rank::is_elsewhere(case, suspect))?
 }
@@ -77,25 +77,25 @@ fn missing_in_creation(case: &Case<'_>, suspect: &Suspect, rank_index: usize) ->
     let returned = matches!(event, Some(Event::Init { comm }) if case.comms[comm].member(rank_index).is_some());
     let in_store = |rank_index: &usize| case.view(*rank_index).host.observed.witness.contains("Store::");
     let missed = if by_stacks && case.stack_waiters.iter().all(in_store) {
-        Missed::Key
+        MissedStep::Key
     } else if returned {
-        Missed::Left
+        MissedStep::Left
     } else if view.presence == Presence::Unregistered {
-        Missed::JoinAndDevice
+        MissedStep::JoinAndDevice
     } else {
-        Missed::Join
+        MissedStep::Join
     };
-    // A process that computes and has no communicator at all has only just begun.
-    let starts = view.host.moved.is_some_and(|moved| moved.is_progress()) && has_no_communicator(view);
+    // A process that computes and has no communicator at all has only just started.
+    let still_starting = view.host.moved.is_some_and(|moved| moved.is_progress()) && has_no_communicator(view);
     let confidence = match () {
-        () if starts => Confidence::Low,
+        () if still_starting => Confidence::Low,
         () if returned || by_stacks => Confidence::Medium,
         () => case.host_confidence(suspect),
     };
     let mut evidence: Vec<_> =
         event.map(|event| creations::missing_line(case, rank_index, event)).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
-    let statement = creations::missing(case, rank_index, missed, starts);
+    let statement = creations::missing(case, rank_index, missed, still_starting);
     Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
@@ -250,8 +250,8 @@ fn returned_alone(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if returned.is_empty() {
         return None;
     }
-    let apart = Apart { early: case.graph.waiters_of(creation), late: &returned, creation, used };
-    let mut evidence = apart.lines(case);
+    let split = SplitCreation { creating: case.graph.waiters_of(creation), absent: &returned, creation, used };
+    let mut evidence = split.lines(case);
     evidence.extend(case.position_lines_of(&returned));
     Some(Finding {
         statement: cycles::created_alone(case, &returned, creation, used),
@@ -262,36 +262,36 @@ fn returned_alone(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
 }
 
 /// Some ranks create a communicator, and the others are in a collective and wait for them. The
-/// smaller group is to blame.
+/// smaller group is the culprit.
 fn wait_for_each_other(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let is_creation = |event: &&Event| matches!(event, Event::Init { .. } | Event::Split { .. });
     let creation = *events.iter().find(is_creation)?;
     let used = *events.iter().find(|event| matches!(event, Event::Collective { .. } | Event::PointToPoint { .. }))?;
-    let early = case.graph.waiters_of(creation);
-    let mut late: Vec<usize> = events
+    let creating = case.graph.waiters_of(creation);
+    let mut absent: Vec<usize> = events
         .iter()
         .filter(|event| !is_creation(event))
         .flat_map(|event| case.graph.waiters_of(*event))
         .copied()
-        .filter(|rank_index| !early.contains(rank_index))
+        .filter(|rank_index| !creating.contains(rank_index))
         .collect();
-    late.sort_unstable();
-    late.dedup();
+    absent.sort_unstable();
+    absent.dedup();
     // If it is known who is missing in the creation, the other ranks in collectives only wait for
     // its members.
     if let Event::Init { comm } = creation {
-        let missing = late.iter().copied().filter(|rank_index| case.comms[comm].silent.contains(rank_index));
+        let missing = absent.iter().copied().filter(|rank_index| case.comms[comm].silent.contains(rank_index));
         let missing: Vec<usize> = missing.collect();
-        late = if missing.is_empty() { late } else { missing };
+        absent = if missing.is_empty() { absent } else { missing };
     }
-    if early.is_empty() || late.is_empty() {
+    if creating.is_empty() || absent.is_empty() {
         return None;
     }
-    let apart = Apart { early, late: &late, creation, used };
-    let blames_early = early.len() < late.len();
-    let culprits = if blames_early { early.to_vec() } else { late.clone() };
-    let mut evidence = apart.lines(case);
+    let split = SplitCreation { creating, absent: &absent, creation, used };
+    let blames_creating = creating.len() < absent.len();
+    let culprits = if blames_creating { creating.to_vec() } else { absent.clone() };
+    let mut evidence = split.lines(case);
     evidence.extend(case.position_lines_of(&culprits));
-    let confidence = if early.len() == late.len() { Confidence::Low } else { Confidence::Medium };
-    Some(Finding { culprits, statement: apart.statement(case, blames_early), confidence, evidence })
+    let confidence = if creating.len() == absent.len() { Confidence::Low } else { Confidence::Medium };
+    Some(Finding { culprits, statement: split.statement(case, blames_creating), confidence, evidence })
 }

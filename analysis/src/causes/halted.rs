@@ -21,16 +21,16 @@ use crate::{
 /// point-to-point operation or the creation of a communicator waits for the rank; or no rank waits
 /// yet and it did not leave in order. Death comes before every other explanation of the same rank.
 ///
-/// If several ranks are gone, those that SIGTERM ended from outside are not to blame if others
+/// If several ranks are gone, those that SIGTERM ended from outside are not the culprits if others
 /// ended by themselves: an agent ends the other ranks of a job that has lost one. Ranks that ended
-/// with an error when another one was killed are not to blame either: they may have noticed the
+/// with an error when another one was killed are not the culprits either: they may have noticed the
 /// death, and the confidence is medium.
 ///
 /// The confidence is also medium in these cases:
 ///
 /// - The rank left in order right after it launched the collective itself. Its watcher ended with
 ///   it, so nothing shows whether its call took part.
-/// - The rank left with success, and the ranks that wait are no majority or wait in a send or
+/// - The rank left with success, and the waiting ranks are not a majority, or wait in a send or
 ///   receive, which involves only two ranks: they may have made one operation too many.
 /// - The rank completed the collective and was killed while others are still inside. A rank that
 ///   ended by itself there did not take part in the collective; that is `missing_rank`.
@@ -42,7 +42,7 @@ pub(super) const DEAD: Rule = Rule { cause: Cause::ProcessDead, explain: dead, r
 /// key) or `t` (a debugger holds it), or it is in the freezer of its control group (`F`), as in a
 /// paused container. Newer kernels show the freezer as `D` in a function where a signal would wake
 /// the thread. The process runs no code, neither its training loop nor the threads that move its
-/// data, so it is to blame wherever it is.
+/// data, so it is the culprit wherever it is.
 pub(super) const STOPPED: Rule = Rule { cause: Cause::ProcessStopped, explain: stopped, rule_out: none_stopped };
 
 /// `d_state`: others wait for a rank whose main thread sleeps uninterruptibly in the kernel.
@@ -160,5 +160,5 @@ fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let states =
         || culprits.iter().map(|rank_index| &case.view(*rank_index).host).filter(|host| !host.state.is_empty());
     (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
-        .then(|| ruled_out::NO_UNINTERRUPTIBLE_SLEEP.to_owned())
+        .then(|| ruled_out::no_uninterruptible_sleep(case, culprits))
 }

@@ -24,7 +24,7 @@ use crate::{
 pub(super) const GIL_DEADLOCK: Rule = Rule {
     cause: Cause::GilDeadlock,
     explain: gil_deadlock,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Gil, ruled_out::NOT_ON_GIL),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Gil, "wait for the GIL"),
 };
 
 /// `data_loader`: others wait for a rank whose main thread waits for its next batch.
@@ -42,7 +42,7 @@ pub(super) const GIL_DEADLOCK: Rule = Rule {
 pub(super) const DATA_LOADER: Rule = Rule {
     cause: Cause::DataLoader,
     explain: data_loader,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::DataLoader, ruled_out::NOT_IN_LOADER),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::DataLoader, "wait for a data loader"),
 };
 
 /// `storage_io`: others wait for a rank whose main thread is inside a read, write or sync that does
@@ -52,7 +52,7 @@ pub(super) const DATA_LOADER: Rule = Rule {
 /// main thread move bytes of a file or a pipe, and the number of bytes that the process has read
 /// and written hardly changes. If it changes, the storage is slow and the rank is busy:
 /// `long_step`. A lock on a file counts as storage, with medium confidence, because the holder of
-/// the lock may be to blame. These do not count as storage:
+/// the lock may be the culprit. These do not count as storage:
 ///
 /// - A socket.
 /// - A pipe whose other end a child process has, or had until it died.
@@ -60,7 +60,7 @@ pub(super) const DATA_LOADER: Rule = Rule {
 pub(super) const STORAGE_IO: Rule = Rule {
     cause: Cause::StorageIo,
     explain: storage_io,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Io, ruled_out::NOT_IN_IO),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Io, "read, write or sync"),
 };
 
 /// `storage_io`: a rank holds a file lock that another rank waits for outside of all collectives.
@@ -99,13 +99,13 @@ pub(super) const HELD_PEER: Rule = Rule {
 pub(super) const HOST_LOCK: Rule = Rule {
     cause: Cause::HostLock,
     explain: host_lock,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Lock, ruled_out::NOT_ON_LOCK),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Lock, "wait for a lock"),
 };
 
-fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, reason: &str) -> Option<String> {
+fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, what: &str) -> Option<String> {
     let culprit = *culprits.first()?;
     (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, activity)))
-        .then(|| reason.to_owned())
+        .then(|| ruled_out::main_thread_does_not(case, culprits, what))
 }
 
 fn gil_deadlock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {

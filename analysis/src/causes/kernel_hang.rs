@@ -1,12 +1,12 @@
-//! `kernel_hang`: an operation other than a collective does not end on the device of a rank.
+//! `kernel_hang`: an operation other than a collective does not complete on the device of a rank.
 //!
-//! The rank has launched the collective that its peers wait in. Its device has not begun it,
+//! The rank has launched the collective that its peers wait in. Its device has not started it,
 //! although no other collective of this rank is under way: an operation before it in its stream
-//! does not end. Or the host waits for the device while none of its collectives is pending. The
-//! sentence names the kernel if it was recorded, else the last kernel of the stream. If the host
-//! goes on between the samples, the device may only be slow, and the confidence is low. In a wait
-//! cycle, the culprit is the one rank whose stream is blocked by nothing that was recorded, with
-//! medium confidence.
+//! does not complete. Or the host waits for the device while none of its collectives is pending.
+//! The sentence names the kernel if it was recorded, else the last kernel of the stream. If the
+//! host makes progress between the samples, the device may only be slow, and the confidence is low.
+//! In a wait cycle, the culprit is the one rank whose stream is blocked by nothing that was
+//! recorded, with medium confidence.
 
 use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
@@ -22,9 +22,9 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Suspect::Cycle(circle) = suspect {
-        let rank_index = blocked_in_circle(case, circle)?;
-        let found = explain(case, &Suspect::Device { rank_index, events: circle.clone() })?;
+    if let Suspect::Cycle(cycle) = suspect {
+        let rank_index = blocked_in_cycle(case, cycle)?;
+        let found = explain(case, &Suspect::Device { rank_index, events: cycle.clone() })?;
         return Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found });
     }
     let Suspect::Device { rank_index, events } = suspect else { return None };
@@ -34,7 +34,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.view(*rank_index);
     let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
     let kernel = view.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
-    // The stream of the collective that has not begun, else the stream that was used last.
+    // The stream of the collective that has not started, else the stream that was used last.
     let stream = view.flight.and_then(|flight| {
         let of_blocked =
             blocked.and_then(|blocked| flight.streams.iter().find(|stream| stream.handle == blocked.stream));
@@ -45,7 +45,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
-        evidence.push(hosts::not_begun_line(case, *rank_index, blocked));
+        evidence.push(hosts::not_started_line(case, *rank_index, blocked));
     } else if case.does(*rank_index, Activity::DeviceWait) {
         evidence.push(hosts::waits_for_device_line(case, *rank_index));
     }
@@ -56,7 +56,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         evidence.push(hosts::stale_watcher_line(case, *rank_index));
         Confidence::Low
     } else if view.host.moved.is_some_and(|moved| moved.own_frame) {
-        evidence.push(hosts::host_goes_on_line(case, *rank_index));
+        evidence.push(hosts::host_makes_progress_line(case, *rank_index));
         Confidence::Low
     } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !view.host.same_in_both {
         Confidence::Medium
@@ -77,11 +77,11 @@ pub(super) fn in_open_group(case: &Case<'_>, rank_index: usize) -> bool {
     open && !kernel && view.host.stack && view.host.frozen() && !case.does(rank_index, Activity::DeviceWait)
 }
 
-/// The only rank that closes a wait cycle with an operation that its device has not begun, although
-/// no collective or transfer is ahead of it in its stream. The same operations completed before, so
-/// something else blocks the stream.
-fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
-    let mut inside: Vec<usize> = circle.iter().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
+/// The only rank that closes a wait cycle with an operation that its device has not started,
+/// although no collective or transfer is ahead of it in its stream. The same operations completed
+/// before, so something else blocks the stream.
+fn blocked_in_cycle(case: &Case<'_>, cycle: &[Event]) -> Option<usize> {
+    let mut inside: Vec<usize> = cycle.iter().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
     inside.sort_unstable();
     inside.dedup();
     let of_comm = |operation: &&Operation| operation.kind() == OpKind::Collective;

@@ -16,7 +16,7 @@ use crate::{
     text::name,
     verdict::{Cause, Confidence},
     wording::{
-        collectives::{self, Variant, VariantGroup},
+        collectives::{self, OperationVariant, VariantGroup},
         ruled_out,
         transfers::{self, Property},
     },
@@ -25,7 +25,7 @@ use crate::{
 /// `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
 /// not the same operation.
 ///
-/// Every member has launched number N and its device has begun it, so no rank is behind. The
+/// Every member has launched number N and its device has started it, so no rank is behind. The
 /// records of at least two members differ in one of these ways: they show different operations,
 /// different roots of the same operation, reductions that compute something else, or the blocking
 /// form of an MPI collective at one rank and the nonblocking form at another (which do not match by
@@ -48,7 +48,7 @@ pub(super) const TYPE: Rule = Rule { cause: Cause::DtypeMismatch, explain: types
 /// `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
 ///
 /// Like [`OPERATION`], with the same operation and different counts. All-to-all is left out,
-/// because its ranks may differ. The rule also covers a send and its receive that have both begun
+/// because its ranks may differ. The rule also covers a send and its receive that have both started
 /// on their devices with different counts: the rank is named whose size has changed from what it
 /// had always been between these two, or both ranks if the past shows nothing.
 pub(super) const SIZE: Rule = Rule { cause: Cause::SizeMismatch, explain: sizes_differ, rule_out: never_ruled_out };
@@ -62,9 +62,10 @@ pub(super) fn operation_key(operation: &Operation) -> (String, i32) {
 fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
     if let Some(dissent) = collective.dissent(case, operation_key) {
-        return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, with_root));
+        return (!finalizes_instead(&collective, &dissent)).then(|| finding(case, &collective, dissent, with_root));
     }
-    let found = |dissent| finding(case, &collective, dissent, |name: &String| Variant::Operation { name, root: None });
+    let found =
+        |dissent| finding(case, &collective, dissent, |name: &String| OperationVariant::Operation { name, root: None });
     if let Some(dissent) = collective.new_dissent(case, form) {
         return Some(found(dissent));
     }
@@ -75,13 +76,13 @@ fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
 }
 
-fn with_root((name, root): &(String, i32)) -> Variant<'_> {
-    Variant::Operation { name, root: (*root >= 0).then_some(*root) }
+fn with_root((name, root): &(String, i32)) -> OperationVariant<'_> {
+    OperationVariant::Operation { name, root: (*root >= 0).then_some(*root) }
 }
 
 /// An operation without its root.
-pub(super) fn without_root((name, _): &(String, i32)) -> Variant<'_> {
-    Variant::Operation { name, root: None }
+pub(super) fn without_root((name, _): &(String, i32)) -> OperationVariant<'_> {
+    OperationVariant::Operation { name, root: None }
 }
 
 /// The name of an MPI collective with its form: `MPI_Iallreduce` differs from `all_reduce`.
@@ -100,7 +101,7 @@ fn reduction(operation: &Operation) -> String {
 fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let differ = |one: &Operation, other: &Operation| one.dtype != other.dtype && one.dtype != 0 && other.dtype != 0;
     let key = |operation: &Operation| operation.dtype as u64;
-    if let Some(found) = ends_differ(case, suspect, Property::Types, differ, key) {
+    if let Some(found) = ends_differ(case, suspect, Property::Type, differ, key) {
         return Some(found);
     }
     let collective = Collective::of(case, suspect)?;
@@ -109,7 +110,7 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let dissent = collective.new_dissent(case, |operation| operation.dtype)?;
     let op = collective.operations.first()?.1.op();
-    Some(finding(case, &collective, dissent, |dtype: &i32| Variant::Type {
+    Some(finding(case, &collective, dissent, |dtype: &i32| OperationVariant::Type {
         op,
         dtype: DataType::try_from(*dtype).unwrap_or_default(),
     }))
@@ -118,7 +119,7 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // An MPI receive accepts any size up to its buffer's, so its record has no size.
     let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
-    if let Some(found) = ends_differ(case, suspect, Property::Sizes, differ, |operation| operation.count) {
+    if let Some(found) = ends_differ(case, suspect, Property::Size, differ, |operation| operation.count) {
         return Some(found);
     }
     let collective = Collective::of(case, suspect)?;
@@ -127,11 +128,11 @@ fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let dissent = collective.new_dissent(case, |operation| operation.count)?;
     let op = collective.operations.first()?.1.op();
-    Some(finding(case, &collective, dissent, |count: &u64| Variant::Elements { op, count: *count }))
+    Some(finding(case, &collective, dissent, |count: &u64| OperationVariant::Elements { op, count: *count }))
 }
 
 /// Whether all ranks that differ from the right group finalize their library. That is `teardown`.
-pub(super) fn gave_up<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
+pub(super) fn finalizes_instead<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
     let ends = |rank_index: &usize| {
         let own = collective.operations.iter().find(|(other, _)| other == rank_index);
         own.is_some_and(|(_, operation)| operation.function.ends_with("Finalize"))
@@ -144,7 +145,7 @@ pub(super) fn finding<Key: Ord + Clone>(
     case: &Case<'_>,
     collective: &Collective<'_>,
     dissent: Dissent<Key>,
-    variant: impl for<'k> Fn(&'k Key) -> Variant<'k>,
+    variant: impl for<'k> Fn(&'k Key) -> OperationVariant<'k>,
 ) -> Finding {
     let event = collective.event;
     let groups: Vec<VariantGroup<'_>> =
@@ -162,7 +163,7 @@ pub(super) fn finding<Key: Ord + Clone>(
     let confidence = match (right.is_some(), dissent.certain) {
         (false, _) => Confidence::Low,
         (true, false) => Confidence::Medium,
-        // The largest group is no majority of the communicator, or only a majority of the ranks
+        // The largest group is not a majority of the communicator, or only a majority of the ranks
         // that came.
         (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[event]),

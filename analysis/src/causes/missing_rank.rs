@@ -15,7 +15,7 @@ use crate::{
     verdict::{Activity, Cause, Confidence},
     wording::{
         collectives::{self, Absence},
-        cycles::{self, Break},
+        cycles::{self, PatternBreak},
         ruled_out,
     },
     world::Exit,
@@ -28,7 +28,7 @@ const MOST_MEMBERS: usize = 1024;
 /// `missing_rank`: a rank has not entered the collective that its peers wait in.
 ///
 /// Its sequence number in that communicator is lower than the one that its peers' devices have
-/// begun, and nothing shows that it waits for another rank. Or its number is not known, and all
+/// started, and nothing shows that it waits for another rank. Or its number is not known, and all
 /// other ranks are in the collective. No more specific cause explains what it does.
 ///
 /// In the second form, a rank waits like the others and has run one collective fewer. All have
@@ -46,16 +46,17 @@ const MOST_MEMBERS: usize = 1024;
 /// - A rank that computes or sleeps at one place, or waits for a child process that may be at work.
 ///   This may be long and end by itself. Two samples cannot tell it from an endless loop.
 /// - A rank that waits for data from a socket, or polls for something: the process that should have
-///   answered may be to blame. If another rank stands still, a rank that only polls is not named.
-/// - The few ranks that have begun an MPI collective and do not wait for it while most do: the
+///   answered may be the culprit. If another rank stands still, a rank that only polls is not
+///   named.
+/// - The few ranks that have started an MPI collective and do not wait for it while most do: the
 ///   library runs the collective only inside the calls of its process.
 /// - A rank whose record has not been written for a while and ends in a collective that most others
 ///   have completed: its process runs something else.
 /// - A rank that called the collective in a group that it has not closed, because it stands still
 ///   elsewhere.
 ///
-/// If no record shows who waits, a rank that stands still elsewhere than most is named with low
-/// confidence. So are the few ranks in a collective while most ranks are together at one other
+/// If no record shows which ranks wait, a rank that stands still elsewhere than most is named with
+/// low confidence. So are the few ranks in a collective while most ranks are together at one other
 /// place.
 pub(super) const ABSENT: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: all_entered };
 
@@ -85,7 +86,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return found.or_else(|| not_waited_for(case, &collective));
     }
     match suspect {
-        Suspect::Cycle(_) => match wait_cycle::check_pattern(case, suspect, &[Break::Collective]) {
+        Suspect::Cycle(_) => match wait_cycle::check_pattern(case, suspect, &[PatternBreak::Collective]) {
             PatternCheck::Finding(found) => Some(found),
             PatternCheck::OtherBreak | PatternCheck::Kept => None,
         },
@@ -162,8 +163,8 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     Some(Finding { culprits: inside.clone(), statement, confidence: Confidence::Medium, evidence })
 }
 
-/// Few ranks have begun a collective of a host library and do not wait for it as the others do, so
-/// nothing runs it for them.
+/// Few ranks have started a collective of a host library and do not wait for it as the others do,
+/// so nothing runs it for them.
 fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let waiting = case.graph.waiters_of(collective.event);
     let away: Vec<usize> =
@@ -203,13 +204,13 @@ pub(super) fn is_elsewhere(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
 pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
-    let place = case.place(*outside.first()?);
-    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.place(*rank_index) == place;
+    let position = case.position(*outside.first()?);
+    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.position(*rank_index) == position;
     let all_known = inside.len() + outside.len() == case.comms[comm].size as usize;
     if outside.len() <= inside.len()
         || inside.is_empty()
         || !all_known
-        || place.is_empty()
+        || position.is_unknown()
         || !outside.iter().all(together)
     {
         return None;

@@ -1,8 +1,8 @@
 //! `network_stall`: all ranks agree, all have entered, and nothing moves.
 //!
 //! Every member of the communicator has launched the same operation with the same number, size and
-//! type. Every device has begun it, and it does not complete. No rank is behind and none differs,
-//! so no rank is to blame: the data does not move. The confidence is high only if the records of
+//! type. Every device has started it, and it does not complete. No rank is behind and none differs,
+//! so no rank is the culprit: the data does not move. The confidence is high only if the records of
 //! all members are there. It is medium if a rank completed while others did not, or if the sizes of
 //! the operation cannot be compared, as in all-to-all.
 

@@ -13,7 +13,7 @@ use crate::{
     history::made_before,
     verdict::{Cause, Confidence},
     wording::{
-        cycles::{self, Break},
+        cycles::{self, PatternBreak},
         transfers::{self, GroupCounts, OpenEnd},
     },
     world::is_p2p,
@@ -21,7 +21,7 @@ use crate::{
 
 /// `p2p_unmatched`: a receive without its send, or a send without its receive.
 ///
-/// A rank's send or receive has begun on its device, and its peer has no counterpart pending. The
+/// A rank's send or receive has started on its device, and its peer has no counterpart pending. The
 /// peer waits for nothing, and nothing else explains it. The sentence includes what the peer itself
 /// waits for, such as a child process. Other forms:
 ///
@@ -60,7 +60,7 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             if let Some(found) = at_all_open_ends(case, events) {
                 return Some(found);
             }
-            match wait_cycle::check_pattern(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
+            match wait_cycle::check_pattern(case, suspect, &[PatternBreak::Transfer, PatternBreak::NewTransfer]) {
                 PatternCheck::Finding(found) => return Some(found),
                 PatternCheck::OtherBreak => return None,
                 PatternCheck::Kept => {}
@@ -204,22 +204,22 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
 }
 
 /// The transfers of a cycle without a counterpart. `None` if an operation of the cycle has not
-/// begun: then it is behind another operation, which may be the only fault.
+/// started: then it is behind another operation, which may be the only fault.
 fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<OpenEnd>> {
-    let begun = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
+    let started = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
     let mut open = Vec::new();
     for &event in events {
         let Event::PointToPoint { comm, rank_index, peer, recv } = event else { continue };
         let (own, awaited) = (case.comms[comm].member(rank_index)?.comm_rank, case.comms[comm].rank_index_of(peer)?);
         let there = Event::PointToPoint { comm, rank_index: awaited, peer: own, recv: !recv };
         match case.graph.events.binary_search(&there) {
-            Ok(_) if !begun(there) => return None,
+            Ok(_) if !started(there) => return None,
             Ok(_) => {}
             Err(_) if served_by_count(case, event, awaited) => {}
             Err(_) => open.push(OpenEnd { event, waiter: rank_index, awaited }),
         }
     }
-    events.iter().all(|event| begun(*event)).then_some(open)
+    events.iter().all(|event| started(*event)).then_some(open)
 }
 
 /// Whether the peer of a transfer has made as many counterparts as there are transfers, by complete
@@ -268,7 +268,7 @@ fn open_ends(case: &Case<'_>, open: &[OpenEnd], culprit: usize) -> Finding {
 }
 
 fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    match wait_cycle::check_pattern(case, suspect, &[Break::TransferOrder]) {
+    match wait_cycle::check_pattern(case, suspect, &[PatternBreak::TransferOrder]) {
         PatternCheck::Finding(found) => return Some(found),
         PatternCheck::OtherBreak => return None,
         PatternCheck::Kept => {}
@@ -285,9 +285,9 @@ fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if culprits.len() < 2 {
         return None;
     }
-    let evidence = transfers.iter().take(8).map(|event| cycles::transfer_line(case, *event)).collect();
+    let evidence = transfers.iter().take(8).map(|event| case.waiters_line(*event)).collect();
     Some(Finding {
-        statement: cycles::circle_of_transfers(case, &culprits, &transfers),
+        statement: cycles::cycle_of_transfers(case, &culprits, &transfers),
         confidence: case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits)),
         culprits,
         evidence,

@@ -25,8 +25,8 @@ pub(super) const PYTHON_GC: Rule =
 /// another line: an evaluation, a checkpoint or a preprocessing that takes longer than the timeout.
 /// A busy processor at one and the same line proves nothing, because an endless loop is busy as
 /// well. The rule also covers a device that is far behind its host: an operation in the awaited
-/// streams began or completed between the samples. The confidence is never high.
-pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: goes_on, rule_out: nothing_moved };
+/// streams started or completed between the samples. The confidence is never high.
+pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: long_step, rule_out: stands_still };
 
 fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect)?;
@@ -52,7 +52,7 @@ fn collects_garbage(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-fn goes_on(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+fn long_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Device { rank_index, .. } = suspect {
         return slow_device(case, *rank_index);
     }
@@ -68,18 +68,18 @@ fn goes_on(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-/// The device is behind its host, and its stream makes progress: an operation began or completed
+/// The device is behind its host, and its stream makes progress: an operation started or completed
 /// since the first sample.
 fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     let view = case.view(rank_index);
     let read_ns = view.flight?.read_ns;
     let recent = |ns: u64| ns != 0 && read_ns.saturating_sub(ns) < case.evidence.sample_interval_ns;
     let streams: Vec<u64> = view.pending().map(|operation| operation.stream).collect();
-    let went_on = view
+    let progressed = view
         .operations()
         .filter(|operation| streams.contains(&operation.stream))
         .any(|operation| recent(operation.completed_ns) || recent(operation.started_ns));
-    if !went_on {
+    if !progressed {
         return None;
     }
     let mut evidence = vec![hosts::slow_device_line(case, rank_index)];
@@ -88,10 +88,10 @@ fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-fn nothing_moved(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+fn stands_still(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     culprits.first()?;
     let frozen = culprits
         .iter()
         .all(|rank_index| case.view(*rank_index).host.moved.is_some() && case.view(*rank_index).host.frozen());
-    frozen.then(|| ruled_out::nothing_moved(case, culprits))
+    frozen.then(|| ruled_out::stands_still(case, culprits))
 }

@@ -6,7 +6,7 @@
 //! ranks that wait for it are at the same place, the ranks train in other threads, and the place
 //! means nothing. A rank that waits for the device during its teardown is a waiter, and the
 //! wait-for graph continues there. In a wait cycle, the ranks in the finalization of their library
-//! gave up early, with medium confidence.
+//! are the culprits, with medium confidence.
 
 use super::{
     collective::Collective,
@@ -24,14 +24,14 @@ pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: 
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Cycle(events) = suspect {
-        return gave_up(case, events);
+        return finalizes_in_cycle(case, events);
     }
     if let Some(found) = ends_instead(case, suspect) {
         return Some(found);
     }
     let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Teardown))?;
     let waiters = case.main_event(suspect).map_or(&[][..], |event| case.graph.waiters_of(event));
-    if !waiters.is_empty() && waiters.iter().all(|waiter| case.place(*waiter) == case.place(rank_index)) {
+    if !waiters.is_empty() && waiters.iter().all(|waiter| case.position(*waiter) == case.position(rank_index)) {
         return None;
     }
     let mut evidence = Vec::from_iter(case.witness_line(rank_index));
@@ -45,7 +45,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
     let dissent = collective.dissent(case, mismatch::operation_key)?;
-    if !mismatch::gave_up(&collective, &dissent) {
+    if !mismatch::finalizes_instead(&collective, &dissent) {
         return None;
     }
     let found = mismatch::finding(case, &collective, dissent, mismatch::without_root);
@@ -53,8 +53,8 @@ fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { statement, ..found })
 }
 
-/// Ranks of a wait cycle that finalize their library while the others go on.
-fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+/// Ranks of a wait cycle that finalize their library while the others continue.
+fn finalizes_in_cycle(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let finalizes = |event: &&Event| {
         let function = case.operation(**event).map_or("", |operation| operation.function.as_str());
         function.ends_with("Finalize")
@@ -64,8 +64,8 @@ fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if culprits.is_empty() {
         return None;
     }
-    let goes_on = |other: &Event| *other != event && !case.graph.waiters_of(*other).is_empty();
-    let others: Vec<Event> = events.iter().copied().filter(goes_on).take(8).collect();
+    let continues = |other: &Event| *other != event && !case.graph.waiters_of(*other).is_empty();
+    let others: Vec<Event> = events.iter().copied().filter(continues).take(8).collect();
     let statement = hosts::shut_down_in_cycle(case, &culprits, &others);
     let mut evidence = hosts::shut_down_in_cycle_lines(case, &culprits, event, &others);
     evidence.extend(case.position_lines_of(&culprits));

@@ -12,7 +12,7 @@ use crate::{
     history::{Deviation, deviation, made_before, made_token_before},
     matching::{Comm, Member},
     verdict::{Cause, Confidence},
-    wording::cycles::{self, Break},
+    wording::cycles::{self, PatternBreak},
     world::RankView,
 };
 
@@ -44,7 +44,9 @@ pub(super) const ORDER_MISMATCH: Rule =
     Rule { cause: Cause::OrderMismatch, explain: order_mismatch, rule_out: never_ruled_out };
 
 fn order_mismatch(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let PatternCheck::Finding(found) = check_pattern(case, suspect, &[Break::NewCollective, Break::Order]) {
+    if let PatternCheck::Finding(found) =
+        check_pattern(case, suspect, &[PatternBreak::NewCollective, PatternBreak::Order])
+    {
         return Some(found);
     }
     let Suspect::Cycle(events) = suspect else { return None };
@@ -195,25 +197,25 @@ fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without
 }
 
 /// How a rank left its pattern.
-fn break_of(view: &RankView<'_>, deviation: &Deviation) -> Break {
+fn break_of(view: &RankView<'_>, deviation: &Deviation) -> PatternBreak {
     // A pending transfer that the rank had never made before is one too many.
     let new = |operation: &Operation| deviation.actual.is(operation) && !made_before(view, operation);
     if deviation.actual.is_p2p() && view.pending().any(new) {
-        return Break::NewTransfer;
+        return PatternBreak::NewTransfer;
     }
     match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.actual.is_p2p()) {
-        (true, true) => Break::TransferOrder,
-        (true, false) => Break::Order,
-        (false, true) => Break::Transfer,
-        (false, false) if !made_token_before(view, deviation.actual) => Break::NewCollective,
-        (false, false) => Break::Collective,
+        (true, true) => PatternBreak::TransferOrder,
+        (true, false) => PatternBreak::Order,
+        (false, true) => PatternBreak::Transfer,
+        (false, false) if !made_token_before(view, deviation.actual) => PatternBreak::NewCollective,
+        (false, false) => PatternBreak::Collective,
     }
 }
 
 /// The ranks of a cycle that left their pattern, as indices, with the kind of their break. `None`
 /// if no rank did, or more than half of them: what most ranks do is the program, and a past of a
 /// few steps shows patterns that do not exist.
-fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
+fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(PatternBreak, Vec<(usize, Deviation)>)> {
     let Suspect::Cycle(events) = suspect else { return None };
     let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     inside.sort_unstable();
@@ -227,7 +229,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
         return None;
     }
     // The others wait for a rank that left out a collective, in its communicator. Ranks for which
-    // nobody waits went on without it, as they may.
+    // no rank waits continued without it, as they may.
     let missed = |(rank_index, deviation): &(usize, Deviation)| {
         events.iter().any(|event| {
             let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
@@ -236,7 +238,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
         })
     };
     let left_out = |(rank_index, deviation): &(usize, Deviation)| {
-        matches!(break_of(case.view(*rank_index), deviation), Break::Collective | Break::NewCollective)
+        matches!(break_of(case.view(*rank_index), deviation), PatternBreak::Collective | PatternBreak::NewCollective)
     };
     if found.iter().any(missed) {
         found.retain(|one| !left_out(one) || missed(one));
@@ -257,7 +259,7 @@ pub(super) enum PatternCheck {
 }
 
 /// Checks the past of the ranks in a cycle, for a rule that explains these kinds of breaks.
-pub(super) fn check_pattern(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> PatternCheck {
+pub(super) fn check_pattern(case: &Case<'_>, suspect: &Suspect, explains: &[PatternBreak]) -> PatternCheck {
     let Suspect::Cycle(events) = suspect else { return PatternCheck::Kept };
     match deviants(case, suspect) {
         None => PatternCheck::Kept,
@@ -269,10 +271,10 @@ pub(super) fn check_pattern(case: &Case<'_>, suspect: &Suspect, explains: &[Brea
 }
 
 /// In a cycle every rank waits and no rank is behind, so only the past shows the culprit: some
-/// ranks left the pattern of their operations, and the others kept theirs. This is no proof,
+/// ranks left the pattern of their operations, and the others kept theirs. This is not a proof,
 /// because the change of plan may be right and the others may have missed it. So the confidence is
 /// never high.
-fn left_pattern(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
+fn left_pattern(case: &Case<'_>, events: &[Event], kind: PatternBreak, found: &[(usize, Deviation)]) -> Finding {
     let culprits: Vec<usize> = found.iter().map(|(rank_index, _)| *rank_index).collect();
     let of_kind = |(rank_index, deviation): &&(usize, Deviation)| break_of(case.view(*rank_index), deviation) == kind;
     let (first, deviation) = found.iter().find(of_kind).unwrap_or(&found[0]);

@@ -40,7 +40,7 @@ pub(crate) enum Suspect {
         guess: bool,
     },
     /// A rank has launched what others wait for (or waits for its own device), and its device has
-    /// not begun it.
+    /// not started it.
     Device {
         /// Index of the rank.
         rank_index: usize,

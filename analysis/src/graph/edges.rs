@@ -61,8 +61,8 @@ impl Builder<'_, '_> {
                 self.edge(event, Node::Host(member.rank_index));
                 has_blocker |= late == 0;
             }
-            let begun = member.started.max(member.completed);
-            let blocked = seqs.partition_point(|seq| *seq <= begun);
+            let started = member.started.max(member.completed);
+            let blocked = seqs.partition_point(|seq| *seq <= started);
             if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
                 let event = self.event(Event::Collective { comm, seq: *seq });
                 let host = view.halted() || runs_on_host(view);
@@ -107,7 +107,7 @@ impl Builder<'_, '_> {
 }
 
 /// Whether the host itself runs what the rank has launched: it has no device, and no collective is
-/// under way. A host library runs a collective only while somebody waits for it.
+/// under way. A host library runs a collective only while a thread waits for it.
 fn runs_on_host(view: &RankView<'_>) -> bool {
     let under_way = |operation: &Operation| operation.kind() == OpKind::Collective && operation.started_ns != 0;
     !view.has_device() && !view.pending().any(under_way)

@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::Presence;
 
 use super::outcome::waiting;
 use crate::{
-    case::Case,
+    case::{Case, Position},
     causes::{Finding, RULES, alone_in, ended_by_agent, ended_by_signal},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
@@ -59,22 +59,21 @@ struct Arbitration {
 const ARBITRATIONS: &[Arbitration] = &[
     Arbitration {
         name: "other_node",
-        reason: "A rank of which nothing is known because it runs on another node is not to blame for that.",
+        reason: "A rank on another node, about which nothing is known, is not the culprit.",
         scenario: "hosts::ranks_of_other_nodes_are_not_accused",
         leaves_doubt: false,
         apply: other_node,
     },
     Arbitration {
         name: "shared_lock",
-        reason: "A rank in a lock shared between processes may wait for another rank.",
+        reason: "A rank that waits for a lock shared between processes may wait for another rank.",
         scenario: "processes::a_rank_in_a_shared_lock_waits_for_another_rank",
         leaves_doubt: true,
         apply: shared_lock,
     },
     Arbitration {
         name: "mpi_window",
-        reason: "A rank that waits for members of an MPI window, even by polling, is not to blame while one of them is \
-                 elsewhere.",
+        reason: "A rank that waits or polls in an MPI window is not the culprit while another member is outside it.",
         scenario: "hosts::a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member",
         leaves_doubt: true,
         apply: mpi_window,
@@ -88,30 +87,28 @@ const ARBITRATIONS: &[Arbitration] = &[
     },
     Arbitration {
         name: "progress",
-        reason: "A rank that makes progress is not to blame while another one stands still, and the network is not to blame \
-                 while a rank is.",
+        reason: "A rank that stands still is suspected before a rank that makes progress, and any rank before the network.",
         scenario: "hosts::a_progressing_rank_is_not_to_blame_while_another_stands_still",
         leaves_doubt: false,
         apply: progress,
     },
     Arbitration {
         name: "ended_by_agent",
-        reason: "An agent ends the other ranks of a job that has lost one.",
+        reason: "When one rank of a job dies, its agent ends the other ranks.",
         scenario: "hosts::ranks_that_the_agent_ended_are_not_to_blame",
         leaves_doubt: false,
         apply: ended_by_the_agent,
     },
     Arbitration {
         name: "killed",
-        reason: "A rank that was killed did not react to another death; a rank that ended with an error may have.",
+        reason: "A rank that ended with an error may have reacted to the death of a rank that was killed.",
         scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
         leaves_doubt: true,
         apply: killed,
     },
     Arbitration {
         name: "few_inside",
-        reason: "If most members of a communicator are together at one place and have not entered the collective that few \
-                 wait in, the few may have made a call that was not due.",
+        reason: "The few ranks in a collective may have called it too early if all other members are at one place.",
         scenario: "collectives::a_few_ranks_in_a_collective_while_most_wait_elsewhere",
         leaves_doubt: false,
         apply: few_inside,
@@ -138,28 +135,28 @@ struct Limit {
 const LIMITS: &[Limit] = &[
     Limit {
         name: "several_causes",
-        reason: "Different rules explain different suspects.",
+        reason: "If different rules explain different suspects, only one of the causes may be the first one.",
         scenario: "hosts::different_causes_lower_the_confidence",
         confidence: Confidence::Medium,
         applies: several_causes,
     },
     Limit {
         name: "many_together",
-        reason: "Many ranks together at another place, while few wait, may wait for something that the few have not done.",
+        reason: "Many absent ranks at one place may wait for something that the few waiting ranks have not done.",
         scenario: "transfers::a_majority_may_wait_for_the_few_that_wait_for_it",
         confidence: Confidence::Medium,
         applies: many_together,
     },
     Limit {
         name: "missing_at_several_places",
-        reason: "Ranks that are missing at different places may wait for each other in an unknown way.",
+        reason: "Absent ranks at different places may wait for each other in a way that no record shows.",
         scenario: "collectives::ranks_that_are_missing_at_several_places_may_wait_for_each_other",
         confidence: Confidence::Medium,
         applies: missing_at_several_places,
     },
     Limit {
         name: "assumed_wait",
-        reason: "A rank without a stack, for which others wait, is only assumed to wait itself.",
+        reason: "A rank without a stack was only assumed to wait itself, so it may be the culprit.",
         scenario: "hosts::an_assumed_wait_lowers_the_confidence",
         confidence: Confidence::Medium,
         applies: assumed_wait,
@@ -173,7 +170,7 @@ const LIMITS: &[Limit] = &[
     },
     Limit {
         name: "several_guesses",
-        reason: "Any one of several unknown ranks may be the culprit.",
+        reason: "Each of several ranks without data may be the culprit.",
         scenario: "hosts::several_lost_ranks_have_low_confidence",
         confidence: Confidence::Low,
         applies: several_guesses,
@@ -308,14 +305,15 @@ fn several_causes(arbitrated: &Arbitrated<'_, '_>) -> bool {
 fn many_together(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let Arbitrated { case, findings, culprits, .. } = arbitrated;
     let is_absent = matches!(findings[0].cause(), Cause::MissingRank | Cause::P2pUnmatched);
-    let together = culprits.len() > 1 && culprits.iter().all(|index| case.place(*index) == case.place(culprits[0]));
+    let together =
+        culprits.len() > 1 && culprits.iter().all(|index| case.position(*index) == case.position(culprits[0]));
     is_absent && together && culprits.len() > waiting(case).iter().filter(|index| !culprits.contains(index)).count()
 }
 
 fn missing_at_several_places(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let missing = arbitrated.primary().flat_map(|ruling| &ruling.finding.culprits);
-    let places: BTreeSet<String> = missing.map(|index| arbitrated.case.place(*index)).collect();
-    arbitrated.findings[0].cause() == Cause::MissingRank && places.len() > 1
+    let positions: BTreeSet<Position<'_>> = missing.map(|index| arbitrated.case.position(*index)).collect();
+    arbitrated.findings[0].cause() == Cause::MissingRank && positions.len() > 1
 }
 
 fn assumed_wait(arbitrated: &Arbitrated<'_, '_>) -> bool {

@@ -10,7 +10,7 @@ use crate::{
     graph::Suspect,
     stacks::Movement,
     verdict::{Activity, Cause, Confidence, EvidenceLine, HangEvidence},
-    wording::verdict::{self, Healthy, Known},
+    wording::verdict::{self, HealthyReason, KnownFacts},
     world::{RankView, is_collective},
 };
 
@@ -25,7 +25,7 @@ pub(super) struct Outcome {
 }
 
 /// The outcome for a job that does not hang.
-pub(super) fn not_a_hang(case: &Case<'_>, why: &Healthy<'_>, confidence: Confidence) -> Outcome {
+pub(super) fn not_a_hang(case: &Case<'_>, why: &HealthyReason<'_>, confidence: Confidence) -> Outcome {
     Outcome {
         cause: Cause::NotAHang,
         culprits: Vec::new(),
@@ -55,37 +55,38 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
     let nothing_pending = case.graph.events.is_empty();
     if !views.is_empty() && nothing_pending && stacks == views.len() {
         if views.iter().all(|view| view.host.moved.is_some_and(|moved| moved.is_progress())) {
-            return not_a_hang(case, &Healthy::EveryRankMoves, Confidence::Medium);
+            return not_a_hang(case, &HealthyReason::EveryRankMoves, Confidence::Medium);
         }
         if kind == TriggerKind::Manual {
-            return not_a_hang(case, &Healthy::NothingPending, Confidence::Low);
+            return not_a_hang(case, &HealthyReason::NothingPending, Confidence::Low);
         }
     }
     let done: Vec<usize> = (0..views.len()).filter(|rank_index| ended_in_order(case, *rank_index)).collect();
     let comes = |view: &RankView<'_>| !view.halted() && view.host.observed.activity == Activity::CommInit;
     if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
-        return not_a_hang(case, &Healthy::Left(&done), Confidence::Medium);
+        return not_a_hang(case, &HealthyReason::Left(&done), Confidence::Medium);
     }
     if nothing_pending && is_idle(case) {
-        return unknown(verdict::may_be_idle(case, stand_together(case)));
+        return unknown(verdict::may_be_idle(case, all_at_one_place(case)));
     }
     let unseen: Vec<usize> = (0..views.len()).filter(|rank_index| views[*rank_index].unseen()).collect();
     let busiest = || case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
     let known = match (views.len(), nothing_pending) {
-        (0, _) => Known::NoRank,
-        (_, true) if stacks == 0 => Known::NoStack,
-        (_, true) if stand_together(case) => Known::Together,
-        (_, true) => Known::Stacks(stacks),
-        (_, false) => Known::Pending { busiest: busiest(), unseen: &unseen },
+        (0, _) => KnownFacts::NoRank,
+        (_, true) if stacks == 0 => KnownFacts::NoStack,
+        (_, true) if all_at_one_place(case) => KnownFacts::Together,
+        (_, true) => KnownFacts::Stacks(stacks),
+        (_, false) => KnownFacts::Pending { busiest: busiest(), unseen: &unseen },
     };
     unknown(verdict::unexplained(case, &known))
 }
 
 /// Whether all ranks of a job of several are at one known place.
-fn stand_together(case: &Case<'_>) -> bool {
-    let first = case.place(0);
-    let same = (1..case.world.views.len()).all(|rank_index| case.place(rank_index) == first);
-    same && !first.is_empty() && case.world.views.len() > 1
+fn all_at_one_place(case: &Case<'_>) -> bool {
+    let all = case.world.views.len();
+    all > 1
+        && !case.position(0).is_unknown()
+        && (1..all).all(|rank_index| case.position(rank_index) == case.position(0))
 }
 
 /// Whether a rank left in order, with or without a `Goodbye`. A rank that ended with an error of
@@ -99,8 +100,8 @@ pub(super) fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
     }
 }
 
-/// A job that has worked and whose ranks all do nothing now. A job that has not begun yet waits for
-/// something.
+/// A job that has worked and whose ranks all do nothing now. A job that has not started yet waits
+/// for something.
 pub(super) fn is_idle(case: &Case<'_>) -> bool {
     let views = &case.world.views;
     let worked = views.iter().any(|view| view.operations().any(is_collective));
@@ -176,8 +177,8 @@ fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
     last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
 }
 
-/// The main thread of each culprit waits for a thread or child process that is busy. That proves a
-/// hang as little as a busy main thread.
+/// The main thread of each culprit waits for a thread or child process that is busy. Like a busy
+/// main thread, that does not prove a hang.
 pub(super) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
     let busy = |rank_index: &usize| case.view(*rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
     !culprits.is_empty() && culprits.iter().all(|rank_index| !case.view(*rank_index).halted() && busy(rank_index))

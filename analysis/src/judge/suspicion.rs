@@ -8,7 +8,11 @@ use std::collections::BTreeMap;
 use xpu_timer_proto::v1::{OpKind, TriggerKind};
 
 use super::outcome::{ended_in_order, is_idle};
-use crate::{case::Case, graph::Suspect, verdict::Activity};
+use crate::{
+    case::{Case, Position},
+    graph::Suspect,
+    verdict::Activity,
+};
 
 /// One rule of the table.
 struct Suspicion {
@@ -51,44 +55,43 @@ struct Ranks<'c, 'a> {
 const SUSPICIONS: &[Suspicion] = &[
     Suspicion {
         name: "halted",
-        reason: "A rank that cannot run comes first. A rank that left in order is no suspect while nobody waits for it.",
+        reason: "A rank that cannot run is suspected first, unless it exited normally.",
         scenario: "hosts::a_death_is_reported_before_any_rank_waits",
         find: halted,
     },
     Suspicion {
         name: "outside_graph",
-        reason: "Most ranks have launched a graph, which may contain collectives that the others have not launched.",
+        reason: "A graph that most ranks have launched may contain collectives that the other ranks have not launched.",
         scenario: "devices::one_rank_has_not_launched_its_graph",
         find: outside_graph,
     },
     Suspicion {
         name: "pending_kernel",
-        reason: "A kernel or graph has been pending since before the incident was opened.",
+        reason: "A kernel or graph that was pending when the incident opened may be stuck.",
         scenario: "devices::a_job_of_one_rank",
         find: pending_kernel,
     },
     Suspicion {
         name: "not_waiting",
-        reason: "In any healthy job some ranks wait for the device and others are elsewhere, so only ranks that stand still \
-                 count, if there are any.",
+        reason: "Some ranks wait for the device in a healthy job too, so ranks that stand still are suspected first.",
         scenario: "hosts::a_job_without_recorded_collectives_is_judged_by_its_stacks",
         find: not_waiting,
     },
     Suspicion {
         name: "manual",
-        reason: "A manual dump may be of a healthy job, so a rank that only stands still is no suspect.",
+        reason: "A manual dump may show a healthy job, in which a rank that stands still is not suspected.",
         scenario: "hosts::a_manual_dump_does_not_accuse_an_idle_rank",
         find: manual,
     },
     Suspicion {
         name: "minority_place",
-        reason: "No rank is stuck in a known way, and a few stand still elsewhere than most. Idle ranks do not hold up others.",
+        reason: "If no rank is stuck in a known way, the few that stand still elsewhere than most ranks are suspected.",
         scenario: "hang::a_minority_at_another_place_is_named_in_a_job_that_stands_still",
         find: minority_place,
     },
     Suspicion {
         name: "stuck",
-        reason: "A rank that is stuck in a known way needs no waiter.",
+        reason: "A rank that is stuck in a known way is suspected even if no rank waits for it.",
         scenario: "hang::all_ranks_in_their_loaders",
         find: stuck,
     },
@@ -213,9 +216,9 @@ fn split_by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
     if !all.clone().all(known) {
         return None;
     }
-    let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    all.for_each(|rank_index| places.entry(case.place(rank_index)).or_default().push(rank_index));
-    let most = places.into_values().find(|ranks| 2 * ranks.len() > case.world.views.len())?;
+    let mut positions: BTreeMap<Position<'_>, Vec<usize>> = BTreeMap::new();
+    all.for_each(|rank_index| positions.entry(case.position(rank_index)).or_default().push(rank_index));
+    let most = positions.into_values().find(|ranks| 2 * ranks.len() > case.world.views.len())?;
     let few: Vec<usize> = (0..case.world.views.len()).filter(|rank_index| !most.contains(rank_index)).collect();
     (!few.is_empty()).then_some((most, few))
 }

@@ -107,9 +107,14 @@ fn both_ranks_of_a_pair_without_a_pattern_are_named() {
 
 /// Rank `odd` completed all_reduce 31 at once; the others are inside it.
 fn skip(odd: u32, device_ns: u64) -> Job {
+    skips(&[odd], device_ns)
+}
+
+/// Like [`skip`], with several such ranks.
+fn skips(odd: &[u32], device_ns: u64) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in 0..4 {
-        if rank == odd {
+        if odd.contains(&rank) {
             job.complete(0x77, rank, |operation| {
                 operation.device_ns = device_ns;
                 operation.entered_ns += 100 * SECOND;
@@ -149,7 +154,15 @@ fn a_rank_that_skipped_and_ended_skipped() {
     job.rank(2).dump = None;
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
-    assert!(verdict.sentence.contains("has exited since then"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("; it has exited since then"), "{}", verdict.sentence);
+    let mut job = skips(&[1, 2], 900);
+    for rank in [1, 2] {
+        job.rank(rank).presence = Presence::Left.into();
+        job.rank(rank).dump = None;
+    }
+    let told = "their calls returned while ranks 0, 3 are still inside, so ranks 1-2 have run one collective fewer; they have exited since then";
+    let verdict = job.judge();
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     // Without proof, a rank that ended in order also skipped, and a killed rank is dead.
     let mut job = skip(2, 40_000);
     job.rank(2).presence = Presence::Left.into();
@@ -196,14 +209,14 @@ fn a_rank_that_has_not_joined_a_new_communicator() {
     for rank in [0, 1, 3] {
         job.creates(0x99, 4, rank, rank as i32);
     }
-    job.stands(2, Stack::pause());
+    job.set_stack(2, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[2], Confidence::High);
     assert_eq!(verdict.victims, [0, 1, 3]);
     job.rank(2).presence = Presence::Unregistered.into();
     job.rank(2).flight = None;
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::High);
-    job.stands(2, Stack::loader());
+    job.set_stack(2, Stack::loader());
     expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
     job.lost(2);
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
@@ -217,7 +230,7 @@ fn a_creation_that_returned_on_one_rank_only() {
     }
     job.comm(0x99, &[2]);
     (job.flight(2).communicators[0].rank, job.flight(2).communicators[0].size) = (2, 4);
-    job.stands(2, Stack::sleep());
+    job.set_stack(2, Stack::sleep());
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
 }
 
@@ -266,7 +279,7 @@ fn one_rank_has_the_unique_id_of_another_attempt() {
     job.creates(0x18fd, 4, 1, 1);
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[1], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 1 in the creation of communicator 0x18fd"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 1 is in the creation of communicator 0x18fd"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -277,7 +290,7 @@ fn a_communicator_that_one_rank_creates_with_another_size() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[1], Confidence::High);
-    assert!(verdict.sentence.contains("one of 5 ranks, ranks 0, 2-3 as one of 4"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("with 5 ranks, and ranks 0, 2-3 create it with 4"), "{}", verdict.sentence);
     // Most ranks leave a split out.
     let mut job = Job::new(4);
     for rank in 0..4 {
@@ -305,7 +318,7 @@ fn a_rank_that_does_not_split_holds_up_all_children() {
         for rank in [0, 2, 3] {
             splits(&mut job, rank, 0x90 + u64::from(rank % 2), OpStatus::Pending);
         }
-        job.stands(1, Stack::sleep());
+        job.set_stack(1, Stack::sleep());
         change(&mut job);
         job.judge()
     };
@@ -313,7 +326,7 @@ fn a_rank_that_does_not_split_holds_up_all_children() {
     // It waits in the parent for the ranks that wait for it.
     let elsewhere = judge(&|job| {
         job.enter(0x77, 1, Op::AllReduce);
-        job.stands(1, Stack::device_wait());
+        job.set_stack(1, Stack::device_wait());
     });
     assert_eq!((elsewhere.cause, &elsewhere.culprits[..]), (Cause::CommInit, &[1][..]), "{}", elsewhere.to_text());
     // Its record no longer contains all of its splits.
@@ -409,8 +422,8 @@ fn a_few_ranks_in_a_collective_while_most_wait_elsewhere() {
         let mut job = Job::with_world(5, 6);
         for rank in 0..5 {
             match (outside.contains(&rank), elsewhere.contains(&rank)) {
-                (true, _) => job.stands(rank, Stack::pause()),
-                (_, true) => job.stands(rank, Stack::new(&[("f", "/job/other.py:1")], &["clock_nanosleep"])),
+                (true, _) => job.set_stack(rank, Stack::pause()),
+                (_, true) => job.set_stack(rank, Stack::new(&[("f", "/job/other.py:1")], &["clock_nanosleep"])),
                 _ => job.enter(0x77, rank, Op::AllReduce),
             }
         }
@@ -426,8 +439,8 @@ fn ranks_that_are_missing_at_several_places_may_wait_for_each_other() {
     let judge = |second: Stack| {
         let mut job = Job::with_world(8, 6);
         (2..8).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
-        job.stands(0, Stack::pause());
-        job.stands(1, second);
+        job.set_stack(0, Stack::pause());
+        job.set_stack(1, second);
         job.judge()
     };
     expect(&judge(Stack::pause()), Cause::MissingRank, &[0, 1], Confidence::High);
@@ -459,7 +472,7 @@ fn few_that_left_out_a_creation_in_which_all_others_are() {
     let mut job = Job::with_world(4, 8);
     job.enter(0x77, 3, Op::AllReduce);
     for rank in 0..3 {
-        job.stands(rank, Stack::new(&group, &["clock_nanosleep"]));
+        job.set_stack(rank, Stack::new(&group, &["clock_nanosleep"]));
     }
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[3], Confidence::Medium);
@@ -478,15 +491,15 @@ fn a_rank_that_looks_for_another_store_than_the_others() {
     let keeps = || at(&["clock_nanosleep", "c10d::TCPStore::waitForWorkers", "c10d::TCPStore::TCPStore"]);
     let creating = |world: u32, outsiders: &[u32]| {
         let mut job = Job::new(world);
-        job.stands(0, keeps());
+        job.set_stack(0, keeps());
         for rank in 1..world {
             if !outsiders.contains(&rank) {
                 job.creates(0x25, world, rank, rank as i32);
             }
-            job.stands(rank, at(&["recv", "c10d::TCPStore::doWait", "c10d::TCPStore::get"]));
+            job.set_stack(rank, at(&["recv", "c10d::TCPStore::doWait", "c10d::TCPStore::get"]));
         }
         for &rank in outsiders {
-            job.stands(rank, outside());
+            job.set_stack(rank, outside());
         }
         job
     };
@@ -499,7 +512,7 @@ fn a_rank_that_looks_for_another_store_than_the_others() {
     expect(&creating(4, &[2, 3]).judge(), Cause::CommInit, &[2, 3], Confidence::Low);
     // A wait for an answer of the store is not a failing connection.
     let mut job = creating(4, &[]);
-    job.stands(2, at(&["recv", "c10d::TCPStore::TCPStore"]));
+    job.set_stack(2, at(&["recv", "c10d::TCPStore::TCPStore"]));
     assert!(!job.judge().sentence.contains("cannot connect"));
     // The death of a rank comes first.
     let mut job = creating(4, &[2]);

@@ -98,7 +98,7 @@ fn one_rank_has_not_launched_its_graph() {
             },
         );
     }
-    job.stands(2, Stack::loader());
+    job.set_stack(2, Stack::loader());
     expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
 }
 
@@ -141,7 +141,7 @@ fn a_device_that_is_behind_and_goes_on_is_slow() {
 #[test]
 fn a_device_whose_host_goes_on_may_only_be_slow() {
     let mut job = queued(2);
-    job.stands(2, Stack::device_wait().was_at("forward", "/job/train.py:80"));
+    job.set_stack(2, Stack::device_wait().was_at("forward", "/job/train.py:80"));
     expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Low);
 }
 
@@ -153,12 +153,12 @@ fn a_group_that_is_not_closed_is_no_stuck_device() {
     }
     job.queue(0x77, 2, Op::AllReduce);
     job.flight(2).operations.last_mut().expect("it was pushed").group = 1;
-    job.stands(2, Stack::sleep());
+    job.set_stack(2, Stack::sleep());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("in a group that it has not closed"), "{}", verdict.sentence);
     // A rank that waits for the device has closed its group.
-    job.stands(2, Stack::device_wait());
+    job.set_stack(2, Stack::device_wait());
     assert_eq!(job.judge().cause, Cause::KernelHang);
 }
 
@@ -170,7 +170,7 @@ fn a_polling_rank_counts_as_waiting() {
         let asked = job.flight(rank).operations.last().expect("it was pushed").clone();
         job.push(rank, asked);
     }
-    job.stands(0, Stack::checkpoint());
+    job.set_stack(0, Stack::checkpoint());
     expect(&job.judge(), Cause::StorageIo, &[0], Confidence::High);
 }
 
@@ -179,7 +179,7 @@ fn a_rank_whose_record_ends_early_is_behind() {
     let mut job = Job::with_world(4, 12);
     job.enter(0x77, 0, Op::AllReduce);
     job.flight(0).health.as_mut().expect("it tells").heartbeat_ns = 900 * SECOND;
-    job.stands(0, Stack::new(&[], &["nanosleep"]));
+    job.set_stack(0, Stack::new(&[], &["nanosleep"]));
     for rank in 1..4 {
         job.done(0x77, rank, 1);
     }

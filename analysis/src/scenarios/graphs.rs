@@ -63,7 +63,7 @@ fn the_culprit_is_three_groups_away_from_most_victims() {
         for rank in [2, 3, 6, 7] {
             job.enter(data(rank), rank, Op::AllReduce);
         }
-        job.stands(culprit, stack);
+        job.set_stack(culprit, stack);
         let verdict = job.judge();
         expect(&verdict, cause, &[culprit], confidence);
         assert_eq!(verdict.victims, [0, 2, 3, 4, 5, 6, 7], "{}", verdict.to_text());
@@ -102,7 +102,7 @@ fn a_victim_with_a_queued_collective_is_not_a_culprit() {
     job.enter(tensor(0), 0, Op::AllReduce);
     job.queue(data(0), 0, Op::AllReduce);
     job.enter(data(0), 2, Op::AllReduce);
-    job.stands(1, Stack::loader());
+    job.set_stack(1, Stack::loader());
     expect(&job.judge(), Cause::DataLoader, &[1], Confidence::Medium);
 }
 
@@ -118,7 +118,7 @@ fn numbers_of_different_communicators_are_not_compared() {
         job.done(0x2, rank, 3);
     }
     job.enter(0x2, 2, Op::AllReduce);
-    job.stands(3, Stack::pause());
+    job.set_stack(3, Stack::pause());
     expect(&job.judge(), Cause::MissingRank, &[3], Confidence::High);
 }
 
@@ -128,9 +128,9 @@ fn a_rank_with_an_unknown_stack_is_followed_to_the_one_it_waits_for() {
     // that it waits.
     let mut job = three_dimensions();
     job.enter(tensor(0), 0, Op::AllReduce);
-    job.stands(0, Stack::new(&[("poll_work", "/job/train.py:7")], &["clock_nanosleep"]));
+    job.set_stack(0, Stack::new(&[("poll_work", "/job/train.py:7")], &["clock_nanosleep"]));
     job.enter(data(0), 2, Op::AllReduce);
-    job.stands(1, Stack::checkpoint());
+    job.set_stack(1, Stack::checkpoint());
     expect(&job.judge(), Cause::StorageIo, &[1], Confidence::High);
 }
 
@@ -144,7 +144,7 @@ fn a_rank_that_sleeps_while_its_own_collective_waits_for_a_victim_is_the_culprit
     job.enter(0x1, 0, Op::AllReduce);
     job.enter(0x1, 1, Op::AllReduce);
     job.enter(0x2, 2, Op::AllReduce);
-    job.stands(2, Stack::sleep());
+    job.set_stack(2, Stack::sleep());
     let verdict = job.judge();
     assert_eq!((verdict.cause, verdict.culprits), (Cause::MissingRank, vec![2]));
 }
@@ -189,11 +189,11 @@ fn a_receive_without_its_send() {
     let mut job = Job::new(4);
     job.comm(PIPELINE, &[0, 1, 2, 3]);
     job.transfer(PIPELINE, 1, Op::Recv, 0);
-    job.stands(0, Stack::pause());
+    job.set_stack(0, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[0], Confidence::High);
     assert!(verdict.sentence.contains("has not sent to rank 1"), "{}", verdict.sentence);
-    job.stands(0, Stack::loader());
+    job.set_stack(0, Stack::loader());
     expect(&job.judge(), Cause::DataLoader, &[0], Confidence::Medium);
     job.dies(0, "exit code 1");
     expect(&job.judge(), Cause::ProcessDead, &[0], Confidence::High);
@@ -309,7 +309,7 @@ fn a_collective_of_the_host_for_which_its_rank_does_not_wait() {
     }
     let communicator = &mut job.flight(2).communicators[0];
     communicator.launched += 1;
-    job.stands(2, Stack::pause());
+    job.set_stack(2, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
     assert!(verdict.sentence.contains("has launched all_reduce 10"), "{}", verdict.sentence);
@@ -323,7 +323,7 @@ fn a_collective_of_the_host_that_only_its_rank_does_not_wait_for() {
         job.enter_with(0x77, rank, Op::AllReduce, |operation| operation.stream = 0);
     }
     job.flight(2).operations.pop();
-    job.stands(2, Stack::pause());
+    job.set_stack(2, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("does not wait for it, unlike ranks 0-1, 3; it is at"), "{}", verdict.sentence);

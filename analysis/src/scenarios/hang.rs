@@ -12,20 +12,20 @@ use xpu_timer_proto::{
 };
 
 /// A job without a pending operation in which nothing was launched for a long time.
-fn quiet(stands: impl Fn(u32) -> Stack) -> Job {
+fn quiet(stack: impl Fn(u32) -> Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Idle);
-    (0..4).for_each(|rank| job.stands(rank, stands(rank)));
+    (0..4).for_each(|rank| job.set_stack(rank, stack(rank)));
     job
 }
 
 /// Rank 2 has not entered the all_reduce in which the others wait for longer than the timeout.
-fn waits_for(stands: Stack) -> Job {
+fn waits_for(stack: Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in [0, 1, 3] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(2, stands);
+    job.set_stack(2, stack);
     job
 }
 
@@ -45,8 +45,8 @@ fn a_job_that_reads_or_computes_is_no_hang() {
 
 #[test]
 fn a_job_that_waits_for_work_is_no_hang() {
-    for stand in [Stack::sleep, Stack::pause, Stack::lock, Stack::loader] {
-        assert_eq!(hang(&quiet(|_| stand())), HangEvidence::None);
+    for stack in [Stack::sleep, Stack::pause, Stack::lock, Stack::loader] {
+        assert_eq!(hang(&quiet(|_| stack())), HangEvidence::None);
     }
 }
 
@@ -118,8 +118,8 @@ fn worker(job: &mut Job, cpu_ns: u64, bytes: u64) {
 
 #[test]
 fn ranks_that_wait_for_one_whose_workers_go_on_do_not_hang() {
-    let with = |stands: Stack, cpu_ns: u64, bytes: u64| {
-        let mut job = waits_for(stands);
+    let with = |stack: Stack, cpu_ns: u64, bytes: u64| {
+        let mut job = waits_for(stack);
         worker(&mut job, cpu_ns, bytes);
         job.judge()
     };
@@ -221,7 +221,7 @@ fn serves() -> Stack {
 fn ranks_that_all_sleep_may_be_idle() {
     let verdict = quiet(|_| Stack::sleep()).judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    let told = "No operation is pending on any device: all 4 ranks are at train.py:99 in evaluate";
+    let told = "No operation is pending on any device, and all 4 ranks are at train.py:99 in evaluate";
     assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
 }
 
@@ -252,13 +252,13 @@ fn all_ranks_in_their_loaders() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
     for rank in 0..4 {
-        job.stands(rank, Stack::loader());
+        job.set_stack(rank, Stack::loader());
     }
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 2, 3]);
     assert!(verdict.sentence.contains("no rank is the culprit"), "{}", verdict.sentence);
-    job.stands(1, Stack::sleep());
+    job.set_stack(1, Stack::sleep());
     expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
 }
 
@@ -267,7 +267,7 @@ fn all_ranks_ask_a_server_that_does_not_answer() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
     for rank in 0..4 {
-        job.stands(
+        job.set_stack(
             rank,
             Stack::new(&[("read", "/usr/lib/python3.11/socket.py:7"), ("fetch", "/job/train.py:64")], &["recv"]),
         );

@@ -17,7 +17,7 @@ pub(super) fn behind(culprit: u32, stack: Stack) -> Job {
     for rank in (0..4).filter(|rank| *rank != culprit) {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(culprit, stack);
+    job.set_stack(culprit, stack);
     job
 }
 
@@ -52,7 +52,7 @@ fn a_late_sample_does_not_prove_that_a_rank_stood_still() {
                 "{which}, late {late:?}: {} with {:?}: {}",
                 verdict.cause, verdict.confidence, verdict.sentence
             );
-            for line in verdict.evidence.iter().filter(|line| line.text.starts_with("rank 2:")) {
+            for line in verdict.evidence.iter().filter(|line| line.text.starts_with("rank 2")) {
                 assert!(!line.text.contains("in both samples") && !line.text.contains("between the samples"), "{what}");
             }
             assert!(verdict.confidence != Confidence::High, "{what}");
@@ -234,7 +234,7 @@ fn a_rank_stopped_inside_the_collective_is_stopped() {
     for rank in 0..4 {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(3, Stack::device_wait().state("T (stopped)", ""));
+    job.set_stack(3, Stack::device_wait().state("T (stopped)", ""));
     expect(&job.judge(), Cause::ProcessStopped, &[3], Confidence::High);
 }
 
@@ -306,7 +306,7 @@ fn an_evaluation_that_goes_on_is_a_long_step_and_an_endless_loop_is_not() {
     let looping = Stack::new(&[("spin", "/job/eval.py:70")], &["_PyEval_EvalFrameDefault"]).busy(5 * SECOND);
     let verdict = behind(0, looping).judge();
     expect(&verdict, Cause::MissingRank, &[0], Confidence::Medium);
-    assert!(sentence(&verdict).contains("busy on a processor"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("busy on a CPU"), "{}", sentence(&verdict));
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn an_activity_that_may_end_by_itself_is_never_certain() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    assert!(sentence(&verdict).contains("is busy on a processor"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("is busy on a CPU"), "{}", sentence(&verdict));
 }
 
 #[test]
@@ -340,13 +340,13 @@ fn two_culprits_are_both_named() {
     for rank in [0, 1, 3, 4, 6, 7] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(2, Stack::loader());
-    job.stands(5, Stack::loader());
+    job.set_stack(2, Stack::loader());
+    job.set_stack(5, Stack::loader());
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2, 5], Confidence::Medium);
     assert!(sentence(&verdict).starts_with("Ranks 2, 5 wait for their data loader"), "{}", sentence(&verdict));
 
-    job.stands(5, Stack::checkpoint());
+    job.set_stack(5, Stack::checkpoint());
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2, 5], Confidence::Medium);
     assert!(sentence(&verdict).contains("also rank 5 is stuck in write"), "{}", sentence(&verdict));
@@ -357,8 +357,8 @@ fn a_progressing_rank_is_not_to_blame_while_another_stands_still() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.enter(0x77, 1, Op::AllReduce);
-    job.stands(2, Stack::loader());
-    job.stands(3, Stack::checkpoint().moving_bytes(1 << 30));
+    job.set_stack(2, Stack::loader());
+    job.set_stack(3, Stack::checkpoint().moving_bytes(1 << 30));
     expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
 }
 
@@ -384,7 +384,7 @@ fn a_lost_rank_is_not_suspected_while_another_is_behind() {
     for rank in [0, 1, 3, 4, 5, 6] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(2, Stack::loader());
+    job.set_stack(2, Stack::loader());
     job.lost(7);
     expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
 }
@@ -408,14 +408,14 @@ fn a_job_without_recorded_collectives_is_judged_by_its_stacks() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
     for rank in 0..4 {
-        job.stands(rank, gloo());
+        job.set_stack(rank, gloo());
     }
     expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
-    job.stands(1, Stack::loader());
+    job.set_stack(1, Stack::loader());
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[1], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 2, 3]);
-    job.stands(1, Stack::sleep());
+    job.set_stack(1, Stack::sleep());
     expect(&job.judge(), Cause::MissingRank, &[1], Confidence::Low);
 }
 
@@ -455,7 +455,7 @@ fn ranks_of_other_nodes_are_not_accused() {
     job.flight(2).operations.pop();
     job.flight(2).communicators[0].launched = 30;
     job.flight(2).communicators[0].started = 30;
-    job.stands(2, Stack::loader());
+    job.set_stack(2, Stack::loader());
     expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
 }
 
@@ -499,7 +499,7 @@ fn a_lock_on_a_file_is_not_sure_to_be_this_rank_s_fault() {
     let stack = Stack::new(&[("index", "/job/train.py:12")], &["__GI___flock", "fcntl_flock"]);
     let verdict = behind(1, stack).judge();
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
-    assert!(sentence(&verdict).contains("waits for a lock on a file"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("waits for a file lock that"), "{}", sentence(&verdict));
 }
 
 #[test]
@@ -520,7 +520,7 @@ fn main_threads_that_wait_for_training_threads_are_ignored() {
     let joins = || Stack::new(&[], &["__futex_abstimed_wait_common64", "wait_for_thread_shutdown", "Py_FinalizeEx"]);
     let mut job = behind(3, joins());
     expect(&job.judge(), Cause::Teardown, &[3], Confidence::High);
-    (0..3).for_each(|rank| job.stands(rank, joins()));
+    (0..3).for_each(|rank| job.set_stack(rank, joins()));
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[3][..]), "{}", verdict.to_text());
 }
@@ -544,7 +544,7 @@ fn pending_operations_of_a_dead_rank_are_not_waits() {
 #[test]
 fn a_rank_that_ended_with_an_error_before_there_was_a_communicator_is_dead() {
     let mut job = Job::new(4);
-    (1..4).for_each(|rank| job.stands(rank, Stack::init()));
+    (1..4).for_each(|rank| job.set_stack(rank, Stack::init()));
     job.rank(0).dump = None;
     job.rank(0).presence = Presence::Left.into();
     job.trigger(TriggerKind::Idle);
@@ -581,7 +581,7 @@ fn a_rank_that_waits_for_the_store_waits_for_another_rank() {
     job.flight(3).operations.pop();
     let counters = &mut job.flight(3).communicators[0];
     (counters.launched, counters.started) = (30, 30);
-    job.stands(3, store.clone());
+    job.set_stack(3, store.clone());
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     // If no other rank is behind, this one is named.
     expect(&behind(3, store).judge(), Cause::MissingRank, &[3], Confidence::High);
@@ -611,7 +611,7 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
     for rank in 0..4 {
         job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
     }
-    job.stands(1, Stack::new(&[("save", "/job/train.py:7")], &[native]));
+    job.set_stack(1, Stack::new(&[("save", "/job/train.py:7")], &[native]));
     let holder = |(pid, name, child): &(i32, &str, bool)| Holder { pid: *pid, name: (*name).into(), child: *child };
     let holders = holders.iter().map(holder).collect();
     let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
@@ -659,7 +659,7 @@ fn a_process_that_has_said_goodbye_and_still_ends_is_in_its_teardown() {
     for rank in [0, 1] {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(2, Stack::new(&[], &["pause", "__run_exit_handlers"]));
+    job.set_stack(2, Stack::new(&[], &["pause", "__run_exit_handlers"]));
     job.rank(2).presence = Presence::Left.into();
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::Teardown, &[2][..]), "{}", verdict.to_text());
@@ -674,8 +674,8 @@ fn a_polling_rank_is_not_named_beside_one_that_stands_still() {
         let mut job = Job::with_world(4, 30);
         job.enter(0x77, 0, Op::AllReduce);
         job.enter(0x77, 1, Op::AllReduce);
-        job.stands(2, polling.clone());
-        job.stands(3, stack);
+        job.set_stack(2, polling.clone());
+        job.set_stack(3, stack);
         expect(&job.judge(), cause, &[3], Confidence::Medium);
     }
     job.dies(3, "exit code 9");
@@ -703,7 +703,7 @@ fn an_assumed_wait_lowers_the_confidence() {
         job.enter(0x77, rank, Op::AllReduce);
     }
     job.enter(0x88, 1, Op::AllReduce);
-    job.stands(2, Stack::checkpoint());
+    job.set_stack(2, Stack::checkpoint());
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     job.no_dump(1);
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::Medium);
@@ -718,13 +718,14 @@ fn words_agree_with_the_number_of_ranks() {
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 
     for rank in 2..4 {
-        job.stands(rank, Stack::device_wait());
+        job.set_stack(rank, Stack::device_wait());
         job.kernel(rank, "attention");
         let read_ns = job.flight(rank).read_ns;
         job.flight(rank).operations.last_mut().expect("a kernel").started_ns = read_ns - SECOND;
         job.queue(0x77, rank, Op::AllReduce);
     }
-    let told = "Ranks 2-3 are slow on their device, which makes progress, so this is probably not a hang; they are at train.py:90";
+    let told =
+        "Ranks 2-3 have slow devices, which make progress, so this is probably not a hang; they are at train.py:90";
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 }
 
@@ -751,9 +752,9 @@ fn a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member() {
         job.push(rank, Operation { kind: OpKind::HostCall.into(), function: function.into(), ..call });
     }
     // No record shows that rank 2, which sleeps, waits. Rank 3 polls often.
-    job.stands(1, Stack::sleep());
-    job.stands(2, Stack::sleep());
-    job.stands(3, Stack::sleep().busy(SECOND));
+    job.set_stack(1, Stack::sleep());
+    job.set_stack(2, Stack::sleep());
+    job.set_stack(3, Stack::sleep().busy(SECOND));
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
     // Nobody waits for rank 2 in a window without it.
     job.comm(0x98, &[1]);
@@ -764,7 +765,7 @@ fn a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member() {
 #[test]
 fn a_manual_dump_does_not_accuse_an_idle_rank() {
     let mut job = Job::new(1);
-    job.stands(0, Stack::checkpoint());
+    job.set_stack(0, Stack::checkpoint());
     job.trigger(TriggerKind::Idle);
     assert_eq!(job.judge().culprits, [0]);
     job.trigger(TriggerKind::Manual);
@@ -777,9 +778,9 @@ fn different_causes_lower_the_confidence() {
     for rank in 0..2 {
         job.enter(0x77, rank, Op::AllReduce);
     }
-    job.stands(3, Stack::sleep().state("T (stopped)", ""));
-    job.stands(2, Stack::sleep().state("T (stopped)", ""));
+    job.set_stack(3, Stack::sleep().state("T (stopped)", ""));
+    job.set_stack(2, Stack::sleep().state("T (stopped)", ""));
     expect(&job.judge(), Cause::ProcessStopped, &[2, 3], Confidence::High);
-    job.stands(2, Stack::checkpoint());
+    job.set_stack(2, Stack::checkpoint());
     expect(&job.judge(), Cause::ProcessStopped, &[2, 3], Confidence::Medium);
 }

@@ -28,14 +28,14 @@ fn stacks() -> Vec<Stack> {
 
 /// Jobs of eight ranks with a world communicator and two halves, in which some ranks are elsewhere.
 fn any_job() -> impl Strategy<Value = Job> {
-    (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(does, stands)| {
+    (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(states, stack_kinds)| {
         let mut job = Job::with_world(8, 6);
         job.comm(0x1, &[0, 1, 2, 3]);
         job.comm(0x2, &[4, 5, 6, 7]);
         for rank in 0..8u32 {
             let half = if rank < 4 { 0x1 } else { 0x2 };
-            match does[rank as usize] {
-                0 => job.stands(rank, stacks()[stands[rank as usize]].clone()),
+            match states[rank as usize] {
+                0 => job.set_stack(rank, stacks()[stack_kinds[rank as usize]].clone()),
                 1 => job.enter(half, rank, Op::AllReduce),
                 2 => job.queue(half, rank, Op::AllReduce),
                 3 => job.complete(0x77, rank, |_| ()),
@@ -99,7 +99,7 @@ proptest! {
     fn damaged_evidence_does_no_harm(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
         let mut job = Job::with_world(3, 2);
         job.enter(0x77, 0, Op::AllReduce);
-        job.stands(1, Stack::loader());
+        job.set_stack(1, Stack::loader());
         let mut bytes = job.evidence.encode_to_vec();
         let at = at.index(bytes.len());
         bytes[at] = byte;
@@ -138,7 +138,7 @@ prop_compose! {
     ) -> RankEvidence {
         let mut job = Job::new(1);
         if let Some(stack) = stack {
-            job.stands(0, stacks()[stack].clone());
+            job.set_stack(0, stacks()[stack].clone());
         }
         let mut entry = job.rank(0).clone();
         entry.rank = rank;
@@ -176,7 +176,7 @@ fn with_one_dump_in_eight_missing_there_is_no_confident_mistake() {
             for rank in (0..8).filter(|rank| *rank != culprit) {
                 job.enter(0x77, rank, Op::AllReduce);
             }
-            job.stands(culprit, Stack::loader());
+            job.set_stack(culprit, Stack::loader());
             job.lost(lost);
             let verdict = job.judge();
             let right = verdict.culprits == [culprit];
@@ -250,7 +250,7 @@ fn tensor_and_data_groups(world: u32) -> Job {
     }
     job.evidence.ranks[42] = {
         let mut small = Job::new(43);
-        small.stands(42, Stack::loader());
+        small.set_stack(42, Stack::loader());
         let flight = job.evidence.ranks[42].flight.take();
         RankEvidence { flight, ..small.evidence.ranks.swap_remove(42) }
     };
@@ -268,7 +268,7 @@ fn judging_takes_linear_time_with_half_of_the_ranks_as_culprits() {
 fn half_outside(world: u32) -> Job {
     let mut job = Job::with_world(4, 1);
     job.enter(0x77, 0, Op::AllReduce);
-    job.stands(1, Stack::sleep());
+    job.set_stack(1, Stack::sleep());
     let (waits, late) = (job.evidence.ranks[0].clone(), job.evidence.ranks[1].clone());
     job.evidence.world_size = world;
     job.evidence.ranks = (0..world)

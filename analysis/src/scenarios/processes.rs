@@ -55,7 +55,7 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
     reads_pipe_of(&mut job, 2, &[(1002, false)]);
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
-    assert!(verdict.sentence.contains(", by a pipe whose other end only it has open"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(", through a pipe whose other end only it has open"), "{}", verdict.sentence);
     // A living worker may be at work.
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(4242, true)]);
@@ -69,7 +69,7 @@ fn a_dead_worker_is_named_before_an_idle_worker() {
     let orders = receives();
     for sample in &mut job.rank(2).dump.as_mut().expect("a dump").children[0].samples {
         let mut other = Job::new(1);
-        other.stands(0, orders.clone());
+        other.set_stack(0, orders.clone());
         let dump = other.rank(0).dump.take().expect("a dump");
         (sample.stacktrace, sample.py_stacktrace) = (dump.stacktrace, dump.py_stacktrace);
     }
@@ -136,7 +136,7 @@ fn the_sentence_about_a_missing_send_names_the_awaited_child() {
         ("Popen.communicate", "/usr/lib/python3.11/subprocess.py:1209"),
         ("evaluate", "/job/train.py:9"),
     ];
-    job.stands(0, Stack::new(&asks, &["poll"]));
+    job.set_stack(0, Stack::new(&asks, &["poll"]));
     job.child(0, "score --all", "S (sleeping)");
     job.rank(0).dump.as_mut().expect("a dump").children[0].parent_pid = 1000;
     let verdict = job.judge();
@@ -149,13 +149,13 @@ fn the_sentence_about_a_missing_send_names_the_awaited_child() {
 fn a_rank_in_a_shared_lock_waits_for_another_rank() {
     let verdict = behind(1, shared_lock()).judge();
     expect(&verdict, Cause::HostLock, &[1], Confidence::Medium);
-    assert!(verdict.sentence.contains("waits for a lock that processes share"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("waits for a lock that several processes share"), "{}", verdict.sentence);
     // Rank 2 is also expected at the barrier.
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.enter(0x77, 3, Op::AllReduce);
-    job.stands(1, shared_lock());
-    job.stands(2, Stack::pause());
+    job.set_stack(1, shared_lock());
+    job.set_stack(2, Stack::pause());
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
     // Its own worker holds it up.
     job.child(1, "python train.py", "T (stopped)");
@@ -166,9 +166,9 @@ fn a_rank_in_a_shared_lock_waits_for_another_rank() {
 fn ranks_in_a_shared_barrier_wait_in_a_job_without_collectives() {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Idle);
-    (0..4).for_each(|rank| job.stands(rank, shared_lock()));
+    (0..4).for_each(|rank| job.set_stack(rank, shared_lock()));
     assert_eq!(job.judge().culprits, [] as [u32; 0]);
-    job.stands(1, Stack::sleep());
+    job.set_stack(1, Stack::sleep());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Low);
     assert_eq!(verdict.victims, [0, 2, 3]);
@@ -188,7 +188,7 @@ fn outside(ranks: &[u32]) -> Job {
 
 /// The rank is in this call, which waits for a resource of these processes.
 fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
-    job.stands(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
+    job.set_stack(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
     let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false };
     let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
     thread.awaited = Some(Awaited {
@@ -203,7 +203,7 @@ fn the_holder_of_an_awaited_resource_is_followed() {
     for (native, kind) in [("flock", AwaitedKind::Lock), ("recv", AwaitedKind::Socket), ("read", AwaitedKind::Pipe)] {
         let mut job = outside(&[2, 5]);
         awaits(&mut job, 5, native, kind, &[1002]);
-        job.stands(2, Stack::checkpoint());
+        job.set_stack(2, Stack::checkpoint());
         let verdict = job.judge();
         expect(&verdict, Cause::StorageIo, &[2], Confidence::High);
         assert!(verdict.victims.contains(&5), "{}", verdict.to_text());
@@ -212,7 +212,7 @@ fn the_holder_of_an_awaited_resource_is_followed() {
         let mut job = outside(&[2, 5, 6]);
         awaits(&mut job, 5, native, kind, &[1002]);
         awaits(&mut job, 6, native, kind, &[1005]);
-        job.stands(2, Stack::loader());
+        job.set_stack(2, Stack::loader());
         expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
     }
 }
@@ -249,7 +249,7 @@ fn ranks_without_records_are_followed_as_well() {
     for rank in 0..4 {
         job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
     }
-    job.stands(3, Stack::checkpoint());
+    job.set_stack(3, Stack::checkpoint());
     awaits(&mut job, 1, "flock", AwaitedKind::Lock, &[1003]);
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::StorageIo, &[3][..]), "{}", verdict.to_text());
@@ -276,7 +276,7 @@ fn launched_by(job: &mut Job, tid: u32) {
 
 fn stands_in_thread(job: &mut Job, stack: Stack) {
     let mut other = Job::new(3);
-    other.stands(2, stack);
+    other.set_stack(2, stack);
     let dump = other.rank(2).dump.take().expect("a dump");
     let first = dump.first_sample.expect("two samples");
     let own = job.rank(2).dump.as_mut().expect("a dump");
@@ -335,8 +335,8 @@ fn a_thread_that_trains_and_waits_for_its_device_is_no_suspect() {
     (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     job.comm(0x88, &[1, 2]);
     job.enter(0x88, 2, Op::AllReduce);
-    job.stands(1, Stack::device_wait());
-    job.stands(2, joins());
+    job.set_stack(1, Stack::device_wait());
+    job.set_stack(2, joins());
     stands_in_thread(&mut job, Stack::device_wait());
     launched_by(&mut job, TRAINER);
     let verdict = job.judge();

@@ -87,7 +87,7 @@ fn a_rank_in_a_collective_with_a_precedent_is_a_victim() {
     job.enter(0x12, 2, Op::AllReduce);
     let verdict = job.judge();
     expect(&verdict, Cause::OrderMismatch, &[6], Confidence::Medium);
-    assert!(verdict.sentence.starts_with("Rank 6 is in all_reduce 1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.starts_with("Rank 6 left out all_reduce 10 of"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_rank_that_receives_from_itself_is_named() {
     job.transfer(0x77, 2, Op::Recv, 2);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 2 in a recv from rank 2"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 2 is in a recv from rank 2"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn a_receive_from_any_rank_waits_for_those_that_may_still_send() {
     for rank in [1, 3] {
         job.transfer(0x77, rank, Op::Recv, 0);
     }
-    job.stands(2, Stack::sleep());
+    job.set_stack(2, Stack::sleep());
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::P2pUnmatched, &[2][..]), "{}", verdict.to_text());
     // All others wait for the rank that receives what nobody sends.
@@ -154,7 +154,7 @@ fn a_rank_that_finalizes_while_others_go_on_gave_up() {
     });
     let verdict = job.judge();
     expect(&verdict, Cause::Teardown, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("while others continue: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("while others continue: ranks 0-1 are in all_reduce 1"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -219,10 +219,14 @@ fn a_send_left_out_of_a_group_shows_in_the_number_of_transfers() {
     }
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("79 made in 10 groups, 80 by ranks 0-1"), "{}", verdict.sentence);
+    assert!(
+        verdict.sentence.contains("in 10 groups, rank 2 made 79, and ranks 0-1 made 80 each"),
+        "{}",
+        verdict.sentence
+    );
 }
 
-/// One group of transfers that has begun.
+/// One group of transfers that has started.
 fn group(job: &mut Job, rank: u32, number: u64, transfers: &[(Op, i32)]) {
     for (op, peer) in transfers {
         job.transfer(0x77, rank, *op, *peer);
@@ -244,7 +248,7 @@ fn a_ring_in_which_one_rank_sends_to_the_wrong_one() {
     group(&mut job, 2, 9, &[(Op::Send, 0), (Op::Recv, 1)]);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
-    assert!(verdict.sentence.contains("rank 3 in a recv from rank 2"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("rank 3 is in a recv from rank 2"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -283,9 +287,9 @@ fn the_rank_with_fewer_transfers_is_named_if_two_have_left() {
 }
 
 #[test]
-fn a_circle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
-    // Rank 0 has launched its send behind a kernel that does not end, and has begun to receive on
-    // another stream.
+fn a_cycle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
+    // Rank 0 has launched its send behind a kernel that does not complete, and has started to
+    // receive on another stream.
     let judge = |worked: bool| {
         let mut job = together(2);
         if worked {
@@ -309,7 +313,7 @@ fn a_majority_may_wait_for_the_few_that_wait_for_it() {
         let mut job = together(4);
         for rank in away.clone() {
             job.transfer(0x77, 0, Op::Recv, rank as i32);
-            job.stands(rank, Stack::pause());
+            job.set_stack(rank, Stack::pause());
         }
         job.judge()
     };

@@ -24,8 +24,8 @@ pub(super) fn classify_without(
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
 ) -> ObservedActivity {
-    type Question = fn(&Thread<'_>) -> Option<String>;
-    const QUESTIONS: &[(Activity, Question)] = &[
+    type Matcher = fn(&Thread<'_>) -> Option<String>;
+    const MATCHERS: &[(Activity, Matcher)] = &[
         (Activity::Gil, waits_for_gil),
         (Activity::CommInit, initializes),
         (Activity::DeviceWait, waits_for_device),
@@ -39,10 +39,12 @@ pub(super) fn classify_without(
         (Activity::Running, runs),
     ];
     let thread = Thread { native, python };
-    QUESTIONS
+    MATCHERS
         .iter()
         .filter(|(activity, _)| *activity != excluded)
-        .find_map(|(activity, ask)| ask(&thread).map(|witness| ObservedActivity { activity: *activity, witness }))
+        .find_map(|(activity, matcher)| {
+            matcher(&thread).map(|witness| ObservedActivity { activity: *activity, witness })
+        })
         .unwrap_or_default()
 }
 
@@ -151,7 +153,7 @@ fn collects(thread: &Thread<'_>) -> Option<String> {
         .functions()
         .find(|function| patterns::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
     // A stripped interpreter has no names for the collector, but a flag in its memory.
-    let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("garbage collector");
+    let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("the garbage collector");
     named.or_else(said).map(str::to_owned)
 }
 

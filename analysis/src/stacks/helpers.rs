@@ -15,7 +15,7 @@ use super::{
 };
 use crate::verdict::Activity;
 
-/// The states of a helper that cannot go on. They begin [`StuckHelper::place`].
+/// The states of a helper that cannot continue. They begin [`StuckHelper::state`].
 const DEAD: &str = "is dead";
 const STOPPED: &str = "is stopped";
 const INSIDE: &str = "is inside";
@@ -25,21 +25,21 @@ const INSIDE: &str = "is inside";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StuckHelper {
     /// `thread shard-reader-0` or `child process 4242`.
-    pub who: String,
-    /// What it is inside of, and where.
-    pub place: String,
+    pub name: String,
+    /// Its state, as a predicate: `is dead`, or `is inside read at …`.
+    pub state: String,
 }
 
 impl StuckHelper {
     /// Whether its process is dead.
     pub fn is_dead(&self) -> bool {
-        self.place == DEAD
+        self.state == DEAD
     }
 
-    /// Whether it cannot go on by itself: dead, stopped, or inside I/O. A helper in other code may
-    /// be at work.
+    /// Whether it cannot continue by itself: dead, stopped, or inside I/O. A helper in other code
+    /// may be at work.
     pub fn is_stuck(&self) -> bool {
-        [DEAD, STOPPED, INSIDE].iter().any(|words| self.place.starts_with(words))
+        [DEAD, STOPPED, INSIDE].iter().any(|words| self.state.starts_with(words))
     }
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     worst_child(dump)
         .or_else(|| {
-            stuck_thread(first, last, main).map(|(name, place)| StuckHelper { who: format!("thread {name}"), place })
+            stuck_thread(first, last, main).map(|(name, state)| StuckHelper { name: format!("thread {name}"), state })
         })
         .or_else(|| awaited_child(dump, last, training))
         .or_else(|| dump.children.iter().find_map(busy_child))
@@ -61,45 +61,45 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     let (first, last) = (child.samples.first()?, child.samples.last()?);
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
     let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
-    busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a processor".to_owned() })
+    busy.then(|| StuckHelper { name: child_name(child), state: "is busy on a CPU".to_owned() })
 }
 
 /// What the threads and child processes that the main thread may wait for did between the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Work {
+pub(super) struct HelperWork {
     /// One of them used a processor. That may be an endless loop.
     pub busy: bool,
     /// One of them made progress: bytes flowed, or it was busy and reached another line.
     pub went_on: bool,
 }
 
-impl Work {
+impl HelperWork {
     fn and(self, other: Self) -> Self {
-        Work { busy: self.busy || other.busy, went_on: self.went_on || other.went_on }
+        HelperWork { busy: self.busy || other.busy, went_on: self.went_on || other.went_on }
     }
 }
 
 /// Summarizes the work of the helpers while the main thread `(native, python)` waits for them. A
 /// child process counts only if the main thread waits for child processes: others may only run
 /// beside the rank, such as a monitor.
-pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<'_>) -> Work {
-    let (Some(first), last) = samples(dump) else { return Work::default() };
-    let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return Work::default() };
+pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<'_>) -> HelperWork {
+    let (Some(first), last) = samples(dump) else { return HelperWork::default() };
+    let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return HelperWork::default() };
     let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
     let threads = last.native.iter().filter(|thread| thread.pid != main).map(|after| {
         let of = |sample: Sample<'_>| sample.python.iter().find(|thread| thread.os_thread_id == after.pid).cloned();
-        // Library threads may poll by nature, so only the program's own threads count.
+        // Library threads may poll all the time, so only the program's own threads count.
         let (line_before, line_after) = (of(first), of(last));
         let is_own = line_after.is_some() || last.python.is_empty();
         let Some(before) = first.native.iter().find(|before| before.pid == after.pid).filter(|_| is_own) else {
-            return Work::default();
+            return HelperWork::default();
         };
         // On a busy machine, a computing thread gets little processor time, but is runnable in
         // every sample.
         let runnable = before.state.starts_with('R') && after.state.starts_with('R');
         let busy = runnable || is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
         let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
-        Work { busy, went_on: busy && moved }
+        HelperWork { busy, went_on: busy && moved }
     });
     let awaits_children = waits_for_child(native, python)
         || python.is_some_and(|thread| in_files(&thread.frames, patterns::WORKER_FILES))
@@ -107,11 +107,11 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
             .and_then(|thread| thread.awaited.as_ref())
             .is_some_and(|awaited| awaited.holders.iter().any(|holder| holder.child));
     let children = dump.children.iter().filter(|_| awaits_children).map(child_work);
-    threads.chain(children).fold(Work::default(), Work::and)
+    threads.chain(children).fold(HelperWork::default(), HelperWork::and)
 }
 
-fn child_work(child: &ChildProcess) -> Work {
-    let (Some(first), Some(last)) = (child.samples.first(), child.samples.last()) else { return Work::default() };
+fn child_work(child: &ChildProcess) -> HelperWork {
+    let (Some(first), Some(last)) = (child.samples.first(), child.samples.last()) else { return HelperWork::default() };
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
     let runnable = [first, last].iter().all(|sample| sample.process_state.starts_with('R')) && between_ns > 0;
     let busy = runnable || is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
@@ -121,7 +121,7 @@ fn child_work(child: &ChildProcess) -> Work {
         sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()
     };
     // A worker that computes hands over few bytes, but more than none.
-    Work { busy, went_on: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
+    HelperWork { busy, went_on: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
 }
 
 fn is_busy(used_ns: u64, between_ns: u64) -> bool {
@@ -135,7 +135,7 @@ fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> 
         return None;
     }
     let child = dump.children.iter().rfind(|child| child.parent_pid == dump.pid)?;
-    Some(StuckHelper { who: child_name(child), place: "has not ended".to_owned() })
+    Some(StuckHelper { name: child_name(child), state: "has not ended".to_owned() })
 }
 
 /// A stuck child process. A dead one comes first, because it explains what the others wait for.
@@ -165,21 +165,21 @@ fn child_name(child: &ChildProcess) -> String {
 
 fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     let last = child.samples.last()?;
-    let who = child_name(child);
+    let name = child_name(child);
     if last.process_state.starts_with(['Z', 'X', 'x']) {
-        return Some(StuckHelper { who, place: DEAD.to_owned() });
+        return Some(StuckHelper { name, state: DEAD.to_owned() });
     }
     // A tracer in only one sample is the capture itself.
     let traced = child.samples.iter().all(|sample| sample.process_state.starts_with('t')) && child.samples.len() > 1;
     if last.process_state.starts_with('T') || traced {
-        return Some(StuckHelper { who, place: STOPPED.to_owned() });
+        return Some(StuckHelper { name, state: STOPPED.to_owned() });
     }
     let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
     let last = of_process(last);
-    let (_, place) = stuck_thread(first, last, 0)
+    let (_, state) = stuck_thread(first, last, 0)
         .or_else(|| waiting_thread(first, last))
         .or_else(|| standing_thread(first, last))?;
-    Some(StuckHelper { who, place })
+    Some(StuckHelper { name, state })
 }
 
 /// A thread of a worker that is in the user's own code, inside the worker's task, at the same
@@ -227,9 +227,9 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         if doing.activity != Activity::Io || !same {
             return None;
         }
-        // Library threads (watchers, network threads) read sockets and pipes by nature, so only the
-        // program's own threads count. A thread in a queue waits for its tasks or hands over its
-        // results, so it waits for others.
+        // Library threads (watchers, network threads) read sockets and pipes all the time, so only
+        // the program's own threads count. A thread in a queue waits for its tasks or hands over
+        // its results, so it waits for others.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
         if frames.is_some_and(|frames| in_queue(frames)) {
             return None;
@@ -267,8 +267,8 @@ pub(crate) struct GilHolder {
     pub thread: String,
     /// The native function that blocks it.
     pub function: String,
-    /// Its place in Python code.
-    pub place: Option<String>,
+    /// Its location in Python code.
+    pub location: Option<String>,
     /// Number of threads that wait for the GIL.
     pub waiting: usize,
 }
@@ -319,7 +319,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
             .find(|name| is_named(name))
             .cloned()
             .unwrap_or_default(),
-        place: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
+        location: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
         waiting,
     })
 }

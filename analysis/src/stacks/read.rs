@@ -60,8 +60,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let did = before.map(|before| does(before).activity);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
-    // I/O of other threads is no progress of a main thread that slept, or was in one call, all the
-    // time.
+    // I/O of other threads does not count as progress of a main thread that slept, or was in one
+    // call, all the time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
@@ -69,8 +69,11 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     // progress.
     let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
-    let work =
-        if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
+    let work = if may_wait_for_helpers(observed.activity) {
+        helpers::work(dump, pid, main)
+    } else {
+        helpers::HelperWork::default()
+    };
     // On a busy machine, a computing thread gets little processor time, but is runnable in every
     // sample.
     let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));

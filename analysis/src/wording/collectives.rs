@@ -3,7 +3,7 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one};
+use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one, unknown_members};
 use crate::{
     case::Case,
     graph::Event,
@@ -23,7 +23,7 @@ pub(crate) enum Absence {
 }
 
 /// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a
-/// processor all the time.
+/// CPU all the time.
 pub(crate) fn absent(
     case: &Case<'_>,
     rank_index: usize,
@@ -32,7 +32,7 @@ pub(crate) fn absent(
     busy: bool,
 ) -> Statement {
     let known = !case.place(rank_index).is_empty();
-    let stands = |number: Number| match (case.view(rank_index).presence, known) {
+    let location = |number: Number| match (case.view(rank_index).presence, known) {
         (Presence::Missing, _) => {
             number.word(", and there is no data from it", ", and there is no data from them").to_owned()
         }
@@ -40,32 +40,34 @@ pub(crate) fn absent(
         (_, true) => case.location_clause(rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let busy = if busy { ", busy on a processor" } else { "" };
+    let busy = if busy { ", busy on a CPU" } else { "" };
     Statement::of_ranks(|number| {
-        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(rank_index, number));
+        let (has, location, own_wait) = (number.has(), location(number), case.own_wait_clause(rank_index, number));
         match absence {
-            Absence::Guess => format!("{} probably not in {what}, because all other ranks are{stands}", number.is()),
+            Absence::Guess => {
+                format!("{has} probably not entered {what}, which all other ranks have entered{location}")
+            }
             Absence::NotWaiting => {
                 let does = number.does();
                 format!(
-                    "{has} launched {what} and {does} not wait for it, so the library does not run it{stands}{busy}{itself}"
+                    "{has} launched {what} and {does} not wait for it, so the library does not run it{location}{busy}{own_wait}"
                 )
             }
-            Absence::NotEntered => format!("{has} not entered {what}{stands}{busy}{itself}"),
+            Absence::NotEntered => format!("{has} not entered {what}{location}{busy}{own_wait}"),
         }
     })
 }
 
 pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "polls with a sleep in between: another rank may have to do what it polls for")
+    about(case, rank_index, "polls and sleeps between the polls, so it may wait for another rank")
 }
 
 /// A rank has called a collective in a group that it has not closed.
 pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::of_ranks(|number| {
-        let (has, it_has) = (number.has(), number.word("it has", "they have"));
-        let (what, stands) = (case.describe(event), case.location_clause(rank_index, number));
-        format!("{has} called {what} in a group that {it_has} not closed{stands}")
+        let (has, it_has) = (number.has(), number.it_has());
+        let (what, location) = (case.describe(event), case.location_clause(rank_index, number));
+        format!("{has} called {what} in a group that {it_has} not closed{location}")
     })
 }
 
@@ -88,11 +90,13 @@ pub(crate) fn fell_silent_line(
 ) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let what = case.describe(event);
-    let text = format!("the flight record of {} ends in {what}, which {} completed", who.text(), others.text());
+    let record = who.number().word("flight record", "flight records");
+    let text =
+        format!("{what} is the last operation in the {record} of {}; {} completed it", who.text(), others.text());
     who.line(text)
 }
 
-/// Ranks that have begun a collective of a host library and do not wait for it as the others do.
+/// Ranks that have started a collective of a host library and do not wait for it as the others do.
 pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
     let number = who.number();
@@ -124,40 +128,41 @@ pub(crate) fn common_place_line(case: &Case<'_>, together: &[usize]) -> Evidence
 /// Few ranks in a collective, while the others are together at another place.
 pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, few), Ranks::of(case, together));
-    let number = who.number();
     Statement::Sentence(format!(
-        "{} {} alone in {}; {} are all{}: they may wait for something that {} not done.",
+        "{} {} alone in {}; {} are all{} and may wait for something that {} {} not done.",
         who.capital(),
-        number.is(),
+        who.number().is(),
         case.describe(event),
         others.text(),
         case.place(together[0]),
-        number.word("it has", "they have")
+        who.text(),
+        who.number().has(),
     ))
 }
 
 /// Ranks inside a collective.
 pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> EvidenceLine {
     let who = Ranks::of(case, inside);
-    let text = format!("{} in {}", who.text(), case.describe(event));
+    let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
     who.line(text)
 }
 
-/// Ranks whose call returned without taking part in the collective that the others are in.
+/// Ranks whose call returned although the others are still in the collective.
 pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let now = if gone { "; it has exited since then".to_owned() } else { location_of_one(case, completed_by) };
+    let now =
+        if gone { format!("; {} exited since then", number.it_has()) } else { location_of_one(case, completed_by) };
     Statement::Sentence(format!(
-        "{} skipped {}: {} call returned without taking part, so {} {} run one collective fewer than {}, {} still in it{now}.",
+        "{} skipped {}: {} returned while {} {} still inside, so {} {} run one collective fewer{now}.",
         who.capital(),
         case.describe(event),
-        number.its(),
-        number.it(),
-        number.has(),
+        number.its_call(),
         others.text(),
-        others.number().word("which is", "which are"),
+        others.number().is(),
+        who.text(),
+        number.has(),
     ))
 }
 
@@ -172,11 +177,17 @@ pub(crate) fn skipped_lines(
 ) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let what = case.describe(event);
-    let text = format!("{} completed {what}, which needs all its ranks; {} did not", who.text(), others.text());
+    let text = format!(
+        "{} completed {what}, which needs all its ranks; {} {} not completed it",
+        who.text(),
+        others.text(),
+        others.number().has()
+    );
     let mut lines = vec![who.line(text)];
     if proven {
-        let text = "it completed too early or too fast to have taken part";
-        lines.push(Ranks::of(case, completed_by).line(text));
+        let who = Ranks::of(case, completed_by);
+        let text = format!("{} completed it too early or too fast to have taken part", who.text());
+        lines.push(who.line(text));
     }
     lines
 }
@@ -186,24 +197,24 @@ pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], e
     let (who, others) = (Ranks::of(case, inside), Ranks::of(case, ended));
     let number = Number::of(inside.len());
     Statement::Sentence(format!(
-        "{} {} in {}{}, and all others ({}) have finished and exited: {} called one collective too many.",
+        "{} {} in {}{}, and all others ({}) have finished: {} called one collective too many.",
         who.capital(),
         number.waits(),
         case.describe(event),
         place_of_one(case, inside),
         others.text(),
-        number.it(),
+        who.text(),
     ))
 }
 
 pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, ended);
-    let text = format!("{} exited normally without it", who.text());
+    let text = format!("{} finished without calling it", who.text());
     who.line(text)
 }
 
 /// What distinguishes the operations of the members of a collective.
-pub(crate) enum Variant<'a> {
+pub(crate) enum OperationVariant<'a> {
     /// The operation, and its root if it has one.
     Operation { name: &'a str, root: Option<i32> },
     /// The number of elements.
@@ -212,13 +223,14 @@ pub(crate) enum Variant<'a> {
     Type { op: Op, dtype: DataType },
 }
 
-impl Variant<'_> {
+impl OperationVariant<'_> {
     fn text(&self) -> String {
         match *self {
-            Variant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
-            Variant::Operation { name, root: None } => name.to_owned(),
-            Variant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
-            Variant::Type { op, dtype } => {
+            OperationVariant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
+            OperationVariant::Operation { name, root: None } => name.to_owned(),
+            OperationVariant::Elements { op, count: 1 } => format!("{} of 1 element", op_name(op)),
+            OperationVariant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
+            OperationVariant::Type { op, dtype } => {
                 let dtype = dtype_name(dtype);
                 format!("{} of {}", op_name(op), if dtype.is_empty() { "an unknown type" } else { dtype })
             }
@@ -229,12 +241,12 @@ impl Variant<'_> {
 /// The name of a reduction with what it computes: `all_reduce (max)`.
 pub(crate) fn reduction(operation: &Operation) -> String {
     const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
-    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"an operation of its own");
+    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"a custom operation");
     format!("{} ({computes})", name(operation))
 }
 
 /// Members of a collective that run one variant of it.
-pub(crate) type VariantGroup<'a> = (Variant<'a>, &'a [usize]);
+pub(crate) type VariantGroup<'a> = (OperationVariant<'a>, &'a [usize]);
 
 fn runs(case: &Case<'_>, (variant, members): &VariantGroup<'_>) -> String {
     let who = Ranks::of(case, members);
@@ -259,9 +271,9 @@ pub(crate) fn differ(case: &Case<'_>, event: Event, groups: &[VariantGroup<'_>],
         .collect();
     Statement::Sentence(match right {
         Some(right) => {
-            format!("At number {number}, {} while {}.", odd.join(" and "), runs(case, &groups[right]))
+            format!("In collective {number}, {}, while {}.", odd.join(" and "), runs(case, &groups[right]))
         }
-        None => format!("At number {number}, the ranks differ: {}.", odd.join(", ")),
+        None => format!("In collective {number}, the ranks differ: {}.", odd.join(", ")),
     })
 }
 
@@ -273,11 +285,12 @@ pub(crate) fn differ_lines(
     by_history: bool,
 ) -> Vec<EvidenceLine> {
     let number = numbered(case, event);
-    let of_group =
-        |group: &VariantGroup<'_>| Ranks::of(case, group.1).line(format!("{} at number {number}", runs(case, group)));
+    let of_group = |group: &VariantGroup<'_>| {
+        Ranks::of(case, group.1).line(format!("{} in collective {number}", runs(case, group)))
+    };
     let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
     if by_history {
-        lines.push(line("no group is larger; the earlier operations show which operation was due", Vec::new()));
+        lines.push(line("no group is the largest; the earlier operations show which operation was due", Vec::new()));
     }
     lines
 }
@@ -286,9 +299,9 @@ pub(crate) fn differ_lines(
 pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
-        "{} {} in the same {}, which all of them have started and which makes no progress: no rank is behind and no arguments differ, so check the network.",
+        "{} {} started {}, which makes no progress: no rank is behind and no arguments differ, so check the network.",
         who.capital(),
-        who.number().is(),
+        who.number().has(),
         case.describe(event)
     ))
 }
@@ -312,12 +325,12 @@ pub(crate) fn stalled_lines(
         lines.push(completed_by.line(text));
     }
     if unnamed > 0 {
-        let text = format!("{unnamed} of its members are unknown; one of them may be the culprit");
+        let text = format!("{}, so the culprit may be an unknown rank", unknown_members(unnamed));
         lines.push(line(text, Vec::new()));
     }
     if roots_may_differ {
         lines.push(line(
-            "the flight records do not contain the root: the ranks may have passed different roots",
+            "the flight records do not contain the root, so the ranks may have passed different roots",
             Vec::new(),
         ));
     }

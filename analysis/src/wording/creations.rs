@@ -1,11 +1,11 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
-use super::{Number, Ranks, Statement, hosts, place_of_one};
+use super::{Number, Ranks, Statement, hosts, location_of_one, place_of_one, unknown_members};
 use crate::{case::Case, graph::Event, text::capital, verdict::EvidenceLine};
 
 /// What a rank has not done while others create a communicator.
 #[derive(Clone, Copy)]
-pub(crate) enum Missed {
+pub(crate) enum MissedStep {
     /// It has not set the key for which the others wait in the store.
     Key,
     /// Its call returned without the others.
@@ -16,16 +16,16 @@ pub(crate) enum Missed {
     Join,
 }
 
-/// A rank that is missing in the creation of a communicator. `starts` if it has probably only just
-/// begun.
-pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: Missed, starts: bool) -> Statement {
+/// A rank that is missing in the creation of a communicator. `still_starting` if it has probably
+/// only just started.
+pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
     let what = match missed {
-        Missed::Key => "not set the key that the others wait for in the store",
-        Missed::Left => "left the creation of a communicator that the others are still in",
-        Missed::JoinAndDevice => "not joined the communicator, nor made any device call",
-        Missed::Join => "not joined the communicator",
+        MissedStep::Key => "not set the key that the others wait for in the store",
+        MissedStep::Left => "left the creation of a communicator that the others are still in",
+        MissedStep::JoinAndDevice => "not joined the communicator or made any device call",
+        MissedStep::Join => "not joined the communicator",
     };
-    let moves = |number: Number| match starts {
+    let progress = |number: Number| match still_starting {
         true => number.word(
             "; it makes progress, so it is probably still starting",
             "; they make progress, so they are probably still starting",
@@ -33,19 +33,19 @@ pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: Missed, starts
         false => "",
     };
     Statement::of_ranks(|number| {
-        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), moves(number))
+        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), progress(number))
     })
 }
 
 pub(crate) fn missing_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    super::line(format!("{}; rank {rank} is not in it", case.waiters_in(event)), vec![rank])
+    super::line(format!("{}; rank {rank} is not", case.waiters_in(event)), vec![rank])
 }
 
 /// All known members are inside the creation. `unnamed` members are unknown.
 pub(crate) fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Statement {
     let rest = if unnamed > 0 {
-        format!("; {unnamed} of its members are unknown")
+        format!("; {}", unknown_members(unnamed))
     } else {
         ", which does not complete: check the network between them".to_owned()
     };
@@ -83,15 +83,20 @@ pub(crate) struct OtherSize<'a> {
     pub size: u32,
 }
 
+fn creates(number: Number) -> &'static str {
+    number.word("creates", "create")
+}
+
 impl OtherSize<'_> {
     fn clause(&self, case: &Case<'_>, communicator: &str) -> String {
         let (who, others) = (Ranks::of(case, self.culprits), Ranks::of(case, self.others));
         format!(
-            "{} {} {communicator} as one of {} ranks, {} as one of {}",
+            "{} {} {communicator} with {} ranks, and {} {} it with {}",
             who.text(),
-            who.number().word("creates", "create"),
+            creates(who.number()),
             self.claimed,
             others.text(),
+            creates(others.number()),
             self.size
         )
     }
@@ -121,19 +126,19 @@ impl OtherSize<'_> {
 pub(crate) fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     Statement::Sentence(format!(
-        "{}{} cannot connect to the store that {} {}: compare {} MASTER_ADDR and MASTER_PORT, and check the network between them.",
+        "{} cannot connect to the store that {} {}{}; check that MASTER_ADDR and MASTER_PORT are the same on all ranks, and that {} can reach that address.",
         who.capital(),
-        place_of_one(case, outside),
         others.text(),
         others.number().word("uses", "use"),
-        who.number().its(),
+        location_of_one(case, outside),
+        who.text(),
     ))
 }
 
-/// Who is at the store, and who cannot connect to it.
+/// The ranks at the store, and those that cannot connect to it.
 pub(crate) fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
-    let there = format!("{} in the creation of a communicator", others.text());
-    let apart = format!("{} in the connection to its store", who.text());
-    vec![others.line(there), who.line(apart)]
+    let there = format!("{} {} in the creation of a communicator", others.text(), others.number().is());
+    let outside = format!("{} {} connecting to the store", who.text(), who.number().is());
+    vec![others.line(there), who.line(outside)]
 }

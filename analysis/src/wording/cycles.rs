@@ -1,6 +1,6 @@
 //! Ranks that wait for each other in a cycle.
 
-use super::{Number, Ranks, Statement, about, line, place_of_one};
+use super::{Number, Ranks, Statement, about, line, named_location, place_of_one};
 use crate::{
     case::Case,
     graph::Event,
@@ -11,7 +11,7 @@ use crate::{
 
 /// What the ranks that left their pattern did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Break {
+pub(crate) enum PatternBreak {
     /// They left out a collective.
     Collective,
     /// They left out a send or a receive.
@@ -49,28 +49,29 @@ fn past_operation(case: &Case<'_>, rank_index: usize, token: Token) -> String {
 pub(crate) fn left_pattern(
     case: &Case<'_>,
     culprits: &[usize],
-    kind: Break,
+    kind: PatternBreak,
     (rank_index, deviation): (usize, &Deviation),
     waited: Option<Event>,
 ) -> Statement {
     let who = Ranks::of(case, culprits);
-    let it = Number::of(culprits.len()).it();
+    let number = Number::of(culprits.len());
+    let (it, its) = (number.it(), number.its());
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
-        Break::Collective | Break::Transfer => {
+        PatternBreak::Collective | PatternBreak::Transfer => {
             format!("skipped the {expected} that {it} had always called before the {actual}")
         }
-        Break::NewCollective => {
-            format!("called the {actual} for the first time, in place of the {expected} that always came here")
+        PatternBreak::NewCollective => {
+            format!("called the {actual} for the first time, in place of {its} usual {expected}")
         }
-        Break::NewTransfer => {
+        PatternBreak::NewTransfer => {
+            format!("called a {actual} for the first time, in place of {its} usual {expected}")
+        }
+        PatternBreak::Order | PatternBreak::TransferOrder => {
             format!(
-                "called a {actual} that {it} had never called before, in place of the {expected} that always came here"
+                "called the {actual} before the {expected}, although {it} had always called them in the other order"
             )
-        }
-        Break::Order | Break::TransferOrder => {
-            format!("called the {actual} before the {expected}, and had always called them in the other order")
         }
     };
     let waits = waited.map_or_else(String::new, |event| format!(": {}", case.waiters_in(event)));
@@ -79,7 +80,7 @@ pub(crate) fn left_pattern(
 
 pub(crate) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
     let text = format!(
-        "{} came in place of the {}, which came here all {} times before",
+        "called the {} in place of the {}, which it had called at this point all {} times before",
         past_operation(case, rank_index, deviation.actual),
         past_operation(case, rank_index, deviation.expected),
         deviation.times
@@ -91,9 +92,9 @@ pub(crate) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &
 pub(crate) fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event]) -> Statement {
     let parts: Vec<String> = waited.iter().take(2).map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
-        "{} entered the communicators in another order than the others, and all wait for each other: {}.",
+        "{} entered the communicators in another order than the others, and now the ranks wait for each other: {}.",
         Ranks::of(case, culprits).capital(),
-        parts.join(", ")
+        parts.join(", and ")
     ))
 }
 
@@ -102,36 +103,37 @@ pub(crate) fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event])
 pub(crate) fn left_out(case: &Case<'_>, culprits: &[usize], own: Event, left_out: Event) -> Statement {
     let (who, inside) = (Ranks::of(case, culprits), Ranks::of(case, case.graph.waiters_of(left_out)));
     Statement::Sentence(format!(
-        "{} {} in {}{}, and not in {}: {} {} there, and communicators like it have completed as many.",
+        "{} left out {}, in which {} {}, and {} in {}{}; another communicator of the same size completed its own.",
         who.capital(),
-        who.number().is(),
-        case.describe(own),
-        case.place(culprits[0]),
         case.describe(left_out),
         inside.text(),
         inside.number().waits(),
+        who.number().is(),
+        case.describe(own),
+        case.place(culprits[0]),
     ))
 }
 
 /// A rank that is in event `own`, while others wait for it in several others.
 pub(crate) fn out_of_step(case: &Case<'_>, rank_index: usize, own: Event, owed: &[Event]) -> Statement {
     Statement::Sentence(format!(
-        "Rank {} is out of step: it is in {}{}, and others wait for it in {} and {} more.",
+        "Rank {} is out of step: it is in {}{}, and others wait for it in {} and in {} more {}.",
         case.view(rank_index).rank,
         case.describe(own),
         case.place(rank_index),
         case.describe(owed[0]),
         owed.len() - 1,
+        if owed.len() == 2 { "collective" } else { "collectives" },
     ))
 }
 
 pub(crate) fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("every wait cycle goes through rank {rank}, and through no other rank"), vec![rank])
+    line(format!("rank {rank} is the only rank in all wait cycles"), vec![rank])
 }
 
 /// Ranks whose sends and receives wait for each other.
-pub(crate) fn circle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers: &[Event]) -> Statement {
+pub(crate) fn cycle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers: &[Event]) -> Statement {
     Statement::Sentence(format!(
         "{} wait for each other in a cycle of sends and receives; for example, {} is in {}.",
         Ranks::of(case, culprits).capital(),
@@ -140,18 +142,12 @@ pub(crate) fn circle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers
     ))
 }
 
-pub(crate) fn transfer_line(case: &Case<'_>, transfer: Event) -> EvidenceLine {
-    let inside = Ranks::of(case, case.graph.waiters_of(transfer));
-    let text = format!("{}: {}", inside.text(), case.describe(transfer));
-    inside.line(text)
-}
-
 /// Ranks that create communicators of one size with different unique ids.
 pub(crate) fn different_ids(case: &Case<'_>, size: u32, creations: &[Event]) -> Statement {
     let each: Vec<String> = creations.iter().map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
-        "The ranks create communicators of {size} ranks that none of them can complete, because they have different unique ids: {}; an id of an earlier attempt may have been left in the store.",
-        each.join(", ")
+        "The ranks cannot create their communicator of {size} ranks, because they use different unique ids: {}; the store may still have the id of an earlier attempt.",
+        each.join(", and ")
     ))
 }
 
@@ -160,12 +156,12 @@ pub(crate) fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event
     let (who, inside) = (Ranks::of(case, returned), Ranks::of(case, case.graph.waiters_of(creation)));
     let number = who.number();
     Statement::Sentence(format!(
-        "{} did not take part in {}: {} call returned without {}, and {} {} now in {}{}.",
+        "{} did not take part in {}: {} returned without {}, and {} {} now in {}{}.",
         who.capital(),
         case.describe(creation),
-        number.its(),
+        number.its_call(),
         inside.text(),
-        number.it(),
+        who.text(),
         number.is(),
         case.describe(used),
         place_of_one(case, returned)
@@ -173,50 +169,52 @@ pub(crate) fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event
 }
 
 /// Some ranks are in the creation of a communicator, and the others wait for them in `used`. The
-/// culprits are the early or the late ones.
-pub(crate) struct Apart<'a> {
+/// culprits are the ranks of one side.
+pub(crate) struct SplitCreation<'a> {
     /// Ranks in the creation.
-    pub early: &'a [usize],
-    /// Ranks that have not come to it.
-    pub late: &'a [usize],
+    pub creating: &'a [usize],
+    /// Ranks that have not joined it.
+    pub absent: &'a [usize],
     pub creation: Event,
     pub used: Event,
 }
 
-impl Apart<'_> {
-    /// The statement that blames the early ranks, or the late ones.
-    pub fn statement(&self, case: &Case<'_>, blames_early: bool) -> Statement {
-        let (early, late) = (Ranks::of(case, self.early), Ranks::of(case, self.late));
+impl SplitCreation<'_> {
+    /// The statement in which the creating ranks are the culprits, or the absent ones.
+    pub fn statement(&self, case: &Case<'_>, blames_creating: bool) -> Statement {
+        let (creating, absent) = (Ranks::of(case, self.creating), Ranks::of(case, self.absent));
+        let number = absent.number();
         let (what, next) = (case.describe(self.creation), case.describe(self.used));
-        Statement::Sentence(if blames_early {
+        Statement::Sentence(if blames_creating {
             format!(
-                "{} {} in {what}{}, which {} {} not join: they wait in {next}.",
-                early.capital(),
-                early.number().is(),
-                place_of_one(case, self.early),
-                late.text(),
-                late.number().does()
+                "{} {} in {what}, which {absent} {} not join: {absent} {} in {next}{}.",
+                creating.capital(),
+                creating.number().is(),
+                number.does(),
+                number.waits(),
+                named_location(case, self.creating),
+                absent = absent.text(),
             )
         } else {
             format!(
-                "{} {} not joined {what} and {} in {next}{}; {} {} there.",
-                late.capital(),
-                late.number().has(),
-                late.number().is(),
-                place_of_one(case, self.late),
-                early.text(),
-                early.number().waits()
+                "{} {} not joined {what}, in which {} {}, and {} in {next}{}.",
+                absent.capital(),
+                number.has(),
+                creating.text(),
+                creating.number().waits(),
+                number.is(),
+                place_of_one(case, self.absent),
             )
         })
     }
 
-    /// Who is in the creation, and who in the operation.
+    /// The ranks in the creation, and those in the operation.
     pub fn lines(&self, case: &Case<'_>) -> Vec<EvidenceLine> {
         let of = |rank_indices: &[usize], event: Event| {
             let who = Ranks::of(case, rank_indices);
-            let text = format!("{} in {}", who.text(), case.describe(event));
+            let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
             who.line(text)
         };
-        vec![of(self.early, self.creation), of(self.late, self.used)]
+        vec![of(self.creating, self.creation), of(self.absent, self.used)]
     }
 }

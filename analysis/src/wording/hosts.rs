@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::{Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, line};
+use super::{Number, Ranks, Statement, about, detail, line};
 use crate::{
     case::Case,
     graph::Event,
@@ -44,7 +44,7 @@ pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 
 pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let text =
-        "it had launched that collective and exited normally before its completion was seen; it may have skipped it";
+        "had launched that collective and exited normally before it was seen to complete, so it may have skipped it";
     about(case, rank_index, text)
 }
 
@@ -52,9 +52,9 @@ pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> Evi
 pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
     let who = Ranks::of(case, gone);
     Statement::Sentence(format!(
-        "{} {} gone; the others are still in {}.",
+        "{} died after {} completed {}; the others are still in it.",
         who.capital(),
-        who.number().is(),
+        who.number().it(),
         case.describe(event)
     ))
 }
@@ -71,7 +71,7 @@ pub(crate) fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
 }
 
 pub(crate) fn state_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, &format!("process state {}", case.view(rank_index).host.state))
+    about(case, rank_index, &format!("is in process state {}", case.view(rank_index).host.state))
 }
 
 fn kernel_function(wchan: &str) -> String {
@@ -87,14 +87,14 @@ pub(crate) fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: 
 
 pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) -> EvidenceLine {
     let place = kernel_function(wchan);
-    about(case, rank_index, &format!("in state D{place} in both samples, without having run in between"))
+    about(case, rank_index, &format!("is in state D{place} in both samples and did not run in between"))
 }
 
 /// A rank that waits for its data loader.
 pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
     let because = match (case.helper_text(rank_index), case.awaited_text(rank_index)) {
         (Some(helper), _) => format!(", whose {helper}"),
-        (None, Some(awaits)) => format!(", by {awaits}"),
+        (None, Some(awaits)) => format!(", through {awaits}"),
         (None, None) => String::new(),
     };
     Statement::of_ranks(|number| {
@@ -103,9 +103,9 @@ pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement 
 }
 
 fn gil_held(holder: &GilHolder) -> String {
-    let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
+    let location = holder.location.as_ref().map_or(String::new(), |location| format!(" at {location}"));
     format!(
-        "deadlocked on the GIL: thread {} holds it and is blocked in {}{place}, and {} for it",
+        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {} for it",
         holder.thread,
         holder.function,
         match holder.waiting {
@@ -133,7 +133,7 @@ pub(crate) fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
         let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
         match shared {
-            true => format!("{waits} for a lock that processes share{place}{helper}"),
+            true => format!("{waits} for a lock that several processes share{place}{helper}"),
             false => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
         }
     })
@@ -146,7 +146,7 @@ pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -
     Statement::of_ranks(|number| {
         let place = case.place(rank_index);
         if file_lock {
-            let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
+            let what = what.as_deref().unwrap_or("a file lock that another process or file handle holds");
             return format!("{} for {what}, in {witness}{place}", number.waits());
         }
         let of = what.as_ref().map_or(String::new(), |what| format!(" of {what}"));
@@ -159,21 +159,20 @@ pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -
 pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {
     let (rank, other) = (case.view(holder).rank, case.view(waiter).rank);
     let what = case.awaited_text(waiter).unwrap_or_default();
-    let itself = match (inside, case.place(holder)) {
+    let holder_location = match (inside, case.place(holder)) {
         (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(event)),
         (None, place) if place.is_empty() => String::new(),
         (None, place) => format!("; rank {rank} is{place}"),
     };
     let place = case.place(waiter);
-    Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{itself}."))
+    Statement::Sentence(format!("Rank {rank} holds up rank {other}, which waits for {what}{place}{holder_location}."))
 }
 
-fn compiles_where(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
+/// The compiler of a rank, as a phrase: `in torch._dynamo…` or `in its child process nvcc`.
+fn compiler_phrase(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
     match compiler {
         None => format!("in {}", case.view(rank_index).host.observed.witness),
-        Some(compiler) => {
-            format!("{} for {} child process {compiler}", number.word("it waits", "they wait"), number.its())
-        }
+        Some(compiler) => format!("in {} {compiler}", number.word("its child process", "their child processes")),
     }
 }
 
@@ -181,57 +180,59 @@ fn compiles_where(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, nu
 pub(crate) fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> Statement {
     Statement::of_ranks(|number| {
         format!(
-            "{} ({}){}, which is slow and probably not a hang",
-            number.word("compiles", "compile"),
-            compiles_where(case, rank_index, compiler, number),
-            case.place(rank_index)
+            "{} compiling {}, which is slow but probably not a hang{}",
+            number.is(),
+            compiler_phrase(case, rank_index, compiler, number),
+            case.location_clause(rank_index, number)
         )
     })
 }
 
 pub(crate) fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> EvidenceLine {
-    about(case, rank_index, &compiles_where(case, rank_index, compiler, Number::One))
+    about(case, rank_index, &format!("is compiling {}", compiler_phrase(case, rank_index, compiler, Number::One)))
 }
 
 /// A rank that collects Python garbage.
 pub(crate) fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
-        let collects = number.word("collects", "collect");
-        format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(rank_index))
+        let (is, place) = (number.is(), case.place(rank_index));
+        format!("{is} collecting Python garbage{place}, which is slow but probably not a hang")
     })
 }
 
-fn progress(in_python: bool) -> &'static str {
-    if in_python { "Python code makes progress" } else { "I/O makes progress" }
+/// What makes progress.
+fn progressing_part(in_python: bool) -> &'static str {
+    if in_python { "Python code" } else { "I/O" }
 }
 
 /// A busy rank that makes progress: in its Python code, or by the bytes that it reads and writes.
 pub(crate) fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statement {
-    let how = progress(in_python);
+    let what = progressing_part(in_python);
     Statement::of_ranks(|number| {
         let (is, its, place) = (number.is(), number.its(), case.place(rank_index));
-        format!("{is} busy{place}: {its} {how}, so this is probably a long step and not a hang")
+        format!("{is} busy{place}: {its} {what} makes progress, so this is probably a long step and not a hang")
     })
 }
 
 pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python: bool) -> EvidenceLine {
-    about(case, rank_index, &format!("its {} between the samples", progress(in_python)))
+    detail(case, rank_index, &format!("its {} made progress between the samples", progressing_part(in_python)))
 }
 
 /// A rank whose device is far behind its host and makes progress.
 pub(crate) fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
-        let (is, its, stands) = (number.is(), number.its(), case.location_clause(rank_index, number));
-        format!("{is} slow on {its} device, which makes progress, so this is probably not a hang{stands}")
+        let (has, location) = (number.has(), case.location_clause(rank_index, number));
+        let device = number.word("a slow device, which makes progress", "slow devices, which make progress");
+        format!("{has} {device}, so this is probably not a hang{location}")
     })
 }
 
 pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its device made progress between the samples")
+    detail(case, rank_index, "its device made progress between the samples")
 }
 
-/// A device on which an operation does not end: the recorded one, or an unknown one after which
-/// kernel `last` was launched.
+/// A device on which an operation does not complete: the recorded one, or an unknown one after
+/// which kernel `last` was launched.
 pub(crate) fn stuck_on_device(
     case: &Case<'_>,
     rank_index: usize,
@@ -244,14 +245,15 @@ pub(crate) fn stuck_on_device(
         (None, None) => "an operation that is not a collective does not complete".to_owned(),
     };
     Statement::of_ranks(|number| {
-        let stands = case.location_clause(rank_index, number);
-        format!("{} stuck on {} device: {culprit}{stands}", number.is(), number.its())
+        let location = case.location_clause(rank_index, number);
+        let device = number.word("its device", "their devices");
+        format!("{} stuck on {device}: {culprit}{location}", number.is())
     })
 }
 
-pub(crate) fn not_begun_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
+pub(crate) fn not_started_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
     let (name, seq) = (op_name(operation.op()), operation.seq);
-    about(case, rank_index, &format!("{name} {seq} is launched, and the device has not started it"))
+    about(case, rank_index, &format!("has launched {name} {seq}, and its device has not started it"))
 }
 
 pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
@@ -260,23 +262,23 @@ pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> Evide
 }
 
 pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
-    about(case, rank_index, &format!("{} is pending", shape(operation)))
+    detail(case, rank_index, &format!("{} is pending", shape(operation)))
 }
 
 pub(crate) fn stale_watcher_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its watcher thread has not run for a while, so this may be out of date")
+    detail(case, rank_index, "its watcher thread has not run for a while, so its flight record may be out of date")
 }
 
-pub(crate) fn host_goes_on_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "its host thread makes progress, so its device may only be slow")
+pub(crate) fn host_makes_progress_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+    detail(case, rank_index, "its host thread makes progress, so its device may only be slow")
 }
 
 /// A rank in the teardown of its communicators or its interpreter.
 pub(crate) fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
     let (witness, place) = (&case.view(rank_index).host.observed.witness, case.place(rank_index));
     // The place may already contain the frame that shows the teardown.
-    let beside = if place.contains(witness.as_str()) { String::new() } else { format!(", in {witness}") };
-    Statement::of_ranks(|number| format!("{} shutting down{beside}{place}", number.is()))
+    let inside = if place.contains(witness.as_str()) { String::new() } else { format!(" in {witness}") };
+    Statement::of_ranks(|number| format!("{} shutting down{inside}{place}", number.is()))
 }
 
 /// Ranks that finalize their library where the others are in a collective. `differs` is the
@@ -303,7 +305,7 @@ pub(crate) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[
         "{} {} shutting down{place}, while others continue: {}.",
         who.capital(),
         who.number().is(),
-        others.join(", ")
+        others.join(", and ")
     ))
 }
 

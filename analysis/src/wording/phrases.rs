@@ -5,22 +5,19 @@ use xpu_timer_proto::{
     v1::Presence,
 };
 
-use super::{Number, about, line};
+use super::{Number, about, detail, line};
 use crate::{
     case::{Case, STANDARD_INPUT},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
-    text::{self, communicator, ranks},
+    text::{self, communicator, rank_count, ranks},
     verdict::EvidenceLine,
     world::RankView,
 };
 
-/// Shortens `path/train.py:88 in step` to `train.py:88 in step`.
-fn short_frame(frame: &str) -> String {
-    match frame.split_once(" in ") {
-        Some((file, function)) => format!("{} in {function}", stacks::base_name(file)),
-        None => frame.to_owned(),
-    }
+/// `train.py:88 in step`.
+fn frame((file, function): (&str, Option<&str>)) -> String {
+    function.map_or(file.to_owned(), |function| format!("{file} in {function}"))
 }
 
 /// Where a rank is, and what it waits for itself.
@@ -28,16 +25,13 @@ impl<'a> Case<'a> {
     /// Where the main thread of a rank is, to follow a verb: ` at train.py:41 in load (C function
     /// read)`.
     pub fn place(&self, rank_index: usize) -> String {
-        let location = &self.view(rank_index).host.location;
+        let position = self.position(rank_index);
         let mut place = String::new();
-        if let Some(python) = &location.python {
-            let caller = location.caller.as_ref().map(|caller| format!("{}, by ", short_frame(caller)));
-            place.push_str(&format!(" at {}{}", caller.unwrap_or_default(), stacks::base_name(python)));
-            if let Some(function) = &location.python_function {
-                place.push_str(&format!(" in {function}"));
-            }
+        if let Some(python) = position.python {
+            let caller = position.caller.map_or(String::new(), |caller| format!("{}, via ", frame(caller)));
+            place.push_str(&format!(" at {caller}{}", frame(python)));
         }
-        match &location.native {
+        match position.native {
             Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
             Some(native) => place.push_str(&format!(" (C function {native})")),
             None => {}
@@ -63,8 +57,8 @@ impl<'a> Case<'a> {
         // If a pipe has no other end, the dead helper that had it explains the wait.
         let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
         let helper = self.stuck_helper(rank_index).filter(explains);
-        if let Some(StuckHelper { who, place }) = helper {
-            clause.push_str(&format!(", and {} {who} {place}", number.its()));
+        if let Some(StuckHelper { name, state }) = helper {
+            clause.push_str(&format!(", and {} {name} {state}", number.its()));
         }
         clause
     }
@@ -126,7 +120,8 @@ impl<'a> Case<'a> {
     /// `all_reduce 31 of communicator 0x1f (4 ranks)`.
     pub(super) fn describe(&self, event: Event) -> String {
         let of_comm = |comm: usize| {
-            format!("communicator {} ({} ranks)", communicator(self.comms[comm].id), self.comms[comm].size)
+            let comm = &self.comms[comm];
+            format!("communicator {} ({})", communicator(comm.id), rank_count(comm.size))
         };
         match event {
             Event::Collective { comm, seq } => {
@@ -151,9 +146,14 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// `ranks 0-1 in all_reduce 31 of …`: the ranks inside an event.
+    /// `ranks 0-1 are in all_reduce 31 of …`: the ranks inside an event.
     pub(super) fn waiters_in(&self, event: Event) -> String {
-        format!("{} in {}", self.waiters_text(event), self.describe(event))
+        format!("{} {} in {}", self.waiters_text(event), self.waiters_number(event).is(), self.describe(event))
+    }
+
+    /// The number of the word for the ranks inside an event. `no rank` is singular.
+    fn waiters_number(&self, event: Event) -> Number {
+        Number::of(self.graph.waiters_of(event).len().max(1))
     }
 
     /// The ranks inside an event, as a line of evidence.
@@ -162,11 +162,11 @@ impl<'a> Case<'a> {
     }
 
     /// The clause with the ranks that wait for a suspect: `; ranks 0-1, 3 wait for it in all_reduce
-    /// 31 of …`, or `there` if `said` already names the event.
-    pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
+    /// 31 of …`, or `there` if the sentence so far already names the event.
+    pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
         let held =
             self.suspect_rank(suspect).map_or(String::new(), |rank_index| self.resource_waiter_clause(rank_index));
-        held + &self.event_waiters_clause(suspect, culprits, said)
+        held + &self.event_waiters_clause(suspect, culprits, sentence)
     }
 
     /// The clause with the rank that waits for a resource of this rank.
@@ -179,11 +179,11 @@ impl<'a> Case<'a> {
         text.unwrap_or_default()
     }
 
-    fn event_waiters_clause(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
+    fn event_waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
         let it = if culprits.len() > 1 { "them" } else { "it" };
         let place = |event: Event| {
             let what = self.describe(event);
-            if said.contains(&what) { "there".to_owned() } else { format!("in {what}") }
+            if sentence.contains(&what) { "there".to_owned() } else { format!("in {what}") }
         };
         if let Some(event) = self.main_event(suspect) {
             let waiters = self.world.ranks(
@@ -211,19 +211,20 @@ impl<'a> Case<'a> {
 impl<'a> Case<'a> {
     /// The stuck helper of a rank, as a phrase: `thread saver is inside write at …`.
     pub(super) fn helper_text(&self, rank_index: usize) -> Option<String> {
-        let StuckHelper { who, place } = self.stuck_helper(rank_index)?;
-        Some(format!("{who} {place}"))
+        let StuckHelper { name, state } = self.stuck_helper(rank_index)?;
+        Some(format!("{name} {state}"))
     }
 
     /// The stuck helper of a rank, as a line of evidence.
     pub fn helper_line(&self, rank_index: usize) -> Option<EvidenceLine> {
-        Some(about(self, rank_index, &self.helper_text(rank_index)?))
+        Some(detail(self, rank_index, &self.helper_text(rank_index)?))
     }
 
     /// What the system call of a rank waits for, as a line of evidence.
     pub fn awaited_line(&self, rank_index: usize) -> Option<EvidenceLine> {
         let awaits = self.awaited_text(rank_index)?;
-        Some(about(self, rank_index, &format!("its system call waits for {awaits}")))
+        let rank = self.view(rank_index).rank;
+        Some(line(format!("a system call of rank {rank} waits for {awaits}"), vec![rank]))
     }
 
     /// The frame or function that classifies a rank's main thread, as a line of evidence. `None` if
@@ -232,25 +233,25 @@ impl<'a> Case<'a> {
         let view = self.view(rank_index);
         let witness = &view.host.observed.witness;
         let location = &view.host.location;
-        let stands =
+        let is_location =
             location.python_function.as_deref().zip(location.python.as_deref()).is_some_and(|(function, place)| {
                 let file = place.rsplit_once('/').map_or(place, |(_, file)| file);
                 *witness == format!("{function} ({file})")
             });
-        (!stands).then(|| self.inside_line(rank_index))
+        (!is_location).then(|| self.inside_line(rank_index))
     }
 
     /// The frame or function that classifies a rank's main thread, as a line of evidence.
     pub fn inside_line(&self, rank_index: usize) -> EvidenceLine {
-        about(self, rank_index, &format!("inside {}", self.view(rank_index).host.observed.witness))
+        about(self, rank_index, &format!("is inside {}", self.view(rank_index).host.observed.witness))
     }
 
-    /// Where the first two of these ranks are and what moved, as lines of evidence.
+    /// The places of the first two of these ranks and their progress, as lines of evidence.
     pub fn position_lines_of(&self, rank_indices: &[usize]) -> Vec<EvidenceLine> {
         rank_indices.iter().take(2).flat_map(|rank_index| self.position_lines(*rank_index)).collect()
     }
 
-    /// Where a rank is and what moved, as lines of evidence.
+    /// The place of a rank and its progress between the samples, as lines of evidence.
     pub fn position_lines(&self, rank_index: usize) -> Vec<EvidenceLine> {
         let view = self.view(rank_index);
         let mut lines = Vec::new();
@@ -259,15 +260,15 @@ impl<'a> Case<'a> {
             let function = host.location.python_function.as_deref().unwrap_or("?");
             let samples = match (host.moved, host.same_in_both) {
                 (None, _) => " (one sample)",
-                (Some(moved), _) if moved.own_frame => "; the first sample shows another frame",
-                (Some(_), true) => ", in both samples",
+                (Some(moved), _) if moved.own_frame => " in the last sample, and in another frame in the first",
+                (Some(_), true) => " in both samples",
                 (Some(_), false) => "",
             };
             lines.push(about(self, rank_index, &format!("is in {function} at {python}{samples}")));
         }
         lines.extend(self.awaited_line(rank_index));
         if let Some(native) = &host.location.native {
-            lines.push(about(self, rank_index, &format!("in C function {native}")));
+            lines.push(about(self, rank_index, &format!("is in C function {native}")));
         }
         if let Some(moved) = host.moved {
             let share = moved.cpu_share * 100.0;
@@ -275,17 +276,17 @@ impl<'a> Case<'a> {
             lines.push(about(
                 self,
                 rank_index,
-                &format!("between the samples it used {share:.0} % of a core and read or wrote {bytes} bytes"),
+                &format!("used {share:.0} % of a core and read or wrote {bytes} bytes between the samples"),
             ));
         }
         if !host.stack {
             let why = view.evidence.map(|evidence| evidence.errors.join("; ")).filter(|why| !why.is_empty());
             let why = why.map_or(String::new(), |why| format!(": {why}"));
             let what = match view.presence {
-                Presence::Missing => "no data",
-                _ => "no stack",
+                Presence::Missing => "data from",
+                _ => "stack of",
             };
-            lines.push(about(self, rank_index, &format!("{what}{why}")));
+            lines.push(line(format!("there is no {what} rank {}{why}", view.rank), vec![view.rank]));
         }
         lines
     }
@@ -297,14 +298,16 @@ impl<'a> Case<'a> {
         let id = communicator(self.comms[comm].id);
         let others = match self.graph.waiters_of(event).len() {
             0 => String::new(),
-            _ => format!("; {} in number {seq}", self.waiters_text(event)),
+            _ => {
+                format!("; {} {} in collective {seq}", self.waiters_text(event), self.waiters_number(event).is())
+            }
         };
         let text = match self.comms[comm].member(rank_index) {
             Some(member) => format!(
-                "rank {rank}: launched {}, started {} and completed {} collectives on communicator {id}{others}",
+                "rank {rank} launched {}, started {} and completed {} collectives on communicator {id}{others}",
                 member.launched, member.started, member.completed
             ),
-            None => format!("rank {rank}: no collective recorded on communicator {id}{others}"),
+            None => format!("rank {rank} recorded no collective on communicator {id}{others}"),
         };
         Some(line(text, vec![rank]))
     }

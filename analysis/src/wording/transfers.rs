@@ -6,7 +6,7 @@ use super::{Number, Ranks, Statement, line};
 use crate::{
     case::Case,
     graph::Event,
-    text::{capital, communicator, shape},
+    text::{capital, communicator, rank_count, shape},
     verdict::EvidenceLine,
 };
 
@@ -24,20 +24,20 @@ pub(crate) struct OpenEnd {
 /// A property in which the two ends of a pair differ.
 #[derive(Clone, Copy)]
 pub(crate) enum Property {
-    Sizes,
-    Types,
+    Size,
+    Type,
 }
 
 impl Property {
     fn text(self) -> &'static str {
         match self {
-            Property::Sizes => "sizes",
-            Property::Types => "types",
+            Property::Size => "size",
+            Property::Type => "type",
         }
     }
 }
 
-fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String {
+fn missing_counterpart(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String {
     let waiting = case.view(waiter).rank;
     match recv {
         true => format!("{} not sent to rank {waiting}", number.has()),
@@ -45,16 +45,18 @@ fn misses(case: &Case<'_>, waiter: usize, recv: bool, number: Number) -> String 
     }
 }
 
-fn stands(case: &Case<'_>, rank_index: usize, number: Number) -> String {
+fn location_and_wait(case: &Case<'_>, rank_index: usize, number: Number) -> String {
     case.location_clause(rank_index, number) + &case.own_wait_clause(rank_index, number)
 }
 
 /// A rank has not made the counterpart of a receive or a send of `waiter`.
 pub(crate) fn no_counterpart(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool) -> Statement {
-    Statement::of_ranks(|number| misses(case, waiter, recv, number) + &stands(case, culprit, number))
+    Statement::of_ranks(|number| {
+        missing_counterpart(case, waiter, recv, number) + &location_and_wait(case, culprit, number)
+    })
 }
 
-/// The same of a rank that waits for `waiter` itself.
+/// Like [`no_counterpart`], of a rank that itself waits for `waiter`.
 pub(crate) fn no_counterpart_and_waits(
     case: &Case<'_>,
     culprit: usize,
@@ -64,16 +66,16 @@ pub(crate) fn no_counterpart_and_waits(
 ) -> Statement {
     let (rank, waiting) = (case.view(culprit).rank, case.view(waiter).rank);
     Statement::Sentence(format!(
-        "Rank {rank} {}, which waits in {}, and waits itself for rank {waiting}{}.",
-        misses(case, waiter, recv, Number::One),
+        "Rank {rank} {}, which waits in {}, and rank {rank} itself waits for rank {waiting}{}.",
+        missing_counterpart(case, waiter, recv, Number::One),
         case.describe(event),
-        stands(case, culprit, Number::One)
+        location_and_wait(case, culprit, Number::One)
     ))
 }
 
 pub(crate) fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize, event: Event) -> EvidenceLine {
     let (rank, waiting, what) = (case.view(culprit).rank, case.view(waiter).rank, case.describe(event));
-    let text = format!("rank {waiting}: {what} has started, and rank {rank} has no counterpart pending");
+    let text = format!("rank {waiting} has started {what}, and rank {rank} has no counterpart pending");
     line(text, vec![waiting])
 }
 
@@ -90,20 +92,26 @@ pub(crate) struct GroupCounts {
     pub most: u64,
 }
 
+/// `80`, or `80 each` for several ranks.
+fn each(count: u64, number: Number) -> String {
+    format!("{count}{}", number.word("", " each"))
+}
+
 /// Ranks that left out a transfer of a group.
 pub(crate) fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: GroupCounts) -> Statement {
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let comm = &case.comms[counts.comm];
     Statement::Sentence(format!(
-        "{} {} left out a send or receive of a group on communicator {} ({} ranks): {} made in {} groups, {} by {}.",
+        "{} {} left out a send or receive of a group on communicator {} ({}): in {} groups, {} made {}, and {} made {}.",
         who.capital(),
         who.number().has(),
         communicator(comm.id),
-        comm.size,
-        counts.fewer,
+        rank_count(comm.size),
         counts.groups,
-        counts.most,
+        who.text(),
+        each(counts.fewer, who.number()),
         others.text(),
+        each(counts.most, others.number()),
     ))
 }
 
@@ -115,12 +123,12 @@ pub(crate) fn fewer_in_groups_line(
 ) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let text = format!(
-        "{} {} made {} sends and receives, {} {}",
+        "in {} groups, {} made {} sends and receives, and {} made {}",
+        counts.groups,
         who.text(),
-        who.number().has(),
-        counts.fewer,
+        each(counts.fewer, who.number()),
         others.text(),
-        counts.most
+        each(counts.most, others.number()),
     );
     who.line(text)
 }
@@ -128,7 +136,7 @@ pub(crate) fn fewer_in_groups_line(
 /// A rank receives from any rank, and no rank can send to it.
 pub(crate) fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::Sentence(format!(
-        "Rank {} waits in {} and no rank sends to it, because all others wait for it{}.",
+        "Rank {} waits in {}, and no rank sends to it, because all others wait for it{}.",
         case.view(rank_index).rank,
         case.describe(event),
         case.location_clause(rank_index, Number::One)
@@ -137,7 +145,7 @@ pub(crate) fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> 
 
 pub(crate) fn nobody_sends_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
-    line(format!("rank {rank}: {} has started, and no rank sends to it", case.describe(event)), vec![rank])
+    line(format!("rank {rank} has started {}, and no rank sends to it", case.describe(event)), vec![rank])
 }
 
 fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
@@ -145,9 +153,10 @@ fn with_tag(case: &Case<'_>, (rank_index, event): (usize, Event)) -> String {
     format!("rank {} is in {} with tag {tag}", case.view(rank_index).rank, case.describe(event))
 }
 
-fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
+/// A single culprit is the end whose property changed.
+fn changed_clause(case: &Case<'_>, blamed: &[usize], property: &str) -> String {
     match blamed[..] {
-        [one] => format!("; rank {} had always used another one", case.view(one).rank),
+        [one] => format!("; rank {} had always used another {property} before", case.view(one).rank),
         _ => String::new(),
     }
 }
@@ -155,8 +164,8 @@ fn new_clause(case: &Case<'_>, blamed: &[usize]) -> String {
 /// The tags of a send and its receive differ.
 pub(crate) fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
     let [one, two] = ends.map(|end| with_tag(case, end));
-    let new = new_clause(case, blamed);
-    Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)))
+    let changed = changed_clause(case, blamed, "tag");
+    Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}.", capital(&one)))
 }
 
 pub(crate) fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
@@ -174,41 +183,40 @@ pub(crate) fn ends_differ(
     let mut ends = ends.map(|(rank_index, operation)| (case.view(rank_index).rank, operation));
     ends.sort_by_key(|end| end.0);
     Statement::Sentence(format!(
-        "Rank {} runs {} and its peer rank {} {}: the {} differ{}.",
+        "Rank {} runs {}, and its peer, rank {}, runs {}: the {}s differ{}.",
         ends[0].0,
         shape(ends[0].1),
         ends[1].0,
         shape(ends[1].1),
         property.text(),
-        new_clause(case, blamed)
+        changed_clause(case, blamed, property.text())
     ))
 }
 
 pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
     let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
-    let text = format!("{} have both started, and their {} differ", both.text(), property.text());
+    let text = format!("{} have started the send and the receive, and the {}s differ", both.text(), property.text());
     both.line(text)
 }
 
 fn open_end(case: &Case<'_>, open: &OpenEnd) -> String {
-    format!("rank {} in {}", case.view(open.waiter).rank, case.describe(open.event))
+    format!("rank {} is in {}", case.view(open.waiter).rank, case.describe(open.event))
 }
 
 /// A rank is at an end of all transfers without a counterpart.
 pub(crate) fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd]) -> Statement {
     let without: Vec<String> = open.iter().take(2).map(|open| open_end(case, open)).collect();
     Statement::Sentence(format!(
-        "Rank {} does not send and receive as its peers do: {} {} no counterpart{}.",
+        "Rank {} does not send and receive as its peers do: {}, without a counterpart{}.",
         case.view(culprit).rank,
-        without.join(" and "),
-        Number::of(open.len()).has(),
+        without.join(", and "),
         case.location_clause(culprit, Number::One)
     ))
 }
 
 pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
-    let text = format!("{} has started and has no counterpart", open_end(case, open));
-    line(text, vec![case.view(open.waiter).rank])
+    let rank = case.view(open.waiter).rank;
+    line(format!("rank {rank} has started {}, which has no counterpart", case.describe(open.event)), vec![rank])
 }
 
 /// All members are in the counterparts of each other's transfers, and the data does not move.
@@ -223,6 +231,6 @@ pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
 
 pub(crate) fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
     let who = Ranks::of(case, case.graph.waiters_of(event));
-    let text = format!("{}: {} and its counterpart have started", who.text(), case.describe(event));
+    let text = format!("{} has started {}, and its peer the counterpart", who.text(), case.describe(event));
     who.line(text)
 }

@@ -32,25 +32,29 @@ fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String
 
 /// The clauses of equal statements, each about all of their ranks.
 fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
-    let mut said: Vec<(&Statement, Vec<usize>)> = Vec::new();
+    let mut spelled_out: Vec<(&Statement, Vec<usize>)> = Vec::new();
     for clause in clauses {
-        match said.iter().position(|(statement, _)| *statement == clause.statement) {
-            Some(index) => said[index].1.extend(clause.culprits),
-            None if said.len() < MAX_SPELLED => said.push((clause.statement, clause.culprits.to_vec())),
+        match spelled_out.iter().position(|(statement, _)| *statement == clause.statement) {
+            Some(index) => spelled_out[index].1.extend(clause.culprits),
+            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((clause.statement, clause.culprits.to_vec())),
             None => {}
         }
     }
-    let mut parts: Vec<String> = said.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
-    let counted: usize = said.iter().map(|(_, culprits)| culprits.len()).sum();
+    let mut parts: Vec<String> =
+        spelled_out.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
+    let counted: usize = spelled_out.iter().map(|(_, culprits)| culprits.len()).sum();
     let all: usize = clauses.iter().map(|clause| clause.culprits.len()).sum();
     if counted < all {
-        parts.push(format!("and so do {} more ranks", all - counted));
+        parts.push(match all - counted {
+            1 => "1 more rank is a culprit too".to_owned(),
+            more => format!("{more} more ranks are culprits too"),
+        });
     }
     parts
 }
 
-/// The sentence of a verdict: the clauses of the first rule, who waits for `main` among its
-/// suspects, and the clauses of the other rules. `culprits` are those of all clauses.
+/// The sentence of a verdict: the clauses of the first rule, the ranks that wait for `main` among
+/// its suspects, and the clauses of the other rules. `culprits` are those of all clauses.
 pub(crate) fn explained(
     case: &Case<'_>,
     primary: &[Clause<'_>],
@@ -77,13 +81,13 @@ pub(crate) fn explained(
 /// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
 pub(crate) fn no_rank_differs(sentence: &str) -> String {
     format!(
-        "{}; these are all ranks of the job, so no rank is the culprit: check what they wait for.",
+        "{}; all ranks of the job are in this state, so no rank is the culprit: check what they wait for.",
         sentence.trim_end_matches('.')
     )
 }
 
 /// Why a job does not hang.
-pub(crate) enum Healthy<'a> {
+pub(crate) enum HealthyReason<'a> {
     AllLaunchedRecently,
     EveryRankMoves,
     NothingPending,
@@ -91,12 +95,12 @@ pub(crate) enum Healthy<'a> {
     Left(&'a [usize]),
 }
 
-pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
+pub(crate) fn no_hang(case: &Case<'_>, why: &HealthyReason<'_>) -> String {
     let why = match why {
-        Healthy::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
-        Healthy::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
-        Healthy::NothingPending => "no operation is pending on any rank".to_owned(),
-        Healthy::Left(ranks) => {
+        HealthyReason::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
+        HealthyReason::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
+        HealthyReason::NothingPending => "no operation is pending on any rank".to_owned(),
+        HealthyReason::Left(ranks) => {
             format!("no operation is pending, and {} exited normally", Ranks::of(case, ranks).text())
         }
     };
@@ -105,16 +109,16 @@ pub(crate) fn no_hang(case: &Case<'_>, why: &Healthy<'_>) -> String {
 
 /// All ranks do nothing. `together` if they are at one place.
 pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
-    let stand = if together {
+    let state = if together {
         format!("all {} ranks are{}", case.world.views.len(), case.place(0))
     } else {
         "every rank sleeps, or waits for a message, user input or a signal".to_owned()
     };
-    format!("No operation is pending on any device: {stand}; the job may be idle.")
+    format!("No operation is pending on any device, and {state}; the job may be idle.")
 }
 
 /// What is known of a job whose stop no rule explains.
-pub(crate) enum Known<'a> {
+pub(crate) enum KnownFacts<'a> {
     NoRank,
     NoStack,
     /// Nothing is pending, and all ranks are at one place.
@@ -130,20 +134,20 @@ pub(crate) enum Known<'a> {
     },
 }
 
-pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
+pub(crate) fn unexplained(case: &Case<'_>, known: &KnownFacts<'_>) -> String {
     let all = case.world.views.len();
     let known = match known {
-        Known::NoRank => "there is no data from any rank".to_owned(),
-        Known::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
-        Known::Together => {
+        KnownFacts::NoRank => "there is no data from any rank".to_owned(),
+        KnownFacts::NoStack => "there is no stack of any rank, and no record of a pending operation".to_owned(),
+        KnownFacts::Together => {
             format!("no operation is pending on any rank, and all {all} ranks are{}", case.place(0))
         }
-        Known::Stacks(stacks) => {
+        KnownFacts::Stacks(stacks) => {
             format!("no operation is pending on any rank, and {stacks} of {all} ranks have stacks")
         }
-        Known::Pending { busiest, unseen } => {
+        KnownFacts::Pending { busiest, unseen } => {
             let whom = match unseen.len() {
-                0 => "no rank visibly holds it up".to_owned(),
+                0 => "no rank is known to hold them up".to_owned(),
                 _ => {
                     let unseen = Ranks::of(case, unseen);
                     format!("the reason lies with {}, from which there is no data", unseen.text())
@@ -161,7 +165,7 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &Known<'_>) -> String {
 
 /// What is missing in the evidence about some ranks.
 #[derive(Clone, Copy)]
-pub(crate) enum Gap {
+pub(crate) enum EvidenceGap {
     Unseen,
     NoStack,
     NoFlightRecord,
@@ -169,16 +173,21 @@ pub(crate) enum Gap {
     StuckWatcher,
 }
 
-pub(crate) fn gap_line(case: &Case<'_>, gap: Gap, rank_indices: &[usize]) -> EvidenceLine {
-    let what = match gap {
-        Gap::Unseen => "there is no data from",
-        Gap::NoStack => "there is no stack of",
-        Gap::NoFlightRecord => "there is no flight record of",
-        Gap::LostOperations => "the flight record lost operations of",
-        Gap::StuckWatcher => "the watcher is stuck inside a driver call on",
-    };
+pub(crate) fn gap_line(case: &Case<'_>, gap: EvidenceGap, rank_indices: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, rank_indices);
-    let text = format!("{what} {}", who.text());
+    let (ranks, number) = (who.text(), who.number());
+    let text = match gap {
+        EvidenceGap::Unseen => format!("there is no data from {ranks}"),
+        EvidenceGap::NoStack => format!("there is no stack of {ranks}"),
+        EvidenceGap::NoFlightRecord => format!("there is no flight record of {ranks}"),
+        EvidenceGap::LostOperations => {
+            format!("{} of {ranks} lost operations", number.word("the flight record", "the flight records"))
+        }
+        EvidenceGap::StuckWatcher => {
+            let watchers = number.word("the watcher thread", "the watcher threads");
+            format!("{watchers} of {ranks} {} stuck inside a driver call", number.is())
+        }
+    };
     who.line(text)
 }
 

@@ -55,7 +55,7 @@ fn a_real_hang_of_the_original_tool_can_be_explored() {
     let Some(browser) = browser() else { return };
     let folder = rank6();
     browser.open(&report_of(folder.path()).0);
-    assert_eq!(browser.text("h1"), "8 of 8 ranks have a dump; their main threads are at 5 places.");
+    assert_eq!(browser.text("h1"), "8 of 8 ranks have a dump; the main threads are at 5 places.");
     assert_eq!(browser.count("#strip .cell"), 8);
     assert_eq!(browser.count("#groups tbody tr"), 5);
 

@@ -404,7 +404,7 @@ fn the_folder_of_incidents_means_the_latest_one() {
     let output = view_ok(dir.path());
     let latest = dir.path().join("incident-20261121T110000Z-2");
     let expected = format!(
-        "Rank 0 stands in new.\n\nLatest incident: {0}\n\n1 of 1 ranks have a dump. It is here:\n  rank 0\n      at new (t.py:1)\n\
+        "Rank 0 stands in new.\n\nLatest incident: {0}\n\n1 of 1 rank has a dump. Its main thread is at:\n  rank 0\n      at new (t.py:1)\n\
          \nState D (disk sleep): rank 0\n\n{0}/cpp_stack\n{0}/cpp_stack.svg\n{0}/py_stack\n{0}/py_stack.svg\n{0}/report.html\n",
         latest.display()
     );
@@ -530,7 +530,7 @@ fn filters_show_stacks_and_replace_no_file() {
     let files = || fs::read_dir(folder.path()).unwrap().count();
     let before = files();
     let output = narrowed(folder.path(), &["--rank", "6", "--grep", "barrier"]);
-    assert!(output.stdout.starts_with("1 of the 1 requested ranks have a dump."), "{}", output.stdout);
+    assert!(output.stdout.starts_with("1 of the 1 requested rank has a dump."), "{}", output.stdout);
     let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
     assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
     assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");

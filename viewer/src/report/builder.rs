@@ -10,7 +10,7 @@ use super::mixed::mix;
 use crate::absent_ranks::{Absence, AbsentRanks};
 use crate::dump::{self, Dump, Threads};
 use crate::merge::{Interned, Merged, Merger, Mode};
-use crate::stacks::{End, StackId, Stacks};
+use crate::stacks::{StackEnd, StackId, Stacks};
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
 use xpu_timer_analysis::Verdict;
@@ -103,7 +103,7 @@ struct SampleInput<'a> {
 
 /// Indexes of one thread in the lists of native and Python threads; at least one is set.
 #[derive(Clone, Copy)]
-struct Pair {
+struct ThreadIndexes {
     native: Option<usize>,
     python: Option<usize>,
 }
@@ -198,8 +198,9 @@ impl Builder {
         let main = input.stacks.main.and_then(|(mode, place)| {
             pairs.iter().position(|pair| Some(place) == if mode == Mode::Native { pair.native } else { pair.python })
         });
-        let tid_of =
-            |pair: &Pair| pair.native.map_or_else(|| pair.python.map_or(0, |i| python[i].tid), |i| native[i].tid);
+        let tid_of = |pair: &ThreadIndexes| {
+            pair.native.map_or_else(|| pair.python.map_or(0, |i| python[i].tid), |i| native[i].tid)
+        };
         let (mut numbers, mut tids) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
         let first_tid = pairs.first().map_or(0, tid_of);
         let mut last_tid = i64::from(first_tid);
@@ -231,7 +232,7 @@ impl Builder {
         NumberedSample { sample, threads, main: main_kind }
     }
 
-    fn thread(&mut self, input: &SampleInput<'_>, pair: Pair, main: bool) -> Thread {
+    fn thread(&mut self, input: &SampleInput<'_>, pair: ThreadIndexes, main: bool) -> Thread {
         let number = |id: &StackId| id.index() as u32;
         let native = pair.native.map(|i| (&input.threads.native[i], input.stacks.native[i].as_ref().map(number)));
         let python = pair.python.map(|i| (&input.threads.python[i], input.stacks.python[i].as_ref().map(number)));
@@ -284,8 +285,8 @@ impl Builder {
                 Ok(CaptureMethod::Unspecified) | Err(_) => "",
                 Ok(CaptureMethod::ZeroStop) => "without stopping it",
                 Ok(CaptureMethod::Ptrace) => "while it was stopped for some microseconds",
-                Ok(CaptureMethod::KernelOnly) => "kernel only",
-                Ok(CaptureMethod::PerfSample) => "sampled while running, without a stop",
+                Ok(CaptureMethod::KernelOnly) => "with its kernel stack only",
+                Ok(CaptureMethod::PerfSample) => "as a sample while it was running",
             });
         }
         thread
@@ -361,13 +362,13 @@ impl Builder {
 
 /// Adds the stacks that threads have but no rank has to the tree. Returns the end of each stack
 /// that a thread has. The process states are not threads.
-fn complete(tree: &mut PrefixTree, ends: &[End], used: impl Iterator<Item = u32>) -> Vec<Option<NodeId>> {
+fn complete(tree: &mut PrefixTree, ends: &[StackEnd], used: impl Iterator<Item = u32>) -> Vec<Option<NodeId>> {
     let mut nodes: Vec<Option<NodeId>> = vec![None; ends.len()];
     for stack in used.map(|stack| stack as usize) {
         if nodes[stack].is_none() {
             nodes[stack] = match &ends[stack] {
-                End::Drawn(node) => Some(*node),
-                End::Undrawn(words) => tree.insert_set(words, &RankSet::new()),
+                StackEnd::Drawn(node) => Some(*node),
+                StackEnd::Undrawn(words) => tree.insert_set(words, &RankSet::new()),
             };
         }
     }
@@ -375,7 +376,7 @@ fn complete(tree: &mut PrefixTree, ends: &[End], used: impl Iterator<Item = u32>
 }
 
 /// Matches native and Python threads by the kernel's thread id, in the order of the native threads.
-fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<Pair> {
+fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<ThreadIndexes> {
     let mut by_tid: HashMap<u32, usize> = HashMap::with_capacity(python.len());
     for (i, thread) in python.iter().enumerate().filter(|(_, thread)| thread.tid != 0) {
         by_tid.entry(thread.tid).or_insert(i);
@@ -385,10 +386,10 @@ fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<Pair> {
     for (i, thread) in native.iter().enumerate() {
         let matched = by_tid.remove(&thread.tid);
         matched.into_iter().for_each(|i| alone[i] = false);
-        pairs.push(Pair { native: Some(i), python: matched });
+        pairs.push(ThreadIndexes { native: Some(i), python: matched });
     }
     let rest = alone.iter().enumerate().filter(|(_, alone)| **alone);
-    pairs.extend(rest.map(|(i, _)| Pair { native: None, python: Some(i) }));
+    pairs.extend(rest.map(|(i, _)| ThreadIndexes { native: None, python: Some(i) }));
     pairs
 }
 

@@ -12,7 +12,7 @@ type Counts = [u64; 3];
 
 /// The flight records of one communicator.
 #[derive(Debug, Default)]
-struct Seen {
+struct Recorded {
     size: u32,
     ranks: BTreeMap<u32, (Counts, Option<OperationState>)>,
 }
@@ -20,38 +20,44 @@ struct Seen {
 /// Adds flight records one by one.
 #[derive(Debug, Default)]
 pub struct Communicators {
-    seen: BTreeMap<u64, Seen>,
+    recorded: BTreeMap<u64, Recorded>,
 }
 
 impl Communicators {
     /// Adds the flight record of one rank.
     pub fn add(&mut self, rank: u32, flight: &FlightRecord) {
         for communicator in &flight.communicators {
-            let seen = self.seen.entry(communicator.id).or_default();
-            seen.size = seen.size.max(communicator.size);
+            let recorded = self.recorded.entry(communicator.id).or_default();
+            recorded.size = recorded.size.max(communicator.size);
             let counts = [communicator.completed, communicator.started, communicator.launched];
-            seen.ranks.insert(rank, (counts, oldest_pending(flight, communicator.id)));
+            recorded.ranks.insert(rank, (counts, oldest_pending(flight, communicator.id)));
         }
     }
 
     /// The communicators that the verdict does not list, those with pending operations first.
     pub fn finish(self, listed: &[CommunicatorReport]) -> Vec<CommunicatorReport> {
         let mut reports: Vec<CommunicatorReport> = self
-            .seen
+            .recorded
             .into_iter()
-            .map(|(id, seen)| (communicator_name(id), seen))
+            .map(|(id, recorded)| (communicator_name(id), recorded))
             .filter(|(id, _)| listed.iter().all(|report| report.id != *id))
-            .map(|(id, seen)| report(id, seen))
+            .map(|(id, recorded)| report(id, recorded))
             .collect();
         reports.sort_by_key(|report| report.groups.iter().all(|group| group.waits_in.is_none()));
         reports
     }
 }
 
-fn report(id: String, seen: Seen) -> CommunicatorReport {
-    let known = u32::try_from(seen.ranks.len()).unwrap_or(u32::MAX);
-    let groups = communicator_groups(seen.ranks.into_iter().map(|(rank, (counts, state))| (rank, counts, state)));
-    CommunicatorReport { id, size: seen.size, groups, silent: Vec::new(), unnamed: seen.size.saturating_sub(known) }
+fn report(id: String, recorded: Recorded) -> CommunicatorReport {
+    let known = u32::try_from(recorded.ranks.len()).unwrap_or(u32::MAX);
+    let groups = communicator_groups(recorded.ranks.into_iter().map(|(rank, (counts, state))| (rank, counts, state)));
+    CommunicatorReport {
+        id,
+        size: recorded.size,
+        groups,
+        silent: Vec::new(),
+        unnamed: recorded.size.saturating_sub(known),
+    }
 }
 
 fn oldest_pending(flight: &FlightRecord, communicator: u64) -> Option<OperationState> {

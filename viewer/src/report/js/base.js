@@ -53,7 +53,7 @@ function runAt(runs, rank) {
   return low;
 }
 
-function holds(runs, rank) {
+function containsRank(runs, rank) {
   const at = runAt(runs, rank);
   return 2 * at < runs.length && runs[2 * at] <= rank;
 }
@@ -107,12 +107,12 @@ function runTexts(runs) {
 const labelOf = (runs) => runTexts(runs).join("/");
 
 /** For prose: `ranks 0-3, 6`, cut after some runs. */
-function ranksText(runs, most = 10) {
+function ranksText(runs, limit = 10) {
   const texts = runTexts(runs);
   if (texts.length === 0) return "no rank";
-  const rest = sizeOf(runs.slice(2 * most));
+  const rest = sizeOf(runs.slice(2 * limit));
   const tail = rest ? ` and ${rest} more` : "";
-  return `${sizeOf(runs) === 1 ? "rank" : "ranks"} ${texts.slice(0, most).join(", ")}${tail}`;
+  return `${sizeOf(runs) === 1 ? "rank" : "ranks"} ${texts.slice(0, limit).join(", ")}${tail}`;
 }
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);

@@ -23,7 +23,7 @@ const CONDITIONS = {
   no_dump: { sign: "?", word: "no dump" },
 };
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
-const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => holds(runs, rank))?.condition ?? "no_dump";
+const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => containsRank(runs, rank))?.condition ?? "no_dump";
 
 /** Groups with their colours: groups of culprits are red, the largest others have their own colours. */
 const COLOURS = 6;
@@ -40,16 +40,16 @@ const OWNERS = new Int32Array(Math.min(HIGHEST, MOST_CELLS)).fill(-1);
 GROUPS.forEach(({ runs }, group) => {
   for (let i = 0; i < runs.length; i += 2) OWNERS.fill(group, runs[i], runs[i + 1] + 1);
 });
-const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => holds(runs, rank)));
+const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => containsRank(runs, rank)));
 
 /** Ranks that have no dump or whose process has ended: the node, and how they ended. */
 const ABSENT = D.absent.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
-const absentOf = (rank) => ABSENT.find(({ runs }) => holds(runs, rank));
+const absentOf = (rank) => ABSENT.find(({ runs }) => containsRank(runs, rank));
 const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || absentOf(rank)?.node || "";
 
 /** The verdict's entry for each rank. */
-const STANDS = new Map();
-for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) STANDS.set(rank, group);
+const RANK_STATES = new Map();
+for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) RANK_STATES.set(rank, group);
 
 /** Function and file of a frame's word, `func@file`. Both may contain an `@`. */
 function splitWord(word) {
@@ -94,10 +94,10 @@ function threadsOf(sample) {
 
 /** The view: ranks to which it is limited, ranks of the chosen frame, the rank with open stacks. */
 const view = { filter: null, why: "", frame: null, rank: null };
-const watchers = [];
+const listeners = [];
 function show(changes) {
   Object.assign(view, changes);
-  watchers.forEach((watcher) => watcher(changes));
+  listeners.forEach((listener) => listener(changes));
 }
 const onlyRanks = (runs, why) => show({ filter: runs, why });
 

@@ -94,7 +94,7 @@ function buildFlames() {
   const detail = el("div", { id: "detail", class: "detail", role: "status", "aria-live": "polite" });
   box.append(sheet);
   section.append(
-    ...heading("flames-title", "Merged stacks of all ranks", "Outermost call on top. A frame is as wide as the number of ranks in it; below it, ranks part ways."),
+    ...heading("flames-title", "Merged stacks of all ranks", "The outermost call is on top. The width of a frame shows how many ranks are in it. Where ranks make different calls, the frame below it splits."),
     el("div", { class: "tools" }, [tablist, el("label", {}, only, " Main threads only"), quick], search, found, reset),
     box,
     detail,
@@ -201,8 +201,8 @@ function buildFlames() {
 
   function emptyText() {
     if (tree.depth.length) return `None of these ranks has a ${state.main ? "main thread with a " : ""}stack of this kind.`;
-    if (state.mode === "mixed") return "No thread has both a Python and a native stack that belong together, so there is nothing to mix.";
-    return `The dumps hold no ${MODES[state.mode]} stacks.`;
+    if (state.mode === "mixed") return "No thread has a Python stack and a native stack that match, so there are no mixed stacks.";
+    return `The dumps contain no ${MODES[state.mode]} stacks.`;
   }
 
   function frameAt(node, x, w, above) {
@@ -273,7 +273,7 @@ function buildFlames() {
     const node = state.chosen;
     if (node < 0) {
       detail.replaceChildren(
-        el("p", { class: "hint" }, "Click a frame to zoom; its ranks light up in the strip. Keys: arrows move, Enter zooms, Esc zooms out, / searches."),
+        el("p", { class: "hint" }, "Click a frame to zoom and to highlight its ranks above. Keys: arrows move, Enter zooms, Esc zooms out, / searches."),
       );
       return;
     }
@@ -404,7 +404,7 @@ function buildFlames() {
   };
   box.addEventListener("scroll", soon, { passive: true });
   new ResizeObserver(soon).observe(box);
-  watchers.push((changes) => {
+  listeners.push((changes) => {
     if ("filter" in changes) arrange();
   });
 

@@ -4,7 +4,7 @@ function cellTitle(rank) {
   const entry = RANKS.get(rank);
   const condition = conditionOf(rank);
   const parts = [`rank ${rank}`];
-  if (holds(CULPRITS, rank)) parts.push("culprit");
+  if (containsRank(CULPRITS, rank)) parts.push("culprit");
   if (condition === "alive" && entry) parts.push(D.texts[entry.last.state]);
   else parts.push(CONDITIONS[condition].word);
   if (absentOf(rank)?.why) parts.push(absentOf(rank).why);
@@ -21,7 +21,7 @@ function buildStrip() {
   const cells = [];
   for (let rank = 0; rank < count; rank++) {
     const condition = conditionOf(rank);
-    const colour = holds(CULPRITS, rank) ? "culprit" : (groupOf(rank)?.colour ?? "none");
+    const colour = containsRank(CULPRITS, rank) ? "culprit" : (groupOf(rank)?.colour ?? "none");
     const { sign } = CONDITIONS[condition];
     cells.push(
       el(
@@ -60,14 +60,14 @@ function buildStrip() {
     } else return;
     event.preventDefault();
   });
-  if (HIGHEST > count) byId("strip-hint").textContent = `The first ${count.toLocaleString("en")} ranks are drawn; the tables hold all.`;
-  watchers.push((changes) => {
+  if (HIGHEST > count) byId("strip-hint").textContent = `Only the first ${count.toLocaleString("en")} ranks are drawn. The tables contain all ranks.`;
+  listeners.push((changes) => {
     const shown = view.frame?.runs ?? null;
     for (const [rank, cell] of cells.entries()) {
-      if ("filter" in changes) cell.classList.toggle("off", view.filter !== null && !holds(view.filter, rank));
+      if ("filter" in changes) cell.classList.toggle("off", view.filter !== null && !containsRank(view.filter, rank));
       if ("frame" in changes) {
-        cell.classList.toggle("in", shown !== null && holds(shown, rank));
-        cell.classList.toggle("out", shown !== null && !holds(shown, rank));
+        cell.classList.toggle("in", shown !== null && containsRank(shown, rank));
+        cell.classList.toggle("out", shown !== null && !containsRank(shown, rank));
       }
       if ("rank" in changes) cell.setAttribute("aria-selected", `${view.rank === rank}`);
     }

@@ -1,4 +1,4 @@
-// The verdict and the tables: where the ranks are, their operations, and their progress.
+// The verdict and the tables: the state of the ranks, of the communicators, and what changed.
 
 /** Descriptions of the causes. */
 const CAUSES = {
@@ -68,13 +68,13 @@ function table(columns, rows) {
 }
 
 /** A table that initially shows only its first rows. */
-function longTable(columns, rows, most, what) {
-  if (rows.length <= most) return table(columns, rows);
+function longTable(columns, rows, limit, rowName) {
+  if (rows.length <= limit) return table(columns, rows);
   const box = el("div", {});
   const all = () => box.replaceChildren(table(columns, rows));
   box.append(
-    table(columns, rows.slice(0, most)),
-    el("button", { type: "button", class: "small", onclick: all }, `Show all ${plural(rows.length, what)}`),
+    table(columns, rows.slice(0, limit)),
+    el("button", { type: "button", class: "small", onclick: all }, `Show all ${plural(rows.length, rowName)}`),
   );
   return box;
 }
@@ -89,10 +89,10 @@ function buildVerdict() {
       el(
         "h1",
         {},
-        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} have a dump; their main threads are at ${plural(places, "place")}.`,
+        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} ${sizeOf(WITH_DUMP) === 1 ? "has" : "have"} a dump; the main threads are at ${plural(places, "place")}.`,
       ),
     );
-    box.append(el("p", {}, "The stacks alone do not tell who is to blame. Ranks that stand apart from the rest are the first to look at."));
+    box.append(el("p", {}, "The stacks alone do not show which rank is the culprit. Look first at the ranks whose stacks differ from those of most ranks."));
     // Groups as small as the smallest, if they are few and others are larger.
     const least = Math.min(...GROUPS.map(({ runs }) => sizeOf(runs)));
     const small = GROUPS.filter((group) => placeOf(group) !== null && sizeOf(group.runs) === least);
@@ -102,8 +102,8 @@ function buildVerdict() {
     }
     return;
   }
-  const guilty = CULPRITS.length > 0;
-  box.classList.toggle("guilty", guilty);
+  const hasCulprits = CULPRITS.length > 0;
+  box.classList.toggle("has-culprits", hasCulprits);
   box.append(
     el(
       "p",
@@ -117,14 +117,14 @@ function buildVerdict() {
   const shown = VERDICT.culprits.slice(0, 4);
   if (shown.length) box.append(el("div", { class: "culprits" }, shown.map(culpritCard)));
   const more = VERDICT.culprits.slice(shown.length);
-  if (more.length) box.append(el("p", {}, "And ", rankButton(runsOf(more), "culprits"), "."));
+  if (more.length) box.append(el("p", {}, "More culprits: ", rankButton(runsOf(more), "culprits")));
   const evidence = VERDICT.evidence.map((line) => {
     const runs = runsOf(line.ranks);
     // A line that contains its ranks needs no button with the same ranks.
     const button = runs.length && !/\branks? \d/i.test(line.text) ? rankButton(runs, "evidence") : null;
     return el("li", {}, button, button ? " " : null, line.text);
   });
-  if (evidence.length) box.append(el("h2", {}, "Why we think so"), el("ul", { class: "evidence" }, evidence));
+  if (evidence.length) box.append(el("h2", {}, "Evidence"), el("ul", { class: "evidence" }, evidence));
   if (VERDICT.ruled_out.length) {
     box.append(
       el(
@@ -141,12 +141,12 @@ function buildVerdict() {
   }
   const trigger = VERDICT.trigger;
   const facts = [
-    ["Waiting", VERDICT.victims.length ? ranksText(runsOf(VERDICT.victims)) : "no rank"],
+    ["Victims", VERDICT.victims.length ? ranksText(runsOf(VERDICT.victims)) : "no rank"],
     ["Job", [VERDICT.job, plural(VERDICT.world_size, "rank"), VERDICT.attempt ? `restart ${VERDICT.attempt}` : ""].filter(Boolean).join(", ")],
     ["Incident", VERDICT.incident],
     ["Opened", VERDICT.opened_at ?? ""],
-    ["Opened by", trigger ? [trigger.kind, typeof trigger.rank === "number" ? `rank ${trigger.rank}` : ""].filter(Boolean).join(", ") : ""],
-    ["Verdict after", typeof VERDICT.seconds_from_timeout === "number" ? `${VERDICT.seconds_from_timeout.toFixed(1)} s from the timeout` : ""],
+    ["Trigger", trigger ? [trigger.kind, typeof trigger.rank === "number" ? `rank ${trigger.rank}` : ""].filter(Boolean).join(", ") : ""],
+    ["Verdict", typeof VERDICT.seconds_from_timeout === "number" ? `${VERDICT.seconds_from_timeout.toFixed(1)} s after the timeout` : ""],
   ];
   box.append(factList(facts));
 }
@@ -160,9 +160,9 @@ const factList = (facts) =>
 
 function culpritCard(rank) {
   const entry = RANKS.get(rank);
-  const stands = STANDS.get(rank);
+  const state = RANK_STATES.get(rank);
   const condition = conditionOf(rank);
-  const where = stands?.location ?? {};
+  const where = state?.location ?? {};
   const about = [
     nodeOf(rank),
     entry?.pid ? `pid ${entry.pid}` : "",
@@ -175,10 +175,10 @@ function culpritCard(rank) {
     where.python
       ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), pathText(where.python))
       : null,
-    where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
+    where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in C function "), el("b", {}, where.native)) : null,
     absentOf(rank)?.why
       ? el("p", { class: "muted" }, absentOf(rank).why)
-      : (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
+      : (state?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
     entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
   );
 }
@@ -186,28 +186,28 @@ function culpritCard(rank) {
 function buildGroups() {
   const section = byId("groups");
   const order = CULPRITS.length ? "the culprits first, then the largest group" : "the largest group first";
-  section.append(...heading("groups-title", "Who stands where", `Ranks whose main threads have the same stack: ${order}.`).filter(Boolean));
+  section.append(...heading("groups-title", "State of the ranks", `Ranks whose main threads have the same stack form a group: ${order}.`).filter(Boolean));
   const rows = GROUPS.map((group) => ({
     className: group.colour === "culprit" ? "hot" : "",
     cells: [
       [el("i", { class: `key ${group.colour}`, "aria-hidden": "true" }), rankButton(group.runs, "one group")],
       `${sizeOf(group.runs)}`,
       placeOf(group) === null ? "no stack of the main thread" : frameText(placeOf(group)),
-      group.deepest === null || placeOf(group) === D.texts[group.deepest] ? el("span", { class: "muted" }, "the same") : frameText(D.texts[group.deepest]),
+      group.deepest === null || placeOf(group) === D.texts[group.deepest] ? el("span", { class: "muted" }, "same frame") : frameText(D.texts[group.deepest]),
       group.own === null ? el("span", { class: "muted" }, "none") : frameText(D.texts[group.own]),
     ],
   }));
   // Culprits are the most important, so their group is never among the folded rows.
   rows.sort((a, b) => Number(b.className === "hot") - Number(a.className === "hot"));
-  section.append(longTable(["Ranks", "Count", "In their own code", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
+  section.append(longTable(["Ranks", "Count", "Innermost user frame", "Innermost frame", "First frame of this group only"], rows, 12, "group"));
   const gone = BY_CONDITION.filter(({ condition }) => ["dead", "left", "no_dump"].includes(condition));
   if (!gone.length) return;
   // Ranks with the same condition and reason are one row; the last row is for ranks without a reason.
   const absent = gone.flatMap(({ condition, runs }) => {
-    const told = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
-    const covered = union(told.map((absent) => absent.runs));
+    const explained = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
+    const covered = union(explained.map((absent) => absent.runs));
     const rest = intersect(runs, complement(covered, HIGHEST));
-    return rest.length ? [...told, { condition, runs: rest, node: "", why: "" }] : told;
+    return rest.length ? [...explained, { condition, runs: rest, node: "", why: "" }] : explained;
   });
   const lines = absent.map(({ condition, runs, node, why }) => ({
     className: CULPRITS.length && isSubset(runs, CULPRITS) ? "hot" : "",
@@ -216,12 +216,12 @@ function buildGroups() {
       `${sizeOf(runs)}`,
       capital(CONDITIONS[condition].word),
       node || el("span", { class: "muted" }, "unknown"),
-      why || el("span", { class: "muted" }, "nothing is known"),
+      why || el("span", { class: "muted" }, "unknown"),
     ],
   }));
   section.append(
-    el("h3", { id: "absent-title" }, "Ranks that are gone or have no dump"),
-    longTable(["Ranks", "Count", "What", "Node", "Why"], lines, 12, "line"),
+    el("h3", { id: "absent-title" }, "Ranks that ended or have no dump"),
+    longTable(["Ranks", "Count", "State", "Node", "Reason"], lines, 12, "row"),
   );
 }
 
@@ -229,13 +229,13 @@ function buildCommunicators() {
   const section = byId("communicators");
   const head = heading(
     "communicators-title",
-    "Who is at which collective",
-    "Numbers count the collectives of one communicator. A rank with a lower number than its peers is behind, and they wait for it.",
+    "State of the communicators",
+    "The counts are collectives of one communicator. A rank with a lower count than its peers is behind, and they wait for it.",
   );
   section.append(...head);
   if (!D.communicators.length) {
     section.hidden = true;
-    D.notes.push("There are no flight records in this folder, so that only the stacks tell at which operation the ranks are.");
+    D.notes.push("This folder has no flight records, so only the stacks show which operation a rank is in.");
     return;
   }
   const boxes = D.communicators.map((communicator) => {
@@ -252,7 +252,7 @@ function buildCommunicators() {
         cells: [
           rankButton(runs, `on communicator ${id}`),
           waits ? `${waits.op}${waits.seq ? ` ${waits.seq}` : ""}${shape}${peer}` : "nothing pending",
-          waits ? (waits.started ? "started, not completed" : "launched, not started") : behind ? "has not launched the next one" : "all done",
+          waits ? (waits.started ? "started, not completed" : "launched, not started") : behind ? "has not launched the next collective" : "all completed",
           [`${group.launched} / ${group.started} / ${group.completed}`, behind ? el("span", { class: "tag small" }, `${furthest - group.launched} behind`) : null],
         ],
       };
@@ -263,14 +263,14 @@ function buildCommunicators() {
       "div",
       { class: "communicator" },
       el("h3", {}, `Communicator ${id}`, el("span", { class: "muted" }, ` ${plural(size, "rank")}`)),
-      longTable(["Ranks", "Operation", "State", "Launched / started / completed"], rows, 10, "state"),
+      longTable(["Ranks", "Operation", "State", "Launched / started / completed"], rows, 10, "row"),
     );
   });
-  const most = 8;
-  section.append(...boxes.slice(0, most));
-  if (boxes.length > most) {
-    const rest = el("details", {}, el("summary", {}, `${plural(boxes.length - most, "more communicator")}`));
-    rest.addEventListener("toggle", () => rest.childElementCount === 1 && rest.append(...boxes.slice(most)));
+  const limit = 8;
+  section.append(...boxes.slice(0, limit));
+  if (boxes.length > limit) {
+    const rest = el("details", {}, el("summary", {}, `${plural(boxes.length - limit, "more communicator")}`));
+    rest.addEventListener("toggle", () => rest.childElementCount === 1 && rest.append(...boxes.slice(limit)));
     section.append(rest);
   }
 }
@@ -282,21 +282,21 @@ const MOVING_BYTES_PER_SECOND = 16384;
 function movedText(moved) {
   const seconds = (D.between_ms || 1000) / 1000;
   const parts = [];
-  if (moved.main) parts.push("main thread went on");
-  if (moved.cpu_ms / 1000 >= BUSY_SHARE * seconds) parts.push("computes");
-  if (moved.io_bytes >= MOVING_BYTES_PER_SECOND * seconds) parts.push("reads or writes");
-  if (!parts.length && moved.stacks) parts.push("only other threads moved");
-  return parts.length ? parts.join(", ") : "nothing moved";
+  if (moved.main) parts.push("main thread's stack changed");
+  if (moved.cpu_ms / 1000 >= BUSY_SHARE * seconds) parts.push("CPU busy");
+  if (moved.io_bytes >= MOVING_BYTES_PER_SECOND * seconds) parts.push("bytes read or written");
+  if (!parts.length && moved.stacks) parts.push("only other threads' stacks changed");
+  return parts.length ? parts.join(", ") : "nothing changed";
 }
 
 function buildMoved() {
   const section = byId("moved");
   const ranks = D.ranks.filter((rank) => rank.moved);
   const apart = D.between_ms ? `The two samples are ${timeText(D.between_ms)} apart. ` : "";
-  section.append(...heading("moved-title", "What moved between the two samples", `${apart}What stands still in both is stuck; what moves is slow, or alive.`));
+  section.append(...heading("moved-title", "Changes between the two samples", `${apart}A rank without a change waits or is stuck. A rank with a change makes progress, perhaps slowly.`));
   if (!ranks.length) {
     section.hidden = true;
-    D.notes.push("The dumps hold one sample each, so that nothing can be said about what moves.");
+    D.notes.push("Each dump has only one sample, so this report cannot show what changed between two samples.");
     return;
   }
   const classes = new Map();
@@ -327,7 +327,7 @@ function buildMoved() {
         range(members.map((rank) => rank.moved.ran), String),
       ],
     }));
-  section.append(longTable(["Ranks", "What", "CPU time", "Read and written", "Threads with another stack", "Threads that ran"], rows, 12, "kind"));
+  section.append(longTable(["Ranks", "Change", "CPU time", "Bytes read and written", "Threads whose stack changed", "Threads that ran"], rows, 12, "row"));
 }
 
 /** The innermost frame of the main thread, Python before native. */

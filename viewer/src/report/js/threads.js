@@ -23,8 +23,8 @@ function drawPanel(rank) {
   const panel = byId("panel");
   const entry = RANKS.get(rank);
   const condition = conditionOf(rank);
-  const stands = STANDS.get(rank);
-  const near = (step) => {
+  const state = RANK_STATES.get(rank);
+  const neighbourButton = (step) => {
     const to = rank + step;
     return el(
       "button",
@@ -36,8 +36,8 @@ function drawPanel(rank) {
     el(
       "div",
       { class: "panel-head" },
-      el("h2", { id: "panel-title" }, `Rank ${rank}`, holds(CULPRITS, rank) ? el("span", { class: "tag small" }, "culprit") : null),
-      el("div", { class: "buttons" }, near(-1), near(1), el("button", { type: "button", class: "small", id: "close-panel", onclick: closePanel }, "Close")),
+      el("h2", { id: "panel-title" }, `Rank ${rank}`, containsRank(CULPRITS, rank) ? el("span", { class: "tag small" }, "culprit") : null),
+      el("div", { class: "buttons" }, neighbourButton(-1), neighbourButton(1), el("button", { type: "button", class: "small", id: "close-panel", onclick: closePanel }, "Close")),
     ),
   );
   const facts = [
@@ -45,16 +45,16 @@ function drawPanel(rank) {
     ["Process", entry?.pid ? `${entry.pid}` : ""],
     ["Node", nodeOf(rank)],
     ["Command", entry ? D.texts[entry.command] : ""],
-    ["Does", stands && stands.activity !== "unknown" ? stands.activity.replaceAll("_", " ") : ""],
+    ["Activity", state && state.activity !== "unknown" ? state.activity.replaceAll("_", " ") : ""],
   ];
   if (entry?.moved) {
     const { cpu_ms, io_bytes, stacks, ran } = entry.moved;
-    const detail = `CPU ${timeText(cpu_ms)}, ${bytesText(io_bytes)} read and written, ${plural(stacks, "thread")} with another stack, ${ran} ran`;
+    const detail = `CPU ${timeText(cpu_ms)}, ${bytesText(io_bytes)} read and written, ${plural(stacks, "thread")} with a changed stack, ${ran} ran`;
     facts.push(["Between the samples", `${movedText(entry.moved)} (${detail})`]);
   }
   panel.append(factList(facts));
   const why = absentOf(rank)?.why;
-  const known = (stands?.errors ?? []).filter((error) => !why?.includes(error));
+  const known = (state?.errors ?? []).filter((error) => !why?.includes(error));
   const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
   if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
   if (!entry) {
@@ -97,7 +97,7 @@ function process(first, last) {
     nodes.push(el("h3", {}, first ? `${capital(plural(others.length, "other thread"))} did not move` : plural(others.length, "other thread")));
     nodes.push(...others.slice(0, 400).map(fold));
   }
-  if (Math.max(changed.length, others.length) > 400) nodes.push(el("p", { class: "hint" }, "Only 400 threads of a kind are listed."));
+  if (Math.max(changed.length, others.length) > 400) nodes.push(el("p", { class: "hint" }, "Each list ends after 400 threads."));
   return nodes;
 }
 
@@ -110,7 +110,7 @@ function threadTitle({ thread, earlier }) {
   if (shown.state) marks.push(D.texts[shown.state]);
   if (shown.wchan) marks.push(`in kernel ${D.texts[shown.wchan]}`);
   if (shown.gil) marks.push("holds the GIL");
-  if (thread?.ran) marks.push("ran in between");
+  if (thread?.ran) marks.push("ran between the samples");
   if (!thread) marks.push("gone in the last sample");
   return [
     el("b", {}, shown.main ? `Main thread (${name})` : name),
@@ -141,7 +141,7 @@ function threadBody({ thread, earlier }, two, open) {
 function sampleBox(title, thread, other, mark) {
   const box = el("div", { class: "sample" }, el("h4", {}, title));
   if (!thread) {
-    box.append(el("p", { class: "muted" }, "This thread was not there."));
+    box.append(el("p", { class: "muted" }, "This thread did not exist."));
     return box;
   }
   for (const [mode, name] of [["python", "Python, innermost call first"], ["native", "Native, innermost call first"]]) {
@@ -160,8 +160,8 @@ function sampleBox(title, thread, other, mark) {
     );
   }
   if (thread.kernel) box.append(el("h5", {}, "Kernel, innermost call first"), el("pre", {}, D.texts[thread.kernel]));
-  if (thread.incomplete) box.append(el("p", { class: "muted" }, `Not whole: ${D.texts[thread.incomplete]}`));
-  if (thread.capture) box.append(el("p", { class: "muted taken" }, `Taken ${D.texts[thread.capture]}.`));
+  if (thread.incomplete) box.append(el("p", { class: "muted" }, `Incomplete: ${D.texts[thread.incomplete]}`));
+  if (thread.capture) box.append(el("p", { class: "muted taken" }, `Captured ${D.texts[thread.capture]}.`));
   if (box.childElementCount === 1) box.append(el("p", { class: "muted" }, "No stack."));
   return box;
 }
