@@ -179,7 +179,7 @@ fn in_short(verdict: &Value) -> String {
     let cause = verdict["cause"].as_str().unwrap_or_default();
     let culprits: Vec<String> = verdict["culprits"].as_array().into_iter().flatten().map(Value::to_string).collect();
     match culprits.as_slice() {
-        [] => format!("{cause}, no rank alone is to blame"),
+        [] => format!("{cause}, no single culprit"),
         culprits => format!("{cause} on rank {}", culprits.join(", ")),
     }
 }

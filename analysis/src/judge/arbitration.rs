@@ -287,6 +287,8 @@ fn few_inside(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
         ruling.rule == first.rule
             && case.main_event(ruling.suspect) == Some(event)
             && ruling.finding.culprits.len() == 1
+            // The culprit may also be inside: it has called a collective too many.
+            && !case.graph.waiters_of(event).contains(&ruling.finding.culprits[0])
     };
     if !findings.iter().all(alike) {
         return;

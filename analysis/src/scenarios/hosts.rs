@@ -430,6 +430,18 @@ fn the_one_rank_that_continues_after_all_others_finished_is_named() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
     assert!(sentence(&verdict).contains("called one collective too many"), "{}", sentence(&verdict));
+    // The others are still shutting down, all at one place.
+    let mut shutting_down = Job::with_world(4, 30);
+    shutting_down.enter(0x77, 1, Op::AllReduce);
+    let barrier =
+        [("barrier", "/v/site-packages/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:9")];
+    shutting_down.set_stack(1, Stack::new(&barrier, &["epoll_wait"]));
+    for rank in [0, 2, 3] {
+        shutting_down.set_stack(rank, Stack::new(&[], &["sem_wait", "Py_FinalizeEx", "main"]));
+    }
+    let verdict = shutting_down.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(sentence(&verdict).contains("called one collective too many"), "{}", sentence(&verdict));
     // An error is different, and so is a rank that left before the others.
     job.rank(2).exit = "exit code 1".into();
     assert_eq!(job.judge().cause, Cause::ProcessDead);
