@@ -2,10 +2,12 @@
 //! lookups that bypass the hook's own exports.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_void},
+    ffi::{CStr, CString, OsStr, c_char, c_int, c_void},
+    os::unix::ffi::OsStrExt,
     sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
 };
 
+use libloading::os::unix::Library;
 use xpu_timer_proto::family::{FAMILIES, Family};
 
 use crate::runtime::{
@@ -43,9 +45,16 @@ pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
     if must_not_look && !objects().iter().any(|object| file_name(object).starts_with(file_name(soname))) {
         return None;
     }
-    // SAFETY: a C string; RTLD_NOLOAD loads nothing and runs no constructor.
-    let handle = unsafe { libc::dlopen(soname.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
-    (!handle.is_null()).then_some(handle)
+    let name = OsStr::from_bytes(soname.to_bytes_with_nul());
+    // SAFETY: RTLD_NOLOAD loads nothing and runs no constructor.
+    let library = unsafe { Library::open(Some(name), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+    library.ok().map(Library::into_raw)
+}
+
+/// Gives back a reference that [`loaded`] took.
+pub fn release(library: *mut c_void) {
+    // SAFETY: the handle of a reference that nothing else uses.
+    drop(unsafe { Library::from_raw(library) });
 }
 
 /// A loaded library by a path that the user has given. The linker opens a path that it does not
@@ -84,7 +93,7 @@ pub fn objects() -> Vec<CString> {
     paths
 }
 
-/// Calls the C library's dlsym.
+/// Calls the C library's dlsym. `Library::get` would call the one that the hook exports.
 pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the handle comes from the linker, and the name is a C string.
     unsafe { libc_dlsym()(handle, name.as_ptr()) }

@@ -117,9 +117,7 @@ impl Function {
                 let library = loaded(&path)?;
                 let found = self.find_in(library);
                 if found.is_none() {
-                    // SAFETY: releases the reference that was just taken. The library is not one of
-                    // the hook's.
-                    unsafe { libc::dlclose(library) };
+                    dynamic::release(library);
                 }
                 found
             });
