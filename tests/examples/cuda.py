@@ -1,8 +1,10 @@
-"""Small ctypes bindings of the CUDA runtime, the driver's kernel launch and NCCL, for the example training programs.
+"""Small ctypes bindings of the CUDA runtime, the driver's kernel launch and NCCL, for the example
+training programs.
 
-It loads the libraries by soname, so the dynamic linker decides whether they are real or simulated. `Kernel` alone needs the
-simulated driver, whose modules are text. Every failure raises `CudaError` or `NcclError`. Ranks come from RANK, LOCAL_RANK and
-WORLD_SIZE; unique ids travel through a file in the folder XPU_EXAMPLE_RENDEZVOUS.
+It loads the libraries by soname, so the dynamic linker decides whether they are real or simulated.
+`Kernel` alone needs the simulated driver, whose modules are text. Every failure raises `CudaError`
+or `NcclError`. Ranks come from RANK, LOCAL_RANK and WORLD_SIZE; unique ids travel through a file in
+the folder XPU_EXAMPLE_RENDEZVOUS.
 """
 
 import array
@@ -315,7 +317,8 @@ class Graph:
 
 @contextlib.contextmanager
 def capture(stream, mode=CAPTURE_GLOBAL):
-    """Captures what the block submits to `stream`: `with cuda.capture(stream) as graph: ...`, then `graph.launch(stream)`."""
+    """Captures what the block submits to `stream`: `with cuda.capture(stream) as graph: ...`, then
+    `graph.launch(stream)`."""
     graph = Graph()
     _cuda("cudaStreamBeginCapture", stream.handle, mode)
     try:
@@ -346,7 +349,8 @@ class Communicator:
 
     @classmethod
     def create(cls, name, rank=None, size=None, blocking=True, timeout=60.0):
-        """Joins the communicator `name`; with `blocking=False` NCCL initializes in the background and this polls for it.
+        """Joins the communicator `name`; with `blocking=False` NCCL initializes in the background
+        and this polls for it.
 
         `timeout` bounds the wait for rank 0's unique id, not the one inside NCCL.
         """
@@ -404,7 +408,8 @@ class Communicator:
         self._call("ncclRecv", buffer.pointer, buffer.count, buffer.number, peer, stream=stream)
 
     def split(self, color, key=0):
-        """The communicator of the ranks with the same `color`, ordered by `key`; None for `NO_COLOR`."""
+        """The communicator of the ranks with the same `color`, ordered by `key`; None for
+        `NO_COLOR`."""
         handle = _HANDLE()
         _nccl("ncclCommSplit", self.handle, color, key, byref(handle), None)
         if not handle.value:
@@ -446,9 +451,11 @@ def _ready(name, handle):
 
 
 def _exchange(name, rank, timeout):
-    """Rank 0 makes a unique id and publishes it as a file; the others read it. Returns the path and the id.
+    """Rank 0 makes a unique id and publishes it as a file; the others read it. Returns the path and
+    the id.
 
-    The file names its writer, so that the file of a job that died here earlier is not taken for this job's.
+    The file names its writer, so that the file of a job that died here earlier is not taken for
+    this job's.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     path = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], f"{name}.{attempt}.id")
@@ -473,7 +480,8 @@ def _exchange(name, rank, timeout):
 
 
 def _identity(pid):
-    """`PID.START`, where START is the process's start time, so that a pid used again is told apart; empty for no process."""
+    """`PID.START`, where START is the process's start time, so that a pid used again is told apart;
+    empty for no process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return f"{pid}.{file.read().rpartition(')')[2].split()[19]}"

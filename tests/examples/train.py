@@ -1,16 +1,18 @@
 """A data-parallel training loop on the public CUDA and NCCL interfaces, with ways to go wrong.
 
-Every step takes a batch from a loader that reads ahead in worker threads, launches the kernels of a forward and a backward
-pass, sums the gradients over all ranks with NCCL, and checks the sum. Rank 0 prints one line every few steps.
+Every step takes a batch from a loader that reads ahead in worker threads, launches the kernels of a
+forward and a backward pass, sums the gradients over all ranks with NCCL, and checks the sum. Rank 0
+prints one line every few steps.
 
 Faults (on --fault-rank, at each --fault-step):
-    loader   a shard cannot be read: the worker thread blocks in read(2), the main thread waits for its batch
+    loader   a shard cannot be read: the worker thread blocks in read(2), and the main thread waits
+             for its batch
     pause    as loader, but the shard arrives after --pause seconds
     killed   the rank kills itself with SIGKILL
     stopped  the rank stops itself with SIGSTOP
     raise    the rank ends with a Python exception
-    skip     the rank leaves the collective out: the sums are silently wrong from here on, and the job hangs at its end, where
-             the others wait for one more collective than this rank has
+    skip     the rank leaves the collective out: the sums are silently wrong from here on, and the
+             job hangs at its end, where the others wait for one more collective than this rank has
     op       the rank broadcasts where the others sum
     size     the rank sums half as many elements
 Faults of the device and of the network come from XPU_SIM_FAULT.

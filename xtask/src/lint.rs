@@ -22,35 +22,13 @@ pub(crate) struct Options {
     layout: Vec<String>,
 }
 
-/// Folders whose layout is checked. Add a folder here once it is clean: `cargo xtask lint --layout
-/// FOLDER`.
-const CLEAN: &[&str] = &[
-    "analysis",
-    "collector/capture",
-    "collector/src",
-    "glibc_compat",
-    "hook",
-    "proto",
-    "tests/bench",
-    "tests/chaos/src",
-    "tests/fuzz/src",
-    "tests/hangs/src",
-    "tests/models",
-    "tests/sim",
-    "tests/soak/src",
-    "tests/src",
-    "tests/tests",
-    "viewer",
-    "xtask",
-];
-
 pub(crate) fn run(options: &Options) -> Result<()> {
     let root = tree();
     if !options.layout.is_empty() {
         return layout::check(&root, &options.layout);
     }
     markdown(&root)?;
-    layout::check(&root, CLEAN)?;
+    layout::check(&root, &["."])?;
     shell::run(&mut cargo(&["fmt", "--all", "--check"]))?;
     // Frida's crate makes its bindings with libclang. It has a header for docs.rs, so checking
     // needs no devkit.

@@ -1,5 +1,5 @@
-//! The nodes of a cluster and the ranks that each of them may report. Pure: the caller passes in the
-//! time.
+//! The nodes of a cluster and the ranks that each of them may report. Pure: the caller passes in
+//! the time.
 
 use std::{
     cell::RefCell,

@@ -1,5 +1,5 @@
-//! Disk work of the event loops of both roles. A file system that does not answer (NFS, FUSE) blocks
-//! a thread here; the loop keeps serving every rank.
+//! Disk work of the event loops of both roles. A file system that does not answer (NFS, FUSE)
+//! blocks a thread here; the loop keeps serving every rank.
 
 use std::{
     collections::BTreeMap,
@@ -89,8 +89,8 @@ impl Disk {
         self.run(root, work, move || done());
     }
 
-    /// Sends a reply about an incident after the work on its folder so far, so that the folder shows
-    /// what the reply says. The receiver may be gone.
+    /// Sends a reply about an incident after the work on its folder so far, so that the folder
+    /// shows what the reply says. The receiver may be gone.
     pub fn reply<T: Send + 'static>(&mut self, folder: Option<&Path>, reply: oneshot::Sender<T>, answer: T) {
         let send = move || drop(reply.send(answer));
         match folder.and_then(Path::parent) {

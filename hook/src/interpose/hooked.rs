@@ -186,8 +186,8 @@ fn count_call(recorder: &'static Recorder, thread: &ThreadState, function: &'sta
 /// `name | name of another family(argument: type, …) => |recorder, site| code that runs before;`
 ///
 /// The names of a row are functions with the same type and meaning. `missing` is the result when
-/// there is no original. The expression after `=>` returns an [`AfterCall`]. Each row is a static in
-/// the section that [`crate::runtime::linker::function::functions`] reads.
+/// there is no original. The expression after `=>` returns an [`AfterCall`]. Each row is a static
+/// in the section that [`crate::runtime::linker::function::functions`] reads.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
      $($name:ident $(| $other:ident)* ($($arguments:tt)*) => $before:expr;)*) => {

@@ -1,4 +1,5 @@
-"""python3 faults --list, or the name of one fault. Exit status: 0 its promise held, 1 it did not, 77 this machine cannot produce it."""
+"""python3 faults --list, or the name of one fault. Exit status: 0 its promise held, 1 it did not,
+77 this machine cannot produce it."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""Unusual processes and files. A capture and the viewer end in time, report what is missing, and change nothing."""
+"""Unusual processes and files. A capture and the viewer end in time, report what is missing, and
+change nothing."""
 
 import functools
 import os
@@ -179,7 +180,8 @@ def capture_of_another_user():
 
 @promises(ENDS)
 def capture_with_perf_map_fifo():
-    """/tmp/perf-PID.map is a FIFO that nobody writes, then an endless device, then a sparse file of 8 GB."""
+    """/tmp/perf-PID.map is a FIFO that nobody writes, then an endless device, then a sparse file of
+    8 GB."""
     source = "#include <stdint.h>\n#include <string.h>\n#include <sys/mman.h>\n#include <unistd.h>\nint main(void) { unsigned char code[] = {0xb8, 34, 0, 0, 0, 0x0f, 0x05, 0xeb, 0xf7}; void *p = mmap(0, 4096, 7, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); memcpy(p, code, sizeof code); ((void (*)(void))p)(); }"
     pid = sleeper(compiled("jit", source)).pid
     path = Path(f"/tmp/perf-{pid}.map")
@@ -333,7 +335,8 @@ def capture_with_a_name_that_doubles():
 
 @promises("it ends in time with a documented status, and every process goes on", chance=True)
 def capture_of_damaged_libraries():
-    """Forty processes load libraries with random bytes in section headers, symbols and debug data."""
+    """Forty processes load libraries with random bytes in section headers, symbols and debug data.
+    """
     whole = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g").read_bytes()
     loader = compiled("loader", LOADER, "-ldl")
     pids = []

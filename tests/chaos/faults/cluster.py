@@ -1,4 +1,5 @@
-"""Faults of the cluster collector and of the network. A node then works as if it had no cluster collector."""
+"""Faults of the cluster collector and of the network. A node then works as if it had no cluster
+collector."""
 
 import contextlib
 import http.server
@@ -128,7 +129,8 @@ def cluster_restarted():
 
 @promises("the cluster collector survives, and the hang of its job is judged")
 def cluster_garbage():
-    """The port of the cluster collector receives random bytes, half-open connections and handshakes."""
+    """The port of the cluster collector receives random bytes, half-open connections and
+    handshakes."""
     own, port = cluster()
     kept = []
     for text in [os.urandom(5000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(3000), b"GET /" + b"a" * 200000, bytes.fromhex("16030100c8010000c40303") + os.urandom(189)] * 20:
@@ -153,7 +155,8 @@ def cluster_without_a_token():
 
 @promises("a page of another origin gets nothing through the owner's browser, makes no dump and joins no cluster")
 def cluster_from_a_browser():
-    """A page whose host name resolves to loopback sends requests to the cluster collector, also with the content type of gRPC."""
+    """A page whose host name resolves to loopback sends requests to the cluster collector, also
+    with the content type of gRPC."""
     _, port = cluster()
     must(http_get("/status", port=port)[0] == 200, "its owner gets no answer")
     must(http_get("/status", port=port, headers={"Host": "127.0.0.2:1"})[0] == 200, "another address of loopback gets no answer")
@@ -185,7 +188,8 @@ def cluster_name_unknown():
 
 
 def relayed(port, pumps):
-    """Starts a relay to a port, in which `pumps` forwards data from one side to the other. Returns the relay's port."""
+    """Starts a relay to a port, in which `pumps` forwards data from one side to the other. Returns
+    the relay's port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def relays():
@@ -262,7 +266,8 @@ def webhook_secret():
 
 @promises("the webhook receives plain text on one line")
 def webhook_text():
-    """The job's name contains a mention, line breaks, escapes and direction marks, and the verdict goes to a webhook."""
+    """The job's name contains a mention, line breaks, escapes and direction marks, and the verdict
+    goes to a webhook."""
     posts = []
 
     class Chat(http.server.BaseHTTPRequestHandler):

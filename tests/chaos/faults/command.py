@@ -1,4 +1,5 @@
-"""Commands in unusual environments. Under xpu_timer_launch they behave as without it, and it prints one line at most."""
+"""Commands in unusual environments. Under xpu_timer_launch they behave as without it, and it prints
+one line at most."""
 
 import functools
 import shutil
@@ -206,7 +207,8 @@ int main(void) { prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT); write(1, "strict\\n
 
 @promises("the rank trains to completion, and the hook never makes a call that the filter forbids")
 def rank_with_a_late_filter():
-    """After its first collective, a rank installs a seccomp filter that kills it for sockets, memfds and signals."""
+    """After its first collective, a rank installs a seccomp filter that kills it for sockets,
+    memfds and signals."""
     filters = DIR / "filters.py"
     forbidden = "41, 42, 46, 44, 53, 319, 62, 200, 234, 7, 271, 281, 290, 288, 157, 317"
     filters.write_text(f'''

@@ -1,4 +1,5 @@
-"""Disks that become read-only, stop answering, or fill up while an incident is open. No incident is lost, nothing waits."""
+"""Disks that become read-only, stop answering, or fill up while an incident is open. No incident is
+lost, nothing waits."""
 
 import contextlib
 import functools
@@ -35,7 +36,8 @@ class Space:
         return Path(f"/proc/{self.pid}/root{path}")
 
     def remounts(self, folder, how):
-        """Remounts a folder. The kernel refuses read-only while a file is open for writing, so this repeats."""
+        """Remounts a folder. The kernel refuses read-only while a file is open for writing, so this
+        repeats."""
         wait_for(f"{folder} is {how}", lambda: self.runs(f"mount -o remount,{how} {folder}", check=False).returncode == 0, 20)
 
 
@@ -113,7 +115,8 @@ for _name, _before, _both, _fault in [
 
 @promises(KEPT, chance=True)
 def disk_full_on_and_off():
-    """While an incident is open, every disk repeatedly fills up and has space again. In the end it has space."""
+    """While an incident is open, every disk repeatedly fills up and has space again. In the end it
+    has space."""
     folders = [TIMELINE, temporary()]
     job = hangs(mounted(*folders, options="size=2m"), 60)
     space = Space(job)
@@ -220,7 +223,8 @@ def disk_dies():
 
 @promises(KEPT, chance=True)
 def disk_dies_during_an_incident():
-    """The incident disk stops answering at a random moment of an incident, and answers again later."""
+    """The incident disk stops answering at a random moment of an incident, and answers again later.
+    """
     job = hangs(mounted(TIMELINE), 60)
     space = Space(job)
     registered(2)
@@ -259,7 +263,8 @@ def dies_and_the_collector_too(job, folder):
 
 @promises("the job completes, and nothing waits")
 def log_folder_dies_and_the_job_ends():
-    """The log folder stops answering, the collector is killed so that the ranks have something to log, and the job ends."""
+    """The log folder stops answering, the collector is killed so that the ranks have something to
+    log, and the job ends."""
     job = train("--seconds=6", wrap=mounted(LOGS))
     _, holder = dies_and_the_collector_too(job, LOGS)
     ends_well(job, seconds=40)
@@ -319,7 +324,8 @@ def log_folder_full():
 
 @promises("the incident is written, and the files in the target of the link are not touched")
 def timeline_becomes_a_link():
-    """While the job trains, the timeline folder is replaced by a link to a folder with other files."""
+    """While the job trains, the timeline folder is replaced by a link to a folder with other files.
+    """
     job = hangs([], 60)
     registered(2)
     precious = made("precious")
@@ -333,7 +339,8 @@ def timeline_becomes_a_link():
 
 @promises("all ranks are ended, on the verdict of the cluster collector or of the node")
 def cluster_disk_dies():
-    """The disk of the cluster collector stops answering, and a job with XPU_TIMER_HANG_KILL=1 hangs."""
+    """The disk of the cluster collector stops answering, and a job with XPU_TIMER_HANG_KILL=1
+    hangs."""
     folder = made("cluster")
     port = free_port()
     own = Proc([*mounted(folder), COLLECTOR, "cluster", "--listen", f"127.0.0.1:{port}"],

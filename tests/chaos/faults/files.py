@@ -1,4 +1,5 @@
-"""Folders and files that are missing, full, linked, foreign or read-only. No incident is lost, no data leaks, nothing waits."""
+"""Folders and files that are missing, full, linked, foreign or read-only. No incident is lost, no
+data leaks, nothing waits."""
 
 import functools
 import os
@@ -86,8 +87,8 @@ print(seen)"""
 
 @promises("nothing is written to the planted folder and links, the other user can read nothing, and the command reports the reason")
 def fetch_into_a_shared_folder():
-    """Incidents are fetched into a world-writable folder. In it, another user has already created the incident's folder with links
-    to a precious file, or a link to a folder of the caller."""
+    """Incidents are fetched into a world-writable folder. In it, another user has already created
+    the incident's folder with links to a precious file, or a link to a folder of the caller."""
     train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     name = folder.name.removeprefix("incident-")

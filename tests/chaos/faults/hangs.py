@@ -1,4 +1,5 @@
-"""Jobs that hang with XPU_TIMER_HANG_KILL=1. The verdict names the culprits, and all ranks end within ten seconds."""
+"""Jobs that hang with XPU_TIMER_HANG_KILL=1. The verdict names the culprits, and all ranks end
+within ten seconds."""
 
 import functools
 import os
@@ -47,7 +48,8 @@ for _name, _row in HANGS.items():
 
 @promises(PROMISE)
 def ended_before_its_first_device_call():
-    """A rank hangs before its first device call, while the others wait for it to create their communicator."""
+    """A rank hangs before its first device call, while the others wait for it to create their
+    communicator."""
     script = DIR / "late.py"
     script.write_text('''
 import os, threading

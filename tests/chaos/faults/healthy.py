@@ -66,7 +66,8 @@ for _mode, _fault in MODES.items():
 
 @promises("no rank is ended for a hang that resolves between the timeout and the verdict")
 def well_late_shard():
-    """A shard arrives after the timeout and before the verdict; the two samples are four seconds apart."""
+    """A shard arrives after the timeout and before the verdict; the two samples are four seconds
+    apart."""
     late = {**KILL, "XPU_TIMER_SAMPLE_INTERVAL": "5"}
     job = train("--fault=pause", "--fault-rank=0", "--fault-step=10", f"--pause={TIMEOUT + 2}", "--steps=40", env=late)
     ends_well(job)

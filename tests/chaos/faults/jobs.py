@@ -52,7 +52,8 @@ def two_jobs_of_one_name_with_kill():
 
 @promises(APART)
 def two_jobs_of_one_port():
-    """Two jobs have one name and one MASTER_PORT, and the second one starts and hangs while the first one runs."""
+    """Two jobs have one name and one MASTER_PORT, and the second one starts and hangs while the
+    first one runs."""
     two({}, {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1", "XPU_TIMER_JOB": "same"})
 
 

@@ -1,4 +1,5 @@
-"""Processes of xpu_timer are killed, stopped or starved. The job is not disturbed, and no incident is lost."""
+"""Processes of xpu_timer are killed, stopped or starved. The job is not disturbed, and no incident
+is lost."""
 
 import os
 import signal

@@ -1,8 +1,10 @@
-"""The shared code of the faults: the table, the processes under test, waits with deadlines, and the checks of a promise.
+"""The shared code of the faults: the table, the processes under test, waits with deadlines, and the
+checks of a promise.
 
-The runner (`src/run.rs`) starts each fault as a separate process, with the folder, ports and environment of a `Job`, and ends
-all processes that are left of it. A fault is a function whose docstring says what goes wrong. It returns a few words about what
-it saw. It raises `Broken` when the promise does not hold, and `Unable` when this machine cannot produce the fault.
+The runner (`src/run.rs`) starts each fault as a separate process, with the folder, ports and
+environment of a `Job`, and ends all processes that are left of it. A fault is a function whose
+docstring says what goes wrong. It returns a few words about what it saw. It raises `Broken` when
+the promise does not hold, and `Unable` when this machine cannot produce the fault.
 """
 
 import contextlib
@@ -207,7 +209,8 @@ def words_of(pid):
 
 
 def ours():
-    """Pids of xpu_timer's processes of this job: collector, helpers and viewer, but not the command."""
+    """Pids of xpu_timer's processes of this job: collector, helpers and viewer, but not the
+    command."""
     return [pid for pid in processes() if comm(pid).startswith("xpu_timer")]
 
 
@@ -268,8 +271,9 @@ IN_OPEN = 0x20
 
 @contextlib.contextmanager
 def executions_of(program):
-    """Returns a function that waits until some process executes the program, or for a number of seconds. The kernel wakes this process
-    at that moment. On a busy machine, a process that polls would get no turn."""
+    """Returns a function that waits until some process executes the program, or for a number of
+    seconds. The kernel wakes this process at that moment. On a busy machine, a process that polls
+    would get no turn."""
     libc = ctypes.CDLL(None)
     notify = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if notify < 0 or libc.inotify_add_watch(notify, os.fsencode(program), IN_OPEN) < 0:
@@ -422,7 +426,8 @@ def unshared(*flags):
 
 
 def in_shell(script, *namespaces):
-    """Words that run a script before the command, in its own namespaces: `mount -t tmpfs none /tmp; exec "$@"`."""
+    """Words that run a script before the command, in its own namespaces: `mount -t tmpfs none /tmp;
+    exec "$@"`."""
     shell = ["bash", "-c", script + '\nexec "$@"', "bash"]
     return [*unshared(*namespaces), *shell] if namespaces else shell
 
@@ -437,7 +442,8 @@ def compiled(name, source, *flags):
 
 
 def plain_text(text, where):
-    """Checks that a text has no control character except line breaks and tabs, no escape and no direction mark."""
+    """Checks that a text has no control character except line breaks and tabs, no escape and no
+    direction mark."""
     found = re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", text)
     must(not found, f"{where} shows {found and hex(ord(found[0]))}")
 

@@ -1,4 +1,5 @@
-"""Processes, messages and connections that come and go without end. Memory, descriptors, threads and files stay flat."""
+"""Processes, messages and connections that come and go without end. Memory, descriptors, threads
+and files stay flat."""
 
 import contextlib
 import resource
@@ -28,7 +29,8 @@ GROWTH = {"kB": 6000, "descriptors": 6, "threads": 4, "files": 6}
 
 
 def flat(pid, before, growth=GROWTH):
-    """Checks that, after some seconds of rest, no figure exceeds its earlier value by more than noise."""
+    """Checks that, after some seconds of rest, no figure exceeds its earlier value by more than
+    noise."""
     over = lambda: {key: (before[key], now) for key, now in figures(pid).items() if now > before[key] + growth[key]}
     end = time.monotonic() + 25
     while over() and time.monotonic() < end:
@@ -38,7 +40,8 @@ def flat(pid, before, growth=GROWTH):
 
 
 def attacked(attack, warm, times):
-    """Compares the figures after `warm` and after `times` rounds of an attack while a job trains."""
+    """Compares the figures after `warm` and after `times` rounds of an attack while a job trains.
+    """
     job = train()
     registered(2)
     path, pid = socket_path(), collector()
@@ -59,7 +62,8 @@ def attacked(attack, warm, times):
 
 @promises(FLAT)
 def one_rank_registers_five_thousand_times():
-    """Five thousand times, a process connects, registers as a rank with a ring, and disconnects without Goodbye."""
+    """Five thousand times, a process connects, registers as a rank with a ring, and disconnects
+    without Goodbye."""
     ring = memory_file(1 << 20)
 
     def attack(path):
@@ -73,7 +77,8 @@ def one_rank_registers_five_thousand_times():
 
 @promises(FLAT)
 def ranks_of_five_thousand_jobs():
-    """Five thousand times, a process registers as a rank of a new job, and sends Goodbye every second time."""
+    """Five thousand times, a process registers as a rank of a new job, and sends Goodbye every
+    second time."""
     ring = memory_file(1 << 20)
     turn = [0]
 
@@ -91,7 +96,8 @@ def ranks_of_five_thousand_jobs():
 
 @promises("the collector grows by at most 150 MB, and the next hang is judged")
 def a_thousand_ranks_at_once():
-    """A process keeps a thousand registered connections open, each with a ring and a job of its own."""
+    """A process keeps a thousand registered connections open, each with a ring and a job of its
+    own."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
 
     def attack(path):
@@ -109,7 +115,8 @@ def a_thousand_ranks_at_once():
 
 @promises("the collector survives, and the next hang is judged")
 def lengths_that_lie():
-    """Message fields claim lengths of 2^31 to 2^64 bytes, nest ten thousand deep, or repeat tens of thousands of times."""
+    """Message fields claim lengths of 2^31 to 2^64 bytes, nest ten thousand deep, or repeat tens of
+    thousands of times."""
 
     def attack(path):
         texts = []
@@ -135,7 +142,8 @@ def lengths_that_lie():
 
 @promises("the collector grows by no more than its buffers, and scrapes and the owner are served meanwhile")
 def slow_readers_of_everything():
-    """Sixty readers of each page and file read one byte a second, with keep-alive and pipelined requests."""
+    """Sixty readers of each page and file read one byte a second, with keep-alive and pipelined
+    requests."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
     folder, _ = judged([1])
     pid = collector()
@@ -176,7 +184,8 @@ def slow_readers_of_everything():
 
 @promises("the cluster collector grows by no more than its buffers, and judges the hang of a job")
 def cluster_with_half_open_tls():
-    """A cluster collector with 400 descriptors gets a thousand half-open TLS handshakes, renewed all the time."""
+    """A cluster collector with 400 descriptors gets a thousand half-open TLS handshakes, renewed
+    all the time."""
     folder = DIR / "tls"
     folder.mkdir()
     made = subprocess.run(

@@ -1,4 +1,5 @@
-"""Little memory, few descriptors, few processes, little disk. The job completes, and records what it can."""
+"""Little memory, few descriptors, few processes, little disk. The job completes, and records what
+it can."""
 
 import functools
 import os
@@ -208,7 +209,8 @@ def process_group_full():
 
 
 def without_room(options, fills, frees):
-    """Hangs a job while neither the timeline folder nor its fallback has space. Later both have space."""
+    """Hangs a job while neither the timeline folder nor its fallback has space. Later both have
+    space."""
     folders = [TIMELINE, Path(os.environ["TMPDIR"])]
     mounts = "; ".join(f"mount -t tmpfs -o {options} none {folder}; cd {folder}; {fills}; cd /" for folder in folders)
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=20", wrap=in_shell(mounts, "--mount"))

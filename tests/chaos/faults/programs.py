@@ -113,7 +113,8 @@ int main(void) {
 
 @promises("no system call returns EINTR or a short count because of the captures")
 def captures_of_system_calls():
-    """A program in eight kinds of waiting calls is captured two hundred times, while both cores are busy."""
+    """A program in eight kinds of waiting calls is captured two hundred times, while both cores are
+    busy."""
     program_ = compiled("calls", C_LOOP, "-O1", "-pthread")
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:

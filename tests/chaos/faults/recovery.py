@@ -1,4 +1,5 @@
-"""Collectors, supervisors and cluster collectors are killed at random moments, also several at once, during hangs."""
+"""Collectors, supervisors and cluster collectors are killed at random moments, also several at
+once, during hangs."""
 
 import contextlib
 import json
@@ -56,7 +57,8 @@ def metric(line="XPU_TIMER_COMMON_HANG"):
 
 @promises("the hang is one incident with a complete folder, and XPU_TIMER_COMMON_HANG is 1 for both ranks", chance=True)
 def anything_killed_at_any_moment():
-    """SIGKILL ends random processes of xpu_timer at six random moments, from before the timeout until after the verdict."""
+    """SIGKILL ends random processes of xpu_timer at six random moments, from before the timeout
+    until after the verdict."""
     job = hangs(20)
     registered(2)
     begun, killed = time.monotonic(), []
@@ -130,7 +132,8 @@ def collector_killed_as_soon_as_it_is_there():
 
 @promises("the next launch starts a collector, the ranks register again, and their hang is judged")
 def both_killed_then_another_launch():
-    """SIGKILL ends the collector and its supervisor at once. The job hangs, and then a command is launched."""
+    """SIGKILL ends the collector and its supervisor at once. The job hangs, and then a command is
+    launched."""
     job = hangs(100)
     registered(2)
     pids = ours()
@@ -150,7 +153,8 @@ def both_killed_then_another_launch():
 
 @promises("one collector serves all of them, and the hang is judged once", chance=True)
 def launchers_race_the_supervisor():
-    """While twenty launchers start, SIGKILL ends the collector, and the third time also its supervisor."""
+    """While twenty launchers start, SIGKILL ends the collector, and the third time also its
+    supervisor."""
     job = hangs(300)
     registered(2)
     for turn in range(3):
@@ -248,7 +252,8 @@ def whole_at_cluster(seconds=100):
 
 @promises("the restarted cluster collector has one incident of the job, with all ranks", chance=True)
 def cluster_killed_with_an_open_incident():
-    """SIGKILL ends the cluster collector at random moments of an incident of two nodes. It is restarted at once or a little later."""
+    """SIGKILL ends the cluster collector at random moments of an incident of two nodes. It is
+    restarted at once or a little later."""
     own, port = cluster()
     nodes, procs = wide(f"http://127.0.0.1:{port}")
     wait_for("the incident has begun", lambda: any(node.status().get("incidents") for node in nodes), 60)
@@ -270,7 +275,8 @@ def cluster_killed_with_an_open_incident():
 
 @promises("the hang is one incident at the cluster collector, with all ranks", chance=True)
 def uplink_flaps():
-    """While an incident is open, the connections of both nodes to the cluster collector are cut again and again."""
+    """While an incident is open, the connections of both nodes to the cluster collector are cut
+    again and again."""
     own, port = cluster()
     calm, peers = threading.Event(), []
 

@@ -1,4 +1,5 @@
-"""Foreign processes and invalid messages on the collector's socket. The job's ranks are served as before."""
+"""Foreign processes and invalid messages on the collector's socket. The job's ranks are served as
+before."""
 
 import array
 import os
@@ -143,7 +144,8 @@ def socket_world_of_billions():
 
 @promises("memory depends only on the ranks that exist, and the hang of the job is judged")
 def world_of_billions():
-    """A launched rank has WORLD_SIZE=4000000000 in its environment, and one of its kernels never ends."""
+    """A launched rank has WORLD_SIZE=4000000000 in its environment, and one of its kernels never
+    ends."""
     program = DIR / "one.py"
     program.write_text("import cuda\ncuda.set_device(0)\nk = cuda.Kernel('k', 100)\n"
                        "for _ in range(400):\n    k.launch()\n    cuda.synchronize()\n")
@@ -165,7 +167,8 @@ def world_of_billions():
 
 @promises(SERVED)
 def socket_descriptors():
-    """Hello carries descriptors that are not rings: a FIFO, a folder, devices, a socket, an empty and a huge memfd."""
+    """Hello carries descriptors that are not rings: a FIFO, a folder, devices, a socket, an empty
+    and a huge memfd."""
 
     def attack(path):
         fifo = DIR / "fifo"
@@ -334,7 +337,8 @@ while True:
 
 
 def trains_under(answers, seconds):
-    """Trains a job while `answers` handles each connection to a listener in place of the collector."""
+    """Trains a job while `answers` handles each connection to a listener in place of the collector.
+    """
     path = DIR / "other"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))

@@ -118,7 +118,8 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 def clock_jump(*offsets):
-    """Starts a collector whose CLOCK_REALTIME jumps. A preloaded function changes the clock, which it reads through the C library."""
+    """Starts a collector whose CLOCK_REALTIME jumps. A preloaded function changes the clock, which
+    it reads through the C library."""
     shim = compiled("shim.so", SHIM, "-shared", "-fPIC", "-ldl")
     file = DIR / "offset"
     file.write_text("0")

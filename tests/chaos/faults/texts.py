@@ -159,8 +159,8 @@ def text_settings():
 
 @promises(SHOWN)
 def text_surroundings():
-    """The names of the node, its address, the rendezvous, the timeline folder and a function made at run time contain escape sequences
-    and forged lines."""
+    """The names of the node, its address, the rendezvous, the timeline folder and a function made
+    at run time contain escape sequences and forged lines."""
     forged = "x\x1b[2J\n2026-01-01T00:00:00Z ERROR forged\r\u202e</script><script>alert(1)</script>\x9b31m\"} 1"
     timeline = DIR / forged.replace("/", "\u2044")
     timeline.mkdir()

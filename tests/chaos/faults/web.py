@@ -1,4 +1,5 @@
-"""Foreign clients and invalid requests on the ports. The collector serves its jobs, and nobody reads the data of others."""
+"""Foreign clients and invalid requests on the ports. The collector serves its jobs, and nobody
+reads the data of others."""
 
 import functools
 import os
@@ -243,7 +244,8 @@ def web_dump_by_another_user():
 
 @promises("a page of another origin gets nothing through the owner's browser, and makes no dump")
 def web_from_a_browser():
-    """A browser sends a request with another host's name and origin, or from the page of another local program."""
+    """A browser sends a request with another host's name and origin, or from the page of another
+    local program."""
     train()
     registered(2)
     for host, origin in (("evil.example", "http://evil.example"), (f"localhost:{PORT}", "http://localhost:8888")):
@@ -264,7 +266,8 @@ def port_taken():
 
 
 def shows_no_secret(secret, folder):
-    """Checks status, logs, metrics, all incident files, and all commands that show a process for the secret."""
+    """Checks status, logs, metrics, all incident files, and all commands that show a process for
+    the secret."""
     wait_for("the report", lambda: (folder / "report.html").exists(), 30)
     shown = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     shown |= {"/status": http_get("/status")[1], "the log": log_text(), "/metrics": http_get("/metrics", port=PORT + 1)[1]}
@@ -288,7 +291,8 @@ def web_no_secrets():
 
 @promises("the status, the logs, the incident files and the commands that show a process contain no secret")
 def web_no_secrets_of_commands():
-    """The ranks and their children have secrets in their arguments: options, assignments, headers, scripts and URLs."""
+    """The ranks and their children have secrets in their arguments: options, assignments, headers,
+    scripts and URLs."""
     secret = "s3cr3t-t0ken-value"
     arguments = [f"--api-key={secret}", "--hf-token", secret, f"wandb.password=two {secret}", f"redis://me:{secret}@host/0"]
     arguments += ["-H", f"Authorization: Bearer {secret}", f'{{"client_secret": "{secret}"}}', f"https://host/x?a=1&sig={secret}"]

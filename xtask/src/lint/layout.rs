@@ -15,9 +15,12 @@ const MAX_BODY_LINES: usize = 80;
 /// Kinds of Cargo targets whose files are checked for import circles.
 const CRATE_KINDS: &[&str] = &["lib", "rlib", "cdylib", "proc-macro", "bin"];
 
-/// Checks the folders, which are relative to `root`.
+/// Checks the folders, which are relative to `root`; `.` is all of it.
 pub(crate) fn check(root: &Path, folders: &[impl AsRef<Path>]) -> Result<()> {
     let mut problems = Vec::new();
+    for folder in folders {
+        ensure!(root.join(folder).exists(), "there is no {}", folder.as_ref().display());
+    }
     for path in source::files(root, wrap::COMMENTED)? {
         let shown = path.strip_prefix(root).unwrap_or(&path);
         if is_below(shown, folders) && !source::is_generated(shown) {
@@ -34,7 +37,8 @@ pub(crate) fn check(root: &Path, folders: &[impl AsRef<Path>]) -> Result<()> {
 }
 
 fn is_below(path: &Path, folders: &[impl AsRef<Path>]) -> bool {
-    folders.iter().any(|folder| path.starts_with(folder))
+    let is_root = |folder: &Path| folder == Path::new(".");
+    folders.iter().any(|folder| is_root(folder.as_ref()) || path.starts_with(folder))
 }
 
 /// Checks one file, whose path is relative to the root of the repository.
