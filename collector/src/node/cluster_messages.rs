@@ -59,6 +59,7 @@ impl NodeState {
                 self.send_hello(now);
             }
             UplinkEvent::Lost(why) => {
+                self.stop_searching(now);
                 self.member.link = None;
                 self.member.welcomed = false;
                 self.member.problem = why;

@@ -83,6 +83,12 @@ impl NodeState {
         // One of these may begin another search, for which the later ones wait.
         messages.for_each(|message| self.cluster_message(message, now));
     }
+
+    /// Handles the messages that waited, because the stream that they came on has ended.
+    pub(super) fn stop_searching(&mut self, now: Now) {
+        let messages = self.member.search.take().map(|search| search.messages).into_iter().flatten();
+        messages.for_each(|message| self.handle_cluster_message(message, now));
+    }
 }
 
 /// The folder of an incident that contains the part of this node.
