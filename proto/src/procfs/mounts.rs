@@ -2,7 +2,7 @@
 
 use std::{ffi::OsString, fmt::Display, os::unix::ffi::OsStringExt, path::PathBuf};
 
-use super::files::text;
+use super::files::bytes;
 
 /// One line of `/proc/PID/mountinfo`.
 #[derive(Debug, PartialEq, Eq)]
@@ -27,7 +27,18 @@ impl Mount<'_> {
 /// The mount table of a process: a pid, or `self`. `None` if it is unreadable.
 #[must_use]
 pub fn mounts(process: impl Display) -> Option<String> {
-    text(format!("/proc/{process}/mountinfo")).ok()
+    bytes(format!("/proc/{process}/mountinfo")).ok().map(|table| escaped(&table))
+}
+
+/// The table as text. Bytes that are not UTF-8 are escaped as the kernel escapes a space, so that
+/// [`Mount::point`] is exact.
+fn escaped(table: &[u8]) -> String {
+    let mut text = String::with_capacity(table.len());
+    for chunk in table.utf8_chunks() {
+        text.push_str(chunk.valid());
+        text.extend(chunk.invalid().iter().map(|byte| format!("\\{byte:03o}")));
+    }
+    text
 }
 
 /// The mounts in a mount table, in the order in which they were mounted.
@@ -84,7 +95,7 @@ fn unescaped(text: &str) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::{os::unix::ffi::OsStrExt, path::Path};
 
     use super::*;
 
@@ -98,5 +109,12 @@ mod tests {
         assert_eq!((mount.id, mount.device, mount.file_system_type), ("36", (254, 0), "ext4"));
         assert_eq!(mount.point(), Path::new("/"));
         assert_eq!(parse(""), None);
+    }
+
+    #[test]
+    fn a_mount_point_that_is_not_utf_8_is_exact() {
+        let table = escaped(b"36 35 0:42 / /mnt/a\xff\xfe\\040b rw - nfs4 host:/a rw\n37 35 0:1 / /c rw - ext4 d rw\n");
+        let points: Vec<PathBuf> = parse_mounts(&table).map(|mount| mount.point()).collect();
+        assert_eq!(points, [Path::new(std::ffi::OsStr::from_bytes(b"/mnt/a\xff\xfe b")), Path::new("/c")]);
     }
 }
