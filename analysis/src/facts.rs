@@ -79,29 +79,28 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> Ho
         python: location.python,
         python_function: location.python_function,
         native: location.native,
-        moved:
-            moved.map(|moved| {
-                let Movement {
-                    cpu_share,
-                    io_bytes,
-                    io,
-                    own_frame,
-                    main_ran,
-                    helper_busy,
-                    helper_went_on,
-                    library_went_on,
-                } = moved;
-                HostMovement {
-                    cpu_share,
-                    io_bytes,
-                    io,
-                    own_frame,
-                    main_ran,
-                    helper_busy,
-                    helper_went_on,
-                    library_went_on,
-                }
-            }),
+        moved: moved.map(|moved| {
+            let Movement {
+                cpu_share,
+                io_bytes,
+                io,
+                own_frame,
+                main_ran,
+                helper_busy,
+                helper_progressed,
+                library_progressed,
+            } = moved;
+            HostMovement {
+                cpu_share,
+                io_bytes,
+                io,
+                own_frame,
+                main_ran,
+                helper_busy,
+                helper_progressed,
+                library_progressed,
+            }
+        }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training)
             .map(|helper| HostHelper { who: helper.name, place: helper.state }),
@@ -142,8 +141,8 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
             own_frame: moved.own_frame,
             main_ran: moved.main_ran,
             helper_busy: moved.helper_busy,
-            helper_went_on: moved.helper_went_on,
-            library_went_on: moved.library_went_on,
+            helper_progressed: moved.helper_progressed,
+            library_progressed: moved.library_progressed,
         }),
         d_sleep: facts.d_sleep.as_ref().map(|sleep| DSleep {
             main: sleep.main,

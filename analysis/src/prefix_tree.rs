@@ -75,13 +75,13 @@ impl std::error::Error for TreeError {}
 
 /// Words, each stored once. Numbers are given in the order of first use.
 #[derive(Clone, Debug, Default)]
-pub struct Words {
+pub struct WordTable {
     texts: Vec<Box<str>>,
     table: HashTable<u32>,
     hasher: DefaultHashBuilder,
 }
 
-impl Words {
+impl WordTable {
     /// The number of a word. Stores the word if it is new.
     pub fn intern(&mut self, word: &str) -> WordId {
         let hash = self.hasher.hash_one(word);
@@ -126,7 +126,7 @@ pub struct Node {
 /// The merged stacks of many ranks. There may be several roots.
 #[derive(Clone, Debug, Default)]
 pub struct PrefixTree {
-    words: Words,
+    words: WordTable,
     nodes: Vec<Node>,
     children: HashMap<(Option<NodeId>, WordId), NodeId>,
 }
@@ -138,17 +138,17 @@ impl PrefixTree {
     }
 
     /// An empty tree that will use these words.
-    pub fn with_words(words: Words) -> Self {
+    pub fn with_words(words: WordTable) -> Self {
         PrefixTree { words, ..PrefixTree::default() }
     }
 
     /// The words of the tree.
-    pub fn words(&self) -> &Words {
+    pub fn words(&self) -> &WordTable {
         &self.words
     }
 
     /// The words of the tree, to intern more of them.
-    pub fn words_mut(&mut self) -> &mut Words {
+    pub fn words_mut(&mut self) -> &mut WordTable {
         &mut self.words
     }
 

@@ -144,7 +144,7 @@ pub struct Comparison {
 
 /// One rank in one communicator, over the compared blocks.
 #[derive(Debug, Clone, Copy, Default)]
-struct RankPace {
+struct MemberPace {
     blocks: u32,
     late_blocks: u32,
     waited_us: f64,
@@ -153,7 +153,7 @@ struct RankPace {
     squares: f64,
 }
 
-impl RankPace {
+impl MemberPace {
     /// Adds a block: how long this rank waited, how long the others waited, and how long the block
     /// took.
     fn add(&mut self, waited_us: f64, others_us: f64, span_us: f64) {
@@ -204,10 +204,10 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
         }
     }
     // The communicator in which a rank is latest.
-    let mut latest: HashMap<u32, (u64, u32, RankPace)> = HashMap::new();
+    let mut latest: HashMap<u32, (u64, u32, MemberPace)> = HashMap::new();
     let mut compared = Vec::new();
     for (communicator, members) in &by_communicator {
-        for ((rank, series), pace) in members.iter().zip(paces(members)) {
+        for ((rank, series), pace) in members.iter().zip(member_paces(members)) {
             if pace.blocks == 0 {
                 continue;
             }
@@ -245,8 +245,8 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
 }
 
 /// The pace of each member of a communicator over the blocks that they share.
-fn paces(members: &[(u32, &Series)]) -> Vec<RankPace> {
-    let mut paces = vec![RankPace::default(); members.len()];
+fn member_paces(members: &[(u32, &Series)]) -> Vec<MemberPace> {
+    let mut paces = vec![MemberPace::default(); members.len()];
     let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
     let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
     // By block index: member, time inside and span.

@@ -8,7 +8,7 @@ use crate::dump::Frame;
 use hashbrown::{DefaultHashBuilder, HashTable};
 use std::hash::BuildHasher;
 use xpu_timer_analysis::folded::{self, DROPPED_FROM};
-use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree, WordId, Words};
+use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree, WordId, WordTable};
 use xpu_timer_analysis::rank_set::RankSet;
 
 /// Number of a stack.
@@ -33,7 +33,7 @@ struct Stack {
 /// The distinct stacks of one picture.
 #[derive(Debug, Default)]
 pub struct Stacks {
-    words: Words,
+    words: WordTable,
     /// Words by function and file, so that the word of a known frame is not built again. Each entry
     /// has the hash of its frame. A word whose frame needed cleaning is missing, because its text
     /// differs from the frame.

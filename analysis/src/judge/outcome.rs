@@ -157,13 +157,14 @@ pub(super) fn hang_evidence(
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
 }
 
-/// The program of this rank went on between the samples (it reached another line, bytes flowed, or
-/// a thread or child process that it may wait for went on), or its device worked within the
-/// timeout.
+/// The program of this rank made progress between the samples (it reached another line, bytes
+/// flowed, or a thread or child process that it may wait for made progress), or its device worked
+/// within the timeout.
 fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
-    let went_on = |moved: Movement| moved.own_frame || moved.io || moved.helper_went_on || moved.library_went_on;
-    let moved = view.host.moved.is_some_and(went_on);
+    let progressed =
+        |moved: Movement| moved.own_frame || moved.io || moved.helper_progressed || moved.library_progressed;
+    let moved = view.host.moved.is_some_and(progressed);
     !view.halted() && (moved || uses_device(case, rank_index))
 }
 

@@ -70,12 +70,12 @@ pub(super) struct HelperWork {
     /// One of them used a processor. That may be an endless loop.
     pub busy: bool,
     /// One of them made progress: bytes flowed, or it was busy and reached another line.
-    pub went_on: bool,
+    pub progressed: bool,
 }
 
 impl HelperWork {
     fn and(self, other: Self) -> Self {
-        HelperWork { busy: self.busy || other.busy, went_on: self.went_on || other.went_on }
+        HelperWork { busy: self.busy || other.busy, progressed: self.progressed || other.progressed }
     }
 }
 
@@ -99,7 +99,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
         let runnable = before.state.starts_with('R') && after.state.starts_with('R');
         let busy = runnable || is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
         let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
-        HelperWork { busy, went_on: busy && moved }
+        HelperWork { busy, progressed: busy && moved }
     });
     let awaits_children = waits_for_child(native, python)
         || python.is_some_and(|thread| in_files(&thread.frames, patterns::WORKER_FILES))
@@ -121,7 +121,7 @@ fn child_work(child: &ChildProcess) -> HelperWork {
         sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()
     };
     // A worker that computes hands over few bytes, but more than none.
-    HelperWork { busy, went_on: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
+    HelperWork { busy, progressed: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
 }
 
 fn is_busy(used_ns: u64, between_ns: u64) -> bool {

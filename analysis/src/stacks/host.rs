@@ -44,10 +44,10 @@ pub(crate) struct Movement {
     /// A thread or child process that the main thread may wait for used a processor.
     pub helper_busy: bool,
     /// One of these made progress: bytes flowed, or it reached another line.
-    pub helper_went_on: bool,
+    pub helper_progressed: bool,
     /// The main thread is busy and made progress inside a library that the user's own line calls:
     /// `trainer.evaluate()`.
-    pub library_went_on: bool,
+    pub library_progressed: bool,
 }
 
 impl Movement {

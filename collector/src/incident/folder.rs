@@ -331,7 +331,7 @@ mod tests {
         let (first, second) = (make("a"), make("b"));
         assert!(first.ends_with("incident-1-node") && is_owned_by(&first, "a") && !is_owned_by(&first, "b"));
         assert!(second.ends_with("incident-1-node-2") && is_owned_by(&second, "b"));
-        assert_eq!([make("a"), make("b")], [first.clone(), second], "who was restarted goes on in its folder");
+        assert_eq!([make("a"), make("b")], [first.clone(), second], "a restarted collector continues in its folder");
         fs::remove_file(first.join(OWNER)).unwrap();
         assert!(make("a").ends_with("incident-1-node-3"), "a folder that does not say whose it is may be anybody's");
     }

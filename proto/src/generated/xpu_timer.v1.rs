@@ -681,10 +681,10 @@ pub struct HostMovement {
     pub helper_busy: bool,
     /// One of those made progress: bytes were transferred, or it reached another line.
     #[prost(bool, tag = "7")]
-    pub helper_went_on: bool,
+    pub helper_progressed: bool,
     /// The main thread is busy, and made progress within a library that the user's own line calls.
     #[prost(bool, tag = "8")]
-    pub library_went_on: bool,
+    pub library_progressed: bool,
 }
 /// A thread in uninterruptible sleep.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -17,7 +17,7 @@ from kit import (
     nobody_is_stopped, plain_text, promises, status, tail, wait_for,
 )
 
-ENDS = "it ends within ten seconds with a documented status and the reason, and the process goes on"
+ENDS = "it ends within ten seconds with a documented status and the reason, and the process continues"
 
 
 def dump(*arguments, seconds=20, statuses=(0, 1), **options):
@@ -333,7 +333,7 @@ def capture_with_a_name_that_doubles():
     return bounded(sleeper(compiled("named", source % (parts + further))).pid)
 
 
-@promises("it ends in time with a documented status, and every process goes on", chance=True)
+@promises("it ends in time with a documented status, and every process continues", chance=True)
 def capture_of_damaged_libraries():
     """Forty processes load libraries with random bytes in section headers, symbols and debug data.
     """

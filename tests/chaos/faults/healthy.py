@@ -74,7 +74,7 @@ def well_late_shard():
     return "the shard came, the job ended well"
 
 
-@promises("no rank is ended, and the job goes on when it is continued")
+@promises("no rank is ended, and the job runs on after SIGCONT")
 def well_stopped_as_a_whole():
     """SIGSTOP stops all ranks of a job for three timeouts. Then they are continued."""
     job = train(env=KILL)

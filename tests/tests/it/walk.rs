@@ -19,14 +19,12 @@ fn commands() -> Vec<(String, String)> {
     let block = chapter.split("```").nth(1).expect("its commands");
     let mut commands: Vec<(String, String)> = Vec::new();
     for line in block.lines() {
-        match line.strip_prefix("# ") {
-            Some(comment) => commands.push((comment.into(), String::new())),
-            None => {
-                if let Some((_, text)) = commands.last_mut() {
-                    text.push_str(line);
-                    text.push('\n');
-                }
-            }
+        match (line.strip_prefix("# "), commands.last_mut()) {
+            // A comment of several lines.
+            (Some(comment), Some((before, text))) if text.is_empty() => *before += &format!(" {comment}"),
+            (Some(comment), _) => commands.push((comment.into(), String::new())),
+            (None, Some((_, text))) => *text += &format!("{line}\n"),
+            (None, None) => {}
         }
     }
     commands
@@ -132,7 +130,7 @@ fn three_nodes_as_documented() {
     fs::set_permissions(folder.join("bin/torchrun"), fs::Permissions::from_mode(0o755)).unwrap();
 
     let head = Job::new().within(&network.namespace(0));
-    let collector = Process::spawn(&mut shell(&head, folder, under(&commands, "once, where the job's head runs")));
+    let collector = Process::spawn(&mut shell(&head, folder, under(&commands, "once, on the machine `head`")));
     wait_until(PATIENCE, "the cluster collector listens", || collector.stderr().contains("listening on https://"));
 
     let rendezvous = folder.join("rendezvous");

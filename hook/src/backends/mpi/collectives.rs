@@ -10,7 +10,7 @@ use crate::{
             library::library,
             nonblocking::started,
             operations::{ERROR, NOBODY, Size, VARIES, blocking, collective, int, named_collective, operation, sized},
-            request::posted,
+            request::nonblocking,
         },
     },
     interpose::hooked::hooked,
@@ -149,10 +149,10 @@ hooked! {
         reduce: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, Size(int(count), dtype), request);
     MPI_Iscan | PMPI_Iscan(send: Word, recv: Word, count: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Scan", comm, Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Scan", comm, Size(int(count), dtype)), request, false);
     MPI_Iexscan | PMPI_Iexscan(send: Word, recv: Word, count: Word, dtype: Word, reduce: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Exscan", comm, Size(int(count), dtype)), request, false);
 
     MPI_Neighbor_allgather | PMPI_Neighbor_allgather | MPI_Neighbor_allgather_c | PMPI_Neighbor_allgather_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word)
@@ -171,20 +171,20 @@ hooked! {
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES)]);
     MPI_Ineighbor_allgather | PMPI_Ineighbor_allgather | MPI_Ineighbor_allgather_c | PMPI_Ineighbor_allgather_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES), request, false);
     MPI_Ineighbor_allgatherv | PMPI_Ineighbor_allgatherv | MPI_Ineighbor_allgatherv_c | PMPI_Ineighbor_allgatherv_c(
         send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES), request, false);
     MPI_Ineighbor_alltoall | PMPI_Ineighbor_alltoall | MPI_Ineighbor_alltoall_c | PMPI_Ineighbor_alltoall_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES), request, false);
     MPI_Ineighbor_alltoallv | PMPI_Ineighbor_alltoallv | MPI_Ineighbor_alltoallv_c | PMPI_Ineighbor_alltoallv_c(send: Word,
         sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES), request, false);
     MPI_Ineighbor_alltoallw | PMPI_Ineighbor_alltoallw | MPI_Ineighbor_alltoallw_c | PMPI_Ineighbor_alltoallw_c(send: Word,
         sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES), request, false);
 }

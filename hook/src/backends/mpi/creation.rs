@@ -9,7 +9,7 @@ use crate::{
         communicator::{create, ending, from_group, from_other_processes, from_parent, known, session, session_over},
         library::library,
         operations::{ERROR, VARIES, named_collective},
-        request::{COUNT, MAX, NonblockingCall, PENDING, Pending, posted},
+        request::{COUNT, MAX, NonblockingCall, PENDING, Pending, nonblocking},
     },
     interpose::hooked::{AfterCall, hooked},
     runtime::{
@@ -86,7 +86,7 @@ hooked! {
 /// A call of `MPI_Comm_idup`: the communicator is ready when its request completes. Its identity is
 /// determined when the call is made.
 pub struct Duplicating {
-    posted: NonblockingCall,
+    nonblocking: NonblockingCall,
     request: Word,
     place: Word,
     made: Option<(usize, u64)>,
@@ -111,12 +111,12 @@ pub fn duplicating(
         Some((index, id))
     });
     let what = named_collective(recorder, name, parent, VARIES);
-    Duplicating { posted: posted(what, request, false), request, place, made }
+    Duplicating { nonblocking: nonblocking(what, request, false), request, place, made }
 }
 
 impl AfterCall for Duplicating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
-        self.posted.after(recorder, result);
+        self.nonblocking.after(recorder, result);
         let (Some((index, id)), Some(library)) = (self.made, library()) else { return };
         if result != SUCCESS {
             return recorder.retire_comm(index);

@@ -5,9 +5,9 @@ use xpu_timer_proto::v1::Op;
 
 use crate::{
     backends::mpi::{
-        nonblocking::{exchange_posted, prepared, prepared_named, started},
+        nonblocking::{nonblocking_exchange, prepared, prepared_named, started},
         operations::{ERROR, NOBODY, Size, VARIES, blocking, collective, exchange, named_collective, sized, transfer},
-        request::posted,
+        request::nonblocking,
     },
     interpose::hooked::hooked,
     runtime::{
@@ -115,9 +115,9 @@ hooked! {
         comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, Size(count(n), dtype), request);
     MPI_Iscan_c | PMPI_Iscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Scan", comm, Size(count(n), dtype)), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Scan", comm, Size(count(n), dtype)), request, false);
     MPI_Iexscan_c | PMPI_Iexscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(count(n), dtype)), request, false);
+        => |recorder, _| nonblocking(named_collective(recorder, "MPI_Exscan", comm, Size(count(n), dtype)), request, false);
 
     MPI_Send_c | PMPI_Send_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype))]);
@@ -129,11 +129,11 @@ hooked! {
         receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, status: Word)
         => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(count(sends), stype));
     MPI_Isend_c | PMPI_Isend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
     MPI_Issend_c | PMPI_Issend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
     MPI_Irecv_c | PMPI_Irecv_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
     MPI_Rsend_c | PMPI_Rsend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype))]);
     MPI_Sendrecv_replace_c | PMPI_Sendrecv_replace_c(buffer: Word, n: Word, dtype: Word, to: Word, stag: Word, from: Word,
@@ -141,19 +141,19 @@ hooked! {
         => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(count(n), dtype));
     MPI_Irsend_c | PMPI_Irsend_c | MPI_Ibsend_c | PMPI_Ibsend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word,
         comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
     MPI_Isendrecv_c | PMPI_Isendrecv_c(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
         receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, request: Word)
-        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(count(sends), stype), request);
+        => |recorder, _| nonblocking_exchange(recorder, comm, [(to, stag), (from, rtag)], Size(count(sends), stype), request);
     MPI_Isendrecv_replace_c | PMPI_Isendrecv_replace_c(buffer: Word, n: Word, dtype: Word, to: Word, stag: Word, from: Word,
         rtag: Word, comm: Word, request: Word)
-        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(count(n), dtype), request);
+        => |recorder, _| nonblocking_exchange(recorder, comm, [(to, stag), (from, rtag)], Size(count(n), dtype), request);
     MPI_Send_init_c | PMPI_Send_init_c | MPI_Ssend_init_c | PMPI_Ssend_init_c | MPI_Rsend_init_c | PMPI_Rsend_init_c
         | MPI_Bsend_init_c | PMPI_Bsend_init_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, true);
     MPI_Recv_init_c | PMPI_Recv_init_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
 
     MPI_Bcast_init_c | PMPI_Bcast_init_c(buffer: Word, n: Word, dtype: Word, root: Word, comm: Word, info: Word,
         request: Word)

@@ -7,7 +7,7 @@ use crate::{
     backends::mpi::{
         communicator::known,
         operations::{ERROR, NOBODY, Size, VARIES, collective_without_seq, int, operation, receive_and_send, sized},
-        request::{NonblockingCall, posted, posted_both, restart},
+        request::{NonblockingCall, nonblocking, nonblocking_pair, restart},
     },
     interpose::hooked::hooked,
     runtime::{
@@ -26,12 +26,16 @@ pub fn started(
     request: Word,
 ) -> NonblockingCall {
     let what = operation(recorder, op, comm, root, size);
-    posted(what.map(|what| NewOperation { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
+    nonblocking(
+        what.map(|what| NewOperation { function: recorder.name_key(function_name(op)), ..what }),
+        request,
+        false,
+    )
 }
 
 /// The function that starts such a collective. The standard does not let it match a blocking one,
 /// so the record distinguishes them.
-fn nonblocking(op: Op) -> &'static str {
+fn function_name(op: Op) -> &'static str {
     match op {
         Op::Barrier => "MPI_Ibarrier",
         Op::Broadcast => "MPI_Ibcast",
@@ -46,14 +50,14 @@ fn nonblocking(op: Op) -> &'static str {
     }
 }
 
-pub fn exchange_posted(
+pub fn nonblocking_exchange(
     recorder: &'static Recorder,
     comm: Word,
     ends: [(Word, Word); 2],
     sends: Size,
     request: Word,
 ) -> NonblockingCall {
-    posted_both(receive_and_send(recorder, comm, ends, sends), request)
+    nonblocking_pair(receive_and_send(recorder, comm, ends, sends), request)
 }
 
 /// Called before a call that creates a persistent collective.
@@ -65,7 +69,7 @@ pub(super) fn prepared(
     size: Size,
     request: Word,
 ) -> NonblockingCall {
-    posted(known(recorder, comm).map(|comm| collective_without_seq(op, comm, root, size)), request, true)
+    nonblocking(known(recorder, comm).map(|comm| collective_without_seq(op, comm, root, size)), request, true)
 }
 
 /// Called before a call that creates a persistent collective without an [`Op`].
@@ -80,7 +84,7 @@ pub(super) fn prepared_named(
         function: recorder.name_key(name),
         ..collective_without_seq(Op::Unspecified, comm, NOBODY, size)
     });
-    posted(what, request, true)
+    nonblocking(what, request, true)
 }
 
 hooked! {

@@ -13,7 +13,7 @@ use crate::{
         mpi::{
             communicator::{Freeing, Kind, KnownCommunicator, derived, ending_of, known, known_object},
             operations::{ERROR, NOBODY, VARIES, begin, blocking, host_call_on, next},
-            request::{NonblockingCall, posted},
+            request::{NonblockingCall, nonblocking},
             transfers::probing,
         },
     },
@@ -43,9 +43,9 @@ fn of(recorder: &'static Recorder, name: &'static str, object: KnownCommunicator
     NewOperation { function: recorder.name_key(name), ..begin(Op::Unspecified, object, seq, NOBODY, VARIES) }
 }
 
-fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, request: Word) -> NonblockingCall {
+fn nonblocking_file(recorder: &'static Recorder, name: &'static str, file: Word, request: Word) -> NonblockingCall {
     let object = known_object(recorder, Kind::File, file);
-    posted(object.map(|object| of(recorder, name, object)), request, false)
+    nonblocking(object.map(|object| of(recorder, name, object)), request, false)
 }
 
 /// Called before a call that waits for some members of a window: for `peer`, or for members that
@@ -164,16 +164,16 @@ hooked! {
         => |recorder, _| file(recorder, "MPI_File_write_ordered_end", fh);
     MPI_File_iread_all | PMPI_File_iread_all | MPI_File_iread_all_c | PMPI_File_iread_all_c(fh: Word, buffer: Word, n: Word,
         dtype: Word, request: Word)
-        => |recorder, _| file_posted(recorder, "MPI_File_iread_all", fh, request);
+        => |recorder, _| nonblocking_file(recorder, "MPI_File_iread_all", fh, request);
     MPI_File_iwrite_all | PMPI_File_iwrite_all | MPI_File_iwrite_all_c | PMPI_File_iwrite_all_c(fh: Word, buffer: Word,
         n: Word, dtype: Word, request: Word)
-        => |recorder, _| file_posted(recorder, "MPI_File_iwrite_all", fh, request);
+        => |recorder, _| nonblocking_file(recorder, "MPI_File_iwrite_all", fh, request);
     MPI_File_iread_at_all | PMPI_File_iread_at_all | MPI_File_iread_at_all_c | PMPI_File_iread_at_all_c(fh: Word, at: Word,
         buffer: Word, n: Word, dtype: Word, request: Word)
-        => |recorder, _| file_posted(recorder, "MPI_File_iread_at_all", fh, request);
+        => |recorder, _| nonblocking_file(recorder, "MPI_File_iread_at_all", fh, request);
     MPI_File_iwrite_at_all | PMPI_File_iwrite_at_all | MPI_File_iwrite_at_all_c | PMPI_File_iwrite_at_all_c(fh: Word,
         at: Word, buffer: Word, n: Word, dtype: Word, request: Word)
-        => |recorder, _| file_posted(recorder, "MPI_File_iwrite_at_all", fh, request);
+        => |recorder, _| nonblocking_file(recorder, "MPI_File_iwrite_at_all", fh, request);
 }
 
 fn named_call(recorder: &'static Recorder, name: &'static str) -> BlockingCall {
@@ -210,30 +210,30 @@ hooked! {
 
     MPI_Imrecv | PMPI_Imrecv | MPI_Imrecv_c | PMPI_Imrecv_c(buffer: Word, n: Word, dtype: Word, message: Word,
         request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_Rput | PMPI_Rput | MPI_Rput_c | PMPI_Rput_c | MPI_Rget | PMPI_Rget | MPI_Rget_c | PMPI_Rget_c(own: Word, n: Word,
         dtype: Word, peer: Word, place: Word, m: Word, other: Word, window: Word, request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_Raccumulate | PMPI_Raccumulate | MPI_Raccumulate_c | PMPI_Raccumulate_c(own: Word, n: Word, dtype: Word, peer: Word,
         place: Word, m: Word, other: Word, reduce: Word, window: Word, request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_Rget_accumulate | PMPI_Rget_accumulate | MPI_Rget_accumulate_c | PMPI_Rget_accumulate_c(own: Word, n: Word,
         dtype: Word, result: Word, k: Word, third: Word, peer: Word, place: Word, m: Word, other: Word, reduce: Word,
         window: Word, request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_File_iread | PMPI_File_iread | MPI_File_iread_c | PMPI_File_iread_c | MPI_File_iread_shared | PMPI_File_iread_shared
         | MPI_File_iread_shared_c | PMPI_File_iread_shared_c | MPI_File_iwrite | PMPI_File_iwrite | MPI_File_iwrite_c
         | PMPI_File_iwrite_c | MPI_File_iwrite_shared | PMPI_File_iwrite_shared | MPI_File_iwrite_shared_c
         | PMPI_File_iwrite_shared_c(file: Word, buffer: Word, n: Word, dtype: Word, request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_File_iread_at | PMPI_File_iread_at | MPI_File_iread_at_c | PMPI_File_iread_at_c | MPI_File_iwrite_at
         | PMPI_File_iwrite_at | MPI_File_iwrite_at_c | PMPI_File_iwrite_at_c(file: Word, at: Word, buffer: Word, n: Word,
         dtype: Word, request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
     MPI_Grequest_start | PMPI_Grequest_start(query: Word, free: Word, cancel: Word, state: Word, request: Word)
-        => |_, _| posted(None, request, false);
-    MPI_Buffer_iflush | PMPI_Buffer_iflush(request: Word) => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
+    MPI_Buffer_iflush | PMPI_Buffer_iflush(request: Word) => |_, _| nonblocking(None, request, false);
     MPI_Comm_iflush_buffer | PMPI_Comm_iflush_buffer | MPI_Session_iflush_buffer | PMPI_Session_iflush_buffer(whose: Word,
         request: Word)
-        => |_, _| posted(None, request, false);
+        => |_, _| nonblocking(None, request, false);
 }

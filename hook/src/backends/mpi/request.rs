@@ -43,12 +43,12 @@ pub struct NonblockingCall {
 
 /// Called before a nonblocking call that executes `what` and writes its request to `request`.
 /// Without `what`, only the previous meaning of the handle is forgotten.
-pub fn posted(what: Option<NewOperation>, request: Word, persistent: bool) -> NonblockingCall {
+pub fn nonblocking(what: Option<NewOperation>, request: Word, persistent: bool) -> NonblockingCall {
     NonblockingCall { what, second: None, request, persistent }
 }
 
-/// Like [`posted`], for a call that executes two operations. The first one is the leader.
-pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) -> NonblockingCall {
+/// Like [`nonblocking`], for a call that executes two operations. The first one is the leader.
+pub fn nonblocking_pair([first, second]: [Option<NewOperation>; 2], request: Word) -> NonblockingCall {
     let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
     NonblockingCall { what, second, request, persistent: false }
 }

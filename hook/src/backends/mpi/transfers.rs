@@ -9,10 +9,10 @@ use crate::{
         host_call::BlockingCall,
         mpi::{
             library::library,
-            nonblocking::exchange_posted,
+            nonblocking::nonblocking_exchange,
             operations::{ERROR, Size, VARIES, blocking, exchange, int, transfer},
             polling::{poll_successful, poll_unsuccessful},
-            request::{AwaitedDuplicates, Handles, MAX_RECORDED_REQUESTS, WaitFor, forget_done, posted, waiting},
+            request::{AwaitedDuplicates, Handles, MAX_RECORDED_REQUESTS, WaitFor, forget_done, nonblocking, waiting},
         },
     },
     interpose::hooked::{AfterCall, hooked},
@@ -49,36 +49,36 @@ hooked! {
         => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(count), dtype));
 
     MPI_Isend | PMPI_Isend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
     MPI_Issend | PMPI_Issend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
     MPI_Irsend | PMPI_Irsend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
     MPI_Ibsend | PMPI_Ibsend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
     MPI_Irecv | PMPI_Irecv(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
     MPI_Isendrecv | PMPI_Isendrecv(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word, receives: Word,
         rtype: Word, from: Word, rtag: Word, comm: Word, request: Word)
-        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(int(sends), stype), request);
+        => |recorder, _| nonblocking_exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(sends), stype), request);
     MPI_Isendrecv_replace | PMPI_Isendrecv_replace(buffer: Word, count: Word, dtype: Word, to: Word, stag: Word, from: Word,
         rtag: Word, comm: Word, request: Word)
-        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(int(count), dtype), request);
+        => |recorder, _| nonblocking_exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(count), dtype), request);
     MPI_Send_init | PMPI_Send_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
     MPI_Ssend_init | PMPI_Ssend_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
     MPI_Rsend_init | PMPI_Rsend_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
     MPI_Bsend_init | PMPI_Bsend_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
     MPI_Recv_init | PMPI_Recv_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
 
     // Partitioned messages. Each start is one message, whatever its partitions. Both forms have
     // 64-bit counts.
@@ -86,11 +86,11 @@ hooked! {
         dtype: Word, peer: Word, tag: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| {
             let size = Size(int(parts).saturating_mul(count as i64), dtype);
-            posted(transfer(recorder, Op::Send, comm, (peer, tag), size), request, true)
+            nonblocking(transfer(recorder, Op::Send, comm, (peer, tag), size), request, true)
         };
     MPI_Precv_init | PMPI_Precv_init | MPI_Precv_init_c | PMPI_Precv_init_c(buffer: Word, parts: Word, count: Word,
         dtype: Word, peer: Word, tag: Word, comm: Word, info: Word, request: Word)
-        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+        => |recorder, _| nonblocking(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
     MPI_Parrived | PMPI_Parrived(request: Word, part: Word, flag: Word) => |_, _| testing_one(request, flag);
 
     MPI_Wait | PMPI_Wait(request: Word, status: Word)

@@ -27,7 +27,7 @@ fn libraries(job: &Job) -> Vec<String> {
     link.map(String::from).to_vec()
 }
 
-fn went_on(how: &str, action: &str, output: &Output) {
+fn assert_continued(how: &str, action: &str, output: &Output) {
     let ended = (output.status.code(), output.status.signal());
     assert_eq!(
         (ended, output.stdout.as_str(), output.stderr.as_str()),
@@ -78,7 +78,7 @@ fn a_program_that_installs_a_filter_continues() {
         if how == "tsync" {
             wait_until(PATIENCE, "its watcher is gone", || threads(pid) < 2);
         }
-        went_on(how, action, &process.wait(PATIENCE));
+        assert_continued(how, action, &process.wait(PATIENCE));
         let record = collector.ring(pid);
         assert_eq!((record.kernels_launched, record.collectives_launched), (30_010, 30_010), "{how} {action}");
         assert_eq!(record.health.unwrap().panics, 0);
@@ -95,7 +95,7 @@ fn a_program_with_a_filter_before_its_first_launch_is_not_recorded() {
     for action in ["kill", "trap", "errno"] {
         let job = Job::new();
         let (collector, process) = start(&job, "early", action);
-        went_on("early", action, &process.wait(PATIENCE));
+        assert_continued("early", action, &process.wait(PATIENCE));
         assert_eq!(collector.hellos().len(), 0);
     }
 }
@@ -113,7 +113,7 @@ fn a_program_that_inherits_a_filter_at_exec_is_not_recorded() {
             command.env("XPU_TIMER_FILTERS", launched).env("XPU_TIMER_COLLECTOR_PID", std::process::id().to_string());
             command.arg("exec").arg(action).arg(&job.dir);
         });
-        went_on("exec", action, &process.wait(PATIENCE));
+        assert_continued("exec", action, &process.wait(PATIENCE));
         assert_eq!(collector.hellos().len(), 0, "{action}");
     }
 }
@@ -128,7 +128,7 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
     let (collector, process) = start(&job, "refused", "kill");
     let pid = collector.wait_hello();
     fs::write(job.dir.join("go"), "").unwrap();
-    went_on("refused", "kill", &process.wait(PATIENCE));
+    assert_continued("refused", "kill", &process.wait(PATIENCE));
     wait_until(PATIENCE, "it says goodbye", || collector.goodbyes().contains(&pid));
     let record = collector.ring(pid);
     // The message that it polls for never comes.
@@ -162,7 +162,7 @@ fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
         // From here on also a burst makes no call.
         let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
         seen.write_all_at(b"1", 0).unwrap();
-        went_on(how, "kill", &process.wait(PATIENCE));
+        assert_continued(how, "kill", &process.wait(PATIENCE));
         logged("sent Goodbye");
         assert!(!job.logs().contains("ended without Goodbye") && job.incidents().is_empty(), "{}", job.logs());
     }

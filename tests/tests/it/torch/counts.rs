@@ -29,12 +29,12 @@ const OPERATIONS: [&str; 13] = [
 
 /// What one process did: its record, and how often each function returned success or each kernel
 /// ran, by the device's own words.
-struct Told {
+struct ProcessRecord {
     record: FlightRecord,
     calls: BTreeMap<String, u64>,
 }
 
-impl Told {
+impl ProcessRecord {
     fn calls(&self, name: &str) -> u64 {
         self.calls.get(name).copied().unwrap_or(0)
     }
@@ -65,8 +65,8 @@ impl Told {
         // broadcast.
         let in_place = self.seen("ncclBcast");
         for name in OPERATIONS {
-            let told = self.calls(name) + self.calls(&format!("p{name}"));
-            assert_eq!(self.seen(name), if name == "ncclBroadcast" { told - in_place } else { told }, "{name}");
+            let executed = self.calls(name) + self.calls(&format!("p{name}"));
+            assert_eq!(self.seen(name), if name == "ncclBroadcast" { executed - in_place } else { executed }, "{name}");
         }
         for name in ["cublasGemmEx", "cublasSgemm_v2", "cublasLtMatmul"] {
             assert_eq!(self.seen(name), self.calls(name), "{name}");
@@ -79,7 +79,7 @@ impl Told {
 
 /// Runs ranks of the example to their end, with the hook and a collector that only listens; nothing
 /// when torch is not there.
-fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<Vec<Told>> {
+fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<Vec<ProcessRecord>> {
     let torch = Torch::new()?;
     let socket = torch.job.dir.join("socket");
     let collector = FakeCollector::listen(&socket, ReadMode::Reads);
@@ -104,29 +104,30 @@ fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<V
         let name = words.strip_suffix(" = 0").unwrap_or(words);
         *calls.entry(pid).or_default().entry(name.into()).or_default() += 1;
     }
-    let mut tell = |pid: i32| Told { record: collector.ring(pid), calls: calls.remove(&pid).unwrap_or_default() };
-    let mut told: Vec<Told> = collector.goodbyes().into_iter().map(&mut tell).collect();
-    told.sort_by_key(|told| told.record.communicators.first().map(|world| world.rank));
-    Some(told)
+    let mut record_of =
+        |pid: i32| ProcessRecord { record: collector.ring(pid), calls: calls.remove(&pid).unwrap_or_default() };
+    let mut processes: Vec<ProcessRecord> = collector.goodbyes().into_iter().map(&mut record_of).collect();
+    processes.sort_by_key(|process| process.record.communicators.first().map(|world| world.rank));
+    Some(processes)
 }
 
 #[test]
 fn every_kind_of_training_and_communication_is_seen_once() {
     let parts = ["ddp", "autocast", "fsdp1", "fsdp2", "graph", "collectives", "point_to_point", "groups"];
     let Some(ranks) = run(RANKS, &[], &[&["--parts"], &parts[..]].concat()) else { return };
-    for (rank, told) in ranks.iter().enumerate() {
-        told.check(1);
+    for (rank, process) in ranks.iter().enumerate() {
+        process.check(1);
         // Two buckets a step, but one in the first, under autocast too; one captured and the one
         // before it; one of the job's own; a barrier is an all_reduce, also the last; one in each
         // of three groups.
         let all_reduces = 2 * (2 * STEPS - 1) + 2 + 2 * STEPS + 1 + 3 * STEPS;
-        assert_eq!(told.seen("ncclAllReduce"), all_reduces);
+        assert_eq!(process.seen("ncclAllReduce"), all_reduces);
         // Of one flat parameter, and of two layers; one of the job's own.
-        assert_eq!(told.seen("ncclReduceScatter"), (1 + 2 + 1) * STEPS);
-        assert_eq!((told.seen("ncclReduce"), told.seen("ncclAlltoAll")), (STEPS, STEPS));
-        let others = told.seen("ncclAllGather") + told.seen("ncclBroadcast") + told.seen("ncclBcast");
+        assert_eq!(process.seen("ncclReduceScatter"), (1 + 2 + 1) * STEPS);
+        assert_eq!((process.seen("ncclReduce"), process.seen("ncclAlltoAll")), (STEPS, STEPS));
+        let others = process.seen("ncclAllGather") + process.seen("ncclBroadcast") + process.seen("ncclBcast");
         let collectives = all_reduces + (4 + 2) * STEPS + others;
-        let world = &told.record.communicators[0];
+        let world = &process.record.communicators[0];
         // Every launch of the graph is one more all_reduce, the capture is none.
         let on_world = collectives - 3 * STEPS - 1 + STEPS;
         assert_eq!((world.size, world.rank as usize, world.launched, world.completed), (4, rank, on_world, on_world));
@@ -134,11 +135,11 @@ fn every_kind_of_training_and_communication_is_seen_once() {
         // one with each other rank.
         let rooted = [4, 4, 2, 2][rank];
         assert_eq!(world.point_to_point, (2 + 1 + rooted) * STEPS);
-        for group in &told.record.communicators[1..] {
+        for group in &process.record.communicators[1..] {
             assert_eq!((group.size, group.parent, group.launched, group.completed), (2, world.id, STEPS, STEPS));
         }
-        assert_eq!(told.record.communicators.len(), 4);
-        assert_eq!(told.record.graphs_launched, STEPS);
+        assert_eq!(process.record.communicators.len(), 4);
+        assert_eq!(process.record.graphs_launched, STEPS);
     }
 }
 
@@ -147,10 +148,10 @@ fn a_matrix_product_under_autocast_has_its_type_and_shape() {
     let steps = 3;
     let arguments = ["--steps", "3", "--parts", "autocast"];
     let Some(ranks) = run(1, &[("XPU_TIMER_BRACKET", "matmuls")], &arguments) else { return };
-    let [told] = &ranks[..] else { panic!("one rank") };
-    told.check(0);
+    let [process] = &ranks[..] else { panic!("one rank") };
+    process.check(0);
     let mut products: BTreeMap<(&str, [u32; 6]), u64> = BTreeMap::new();
-    for operation in told.operations(Op::Matmul) {
+    for operation in process.operations(Op::Matmul) {
         assert_eq!(operation.dtype(), DataType::Bfloat16, "{operation:?}");
         let Matmul { batch, m, n, k, trans_a, trans_b } = operation.matmul.expect("a shape");
         *products.entry((&operation.function, [batch, m, n, k, trans_a, trans_b])).or_default() += 1;
@@ -170,11 +171,11 @@ fn a_matrix_product_under_autocast_has_its_type_and_shape() {
 #[test]
 fn compiled_functions_and_kernels_of_triton_are_seen_once() {
     let Some(ranks) = run(1, &[], &["--parts", "compiled"]) else { return };
-    let [told] = &ranks[..] else { panic!("one rank") };
-    told.check(0);
+    let [process] = &ranks[..] else { panic!("one rank") };
+    process.check(0);
     // Inductor launches by the one function, Triton by the other, NCCL too.
-    assert_eq!((told.seen("cuLaunchKernel"), told.seen("cuLaunchKernelEx")), (STEPS, STEPS + 1));
-    assert_eq!(told.calls("kernel double"), STEPS);
-    let fused = told.sum(|name| name.starts_with("kernel triton_") && name.contains("gelu"));
-    assert_eq!((fused, told.record.kernels_launched), (STEPS, 2 * STEPS));
+    assert_eq!((process.seen("cuLaunchKernel"), process.seen("cuLaunchKernelEx")), (STEPS, STEPS + 1));
+    assert_eq!(process.calls("kernel double"), STEPS);
+    let fused = process.sum(|name| name.starts_with("kernel triton_") && name.contains("gelu"));
+    assert_eq!((fused, process.record.kernels_launched), (STEPS, 2 * STEPS));
 }
