@@ -314,6 +314,15 @@ fn library() -> String {
     )
 }
 
+/// Sets the flag at the end of its scope.
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// The file is truncated and rewritten in place, as `cp` over a used library does.
 #[test]
 fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader() {
@@ -345,6 +354,8 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
                 whole.chunks(whole.len() / 8 + 1).for_each(|chunk| file.write_all(chunk).expect("own file"));
             }
         });
+        // The scope waits for the writer, also when an assertion fails.
+        let _stop = StopOnDrop(&stop);
         for _ in 0..60 {
             for capturer in [&mut old, &mut Capturer::new()] {
                 let captured = capturer.capture(&[pid], &Options::default()).remove(0);
@@ -357,7 +368,6 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
                 said += usize::from(is_said);
             }
         }
-        stop.store(true, Ordering::Relaxed);
     });
     assert!(said > 0, "a file that changes during the read is reported");
     // All names are there again, also for those that have seen it change.
