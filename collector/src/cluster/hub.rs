@@ -167,12 +167,11 @@ impl Hub {
                 Action::Disconnect(stream) => drop(self.streams.remove(&stream)),
                 Action::MakeFolder(record) => self.make_folder(record),
                 Action::RemoveFolder(path) => {
-                    let root = root_of(&path);
-                    self.disk.submit(&root, move || drop(std::fs::remove_dir_all(&path)));
+                    self.disk.submit_for(path, |path| drop(std::fs::remove_dir_all(path)));
                 }
                 Action::WriteStatus { incident, folder, status, closed_unix_ns } => {
-                    let root = root_of(&folder);
-                    self.disk.submit(&root, move || set_status(&incident, &folder, status, closed_unix_ns));
+                    let write = move |folder: &Path| set_status(&incident, folder, status, closed_unix_ns);
+                    self.disk.submit_for(folder, write);
                 }
                 Action::Gather(id, setup, task) => self.gather(id, setup, task, now),
                 Action::Release(id) => drop(self.gathering.remove(&id)),
@@ -233,9 +232,4 @@ impl Hub {
             self.engine.gathering_failed(&id, now);
         }
     }
-}
-
-/// The root that contains an incident folder.
-fn root_of(folder: &Path) -> PathBuf {
-    folder.parent().unwrap_or(folder).to_path_buf()
 }

@@ -197,7 +197,7 @@ pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
 /// times.
 pub const QUIET_NS: u64 = 1_000_000_000;
 /// A search on a disk that takes longer is not waited for.
-const SEARCH_NS: u64 = 1_000_000_000;
+pub(crate) const SEARCH_NS: u64 = 1_000_000_000;
 /// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
 const MAX_CLOSED: usize = 500;
 

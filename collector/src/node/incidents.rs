@@ -199,8 +199,7 @@ impl NodeState {
     pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf) {
         let Some(incident) = self.engine.get(id) else { return };
         let record = self.record_of(incident);
-        let root = path.parent().unwrap_or(&path).to_path_buf();
-        self.disk.submit(&root, move || write_record(&path, &record));
+        self.disk.submit_for(path, move |path| write_record(path, &record));
     }
 
     fn record_of(&self, incident: &Incident) -> Record {
@@ -228,11 +227,10 @@ impl NodeState {
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
         if report.is_some_and(|report| report.is_unfinished) {
-            let root = path.parent().unwrap_or(&path).to_path_buf();
-            return self.disk.submit(&root, move || verdict_files::finish_leftover_folder(path));
+            return self.disk.submit_for(path, |path| verdict_files::finish_leftover_folder(path.into()));
         }
-        let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
-        self.disk.submit(&root, move || set_status(&id, &path, state.status(), Some(now.unix_ns)));
+        let id = id.to_string();
+        self.disk.submit_for(path, move |path| set_status(&id, path, state.status(), Some(now.unix_ns)));
     }
 }
 

@@ -12,15 +12,13 @@ use xpu_timer_proto::v1::cluster_message::Message;
 
 use crate::{
     incident::{
+        engine::SEARCH_NS,
         folder::{folder_name, is_own_folder, is_owned_by, own_names},
         part::{PART, PartLocation},
     },
     node::{cluster_member::PartSearch, inbox::Command, state::NodeState},
     os::{clock::Now, process},
 };
-
-/// A file system that takes longer is not waited for.
-const SEARCH_NS: u64 = 1_000_000_000;
 
 impl NodeState {
     /// Handles a message of the cluster collector, after a search for the parts that it is about.

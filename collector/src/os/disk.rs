@@ -89,12 +89,18 @@ impl Disk {
         self.run(root, work, move || done());
     }
 
+    /// Runs work on an incident folder, after the work that was submitted before for its root.
+    pub fn submit_for(&mut self, folder: PathBuf, work: impl FnOnce(&Path) + Send + 'static) {
+        let root = folder.parent().unwrap_or(&folder).to_path_buf();
+        self.submit(&root, move || work(&folder));
+    }
+
     /// Sends a reply about an incident after the work on its folder so far, so that the folder
     /// shows what the reply says. The receiver may be gone.
     pub fn reply<T: Send + 'static>(&mut self, folder: Option<&Path>, reply: oneshot::Sender<T>, answer: T) {
         let send = move || drop(reply.send(answer));
-        match folder.and_then(Path::parent) {
-            Some(root) => self.submit(root, send),
+        match folder {
+            Some(folder) => self.submit_for(folder.into(), move |_| send()),
             None => send(),
         }
     }

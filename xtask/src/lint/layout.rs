@@ -113,6 +113,7 @@ mod tests {
     fn folders_are_whole_names() {
         assert!(is_below(Path::new("hook/src/a.rs"), &["viewer", "hook"]));
         assert!(!is_below(Path::new("hooks/src/a.rs"), &["viewer", "hook"]));
+        assert!(is_below(Path::new("hook/src/a.rs"), &["."]), "the whole tree");
     }
 
     #[test]
