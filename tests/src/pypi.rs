@@ -148,7 +148,11 @@ impl PypiTorch {
         Ok(major * 10_000 + minor * 100 + patch)
     }
 
-    fn packages(&self) -> Result<PathBuf> {
+    /// The `site-packages` of torch's environment.
+    ///
+    /// # Errors
+    /// It has none.
+    pub fn packages(&self) -> Result<PathBuf> {
         let versions = fs::read_dir(self.folder.join("lib"))?.flatten();
         let mut packages = versions.map(|entry| entry.path().join("site-packages"));
         packages.find(|folder| folder.exists()).with_context(|| format!("no packages in {}", self.folder.display()))

@@ -214,6 +214,7 @@ pub mod driver {
             => |_, _| Active;
         cuStreamSynchronize | cuStreamSynchronize_ptsz(stream: Stream) => |_, _| Active;
         cuCtxSynchronize() => |_, _| Active;
+        cuCtxSynchronize_v2(context: Data) => |_, _| Active;
         cuEventSynchronize(event: Data) => |_, _| Active;
     }
 }

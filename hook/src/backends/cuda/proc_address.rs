@@ -7,7 +7,7 @@ use xpu_timer_proto::family::Library;
 use crate::{
     interpose::hooked::around_lookup,
     runtime::{
-        abi::DRIVER_NOT_FOUND,
+        abi::{DRIVER_NOT_FOUND, SUCCESS},
         linker::function::{Function, SLOTS, Wrapper, find},
     },
 };
@@ -53,8 +53,16 @@ unsafe extern "C-unwind" fn v1<const SLOT: usize>(
     let real = unsafe { std::mem::transmute::<*mut c_void, GetV1>(real) };
     around_lookup(
         &V1,
-        // SAFETY: the call succeeded, so both pointers were valid.
-        || unsafe { wrap_result(symbol, out, version, flags) },
+        || {
+            let newest_known = || {
+                let mut address = std::ptr::null_mut();
+                // SAFETY: the caller's own string, and a place of this function.
+                let result = unsafe { real(symbol, &raw mut address, NEWEST_KNOWN, flags) };
+                (result == SUCCESS).then_some(address)
+            };
+            // SAFETY: the call succeeded, so both pointers were valid.
+            unsafe { wrap_result(symbol, out, version, flags, newest_known) };
+        },
         // SAFETY: the caller's own arguments.
         || unsafe { real(symbol, out, version, flags) },
     )
@@ -75,8 +83,16 @@ unsafe extern "C-unwind" fn v2<const SLOT: usize>(
     let real = unsafe { std::mem::transmute::<*mut c_void, GetV2>(real) };
     around_lookup(
         &V2,
-        // SAFETY: the call succeeded, so both pointers were valid.
-        || unsafe { wrap_result(symbol, out, version, flags) },
+        || {
+            let newest_known = || {
+                let mut address = std::ptr::null_mut();
+                // SAFETY: the caller's own string, and a place of this function.
+                let result = unsafe { real(symbol, &raw mut address, NEWEST_KNOWN, flags, std::ptr::null_mut()) };
+                (result == SUCCESS).then_some(address)
+            };
+            // SAFETY: the call succeeded, so both pointers were valid.
+            unsafe { wrap_result(symbol, out, version, flags, newest_known) };
+        },
         // SAFETY: the caller's own arguments.
         || unsafe { real(symbol, out, version, flags, status) },
     )
@@ -111,25 +127,39 @@ pub unsafe extern "C-unwind" fn cuGetProcAddress_v2(
 
 /// Replaces the address that cuGetProcAddress returned.
 ///
+/// A CUDA version that is newer than the hook may give a function other arguments under its old
+/// name. So an address for such a version is only replaced if it is also the one that
+/// `newest_known` returns: the driver's address for [`NEWEST_KNOWN`].
+///
 /// # Safety
 /// `symbol` and `out` are the arguments of a call that succeeded.
-pub unsafe fn wrap_result(symbol: *const c_char, out: *mut *mut c_void, version: c_int, flags: u64) {
+unsafe fn wrap_result(
+    symbol: *const c_char,
+    out: *mut *mut c_void,
+    version: c_int,
+    flags: u64,
+    newest_known: impl FnOnce() -> Option<*mut c_void>,
+) {
     if symbol.is_null() || out.is_null() {
         return;
     }
     // SAFETY: the caller's C string.
     let name = unsafe { CStr::from_ptr(symbol) }.to_bytes();
-    if let Some(function) = by_proc_address(name, version, flags) {
-        // SAFETY: the caller's place, which the call has written.
-        unsafe { *out = function.wrap(*out) };
+    let Some(function) = by_proc_address(name, version, flags) else { return };
+    // SAFETY: the caller's place, which the call has written.
+    let address = unsafe { *out };
+    if version <= NEWEST_KNOWN || newest_known() == Some(address) {
+        // SAFETY: as above.
+        unsafe { *out = function.wrap(address) };
     }
 }
 
 /// The row for a name, version and flags of cuGetProcAddress, where one name denotes several
 /// functions.
-pub fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static Function> {
-    if name == b"cuGetProcAddress" && version >= GET_PROC_ADDRESS_V2 {
-        return Some(&V2);
+fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static Function> {
+    let longer = LONGER_FORMS.iter().find(|form| form.name == name && version >= form.since);
+    if let Some(form) = longer {
+        return find(form.symbol);
     }
     if flags & PER_THREAD_DEFAULT_STREAM != 0 {
         let form = crate::runtime::linker::function::functions()
@@ -144,8 +174,24 @@ pub fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'stat
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// From this version on, `cuGetProcAddress` denotes `cuGetProcAddress_v2`.
-const GET_PROC_ADDRESS_V2: c_int = 12000;
+/// A name that denotes another function from a CUDA version on.
+struct LongerForm {
+    name: &'static [u8],
+    since: c_int,
+    symbol: &'static [u8],
+}
+
+/// The hooked names whose newer form has more arguments than the older one. All other forms of a
+/// hooked name agree in the registers of their arguments, or have fewer, so that one row serves
+/// them. The test `coverage::rows::no_form_of_a_driver_function_has_more_arguments_than_its_row` compares this with
+/// cudaTypedefs.h.
+const LONGER_FORMS: [LongerForm; 2] = [
+    LongerForm { name: b"cuGetProcAddress", since: 12000, symbol: b"cuGetProcAddress_v2" },
+    LongerForm { name: b"cuCtxSynchronize", since: 13000, symbol: b"cuCtxSynchronize_v2" },
+];
+
+/// The newest CUDA version whose headers were compared with the rows.
+const NEWEST_KNOWN: c_int = 13050;
 
 #[cfg(test)]
 mod tests {
@@ -163,5 +209,27 @@ mod tests {
         assert_eq!(row("cuGetProcAddress", 11030, 0), Some("cuGetProcAddress"));
         assert_eq!(row("cuGetProcAddress", 12000, 2), Some("cuGetProcAddress_v2"));
         assert_eq!(row("cuMemAlloc", 3020, 0), None);
+    }
+
+    #[test]
+    fn the_version_selects_the_form_with_its_arguments() {
+        assert_eq!(row("cuCtxSynchronize", 2000, 0), Some("cuCtxSynchronize"));
+        assert_eq!(row("cuCtxSynchronize", 12090, 2), Some("cuCtxSynchronize"));
+        assert_eq!(row("cuCtxSynchronize", 13000, 2), Some("cuCtxSynchronize_v2"));
+    }
+
+    #[test]
+    fn a_form_that_is_newer_than_the_hook_is_left_alone() {
+        let after = |version: c_int, known: Option<usize>| {
+            let mut address = 0x1000 as *mut c_void;
+            let known = known.map(|known| known as *mut c_void);
+            // SAFETY: a C string, and a place of this test.
+            unsafe { wrap_result(c"cuCtxSynchronize".as_ptr(), &raw mut address, version, 0, || known) };
+            address as usize
+        };
+        assert_eq!(after(14000, Some(0x2000)), 0x1000, "another function");
+        assert_eq!(after(14000, None), 0x1000, "a function that older versions do not have");
+        assert_ne!(after(14000, Some(0x1000)), 0x1000, "the form of the newest known version");
+        assert_ne!(after(NEWEST_KNOWN, None), 0x1000);
     }
 }

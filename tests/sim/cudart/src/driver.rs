@@ -32,7 +32,7 @@ driver_table! {
         context_current = c"cuCtxGetCurrent" (Out<ContextHandle>);
         context_set_current = c"cuCtxSetCurrent" (ContextHandle);
         context_device = c"cuCtxGetDevice" (Out<Device>);
-        context_synchronize = c"cuCtxSynchronize" ();
+        context_synchronize = c"cuCtxSynchronize" (ContextHandle);
         priority_range = c"cuCtxGetStreamPriorityRange" (Out<i32>, Out<i32>);
         module_load = c"cuModuleLoadData" (Out<ModuleHandle>, In<u8>);
         module_function = c"cuModuleGetFunction" (Out<FunctionHandle>, ModuleHandle, Text);

@@ -340,3 +340,36 @@ fn sizes_are_those_of_the_documents() {
     }
     assert!(compared > 150, "{compared}");
 }
+
+/// The forms of the driver's functions by cudaTypedefs.h: name, CUDA version, number of arguments.
+fn forms(header: &str) -> Vec<(&str, u32, usize)> {
+    fn form(line: &str) -> Option<(&str, u32, usize)> {
+        let (name, arguments) = line.strip_prefix("typedef CUresult (CUDAAPI *PFN_")?.split_once(")(")?;
+        let arguments = arguments.strip_suffix(");")?;
+        let (name, version) = name.trim_end_matches("_ptsz").trim_end_matches("_ptds").rsplit_once("_v")?;
+        let count = if arguments == "void" { 0 } else { arguments.split(',').count() };
+        Some((name, version.parse().ok()?, count))
+    }
+    header.lines().filter_map(form).collect()
+}
+
+#[test]
+fn no_form_of_a_driver_function_has_more_arguments_than_its_row() {
+    let Some((torch, _turn)) = crate::torch::pypi() else { return };
+    let include = torch.packages().unwrap().join("triton/backends/nvidia/include");
+    let header = fs::read_to_string(include.join("cudaTypedefs.h")).unwrap();
+    let rows = rows();
+    let arguments_of = |name: &str| {
+        let row = rows.iter().find(|row| row.names.iter().any(|own| own == name))?;
+        Some(row.arguments.split(", ").filter(|argument| !argument.is_empty()).count())
+    };
+    let mut compared = 0;
+    for (name, version, count) in forms(&header) {
+        let Some(own) = arguments_of(name) else { continue };
+        // The hook distinguishes the longer forms by the version that cuGetProcAddress is asked for.
+        let longer = || arguments_of(&format!("{name}_v2")).is_some_and(|longer| count <= longer);
+        assert!(count <= own || longer(), "{name} of CUDA {version} has {count} arguments, and the hook passes {own}");
+        compared += 1;
+    }
+    assert!(compared > 60, "{compared}");
+}

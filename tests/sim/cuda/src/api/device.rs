@@ -241,6 +241,14 @@ driver_api! { call:
         Ok(())
     }
 
+    // Null is the current context.
+    since 13000 fn cuCtxSynchronize_v2(context: ContextHandle) {
+        let context = if context == 0 { Context::current()? } else { Context::find(context)? };
+        capture::check_permitted()?;
+        context.synchronize();
+        Ok(())
+    }
+
     fn cuCtxEnablePeerAccess(peer: ContextHandle, _flags: u32) {
         Context::find(peer).map(drop)
     }

@@ -86,7 +86,9 @@ runtime_api! { without_context:
 
 runtime_api! { with_context:
     fn cudaDeviceSynchronize(d;) {
-        check((d.context_synchronize)())
+        let mut context = 0;
+        check((d.context_current)(Out::to(&mut context)))?;
+        check((d.context_synchronize)(context))
     }
 
     fn cudaDeviceGetStreamPriorityRange(d; least: Out<i32>, greatest: Out<i32>) {

@@ -1,0 +1,379 @@
+"""Runs xpu_timer on a real GPU: healthy programs with and without it, and hangs with their verdicts.
+
+    python3 tests/gpu/run.py --package target/dist/xpu_timer --out OUT [case ...]
+
+`--package` is the unpacked archive of `cargo xtask dist`. The cases of torch need a PyTorch for CUDA
+in the running Python, `native` needs nvcc; a case that cannot run says so. Prints a line for each case,
+and writes verdicts, metrics and stacks to OUT. The exit status is 1 when a case did not hold.
+`docs/gpu.md` says what was seen.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+EXAMPLES = os.path.join(os.path.dirname(HERE), "examples")
+MARK = "XPU_TIMER_GPU_CASE"
+HANG_TIMEOUT = 8
+
+
+@dataclass
+class Hang:
+    """A job that hangs: its program and what the verdict must say."""
+
+    name: str
+    command: list
+    causes: set
+    culprits: str
+    contains: list = field(default_factory=list)
+
+
+@dataclass
+class Healthy:
+    """A program whose output and exit status must be the same with and without xpu_timer."""
+
+    name: str
+    command: list
+    repeat: int = 1
+    status: int = 0
+
+
+def ranks(count, *arguments, script="ranks.py"):
+    path = os.path.join(HERE if script == "ranks.py" else EXAMPLES, script)
+    return [sys.executable, os.path.join(EXAMPLES, "run_ranks.py"), f"--nproc={count}", path, *arguments]
+
+
+def workload(name):
+    return [sys.executable, os.path.join(HERE, "workloads.py"), name]
+
+
+def hangs():
+    user = ["ranks.py"]
+    torch = [
+        ("kernel", {"kernel_hang"}, "1", ["spin_kernel"]),
+        ("absent", {"missing_rank", "storage_io"}, "1", ["read_shard", *user]),
+        ("lock", {"host_lock"}, "1", ["wait_for_own_lock", *user]),
+        ("killed", {"process_dead"}, "1", ["SIGKILL"]),
+        ("stopped", {"process_stopped"}, "1", []),
+        ("raise", {"process_dead"}, "1", ["exit code 1"]),
+        ("memory", {"process_dead", "teardown"}, "1", []),
+        ("order", {"op_mismatch"}, "1", ["broadcast"]),
+        ("size", {"size_mismatch"}, "1", ["512"]),
+        ("skip", {"op_mismatch", "count_mismatch", "missing_rank"}, "1", []),
+        ("receive", {"p2p_unmatched"}, "", []),
+        ("subgroup", {"missing_rank", "storage_io"}, "1", ["read_shard"]),
+        ("init", {"comm_init", "missing_rank", "storage_io"}, "1", ["read_shard"]),
+        ("graph", {"missing_rank", "storage_io"}, "1", ["read_shard"]),
+    ]
+    cases = [Hang(f"torch-{fault}", ranks(3, "--fault", fault), *rest) for fault, *rest in torch]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", os.path.join(HERE, "ranks.py")]
+    cases.append(Hang("torchrun-absent", [*torchrun, "--fault", "absent"], {"missing_rank", "storage_io"}, "1", ["read_shard"]))
+    for mode in ("sync", "stream", "event", "copy", "free", "queue", "graph", "host", "query"):
+        linked = "static" if mode in ("sync", "queue", "graph") else "shared"
+        cases.append(Hang(f"native-{mode}", [f"native-{linked}", mode], {"kernel_hang"}, "", []))
+    return cases
+
+
+def healthy():
+    cases = [Healthy(f"native-{linked}", [f"native-{linked}", "healthy"]) for linked in ("static", "shared")]
+    names = ["workers", "shared", "error", "out_of_memory", "allocator", "profiler", "jax", "cupy", "lightning"]
+    cases += [Healthy(name, workload(name), status=7 if name == "error" else 0) for name in names]
+    cases.append(Healthy("torch-ranks", ranks(2, "--steps", "10")))
+    cases.append(Healthy("transformer", workload("transformer"), repeat=2))
+    cases.append(Healthy("launches", workload("launches"), repeat=3))
+    return cases
+
+
+class Place:
+    """The folders, ports and environment of one run. Its processes end with it."""
+
+    taken = 0
+    guard = threading.Lock()
+
+    def __init__(self, name, options):
+        with Place.guard:
+            number = Place.taken
+            Place.taken += 1
+        self.dir = os.path.join(options.out, "work", name)
+        shutil.rmtree(self.dir, ignore_errors=True)
+        for folder in ("timeline", "log"):
+            os.makedirs(os.path.join(self.dir, folder))
+        self.sockets = tempfile.mkdtemp(prefix="xpu")
+        self.port = 20000 + 40 * number
+        self.mark = f"{os.getpid()}-{number}"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("XPU_TIMER_")},
+            "PATH": f"{options.package}:{options.built}:{os.environ['PATH']}",
+            "TMPDIR": self.sockets,
+            "XPU_TIMER_TIMELINE_PATH": os.path.join(self.dir, "timeline"),
+            "XPU_TIMER_LOGGING_DIR": os.path.join(self.dir, "log"),
+            "XPU_TIMER_BASEPORT": str(self.port),
+            "XPU_TIMER_HANG_TIMEOUT": str(HANG_TIMEOUT),
+            "XPU_TIMER_SAMPLE_INTERVAL": "1",
+            "XPU_TIMER_LINGER": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port + 20),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(options.out, "work", "inductor"),
+            "TRITON_CACHE_DIR": os.path.join(options.out, "work", "triton"),
+            MARK: self.mark,
+        }
+
+    def start(self, command, launched=True, **streams):
+        words = ["xpu_timer_launch", *command] if launched else command
+        path = shutil.which(words[0], path=self.environment["PATH"])
+        if path is None:
+            raise FileNotFoundError(words[0])
+        return subprocess.Popen([path, *words[1:]], env=self.environment, start_new_session=True, text=True, **streams)
+
+    def incident(self):
+        latest = os.path.join(self.dir, "timeline", "latest")
+        try:
+            with open(os.path.join(latest, "verdict.json")) as file:
+                return json.load(file)
+        except (OSError, ValueError):
+            return None
+
+    def fetch(self, path):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}{path}", timeout=5) as answer:
+                return answer.read().decode()
+        except OSError as problem:
+            return f"# {problem}\n"
+
+    def end(self):
+        mark = f"{MARK}={self.mark}".encode()
+        for _ in range(100):
+            left = [pid for pid in os.listdir("/proc") if pid.isdigit() and mark in environment_of(pid)]
+            if not left:
+                break
+            for pid in left:
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.1)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+
+def environment_of(pid):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def run_hang(case, options):
+    place = Place(case.name, options)
+    streams = {name: open(os.path.join(place.dir, name), "w") for name in ("stdout", "stderr")}
+    begun = time.monotonic()
+    try:
+        process = place.start(case.command, **streams)
+        verdict, until = None, begun + options.patience
+        while verdict is None and time.monotonic() < until:
+            time.sleep(0.1)
+            verdict = place.incident()
+            if process.poll() is not None:
+                until = min(until, time.monotonic() + 5)
+        seconds = time.monotonic() - begun
+        if verdict is None:
+            ended = process.poll()
+            return False, f"no verdict within {seconds:.0f} s (exit status {ended}): {tail(place.dir, 'stderr')}"
+        time.sleep(1)  # report.html and the SVG are written after the verdict
+        with open(os.path.join(place.dir, "metrics"), "w") as file:
+            file.write(place.fetch("/metrics"))
+    finally:
+        place.end()
+        for stream in streams.values():
+            stream.close()
+    return judge(case, verdict, seconds)
+
+
+def judge(case, verdict, seconds):
+    culprits = ",".join(str(rank) for rank in verdict["culprits"])
+    text = json.dumps(verdict)
+    problems = [] if verdict["cause"] in case.causes else [f"cause is not {' or '.join(sorted(case.causes))}"]
+    if case.culprits not in ("", culprits):
+        problems.append(f"culprits are not {case.culprits}")
+    problems += [f"no {part!r}" for part in case.contains if part not in text]
+    said = f"{verdict['cause']} ({verdict['confidence']}) culprits {culprits or '-'} after {seconds:.0f} s: {verdict['sentence']}"
+    return not problems, "; ".join([*problems, said])
+
+
+def tail(folder, name):
+    with open(os.path.join(folder, name), errors="replace") as file:
+        return file.read()[-600:].replace("\n", " | ")
+
+
+def run_healthy(case, options):
+    """Runs it in turn without and with xpu_timer, and compares what it said."""
+    said, measured, folders = {}, {False: [], True: []}, []
+    for turn in range(2 * case.repeat):
+        launched = turn % 2 == 1
+        place = Place(f"{case.name}-{turn}", options)
+        try:
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = place.start(case.command, launched, **streams)
+            try:
+                out, err = process.communicate(timeout=options.patience)
+            except subprocess.TimeoutExpired:
+                return False, f"{'with' if launched else 'without'} xpu_timer it did not end"
+            if place.incident() is not None:
+                folders.append(place.incident()["sentence"])
+        finally:
+            place.end()
+        lines = out.splitlines()
+        figures = [line.split()[1:] for line in lines if line.startswith("MEASURED")]
+        measured[launched] += [(name, float(value)) for name, value in figures]
+        lines = sorted(line for line in lines if not line.startswith("MEASURED"))
+        said.setdefault(launched, (process.returncode, lines, sorted(without_numbers(err))))
+    problems = [f"an incident: {sentence}" for sentence in folders]
+    if said[False][0] != case.status:
+        problems.append(f"without xpu_timer its status is not {case.status}: {sorted(said[False][2])[-3:]}")
+    if said[True][:2] != said[False][:2]:
+        problems.append(f"with xpu_timer {said[True][:2]}, without {said[False][:2]}")
+    extra = [line for line in said[True][2] if line not in said[False][2]]
+    if extra:
+        problems.append(f"stderr has {extra[:3]}")
+    figures = ""
+    if measured[True]:
+        best = {launched: min(value for _, value in measured[launched]) for launched in (False, True)}
+        ratio = best[True] / best[False]
+        figures = f" {measured[True][0][0]} {best[False]:.4g} -> {best[True]:.4g} ({ratio:.4f} times) of {case.repeat}: {measured}"
+    return not problems, "; ".join([*problems, f"status {said[True][0]} {said[True][1][-2:]}{figures}"])
+
+
+def without_numbers(text):
+    """Lines of stderr that can be compared: without addresses, pids and times."""
+    return {re.sub(r"0x[0-9a-f]+|\d+", "N", line) for line in text.splitlines()}
+
+
+def run_matmul(options):
+    """The rate that the metrics give for products whose rate the program measures itself."""
+    place = Place("matmul", options)
+    try:
+        process = place.start(workload("matmul"), stdout=subprocess.PIPE)
+        scraped = ""
+        while process.poll() is None:
+            time.sleep(1)
+            text = place.fetch("/metrics")
+            scraped = text if "XPU_TIMER" in text else scraped
+        out = process.stdout.read()
+    finally:
+        place.end()
+    with open(os.path.join(options.out, "metrics.txt"), "w") as file:
+        file.write(scraped)
+    own = float(re.search(r"MEASURED \S+ (\S+)", out)[1])
+    lines = [line for line in scraped.splitlines() if "XPU_TIMER_MM" in line and not line.startswith("#")]
+    return bool(lines), f"the program measured {own} TFLOP/s; metrics: {lines[:6]}"
+
+
+def run_tools(options):
+    """print_env, and a dump of a process that waits for its device."""
+    place = Place("tools", options)
+    report = []
+    try:
+        process = place.start(["native-shared", "stream"], stdout=subprocess.DEVNULL)
+        time.sleep(4)
+        for command in (["xpu_timer_dump", "--pid", str(process.pid)], ["xpu_timer_print_env", "--pid", str(process.pid)]):
+            begun = time.monotonic()
+            done = place.start(command, launched=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            out = done.communicate(timeout=30)[0]
+            report.append(f"$ {' '.join(command)}  # status {done.returncode}, {time.monotonic() - begun:.2f} s\n{out}")
+    finally:
+        place.end()
+    with open(os.path.join(options.out, "tools.txt"), "w") as file:
+        file.write("\n".join(report))
+    return "cudaStreamSynchronize" in report[0], report[0].splitlines()[0]
+
+
+def run_sanitizer(options):
+    """compute-sanitizer reports the errors of every call of the driver, also of the hook's."""
+    if shutil.which("compute-sanitizer") is None:
+        return None, "no compute-sanitizer"
+    place = Place("sanitizer", options)
+    try:
+        command = ["compute-sanitizer", "--report-api-errors", "all", "--error-exitcode", "9", "xpu_timer_launch"]
+        place.environment["XPU_TIMER_BRACKET"] = "all"
+        process = place.start([*command, "native-shared", "healthy"], launched=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        out = process.communicate(timeout=options.patience)[0]
+    finally:
+        place.end()
+    return process.returncode == 0, out.replace("\n", " | ")[-700:]
+
+
+def build_native(options):
+    """The native program with a static and a shared runtime; without nvcc its cases cannot run."""
+    if shutil.which("nvcc") is None:
+        return
+    source = os.path.join(HERE, "native.cu")
+    builds = [subprocess.Popen(["nvcc", "-o", os.path.join(options.built, f"native-{kind}"), source, "-cudart", kind]) for kind in ("static", "shared")]
+    for build in builds:
+        build.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--package", required=True, type=os.path.abspath)
+    parser.add_argument("--out", required=True, type=os.path.abspath)
+    parser.add_argument("--seconds", type=float, default=3600, help="no case starts after this time")
+    parser.add_argument("--patience", type=float, default=90, help="seconds for one program")
+    parser.add_argument("--jobs", type=int, default=4, help="number of hangs at one time")
+    parser.add_argument("cases", nargs="*", help="parts of the names of cases; default: all")
+    options = parser.parse_args()
+    options.built = os.path.join(options.out, "work", "built")
+    os.makedirs(options.built, exist_ok=True)
+    build_native(options)
+    begun = time.monotonic()
+    failed = []
+    results = open(os.path.join(options.out, "results.txt"), "w")
+
+    def run(name, function, *arguments):
+        if options.cases and not any(part in name for part in options.cases):
+            return
+        if time.monotonic() - begun > options.seconds:
+            held, text = None, "there was no time left for it"
+        else:
+            try:
+                held, text = function(*arguments, options)
+            except Exception as problem:  # one broken case must not cost the others
+                held, text = False, repr(problem)
+        word = {True: "ok", False: "FAILED", None: "skipped"}[held]
+        if held is False:
+            failed.append(name)
+        line = f"{time.monotonic() - begun:5.0f} s  {name}: {word}: {text}"
+        print(line, flush=True)
+        results.write(line + "\n")
+        results.flush()
+
+    together = [(f"hang-{case.name}", run_hang, case) for case in hangs()]
+    together += [(f"healthy-{case.name}", run_healthy, case) for case in healthy() if case.repeat == 1]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda case: run(*case), together))
+    run("tools", run_tools)
+    run("sanitizer", run_sanitizer)
+    run("matmul", run_matmul)
+    for case in healthy():
+        if case.repeat > 1:
+            run(f"healthy-{case.name}", run_healthy, case)
+    print(f"{len(failed)} failed: {' '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
