@@ -77,6 +77,8 @@ pub struct DeviceNames {
     pub place: LaunchTarget,
     /// (name*, function), if known.
     pub function_name: Option<&'static CStr>,
+    /// (name*, kernel), for the handles of kernels that belong to no context.
+    pub kernel_name: Option<&'static CStr>,
 }
 
 /// What the launches of a thread go to: a driver has contexts, a runtime has device numbers.
@@ -185,6 +187,7 @@ pub static FAMILIES: [Family; 6] = [
                 device: c"cuCtxGetDevice",
             },
             function_name: Some(c"cuFuncGetName"),
+            kernel_name: Some(c"cuKernelGetName"),
         }),
     },
     Family {
@@ -219,6 +222,7 @@ pub static FAMILIES: [Family; 6] = [
             },
             // hipKernelNameRef has another signature.
             function_name: None,
+            kernel_name: None,
         }),
     },
     Family {
@@ -245,6 +249,7 @@ pub static FAMILIES: [Family; 6] = [
                 set: c"mcSetDevice",
             },
             function_name: None,
+            kernel_name: None,
         }),
     },
     // The next three rows contain only what public headers and programs prove: the library that

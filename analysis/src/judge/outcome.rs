@@ -54,7 +54,13 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
     let stacks = views.iter().filter(|view| view.host.stack).count();
     let nothing_pending = case.graph.events.is_empty();
     if !views.is_empty() && nothing_pending && stacks == views.len() {
-        if views.iter().all(|view| view.host.moved.is_some_and(|moved| moved.is_progress())) {
+        // A thread may wait for its device in a busy loop of the driver, which is no progress.
+        let quiet = matches!(kind, TriggerKind::Idle | TriggerKind::Heartbeat);
+        let spins = |view: &RankView<'_>| quiet && view.host.observed.activity == Activity::DeviceWait;
+        let progresses = |view: &RankView<'_>| {
+            view.host.moved.is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
+        };
+        if views.iter().all(progresses) {
             return not_a_hang(case, &HealthyReason::EveryRankMoves, Confidence::Medium);
         }
         if kind == TriggerKind::Manual {
@@ -171,7 +177,7 @@ fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
 /// This rank has called its device, or the device has completed an operation, within the last
 /// timeout. A rank that waits for it longer than that waits for a rank that is slow or elsewhere,
 /// but not for one that stands still.
-fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
+pub(super) fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
     let Some(flight) = case.view(rank_index).flight else { return false };
     let completed = flight.operations.iter().map(|operation| operation.completed_ns);
     let last_ns = completed.chain([flight.last_launch_ns]).max().unwrap_or(0);

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use xpu_timer_proto::v1::{OpKind, TriggerKind};
 
-use super::outcome::{ended_in_order, is_idle};
+use super::outcome::{ended_in_order, is_idle, uses_device};
 use crate::{
     case::{Case, Position},
     graph::Suspect,
@@ -41,6 +41,8 @@ struct Ranks<'c, 'a> {
     case: &'c Case<'a>,
     /// The incident is a manual dump.
     manual: bool,
+    /// No rank used its device for the idle timeout, or a watcher is blocked in the driver.
+    quiet: bool,
     /// Ranks with a stack that wait for their device or in the creation of a communicator.
     waiting: Vec<usize>,
     /// The other ranks with a stack.
@@ -84,6 +86,13 @@ const SUSPICIONS: &[Suspicion] = &[
         find: manual,
     },
     Suspicion {
+        name: "device_wait",
+        reason: "A job of one rank that has waited for its device for longer than the timeout waits for an operation \
+                 that was not recorded.",
+        scenario: "devices::a_job_of_one_rank_waits_for_a_kernel_that_was_not_recorded",
+        find: device_wait,
+    },
+    Suspicion {
         name: "minority_place",
         reason: "If no rank is stuck in a known way, the few that stand still elsewhere than most ranks are suspected.",
         scenario: "hang::a_minority_at_another_place_is_named_in_a_job_that_stands_still",
@@ -125,7 +134,9 @@ impl<'c, 'a> Ranks<'c, 'a> {
             waiting.sort_unstable();
             (waiting, unlocked)
         };
-        Ranks { case, manual: kind == TriggerKind::Manual, waiting, others, waiting_or_locked, unlocked }
+        let manual = kind == TriggerKind::Manual;
+        let quiet = matches!(kind, TriggerKind::Idle | TriggerKind::Heartbeat);
+        Ranks { case, manual, quiet, waiting, others, waiting_or_locked, unlocked }
     }
 
     fn all(&self) -> std::ops::Range<usize> {
@@ -192,6 +203,17 @@ fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 
 fn manual(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     ranks.manual.then(|| hosts(Vec::new(), Vec::new()))
+}
+
+fn device_wait(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let case = ranks.case;
+    let alone = case.world.views.len() == 1 && case.does(0, Activity::DeviceWait) && case.view(0).has_device();
+    let moves = || case.view(0).host.moved.is_none_or(|moved| moved.own_frame);
+    let stands = alone && ranks.quiet && !moves() && !uses_device(case, 0);
+    stands.then(|| Suspects {
+        suspects: vec![Suspect::Device { rank_index: 0, events: Vec::new() }],
+        waiters: Vec::new(),
+    })
 }
 
 fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

@@ -2,7 +2,7 @@
 
 use super::expect;
 use crate::{
-    Cause, Confidence,
+    Cause, Confidence, HangEvidence,
     testing::{Job, SECOND, Stack},
 };
 use xpu_timer_proto::v1::{Op, OpStatus, TriggerKind};
@@ -82,6 +82,49 @@ fn a_job_of_one_rank() {
     let mut job = Job::new(1);
     job.kernel(0, "stuck_kernel");
     expect(&job.judge(), Cause::KernelHang, &[0], Confidence::Medium);
+}
+
+/// A job of one rank that has used its device some time ago, and now waits for it.
+fn alone_in_device_wait(launched_ago: u64) -> Job {
+    let mut job = Job::new(1);
+    job.trigger(TriggerKind::Idle);
+    job.last_kernel(0, "wait_for_flag");
+    job.flight(0).last_launch_ns = job.flight(0).read_ns - launched_ago;
+    job
+}
+
+#[test]
+fn a_job_of_one_rank_waits_for_a_kernel_that_was_not_recorded() {
+    let verdict = alone_in_device_wait(60 * SECOND).judge();
+    expect(&verdict, Cause::KernelHang, &[0], Confidence::Medium);
+    assert!(verdict.sentence.contains("the last launched kernel is wait_for_flag"), "{}", verdict.sentence);
+    // The device may also be behind its host, so nothing acts on this verdict.
+    assert_eq!(verdict.hang, HangEvidence::None);
+}
+
+#[test]
+fn a_job_of_one_rank_whose_watcher_waits_for_the_driver_too() {
+    // A copy to the host, and the release of memory, hold a lock of the driver while they wait.
+    let mut job = alone_in_device_wait(60 * SECOND);
+    job.trigger(TriggerKind::Heartbeat);
+    let flight = job.flight(0);
+    flight.health.as_mut().unwrap().heartbeat_ns = flight.read_ns - 30 * SECOND;
+    expect(&job.judge(), Cause::KernelHang, &[0], Confidence::Low);
+}
+
+#[test]
+fn a_job_of_one_rank_that_uses_its_device_is_not_suspected() {
+    assert_ne!(alone_in_device_wait(SECOND).judge().cause, Cause::KernelHang, "it used its device a second ago");
+    let mut job = alone_in_device_wait(60 * SECOND);
+    job.set_stack(0, Stack::device_wait().was_at("forward", "/job/train.py:80"));
+    assert_ne!(job.judge().cause, Cause::KernelHang, "it reached another line");
+}
+
+#[test]
+fn ranks_that_wait_for_their_devices_in_a_busy_loop_make_no_progress() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
 }
 
 #[test]

@@ -88,11 +88,18 @@ pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<
     innermost_of(frames, program).map(|frame| format!("{}{}", frame.func_name, source(frame)))
 }
 
+/// Whether a function of the program is one of CUDA's runtime, which nvcc links statically:
+/// `cudaDeviceSynchronize`.
+fn is_cuda_runtime(function: &str) -> bool {
+    function.strip_prefix("cuda").is_some_and(|rest| rest.starts_with(|letter: char| letter.is_ascii_uppercase()))
+}
+
 fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
     frames.iter().find(|frame| {
         frame.module == program
             && is_named(&frame.func_name)
             && !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES)
+            && !is_cuda_runtime(&frame.func_name)
             && !contains_any(&frame.file_name, patterns::SYSTEM_SOURCES)
     })
 }

@@ -48,8 +48,10 @@ pub(super) const C_LIBRARY: &[&str] =
 /// libraries.
 pub(super) const SYSTEM_SOURCES: &[&str] =
     &["/usr/include/", "/usr/lib/", "/rustc/", "./nptl/", "./misc/", "/sysdeps/"];
-/// Parts of functions that belong to the runtime of a language and not to a program.
-pub(super) const RUNTIME_INSIDES: &[&str] = &["std::", "core::", "__gthread", "parking_lot"];
+/// Parts of functions that belong to the runtime of a language, or to CUDA's runtime, and not to a
+/// program.
+pub(super) const RUNTIME_INSIDES: &[&str] =
+    &["std::", "core::", "__gthread", "parking_lot", "libcudart_static_", "__device_stub__", "__cuda"];
 
 /// Native functions that end communicators or the process.
 pub(super) const TEARDOWN_NATIVE: &[&str] = &[
@@ -78,6 +80,10 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "musamemcpy",
     "launchkernel",
     "launchcooperativekernel",
+    // Freeing memory waits until the device has completed all work.
+    "cumemfree",
+    "cudafree",
+    "hipfree",
     "graphlaunch",
     "worknccl",
     "gloo::",

@@ -42,6 +42,7 @@ pub use kernel::sock_diag;
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
 pub use stacks::{CodeLocation, Function, ProcessCapture, Stacks};
+pub use symbols::demangle;
 
 const _: fn() = || {
     fn is_send<T: Send>() {}

@@ -10,6 +10,8 @@ mod names;
 mod split_dwarf;
 mod units;
 
+pub use names::demangle;
+
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
     panic::{AssertUnwindSafe, catch_unwind},

@@ -1,7 +1,7 @@
 //! A ring that a hook handed over. It is read with `pread` alone: a peer that shrinks or rewrites
 //! it can only spoil its own flight record.
 
-use std::{fs::File, io, os::fd::OwnedFd, os::unix::fs::FileExt};
+use std::{collections::HashMap, fs::File, io, os::fd::OwnedFd, os::unix::fs::FileExt};
 
 use rustix::fs::{FileType, fcntl_get_seals, fstat};
 use xpu_timer_proto::{
@@ -85,18 +85,44 @@ impl RingFile {
         Ok(shared.map(|one| CommunicatorRank { id: one.id, size: one.size, rank: one.rank }).collect())
     }
 
-    /// The whole flight record.
+    /// The whole flight record, with readable names of kernels.
     ///
     /// # Errors
     /// As [`ring::read`].
     pub fn read(&self, rank: RankInfo) -> io::Result<FlightRecord> {
-        ring::read(|offset, buffer| self.read_at(offset, buffer), rank, Now::get().mono_ns)
+        let mut record = ring::read(|offset, buffer| self.read_at(offset, buffer), rank, Now::get().mono_ns)?;
+        name_kernels(&mut record);
+        Ok(record)
     }
+}
+
+/// Maximum number of bytes of a kernel's name. Templates make names of thousands of bytes.
+const MAX_KERNEL_NAME: usize = 200;
+
+/// Demangles the names of kernels, and cuts long ones.
+fn name_kernels(record: &mut FlightRecord) {
+    let mut known: HashMap<String, String> = HashMap::new();
+    let of_operations = record.operations.iter_mut().map(|operation| &mut operation.function);
+    let of_streams = record.streams.iter_mut().map(|stream| &mut stream.last_kernel);
+    for name in of_operations.chain(of_streams).filter(|name| name.starts_with('_')) {
+        *name = known.entry(std::mem::take(name)).or_insert_with_key(|name| readable(name)).clone();
+    }
+}
+
+fn readable(mangled: &str) -> String {
+    let mut name = xpu_timer_capture::demangle(mangled.as_bytes());
+    if name.len() > MAX_KERNEL_NAME {
+        name.truncate(name.floor_char_boundary(MAX_KERNEL_NAME));
+        name.push('…');
+    }
+    name
 }
 
 #[cfg(test)]
 mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use xpu_timer_proto::v1::{Operation, Stream};
 
     use super::*;
 
@@ -104,6 +130,29 @@ mod tests {
         let fd = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, bytes).unwrap();
         fd
+    }
+
+    #[test]
+    fn kernels_have_readable_names() {
+        let named = |name: &str| Operation { function: name.into(), ..Default::default() };
+        let stream = Stream { last_kernel: "_Z13wait_for_flagPVi".into(), ..Default::default() };
+        let mut record = FlightRecord {
+            operations: vec![
+                named("_Z39ncclDevKernel_AllReduce_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE"),
+                named("triton_poi_fused_add_0"),
+                named(""),
+                named("_Z1fI1aIiiES0_IS0_IS0_S0_ES0_IS0_"),
+            ],
+            streams: vec![stream],
+            ..Default::default()
+        };
+        name_kernels(&mut record);
+        let names: Vec<&str> = record.operations.iter().map(|operation| operation.function.as_str()).collect();
+        let cut = "_Z1fI1aIiiES0_IS0_IS0_S0_ES0_IS0_";
+        assert_eq!(names, ["ncclDevKernel_AllReduce_Sum_f32_RING_LL", "triton_poi_fused_add_0", "", cut]);
+        assert_eq!(record.streams[0].last_kernel, "wait_for_flag");
+        let long = format!("_Z1fI{}Evv", "i".repeat(400));
+        assert!(readable(&long).len() <= MAX_KERNEL_NAME + '…'.len_utf8());
     }
 
     #[test]

@@ -24,8 +24,11 @@ pub struct Device {
     exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
     capture_info: Option<CaptureInfo>,
     place: LaunchTargetFunctions,
-    pub function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
+    function_name: Option<GetName>,
+    kernel_name: Option<GetName>,
 }
+
+type GetName = unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int;
 
 type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
@@ -94,6 +97,7 @@ fn find() -> Option<Device> {
                 },
             },
             function_name: names.function_name.and_then(|name| typed(library, name)),
+            kernel_name: names.kernel_name.and_then(|name| typed(library, name)),
         })
     }
 }
@@ -128,6 +132,27 @@ fn check(code: c_int) -> Result<(), Code> {
 }
 
 impl Device {
+    /// The name of what a thread is launching. CUDA's runtime launches kernels of libraries
+    /// (CUkernel) as functions (CUfunction), and each kind has its own function for the name, which
+    /// refuses the other kind. The likely one is asked first.
+    ///
+    /// # Safety
+    /// `function` is valid. The name lives as long as it.
+    pub unsafe fn name_of<'a>(&self, function: *mut c_void, by_runtime: bool) -> Option<&'a CStr> {
+        let ask = |get: GetName| {
+            let mut name: *const c_char = std::ptr::null();
+            // SAFETY: the caller's function, and `name` is valid for writing.
+            let code = unsafe { get(&raw mut name, function) };
+            // SAFETY: the driver's string, which lives as long as the function.
+            (code == SUCCESS && !name.is_null()).then(|| unsafe { CStr::from_ptr(name) })
+        };
+        let mut kinds = [self.function_name, self.kernel_name];
+        if by_runtime {
+            kinds.reverse();
+        }
+        kinds.into_iter().flatten().find_map(ask)
+    }
+
     /// Whether a stream is being captured. An error counts as yes: the driver returns one for a
     /// stream that cannot be queried while another stream captures.
     pub fn is_capturing(&self, stream: usize) -> bool {

@@ -148,8 +148,8 @@ impl cpp_demangle::DemangleWrite for BoundedName {
 }
 
 /// Demangles C++ and Rust names, without parameters. Other names are unchanged. The result has at
-/// most [`MAX_NAME`] bytes.
-pub(super) fn demangle(name: &[u8]) -> String {
+/// most 64 KiB and a mark that it is cut.
+pub fn demangle(name: &[u8]) -> String {
     let text = String::from_utf8_lossy(&name[..name.len().min(MAX_NAME)]);
     // Rust's legacy mangling looks like C++ with a hash at the end, so it is tried first.
     if let Ok(rust) = rustc_demangle::try_demangle(&text) {

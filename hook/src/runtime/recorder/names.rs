@@ -1,16 +1,16 @@
 //! The table of kernel and function names.
 
 use std::{
-    ffi::{CStr, c_char, c_void},
+    ffi::c_void,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use xpu_timer_proto::ring::{header, name, offset};
 
 use crate::runtime::{
-    abi::SUCCESS,
     device::device,
     lock_free::hash_slot::home_slot,
+    os::thread_state::{self, IN_RUNTIME},
     recorder::{Recorder, SEEN, store_text},
 };
 
@@ -84,13 +84,10 @@ pub fn name_in(entry: &[AtomicU64]) -> String {
 
 /// Requests a kernel's name from the driver, on the thread that is launching it.
 fn name_function(recorder: &Recorder, function: u64) {
-    let Some(ask) = device().and_then(|device| device.function_name) else { return };
-    let mut name: *const c_char = std::ptr::null();
-    // SAFETY: a function that is being launched is valid, and `name` is valid for writing.
-    let code = unsafe { ask(&mut name, function as *mut c_void) };
-    if code == SUCCESS && !name.is_null() {
-        // SAFETY: the driver's string lives as long as the function's module, which the caller is
-        // using.
-        recorder.add_name(function, unsafe { CStr::from_ptr(name) }.to_bytes());
+    let by_runtime = thread_state::with(|thread| thread.inside.get() & IN_RUNTIME != 0);
+    // SAFETY: a function that is being launched is valid, also while its name is copied.
+    let name = device().and_then(|device| unsafe { device.name_of(function as *mut c_void, by_runtime) });
+    if let Some(name) = name {
+        recorder.add_name(function, name.to_bytes());
     }
 }

@@ -34,10 +34,11 @@ driver_table! {
         context_device = c"cuCtxGetDevice" (Out<Device>);
         context_synchronize = c"cuCtxSynchronize" (ContextHandle);
         priority_range = c"cuCtxGetStreamPriorityRange" (Out<i32>, Out<i32>);
-        module_load = c"cuModuleLoadData" (Out<ModuleHandle>, In<u8>);
-        module_function = c"cuModuleGetFunction" (Out<FunctionHandle>, ModuleHandle, Text);
-        module_unload = c"cuModuleUnload" (ModuleHandle);
-        function_name = c"cuFuncGetName" (Out<*const c_char>, FunctionHandle);
+        library_load = c"cuLibraryLoadData" (Out<ModuleHandle>, In<u8>, usize, usize, u32, usize, usize, u32);
+        library_kernel = c"cuLibraryGetKernel" (Out<FunctionHandle>, ModuleHandle, Text);
+        library_unload = c"cuLibraryUnload" (ModuleHandle);
+        kernel_function = c"cuKernelGetFunction" (Out<FunctionHandle>, FunctionHandle);
+        kernel_name = c"cuKernelGetName" (Out<*const c_char>, FunctionHandle);
         function_attribute = c"cuFuncGetAttribute" (Out<i32>, i32, FunctionHandle);
         occupancy = c"cuOccupancyMaxActiveBlocksPerMultiprocessor" (Out<i32>, FunctionHandle, i32, usize);
         launch = c"cuLaunchKernel" (FunctionHandle, u32, u32, u32, u32, u32, u32, u32, StreamHandle, usize, usize);

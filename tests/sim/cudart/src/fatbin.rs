@@ -1,5 +1,6 @@
 //! Kernels that programs register for their host functions (`__cudaRegisterFatBinary` and others,
-//! which nvcc's code in every program calls), and their loading into each context at first use.
+//! which nvcc's code in every program calls), and their loading into each context at first use. As
+//! in the real runtime, a kernel is that of a library (CUkernel), which has no name as a function.
 
 use std::{
     collections::HashMap,
@@ -99,13 +100,14 @@ pub(crate) fn function(driver: &Driver, host: usize) -> Result<FunctionHandle, C
         Some(module) => *module,
         None => {
             let mut module = 0;
-            check((driver.module_load)(Out::to(&mut module), In::from_address(image)))?;
+            let image = In::from_address(image);
+            check((driver.library_load)(Out::to(&mut module), image, 0, 0, 0, 0, 0, 0))?;
             registry.modules.insert((context, binary), module);
             module
         }
     };
     let mut function = 0;
-    check((driver.module_function)(Out::to(&mut function), module, Text::borrowed(&name)))
+    check((driver.library_kernel)(Out::to(&mut function), module, Text::borrowed(&name)))
         .map_err(|_| CuError::INVALID_DEVICE_FUNCTION)?;
     registry.functions.insert((context, host), function);
     Ok(function)

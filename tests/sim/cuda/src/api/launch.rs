@@ -1,6 +1,6 @@
 //! Modules, libraries, functions and launches.
 
-use std::ffi::CStr;
+use std::{ffi::CStr, sync::Arc};
 
 use sim_abi::{
     cuda::{CuError, FunctionHandle, LaunchConfig, ModuleHandle, StreamHandle, launch_buffer},
@@ -10,7 +10,7 @@ use sim_abi::{
 use super::driver_api;
 use crate::{
     context::Context,
-    module::{FUNCTIONS, Module},
+    module::{FUNCTIONS, Function, Module},
     queue::Work,
     stream::{self, Stream},
 };
@@ -65,7 +65,7 @@ driver_api! { call:
     }
 
     since 12000 fn cuLibraryGetKernel(kernel: Out<FunctionHandle>, library: ModuleHandle, name: Text) {
-        Ok(kernel.set(Module::function(library, &name.get()?)?)?)
+        Ok(kernel.set(Module::function(library, &name.get()?)? + OF_LIBRARY)?)
     }
 
     since 12000 fn cuLibraryGetModule(module: Out<ModuleHandle>, library: ModuleHandle) {
@@ -73,12 +73,13 @@ driver_api! { call:
     }
 
     since 12000 fn cuKernelGetFunction(function: Out<FunctionHandle>, kernel: FunctionHandle) {
-        FUNCTIONS.get(kernel).ok_or(CuError::INVALID_HANDLE)?;
-        Ok(function.set(kernel)?)
+        let found = kernel.wrapping_sub(OF_LIBRARY);
+        FUNCTIONS.get(found).ok_or(CuError::INVALID_HANDLE)?;
+        Ok(function.set(found)?)
     }
 
     since 12030 fn cuKernelGetName(name: Out<*const CStrByte>, kernel: FunctionHandle) {
-        Ok(name.set(name_of(kernel)?)?)
+        Ok(name.set(name_of(kernel.wrapping_sub(OF_LIBRARY))?)?)
     }
 
     since 12030 fn cuFuncGetName(name: Out<*const CStrByte>, function: FunctionHandle) {
@@ -86,28 +87,27 @@ driver_api! { call:
     }
 
     fn cuFuncGetModule(module: Out<ModuleHandle>, function: FunctionHandle) {
-        Ok(module.set(FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?.module)?)
+        Ok(module.set(find(function)?.module)?)
     }
 
     fn cuFuncGetAttribute(value: Out<i32>, attribute: i32, function: FunctionHandle) {
-        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+        find(function)?;
         // Threads of a block, registers, PTX and binary version; the others are 0.
         Ok(value.set(match attribute { 0 => 1024, 4 => 32, 5 | 6 => 90, _ => 0 })?)
     }
 
     fn cuFuncSetAttribute(function: FunctionHandle, _attribute: i32, _value: i32) {
-        FUNCTIONS.get(function).map(drop).ok_or(CuError::INVALID_HANDLE)
+        find(function).map(drop)
     }
 
     fn cuFuncSetCacheConfig(function: FunctionHandle, _config: i32) {
-        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
-        Ok(())
+        find(function).map(drop)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
         count: Out<i32>, function: FunctionHandle, block_size: i32, _shared_bytes: usize
     ) {
-        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+        find(function)?;
         Ok(count.set((2048 / block_size.max(1)).min(32))?)
     }
 
@@ -157,6 +157,16 @@ driver_api! { call:
 /// A byte of a C string that is owned by the function that it names.
 type CStrByte = std::ffi::c_char;
 
+/// A kernel of a library (CUkernel) has the handle of its function plus this. A launch and the
+/// attributes accept both handles, as the real driver does; each name has its own function.
+const OF_LIBRARY: FunctionHandle = 1;
+
+/// The function of either handle.
+fn find(handle: FunctionHandle) -> Result<Arc<Function>, CuError> {
+    let of_library = || FUNCTIONS.get(handle.wrapping_sub(OF_LIBRARY));
+    FUNCTIONS.get(handle).or_else(of_library).ok_or(CuError::INVALID_HANDLE)
+}
+
 /// The name lives as long as the function, which its module keeps.
 fn name_of(function: FunctionHandle) -> Result<*const CStrByte, CuError> {
     let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
@@ -165,7 +175,7 @@ fn name_of(function: FunctionHandle) -> Result<*const CStrByte, CuError> {
 
 /// Launches a kernel. `params` is ignored: only host kernels have parameters, from `extra`.
 fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>) -> Result<(), CuError> {
-    let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+    let function = find(function)?;
     if config.grid.contains(&0)
         || config.block.contains(&0)
         || config.block.iter().map(|n| u64::from(*n)).product::<u64>() > 1024

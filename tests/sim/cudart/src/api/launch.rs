@@ -57,11 +57,11 @@ runtime_api! { with_context:
     }
 
     fn cudaGetFuncBySymbol(d; function: Out<FunctionHandle>, symbol: usize) {
-        Ok(function.set(fatbin::function(d, symbol)?)?)
+        check((d.kernel_function)(function, fatbin::function(d, symbol)?))
     }
 
     fn cudaFuncGetName(d; name: Out<*const c_char>, function: usize) {
-        check((d.function_name)(name, fatbin::function(d, function)?))
+        check((d.kernel_name)(name, fatbin::function(d, function)?))
     }
 
     fn cudaFuncGetAttributes(d; attributes: Out<FunctionAttributes>, function: usize) {
