@@ -3,6 +3,7 @@
 //! Architecture Invariant: nothing here imports `interpose` or `backends`.
 
 pub(crate) mod abi;
+pub(crate) mod contexts;
 #[allow(unsafe_code)]
 pub(crate) mod device;
 

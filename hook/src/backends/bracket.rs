@@ -15,6 +15,7 @@ use crate::{
     interpose::hooked::AfterCall,
     runtime::{
         abi::{NCCL_IN_PROGRESS, SUCCESS},
+        contexts,
         device::{Device, device, is_default},
         lifecycle::config::Bracket,
         lock_free::slot::state,
@@ -67,6 +68,9 @@ pub fn start(recorder: &'static Recorder, index: usize) {
 fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &AtomicUsize) {
     let slot = &recorder.slots[index];
     let (context, stream) = (slot.context.load(Ordering::Relaxed), slot.stream.load(Ordering::Relaxed));
+    if !contexts::exists(context) {
+        return;
+    }
     let current = device.current();
     let elsewhere = current != context;
     if elsewhere && device.make_current(context).is_err() {

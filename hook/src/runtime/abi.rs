@@ -79,6 +79,9 @@ pub const RUNTIME_NOT_FOUND: c_int = 500;
 /// `CUDA_ERROR_NOT_READY`, the only code that means pending.
 pub const NOT_READY: c_int = 600;
 
+/// `CUDA_ERROR_CONTEXT_IS_DESTROYED`.
+pub const CONTEXT_IS_DESTROYED: c_int = 709;
+
 /// `CU_STREAM_PER_THREAD`, the meaning of NULL for the `_ptsz` form of a function.
 pub const STREAM_PER_THREAD: usize = 2;
 

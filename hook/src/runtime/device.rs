@@ -9,6 +9,7 @@ use xpu_timer_proto::family::LaunchTarget;
 
 use crate::runtime::{
     abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
+    contexts::{address_of, current_generation},
     linker::dynamic::{self, forget_linker_error, loaded, look_up},
     os::leaked_once::LeakedOnce,
 };
@@ -34,7 +35,7 @@ type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_voi
 
 /// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
 /// represents it as a number other than 0: the address of the driver's context, or the device
-/// number plus one.
+/// number plus one, with a generation; see `runtime::contexts`.
 enum LaunchTargetFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
@@ -184,7 +185,7 @@ impl Device {
                 // SAFETY: as above.
                 if unsafe { of_any_stream(own, &mut context, &mut green) } == SUCCESS { context as usize } else { 0 }
             }
-            _ if is_default(stream) => self.current(),
+            _ if is_default(stream) => self.current_address(),
             LaunchTargetFunctions::Context { of_stream, .. } => {
                 let mut context: Context = std::ptr::null_mut();
                 // SAFETY: as above.
@@ -195,13 +196,17 @@ impl Device {
                 // SAFETY: as above.
                 if unsafe { of_stream(own, &mut device) } == SUCCESS { numbered(device) } else { 0 }
             }
-            LaunchTargetFunctions::Device { of_stream: None, .. } => self.current(),
+            LaunchTargetFunctions::Device { of_stream: None, .. } => self.current_address(),
         };
-        (context != 0).then_some(context)
+        (context != 0).then(|| current_generation(context))
     }
 
     /// The thread's current context, 0 for none.
     pub fn current(&self) -> usize {
+        current_generation(self.current_address())
+    }
+
+    fn current_address(&self) -> usize {
         match &self.place {
             LaunchTargetFunctions::Context { current, .. } => {
                 let mut context: Context = std::ptr::null_mut();
@@ -217,6 +222,7 @@ impl Device {
     /// # Errors
     /// The driver's code.
     pub fn make_current(&self, context: usize) -> Result<(), Code> {
+        let context = address_of(context);
         match &self.place {
             // SAFETY: a launch was seen in this context; the driver returns an error if it no
             // longer exists.

@@ -116,6 +116,8 @@ pub struct Recorder {
     pub open_calls: OpenCalls,
     /// Spare events.
     pub pools: EventPools,
+    /// Number of host threads that are destroying a context; see `runtime::contexts`.
+    pub destroying: AtomicU32,
     /// A test injects panics; see `lifecycle::panics`.
     pub injects_panics: AtomicBool,
     /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
@@ -171,6 +173,7 @@ impl Recorder {
             comms: CommunicatorTable::new(),
             open_calls: OpenCalls::new(),
             pools: EventPools::new(),
+            destroying: AtomicU32::new(0),
             injects_panics: AtomicBool::new(false),
             bracket: AtomicU32::new(0),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),

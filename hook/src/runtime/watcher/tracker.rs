@@ -12,7 +12,8 @@ use xpu_timer_proto::{
 };
 
 use crate::runtime::{
-    abi::{NOT_READY, STREAM_PER_THREAD, SUCCESS},
+    abi::{CONTEXT_IS_DESTROYED, NOT_READY, STREAM_PER_THREAD, SUCCESS},
+    contexts,
     device::{Code, Device, device},
     lifecycle::exit,
     lock_free::{event_pools::LOW, slot::state},
@@ -238,6 +239,10 @@ impl Tracker {
             if event == 0 {
                 continue;
             }
+            if !contexts::exists(context) {
+                // The driver has freed it.
+                continue;
+            }
             let handed_back = self.recorder.handoff_of(slot).give_event(context, event)
                 || self.recorder.pools.of(context).is_some_and(|pool| pool.push(event).is_ok());
             if !handed_back {
@@ -252,7 +257,7 @@ impl Tracker {
 
     /// Keeps spare events ready in every context in which launches were seen.
     fn fill_pools(&mut self) {
-        for (context, pool) in self.recorder.pools.contexts() {
+        for (context, pool) in self.recorder.pools.contexts().filter(|(context, _)| contexts::exists(*context)) {
             while pool.len() < LOW {
                 let event = self.call(context, call::EVENT_CREATE, Device::create_event);
                 let Some(Ok(Ok(event))) = event else { break };
@@ -283,28 +288,32 @@ impl Tracker {
         let device = device()?;
         if !self.relaxed {
             // Otherwise a query would break another thread's capture.
-            if let Err(code) = self.stamped(call::EXCHANGE_CAPTURE_MODE, || device.relax_capture())? {
+            if let Err(code) = self.stamped(call::EXCHANGE_CAPTURE_MODE, 0, || device.relax_capture())?.flatten() {
                 return Some(Err(code));
             }
             self.relaxed = true;
         }
         if context != 0 && context != self.context {
-            if let Err(code) = self.stamped(call::SET_CURRENT, || device.make_current(context))? {
+            if let Err(code) = self.stamped(call::SET_CURRENT, context, || device.make_current(context))?.flatten() {
                 return Some(Err(code));
             }
             self.context = context;
         }
-        self.stamped(what, || function(device)).map(Ok)
+        self.stamped(what, context, || function(device))
     }
 
-    fn stamped<R>(&self, what: u64, function: impl FnOnce() -> R) -> Option<R> {
+    /// Makes a driver call, unless no call may be made now. An error when `context` has been
+    /// destroyed; 0 for a call that needs none.
+    fn stamped<R>(&self, what: u64, context: usize, function: impl FnOnce() -> R) -> Option<Result<R, Code>> {
         let [call, since] =
             [header::WATCHER_CALL, header::WATCHER_SINCE_NS].map(|word| self.recorder.ring.header(word));
         since.store(clock::now_ns(), Ordering::Relaxed);
-        // The exit handler sets its flag and then reads the stamp; this stamps and then reads the
-        // flag. At least one of them sees the other.
+        // The exit handler, and a thread that destroys a context, set a flag and then read the
+        // stamp; this stamps and then reads the flags. At least one of them sees the other.
         call.store(what, Ordering::SeqCst);
-        let result = (!exit::is_ending()).then(function);
+        let may_call = !exit::is_ending() && self.recorder.destroying.load(Ordering::SeqCst) == 0;
+        let result = may_call
+            .then(|| if contexts::exists(context) { Ok(function()) } else { Err(CONTEXT_IS_DESTROYED) });
         call.store(0, Ordering::SeqCst);
         since.store(0, Ordering::Relaxed);
         result

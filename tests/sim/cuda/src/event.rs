@@ -1,12 +1,13 @@
 //! Events: the latest record counts.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use sim_abi::{cuda::CuError, handles::Handles};
 
 use crate::{
     capture::{self, Capture},
     context::Context,
+    process,
     queue::Work,
     record::{LatestRecord, Marker, Record},
     stream::Stream,
@@ -14,6 +15,10 @@ use crate::{
 
 /// CU_EVENT_DISABLE_TIMING.
 const DISABLE_TIMING: u32 = 2;
+
+/// Whether the use of an event whose context was destroyed ends the process, as it may with the
+/// real driver: `XPU_SIM_DEAD_EVENTS_ABORT=1`.
+static DEAD_EVENTS_ABORT: LazyLock<bool> = LazyLock::new(|| process::setting("XPU_SIM_DEAD_EVENTS_ABORT", 0) != 0);
 
 /// All live events.
 pub static EVENTS: Handles<Event> = Handles::new();
@@ -37,7 +42,12 @@ impl Event {
 
     /// The event of a handle.
     pub fn find(handle: usize) -> Result<Arc<Self>, CuError> {
-        EVENTS.get(handle).ok_or(CuError::INVALID_HANDLE)
+        let event = EVENTS.get(handle).ok_or(CuError::INVALID_HANDLE)?;
+        if *DEAD_EVENTS_ABORT && !event.context.is_alive() {
+            eprintln!("an event of a destroyed context is used");
+            std::process::abort();
+        }
+        Ok(event)
     }
 
     /// Records the event. With `external`, it becomes a node of its own if the stream is capturing.

@@ -166,6 +166,16 @@ fn a_destroyed_context_is_an_error_and_no_hang() {
 }
 
 #[test]
+fn no_event_of_a_destroyed_context_is_used() {
+    let environment = [("XPU_TIMER_BRACKET", "all"), ("XPU_SIM_DEAD_EVENTS_ABORT", "1")];
+    let records = check_until("contexts_are_destroyed_with_work_and_made_again", 1, &environment, all_ended);
+    let kernels = operations(&records[0], Op::Kernel);
+    let last = kernels.iter().find(|kernel| kernel.function == "last").expect("it is recent");
+    assert_eq!(last.status(), OpStatus::Completed, "{last:?}");
+    assert!(kernels.iter().filter(|kernel| kernel.function == "any").all(|kernel| kernel.error == 0 || kernel.error == 709));
+}
+
+#[test]
 fn one_threads_default_stream_does_not_wait_for_anothers() {
     let environment = [("XPU_SIM_FAULT", "stuck_kernel:n=1"), ("XPU_TIMER_BRACKET", "all")];
     let is_there = |record: &FlightRecord| {

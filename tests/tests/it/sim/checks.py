@@ -916,6 +916,29 @@ def a_destroyed_context_has_no_events():
     assert code_of(event.query) == 709
 
 
+def contexts_are_destroyed_with_work_and_made_again():
+    """With more of them than the hook has pools of events."""
+    for _ in range(30):
+        cuda.set_device(0)
+        kernel, stream = cuda.Kernel("any", 100), cuda.Stream()
+        for _ in range(20):
+            kernel.launch(stream)
+        stream.synchronize()
+        cuda.Kernel("long", 10_000_000).launch(stream)
+        time.sleep(0.02)
+        assert cuda.driver.cuDevicePrimaryCtxReset_v2(0) == 0
+    context = c_void_p()
+    for _ in range(10):
+        assert cuda.driver.cuDevicePrimaryCtxRetain(byref(context), 0) == 0
+        assert cuda.driver.cuCtxSetCurrent(context) == 0
+        cuda.Kernel("any", 100).launch(cuda.Stream())
+        assert cuda.driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+    cuda.set_device(0)
+    kernel, stream = cuda.Kernel("last", 100), cuda.Stream()
+    kernel.launch(stream)
+    stream.synchronize()
+
+
 def per_thread_streams():
     """Two threads use the same handle for two streams: the first's never goes on, the second's
     does.

@@ -104,6 +104,7 @@ driver_api! { call:
     }
 
     fn cuEventDestroy_v2(event: EventHandle) {
+        Event::find(event)?;
         EVENTS.remove(event).map(drop).ok_or(CuError::INVALID_HANDLE)
     }
 
