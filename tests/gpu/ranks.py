@@ -6,11 +6,11 @@ own and NCCL connects them through sockets.
     run_ranks.py --nproc 3 ranks.py --fault kernel
 
 Faults, on rank 1 at step 5: `kernel`: a kernel that does not end; `absent`: the rank reads a pipe
-that nobody writes; `killed`, `stopped`: it sends itself that signal; `order`: it broadcasts where the
-others sum; `size`: it sums half as many elements; `skip`: it leaves out one sum and goes on;
-`receive`: it receives what rank 0 never sends; `subgroup`: it stays away from the group of ranks 1 and 2;
-`lock`: it waits for a lock that its own thread holds; `init`: it never makes its communicator;
-`graph`: a graph that sums and never gets its turn on rank 1; `raise`: it raises an exception;
+that nobody writes; `killed`, `stopped`: it sends itself that signal; `order`: it broadcasts where
+the others sum; `size`: it sums half as many elements; `skip`: it leaves out one sum and goes on;
+`receive`: it receives what rank 0 never sends; `subgroup`: it stays away from the group of ranks 1
+and 2; `lock`: it waits for a lock that its own thread holds; `init`: it never makes its
+communicator; `graph`: it does not replay its graph, which sums; `raise`: it raises an exception;
 `memory`: it reads memory that is not its own, so its device fails.
 """
 

@@ -1,11 +1,11 @@
-"""Runs xpu_timer on a real GPU: healthy programs with and without it, and hangs with their verdicts.
+"""Runs xpu_timer on a real GPU: healthy programs with and without it, and hangs.
 
     python3 tests/gpu/run.py --package target/dist/xpu_timer --out OUT [case ...]
 
-`--package` is the unpacked archive of `cargo xtask dist`. The cases of torch need a PyTorch for CUDA
-in the running Python, `native` needs nvcc; a case that cannot run says so. Prints a line for each case,
-and writes verdicts, metrics and stacks to OUT. The exit status is 1 when a case did not hold.
-`docs/gpu.md` says what was seen.
+`--package` is the unpacked archive of `cargo xtask dist`. The cases of torch need a PyTorch for
+CUDA in the running Python, and `native` needs nvcc. Prints a line for each case, and writes
+verdicts, metrics and stacks to OUT. The exit status is 1 when a case failed. `docs/gpu.md` has the
+results.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Healthy programs on one real GPU, each of which prints what it computed, and two that measure.
 
-    workloads.py transformer | workers | shared | error | out_of_memory | allocator | profiler | jax | cupy |
-                 lightning | launches | matmul
+    workloads.py NAME
+
+The names are those of the functions. A line that begins with MEASURED differs between runs.
 """
 
 import os

@@ -183,8 +183,7 @@ struct LongerForm {
 
 /// The hooked names whose newer form has more arguments than the older one. All other forms of a
 /// hooked name agree in the registers of their arguments, or have fewer, so that one row serves
-/// them. The test `coverage::rows::no_form_of_a_driver_function_has_more_arguments_than_its_row` compares this with
-/// cudaTypedefs.h.
+/// them. A test in `tests/tests/it/coverage/rows.rs` compares this with cudaTypedefs.h.
 const LONGER_FORMS: [LongerForm; 2] = [
     LongerForm { name: b"cuGetProcAddress", since: 12000, symbol: b"cuGetProcAddress_v2" },
     LongerForm { name: b"cuCtxSynchronize", since: 13000, symbol: b"cuCtxSynchronize_v2" },

@@ -366,7 +366,7 @@ fn no_form_of_a_driver_function_has_more_arguments_than_its_row() {
     let mut compared = 0;
     for (name, version, count) in forms(&header) {
         let Some(own) = arguments_of(name) else { continue };
-        // The hook distinguishes the longer forms by the version that cuGetProcAddress is asked for.
+        // The hook distinguishes the longer forms by the version in the call of cuGetProcAddress.
         let longer = || arguments_of(&format!("{name}_v2")).is_some_and(|longer| count <= longer);
         assert!(count <= own || longer(), "{name} of CUDA {version} has {count} arguments, and the hook passes {own}");
         compared += 1;
