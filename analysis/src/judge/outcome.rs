@@ -58,7 +58,9 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
         let quiet = matches!(kind, TriggerKind::Idle | TriggerKind::Heartbeat);
         let spins = |view: &RankView<'_>| quiet && view.host.observed.activity == Activity::DeviceWait;
         let progresses = |view: &RankView<'_>| {
-            view.host.moved.is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
+            view.host
+                .moved
+                .is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
         };
         if views.iter().all(progresses) {
             return not_a_hang(case, &HealthyReason::EveryRankMoves, Confidence::Medium);

@@ -68,7 +68,8 @@ impl AfterCall for Destruction {
             Ended::IfInactive { device, state } => {
                 let (mut flags, mut active) = (0, 0);
                 // SAFETY: the places are those of this function.
-                let known = state.is_some_and(|state| unsafe { state(device, &raw mut flags, &raw mut active) } == SUCCESS);
+                let known =
+                    state.is_some_and(|state| unsafe { state(device, &raw mut flags, &raw mut active) } == SUCCESS);
                 if !known || active == 0 {
                     contexts::end_all();
                 }

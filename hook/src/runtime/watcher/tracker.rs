@@ -312,8 +312,8 @@ impl Tracker {
         // stamp; this stamps and then reads the flags. At least one of them sees the other.
         call.store(what, Ordering::SeqCst);
         let may_call = !exit::is_ending() && self.recorder.destroying.load(Ordering::SeqCst) == 0;
-        let result = may_call
-            .then(|| if contexts::exists(context) { Ok(function()) } else { Err(CONTEXT_IS_DESTROYED) });
+        let result =
+            may_call.then(|| if contexts::exists(context) { Ok(function()) } else { Err(CONTEXT_IS_DESTROYED) });
         call.store(0, Ordering::SeqCst);
         since.store(0, Ordering::Relaxed);
         result

@@ -172,7 +172,9 @@ fn no_event_of_a_destroyed_context_is_used() {
     let kernels = operations(&records[0], Op::Kernel);
     let last = kernels.iter().find(|kernel| kernel.function == "last").expect("it is recent");
     assert_eq!(last.status(), OpStatus::Completed, "{last:?}");
-    assert!(kernels.iter().filter(|kernel| kernel.function == "any").all(|kernel| kernel.error == 0 || kernel.error == 709));
+    assert!(
+        kernels.iter().filter(|kernel| kernel.function == "any").all(|kernel| kernel.error == 0 || kernel.error == 709)
+    );
 }
 
 #[test]
