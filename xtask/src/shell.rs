@@ -55,6 +55,19 @@ pub(crate) fn need(packages: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Makes sure that a build and a run of the tests have room on the disk of `target`. On a full disk
+/// hundreds of tests fail, and none of them says why.
+pub(crate) fn need_disk() -> Result<()> {
+    let target = xpu_timer_tests::tree().join("target");
+    let needed_gb = if target.join("debug/deps").exists() { 2 } else { 10 };
+    std::fs::create_dir_all(&target)?;
+    let disk = nix::sys::statvfs::statvfs(&target)?;
+    let free_gb = disk.blocks_available() * disk.fragment_size() >> 30;
+    let target = target.display();
+    ensure!(free_gb >= needed_gb, "{target} needs {needed_gb} GiB of free disk space, and {free_gb} GiB are free");
+    Ok(())
+}
+
 /// The command line as text.
 pub(crate) fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());

@@ -26,6 +26,7 @@ pub(crate) fn need_tools() -> Result<()> {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     need_tools()?;
+    shell::need_disk()?;
     build(options)?;
     let skipped = xpu_timer_tests::tree().join("target/skipped-tests.txt");
     // It does not exist if no test was skipped last time.

@@ -100,6 +100,7 @@ impl Images {
             Some(FileMatch::Candidates(files)) => (None, files),
             None => (None, Vec::new()),
         };
+        let file_exists = exact.is_some();
         let path = mapping.path.clone();
         let root = PathBuf::from(format!("/proc/{pid}/root"));
         let from_file = exact.and_then(|(file, key)| {
@@ -119,6 +120,10 @@ impl Images {
             self.get_or_parse(key, || {
                 let rebuilt = self.run_with_timeout(remote, mapping.device, Source::Memory, move || headers.rebuild());
                 let rebuilt = Image::parse(Bytes::Memory(rebuilt?), &path, root.clone());
+                let rebuilt = rebuilt.map(|mut image| {
+                    image.has_unreadable_file = file_exists;
+                    image
+                });
                 // A file with the same build id has more than the memory has.
                 let id = rebuilt.as_ref().ok().and_then(|rebuilt| rebuilt.build_id.clone());
                 let file = id.and_then(|id| {

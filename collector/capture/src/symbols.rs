@@ -191,22 +191,25 @@ impl Symbolizer {
     /// Messages about objects whose functions have no names because their files changed or could
     /// not be read.
     fn missing_name_errors(&self, places: &[RawCodeLocation]) -> BTreeSet<String> {
+        let unreadable = |path: &str| format!("{path} could not be read, so its functions have no names");
         let of = |place: &RawCodeLocation| match &place.image {
             Some(image) if self.changed.contains(&image.id) => {
                 Some(format!("{} changed while it was read, so its functions have no names", image.path))
             }
-            Some(_) => None,
-            None => place
-                .path
-                .starts_with('/')
-                .then(|| format!("{} could not be read, so its functions have no names", place.path)),
+            Some(image) => (image.has_unreadable_file && self.name_of(place).is_none()).then(|| unreadable(&image.path)),
+            None => place.path.starts_with('/').then(|| unreadable(&place.path)),
         };
         places.iter().filter_map(of).collect()
     }
 
+    /// The name of a place by the symbols of its object.
+    fn name_of(&self, place: &RawCodeLocation) -> Option<Arc<str>> {
+        self.objects.get(&place.image.as_ref()?.id)?.names.get(&place.address())?.clone()
+    }
+
     fn place<'a>(&self, raw: &'a RawCodeLocation, modules: &mut HashMap<&'a str, Arc<str>>) -> CodeLocation {
         let known = raw.image.as_ref().and_then(|image| self.objects.get(&image.id));
-        let name = known.and_then(|known| known.names.get(&raw.address())?.clone()).or_else(|| raw.name.clone());
+        let name = self.name_of(raw).or_else(|| raw.name.clone());
         let python = || raw.image.as_ref()?.known_python()?.name(raw.address());
         let name = name.or_else(|| python().map(Into::into));
         let sources = known.and_then(|known| known.sources.get(&raw.address())).map_or(&[][..], |sources| sources);

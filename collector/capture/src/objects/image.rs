@@ -80,6 +80,9 @@ pub(crate) struct Image {
     rows: RwLock<HashMap<u64, Option<Arc<UnwindRow>>>>,
     /// Whether its file is known to have changed.
     stale: AtomicBool,
+    /// Whether it was rebuilt from memory although its file exists: the file could not be read, or
+    /// is no complete object.
+    pub has_unreadable_file: bool,
     /// The interpreter in the object, if any, once it was searched for.
     python: OnceLock<Option<Arc<Runtime>>>,
 }
@@ -185,6 +188,7 @@ impl Image {
             last_used: AtomicU64::new(0),
             rows: RwLock::default(),
             stale: AtomicBool::new(false),
+            has_unreadable_file: false,
             python: OnceLock::new(),
             bytes,
         })

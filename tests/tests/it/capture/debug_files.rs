@@ -378,3 +378,29 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
         assert!(captured.sample.errors.is_empty(), "{}", describe(&captured.sample));
     }
 }
+
+#[test]
+fn a_library_of_which_only_a_part_is_written_is_reported() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let library = compile_c(folder.path(), "library.so", &library(), &["-O0", "-g0", "-shared", "-fPIC"]);
+    let program = compile_c(folder.path(), "program", THROUGH_A_LIBRARY, &["-O1", "-ldl"]);
+    let whole = fs::read(&library).expect("the library");
+    let path = library.to_str().expect("UTF-8").to_owned();
+    let process = start(&program, &[&path]);
+    let pid = process.pid();
+    capture_until(pid, "it waits within the library", |sample| {
+        names(thread(sample, pid)).contains(&"through_the_library")
+    });
+    // What `cp` over the library leaves while it waits for a processor.
+    let file = OpenOptions::new().write(true).open(&library).expect("own file");
+    for part in (1..16).map(|part| whole.len() * part / 16) {
+        file.set_len(0).expect("own file");
+        std::os::unix::fs::FileExt::write_all_at(&file, &whole[..part], 0).expect("own file");
+        let captured = Capturer::new().capture(&[pid], &Options::default()).remove(0);
+        let main = thread(&captured.sample, pid);
+        let remark = |error: &String| error.contains(&path) && error.contains("have no names");
+        let is_lost = !names(main).contains(&"through_the_library");
+        let is_said = captured.sample.errors.iter().any(remark);
+        assert!(is_said || !is_lost, "{part} bytes of {}: {}", whole.len(), describe(&captured.sample));
+    }
+}
