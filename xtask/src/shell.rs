@@ -62,7 +62,7 @@ pub(crate) fn need_disk() -> Result<()> {
     let needed_gb = if target.join("debug/deps").exists() { 2 } else { 10 };
     std::fs::create_dir_all(&target)?;
     let disk = nix::sys::statvfs::statvfs(&target)?;
-    let free_gb = disk.blocks_available() * disk.fragment_size() >> 30;
+    let free_gb = (disk.blocks_available() * disk.fragment_size()) >> 30;
     let target = target.display();
     ensure!(free_gb >= needed_gb, "{target} needs {needed_gb} GiB of free disk space, and {free_gb} GiB are free");
     Ok(())

@@ -46,6 +46,8 @@ pub(crate) struct Symbolizer {
     objects: HashMap<u64, CachedObject>,
     /// Objects whose files were modified during the search for names.
     changed: HashSet<u64>,
+    /// Objects whose names the last capture did not find before its deadline.
+    late: HashSet<u64>,
     captures: u64,
 }
 
@@ -132,7 +134,8 @@ impl Symbolizer {
 
     fn find_names(&mut self, objects: &[Arc<Object>], deadline: Instant) {
         let jobs: Vec<Arc<Object>> = objects.iter().filter(|object| !object.names.is_empty()).cloned().collect();
-        let known = &mut self.objects;
+        let (known, late) = (&mut self.objects, &mut self.late);
+        *late = jobs.iter().map(|object| object.image.id).collect();
         let started = pool::run(
             jobs.clone(),
             &pool_config(),
@@ -146,6 +149,7 @@ impl Symbolizer {
                 let object = &jobs[index];
                 let known = known.entry(object.image.id).or_default();
                 known.names.extend(object.names.iter().copied().zip(found));
+                late.remove(&object.image.id);
             },
         );
         if let Err(error) = started {
@@ -196,7 +200,11 @@ impl Symbolizer {
             Some(image) if self.changed.contains(&image.id) => {
                 Some(format!("{} changed while it was read, so its functions have no names", image.path))
             }
-            Some(image) => (image.has_unreadable_file && self.name_of(place).is_none()).then(|| unreadable(&image.path)),
+            Some(_) if self.name_of(place).is_some() => None,
+            Some(image) if self.late.contains(&image.id) => {
+                Some(format!("{} was not searched in time, so its functions have no names", image.path))
+            }
+            Some(image) => image.has_unreadable_file.then(|| unreadable(&image.path)),
             None => place.path.starts_with('/').then(|| unreadable(&place.path)),
         };
         places.iter().filter_map(of).collect()

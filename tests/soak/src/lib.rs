@@ -117,7 +117,7 @@ pub fn run(options: &Options) -> Result<bool> {
         samples.len(),
         begun.elapsed()
     );
-    Ok(sample::compare(&samples) && reached)
+    Ok(sample::compare(&samples, options.flood) && reached)
 }
 
 /// A program that starts short processes. It is in C, because a Python process takes ten times as
