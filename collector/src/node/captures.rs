@@ -279,7 +279,11 @@ mod tests {
         assert!(captures.capture(&[666], SHORT).is_err());
         assert_eq!(captures.capture(&[7], SHORT).unwrap().len(), 1);
         assert_eq!(made.load(Ordering::Relaxed), 3);
-        assert_eq!(captures.given_up(), 1, "a worker that panicked has ended");
+        // The thread of the worker that panicked ends soon after its answer.
+        while captures.given_up() > 1 {
+            assert!(start.elapsed() < Duration::from_secs(30), "a worker that panicked has ended");
+            thread::yield_now();
+        }
         for _ in 1..MAX_GIVEN_UP {
             assert!(captures.capture(&[13], Duration::ZERO).is_err());
         }

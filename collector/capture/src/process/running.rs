@@ -197,7 +197,10 @@ impl RunningThreads<'_> {
             watched.before = Some(read_running(python, thread, &mut watched.missed));
         }
         match Event::open(watched.native.tid, watched.mode).and_then(|event| event.arm().map(|()| event)) {
-            Ok(event) => watched.event = Some(event),
+            Ok(event) => {
+                watched.event = Some(event);
+                watched.cpu_ns = Schedule::of(self.pid, watched.native.tid).cpu_ns;
+            }
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => watched.gone = true,
             // Earlier threads of the list, or other processes, will soon release theirs.
             Err(error) if perf::is_shortage(&error) && watched.since.elapsed() < TIMEOUT / 2 => {}
@@ -213,7 +216,12 @@ impl RunningThreads<'_> {
             return;
         }
         match Event::open(watched.native.tid, SampleMode::Kernel).and_then(|event| event.arm().map(|()| event)) {
-            Ok(event) => (watched.event, watched.mode) = (Some(event), SampleMode::Kernel),
+            Ok(event) => {
+                (watched.event, watched.mode) = (Some(event), SampleMode::Kernel);
+                // Only what the thread uses from now on shows that it is busy in the kernel.
+                watched.cpu_ns = Schedule::of(self.pid, watched.native.tid).cpu_ns;
+                watched.polls = 0;
+            }
             Err(error) => self.may_sample_kernel &= !perf::is_forbidden(&error),
         }
     }
@@ -264,6 +272,11 @@ impl RunningThreads<'_> {
         let timeout = if self.refusal.is_some() { SHORT_TIMEOUT } else { TIMEOUT };
         let late = Instant::now() >= self.deadline;
         if watched.done || !(busy || late || waited >= timeout) {
+            return;
+        }
+        // If this process had no CPU since the last poll, the thread was sampled in the meantime.
+        self.advance(watched, |running, watched| Ok(running.take_sample(watched)));
+        if watched.done {
             return;
         }
         watched.done = true;
