@@ -7,6 +7,7 @@
 mod alias;
 mod case;
 mod causes;
+mod explanation;
 mod facts;
 pub mod folded;
 mod graph;

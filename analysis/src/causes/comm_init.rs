@@ -24,13 +24,11 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{CreationFault, Explanation, MissedStep, OtherSize, SplitCreation},
     graph::{Event, Suspect},
     stacks,
     verdict::{Activity, Cause, Confidence},
-    wording::{
-        creations::{self, MissedStep, OtherSize},
-        cycles::{self, SplitCreation},
-    },
+    wording::creations,
     world::RankView,
 };
 
@@ -95,8 +93,9 @@ fn missing_in_creation(case: &Case<'_>, suspect: &Suspect, rank_index: usize) ->
     let mut evidence: Vec<_> =
         event.map(|event| creations::missing_line(case, rank_index, event)).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
-    let statement = creations::missing(case, rank_index, missed, still_starting);
-    Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
+    let fault = CreationFault::Missing { rank_index, missed, still_starting };
+    let explanation = Explanation::Creation(fault);
+    Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
 }
 
 /// All known members are inside the creation or the split.
@@ -107,7 +106,7 @@ fn all_inside(case: &Case<'_>, event: Event) -> Finding {
     };
     Finding {
         culprits: Vec::new(),
-        statement: creations::all_inside(case, event, unnamed),
+        explanation: Explanation::Creation(CreationFault::AllInside { event, unnamed }),
         confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
         evidence: vec![case.waiters_line(event)],
     }
@@ -130,9 +129,10 @@ fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
     let both: Vec<usize> = inside.iter().chain(&outside).copied().collect();
     let mut evidence = vec![creations::creating_line(case, &outside)];
     evidence.extend(case.position_lines_of(&both));
+    let fault = CreationFault::FewElsewhere { few: inside.to_vec(), creating: outside, event };
     Some(Finding {
         culprits: inside.to_vec(),
-        statement: creations::few_elsewhere(case, inside, &outside, event),
+        explanation: Explanation::Creation(fault),
         confidence: Confidence::Medium,
         evidence,
     })
@@ -174,17 +174,16 @@ fn other_size_passed(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let culprits: Vec<usize> = sizes.iter().map(|(rank_index, _)| *rank_index).collect();
     let inside = case.graph.waiters_of(event).iter().copied();
     let others: Vec<usize> = inside.filter(|rank_index| !culprits.contains(rank_index)).collect();
-    let passed = OtherSize { culprits: &culprits, claimed, others: &others, size };
-    let mut evidence = vec![passed.line(case)];
+    let (is_majority, passed) =
+        (culprits.len() > others.len(), OtherSize { culprits: culprits.clone(), claimed, others, size });
+    let mut evidence = vec![creations::other_size_line(case, &passed)];
     evidence.extend(case.position_lines_of(&culprits));
     // The majority counts only ranks that have come. A rank that passes the world size may be
     // right against it.
-    let confidence = if culprits.len() > others.len() || claimed == case.world.size {
-        Confidence::Medium
-    } else {
-        case.members_confidence(&[event])
-    };
-    Some(Finding { statement: passed.statement(case), confidence, culprits, evidence })
+    let confidence =
+        if is_majority || claimed == case.world.size { Confidence::Medium } else { case.members_confidence(&[event]) };
+    let explanation = Explanation::Creation(CreationFault::OtherSize(passed));
+    Some(Finding { explanation, confidence, culprits, evidence })
 }
 
 /// Ranks cannot connect to the store at which the others are: they use another address, or the
@@ -199,7 +198,8 @@ fn store_unreachable(case: &Case<'_>) -> Option<Finding> {
     if outside.is_empty() || inside.is_empty() {
         return None;
     }
-    let statement = creations::no_store(case, &outside, &inside);
+    let fault = CreationFault::NoStore { outside: outside.clone(), inside: inside.clone() };
+    let explanation = Explanation::Creation(fault);
     let mut evidence = creations::no_store_lines(case, &outside, &inside);
     evidence.extend(case.position_lines_of(&outside));
     let (confidence, culprits) = match outside.len().cmp(&inside.len()) {
@@ -207,7 +207,7 @@ fn store_unreachable(case: &Case<'_>) -> Option<Finding> {
         Ordering::Equal => (Confidence::Low, outside),
         Ordering::Greater => (Confidence::Low, inside),
     };
-    Some(Finding { culprits, statement, confidence, evidence })
+    Some(Finding { culprits, explanation, confidence, evidence })
 }
 
 /// Ranks create a communicator of the same size with different unique ids, so no such communicator
@@ -229,8 +229,9 @@ fn different_ids(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let mut evidence: Vec<_> = events.iter().map(|event| case.waiters_line(*event)).collect();
     evidence.extend(case.position_lines_of(&culprits));
     let confidence = if certain { Confidence::Medium } else { Confidence::Low };
-    let statement = cycles::different_ids(case, first, events);
-    Some(Finding { culprits, statement, confidence, evidence })
+    let fault = CreationFault::DifferentIds { size: first, creations: events.to_vec() };
+    let explanation = Explanation::Creation(fault);
+    Some(Finding { culprits, explanation, confidence, evidence })
 }
 
 /// Ranks that already use the communicator wait for ranks that are still in its creation, and these
@@ -250,11 +251,13 @@ fn returned_alone(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if returned.is_empty() {
         return None;
     }
-    let split = SplitCreation { creating: case.graph.waiters_of(creation), absent: &returned, creation, used };
-    let mut evidence = split.lines(case);
+    let creating = case.graph.waiters_of(creation).to_vec();
+    let split = SplitCreation { creating, absent: returned.clone(), creation, used };
+    let mut evidence = creations::split_lines(case, &split);
     evidence.extend(case.position_lines_of(&returned));
+    let fault = CreationFault::CreatedAlone { returned: returned.clone(), creation, used };
     Some(Finding {
-        statement: cycles::created_alone(case, &returned, creation, used),
+        explanation: Explanation::Creation(fault),
         confidence: case.members_confidence(&[creation]),
         culprits: returned,
         evidence,
@@ -287,11 +290,12 @@ fn wait_for_each_other(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if creating.is_empty() || absent.is_empty() {
         return None;
     }
-    let split = SplitCreation { creating, absent: &absent, creation, used };
     let blames_creating = creating.len() < absent.len();
     let culprits = if blames_creating { creating.to_vec() } else { absent.clone() };
-    let mut evidence = split.lines(case);
-    evidence.extend(case.position_lines_of(&culprits));
     let confidence = if creating.len() == absent.len() { Confidence::Low } else { Confidence::Medium };
-    Some(Finding { culprits, statement: split.statement(case, blames_creating), confidence, evidence })
+    let split = SplitCreation { creating: creating.to_vec(), absent, creation, used };
+    let mut evidence = creations::split_lines(case, &split);
+    evidence.extend(case.position_lines_of(&culprits));
+    let explanation = Explanation::Creation(CreationFault::Split { split, blames_creating });
+    Some(Finding { culprits, explanation, confidence, evidence })
 }

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{Explanation, HostState},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
     wording::{hosts, ruled_out},
@@ -68,7 +69,12 @@ fn dead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence = Confidence::Medium;
         evidence.push(hosts::ended_after_launch_line(case, rank_index));
     }
-    Some(Finding { culprits: vec![rank_index], statement: hosts::ended(case, rank_index), confidence, evidence })
+    Some(Finding {
+        culprits: vec![rank_index],
+        explanation: Explanation::Host { rank_index, state: HostState::Ended },
+        confidence,
+        evidence,
+    })
 }
 
 /// Ranks were killed after they completed the collective that the others are still in.
@@ -81,7 +87,7 @@ fn killed_after(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     Some(Finding {
-        statement: hosts::gone_after(case, &collective.completed_by, collective.event),
+        explanation: Explanation::GoneAfter { gone: collective.completed_by.clone(), event: collective.event },
         confidence: Confidence::Medium,
         evidence: collective.completed_by.iter().map(|rank_index| hosts::ended_line(case, *rank_index)).collect(),
         culprits: collective.completed_by,
@@ -137,8 +143,8 @@ fn stopped(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = vec![hosts::state_line(case, rank_index)];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::stopped(case, rank_index);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::High, evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::Stopped };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::High, evidence })
 }
 
 fn none_stopped(case: &Case<'_>, _: &[usize]) -> Option<String> {
@@ -152,8 +158,9 @@ fn in_d_state(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = vec![hosts::sleeps_uninterruptibly_line(case, rank_index, &sleep.wchan)];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::sleeps_uninterruptibly(case, rank_index, &sleep.wchan);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::High, evidence })
+    let state = HostState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
+    let explanation = Explanation::Host { rank_index, state };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::High, evidence })
 }
 
 fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

@@ -7,6 +7,7 @@ use xpu_timer_proto::server::AwaitedKind;
 use super::rule::{Finding, Rule, never_ruled_out};
 use crate::{
     case::Case,
+    explanation::{Explanation, HostState},
     facts,
     graph::{Event, Suspect},
     stacks::{is_file_lock, is_shared_lock},
@@ -114,8 +115,8 @@ fn gil_deadlock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = vec![hosts::deadlocked_on_gil_line(case, rank_index, &holder)];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::deadlocked_on_gil(&holder);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::DeadlockedOnGil(holder) };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn data_loader(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -124,8 +125,8 @@ fn data_loader(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.helper_line(rank_index));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::waits_for_loader(case, rank_index);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::WaitsForLoader };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn storage_io(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -148,7 +149,7 @@ fn storage_io(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let most = if file_lock { Confidence::Medium } else { Confidence::High };
     Some(Finding {
         culprits: vec![rank_index],
-        statement: hosts::stuck_in_io(case, rank_index, file_lock),
+        explanation: Explanation::Host { rank_index, state: HostState::StuckInIo { file_lock } },
         confidence: case.host_confidence(suspect).min(most),
         evidence,
     })
@@ -164,9 +165,10 @@ fn host_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.helper_line(rank_index));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
+    let state = HostState::WaitsForLock { shared: is_shared_lock(&host.observed.witness) };
     Some(Finding {
         culprits: vec![rank_index],
-        statement: hosts::waits_for_lock(case, rank_index, is_shared_lock(&host.observed.witness)),
+        explanation: Explanation::Host { rank_index, state },
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })
@@ -186,7 +188,7 @@ fn holds_resource(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Find
     let inside = case.graph.events.iter().find(|event| case.graph.waiters_of(**event).contains(&holder));
     Some(Finding {
         culprits: vec![holder],
-        statement: hosts::holds_up(case, holder, waiter, inside.copied()),
+        explanation: Explanation::HoldsUp { holder, waiter, inside: inside.copied() },
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })

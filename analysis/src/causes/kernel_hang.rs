@@ -13,6 +13,7 @@ use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 use super::rule::{Finding, Rule};
 use crate::{
     case::Case,
+    explanation::{Explanation, HostState},
     graph::{Event, Suspect},
     history::made_before,
     verdict::{Activity, Cause, Confidence},
@@ -63,8 +64,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     } else {
         case.members_confidence(events)
     };
-    let statement = hosts::stuck_on_device(case, *rank_index, kernel, last);
-    Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
+    let state = HostState::StuckOnDevice { operation: kernel.cloned().map(Box::new), last: last.map(str::to_owned) };
+    let explanation = Explanation::Host { rank_index: *rank_index, state };
+    Some(Finding { culprits: vec![*rank_index], explanation, confidence, evidence })
 }
 
 /// Whether the rank may have called its collective without having launched it: its newest operation

@@ -12,14 +12,11 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{CollectiveFault, Differ, Explanation, OperationVariant, Property, TransferFault},
     graph::{Event, Suspect},
     text::name,
     verdict::{Cause, Confidence},
-    wording::{
-        collectives::{self, OperationVariant, VariantGroup},
-        ruled_out,
-        transfers::{self, Property},
-    },
+    wording::{collectives, ruled_out, transfers},
 };
 
 /// `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
@@ -64,8 +61,7 @@ fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(dissent) = collective.dissent(case, operation_key) {
         return (!finalizes_instead(&collective, &dissent)).then(|| finding(case, &collective, dissent, with_root));
     }
-    let found =
-        |dissent| finding(case, &collective, dissent, |name: &String| OperationVariant::Operation { name, root: None });
+    let found = |dissent| finding(case, &collective, dissent, |name: &String| of_name(name, None));
     if let Some(dissent) = collective.new_dissent(case, form) {
         return Some(found(dissent));
     }
@@ -76,13 +72,17 @@ fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
 }
 
-fn with_root((name, root): &(String, i32)) -> OperationVariant<'_> {
-    OperationVariant::Operation { name, root: (*root >= 0).then_some(*root) }
+fn of_name(name: &str, root: Option<i32>) -> OperationVariant {
+    OperationVariant::Operation { name: name.to_owned(), root }
+}
+
+fn with_root((name, root): &(String, i32)) -> OperationVariant {
+    of_name(name, (*root >= 0).then_some(*root))
 }
 
 /// An operation without its root.
-pub(super) fn without_root((name, _): &(String, i32)) -> OperationVariant<'_> {
-    OperationVariant::Operation { name, root: None }
+pub(super) fn without_root((name, _): &(String, i32)) -> OperationVariant {
+    of_name(name, None)
 }
 
 /// The name of an MPI collective with its form: `MPI_Iallreduce` differs from `all_reduce`.
@@ -141,25 +141,34 @@ pub(super) fn finalizes_instead<Key: Ord + Clone>(collective: &Collective<'_>, d
 }
 
 /// The finding about members that differ. All three rules use it.
-pub(super) fn finding<Key: Ord + Clone>(
+fn finding<Key: Ord + Clone>(
     case: &Case<'_>,
     collective: &Collective<'_>,
     dissent: Dissent<Key>,
-    variant: impl for<'k> Fn(&'k Key) -> OperationVariant<'k>,
+    variant: impl Fn(&Key) -> OperationVariant,
 ) -> Finding {
+    differ(case, collective, dissent, variant).0
+}
+
+/// The finding about members that differ, and how they differ.
+pub(super) fn differ<Key: Ord + Clone>(
+    case: &Case<'_>,
+    collective: &Collective<'_>,
+    dissent: Dissent<Key>,
+    variant: impl Fn(&Key) -> OperationVariant,
+) -> (Finding, Differ) {
     let event = collective.event;
-    let groups: Vec<VariantGroup<'_>> =
-        dissent.groups.iter().map(|(key, members)| (variant(key), members.as_slice())).collect();
+    let groups = dissent.groups.iter().map(|(key, members)| (variant(key), members.clone())).collect();
     let right = dissent.right.as_ref().and_then(|right| dissent.groups.keys().position(|key| key == right));
-    let statement = collectives::differ(case, event, &groups, right);
+    let differ = Differ { event, groups, right };
     let by_history = right.is_some() && !dissent.certain;
-    let mut evidence = collectives::differ_lines(case, event, &groups, by_history);
+    let mut evidence = collectives::differ_lines(case, &differ, by_history);
     evidence.extend(case.position_lines_of(&dissent.culprits));
     let size = match event {
         Event::Collective { comm, .. } => case.comms[comm].size as usize,
         _ => 0,
     };
-    let majority = right.is_some_and(|right| 2 * groups[right].1.len() > size);
+    let majority = right.is_some_and(|right| 2 * differ.groups[right].1.len() > size);
     let confidence = match (right.is_some(), dissent.certain) {
         (false, _) => Confidence::Low,
         (true, false) => Confidence::Medium,
@@ -168,7 +177,8 @@ pub(super) fn finding<Key: Ord + Clone>(
         (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[event]),
     };
-    Finding { culprits: dissent.culprits, statement, confidence, evidence }
+    let explanation = Explanation::Collective(CollectiveFault::Differ(differ.clone()));
+    (Finding { culprits: dissent.culprits, explanation, confidence, evidence }, differ)
 }
 
 fn operations_agree(case: &Case<'_>, _: &[usize]) -> Option<String> {
@@ -237,6 +247,7 @@ fn point_to_point(
     let ends = [(rank_index, mine), (other, theirs)];
     let mut evidence = vec![transfers::ends_differ_line(case, ends, property)];
     evidence.extend(case.position_lines_of(&blamed));
-    let statement = transfers::ends_differ(case, ends, property, &blamed);
-    Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
+    let ends = Box::new(ends.map(|(rank_index, operation)| (rank_index, operation.clone())));
+    let explanation = Explanation::Transfer(TransferFault::EndsDiffer { ends, property, blamed: blamed.clone() });
+    Some(Finding { culprits: blamed, explanation, confidence: Confidence::Medium, evidence })
 }

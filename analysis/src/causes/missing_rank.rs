@@ -10,14 +10,11 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
     graph::{Event, Suspect},
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
-    wording::{
-        collectives::{self, Absence},
-        cycles::{self, PatternBreak},
-        ruled_out,
-    },
+    wording::{collectives, cycles, ruled_out},
     world::Exit,
 };
 
@@ -132,8 +129,8 @@ fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usiz
         evidence.push(collectives::polls_line(case, rank_index));
     }
     evidence.extend(case.position_lines(rank_index));
-    let statement = collectives::absent(case, rank_index, event, absence, busy);
-    Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
+    let explanation = Explanation::Collective(CollectiveFault::Absent { rank_index, event, absence, busy });
+    Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
 }
 
 /// A rank has called its collective in a group that it has not closed.
@@ -144,8 +141,8 @@ fn open_group(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
     let event = case.main_event(suspect)?;
     let mut evidence: Vec<_> = case.counters_line(rank_index, event).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
-    let statement = collectives::open_group(case, rank_index, event);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Collective(CollectiveFault::OpenGroup { rank_index, event });
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks are still in a collective that most have completed, by records that have not been
@@ -159,8 +156,10 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     }
     let mut evidence = vec![collectives::fell_silent_line(case, inside, completed_by, collective.event)];
     evidence.extend(case.position_lines_of(inside));
-    let statement = collectives::fell_silent(case, inside, completed_by, collective.event);
-    Some(Finding { culprits: inside.clone(), statement, confidence: Confidence::Medium, evidence })
+    let (silent, completed_by) = (inside.clone(), completed_by.clone());
+    let fault = CollectiveFault::FellSilent { silent, completed_by, event: collective.event };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: inside.clone(), explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks have started a collective of a host library and do not wait for it as the others do,
@@ -178,8 +177,10 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
     let mut evidence: Vec<_> =
         away.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, collective.event)).collect();
     evidence.extend(case.position_lines_of(&away));
-    let statement = collectives::not_waited_for(case, &away, waiting, collective.event);
-    Some(Finding { culprits: away, statement, confidence: Confidence::Medium, evidence })
+    let waiting = waiting.to_vec();
+    let fault = CollectiveFault::NotWaitedFor { away: away.clone(), waiting, event: collective.event };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: away, explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// A rank stands still elsewhere than most, and no record shows that any rank waits.
@@ -194,8 +195,9 @@ pub(super) fn is_elsewhere(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
     }
     let mut evidence = case.position_lines(*rank_index);
     evidence.push(collectives::common_place_line(case, most));
-    let statement = collectives::is_elsewhere(case, *rank_index, most);
-    Some(Finding { culprits: vec![*rank_index], statement, confidence: Confidence::Low, evidence })
+    let fault = CollectiveFault::IsElsewhere { rank_index: *rank_index, most: most.clone() };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: vec![*rank_index], explanation, confidence: Confidence::Low, evidence })
 }
 
 /// Few members are in a collective that most others have not entered, and those others stand still
@@ -218,8 +220,9 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     let mut evidence =
         vec![collectives::inside_line(case, inside, event), collectives::common_place_line(case, outside)];
     evidence.extend(case.position_lines(inside[0]));
-    let statement = collectives::alone_in(case, inside, outside, event);
-    Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Low, evidence })
+    let fault = CollectiveFault::AloneIn { few: inside.to_vec(), together: outside.to_vec(), event };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: inside.to_vec(), explanation, confidence: Confidence::Low, evidence })
 }
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
@@ -234,8 +237,9 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let mut evidence = collectives::skipped_lines(case, completed_by, inside, event, proven);
     evidence.extend(case.position_lines_of(completed_by));
     let confidence = if proven { case.members_confidence(&[event]) } else { Confidence::Medium };
-    let statement = collectives::skipped(case, completed_by, inside, event);
-    Some(Finding { culprits: completed_by.clone(), statement, confidence, evidence })
+    let fault = CollectiveFault::Skipped { completed_by: completed_by.clone(), inside: inside.clone(), event };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: completed_by.clone(), explanation, confidence, evidence })
 }
 
 /// Whether clocks or device times prove that a rank completed the collective without the others.
@@ -300,8 +304,9 @@ fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence =
         vec![collectives::inside_line(case, inside, event), collectives::ended_without_line(case, &others)];
     evidence.extend(case.position_lines_of(inside));
-    let statement = collectives::one_too_many(case, inside, &others, event);
-    Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Medium, evidence })
+    let fault = CollectiveFault::OneTooMany { inside: inside.to_vec(), ended: others, event };
+    let explanation = Explanation::Collective(fault);
+    Some(Finding { culprits: inside.to_vec(), explanation, confidence: Confidence::Medium, evidence })
 }
 
 fn ended(case: &Case<'_>, rank_index: usize) -> bool {
@@ -338,6 +343,6 @@ fn out_of_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters_line(rank_index, *event)).collect();
     evidence.push(cycles::in_all_cycles_line(case, rank_index));
     evidence.extend(case.position_lines(rank_index));
-    let statement = cycles::out_of_step(case, rank_index, own, &owed);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Cycle(CycleFault::OutOfStep { rank_index, own, owed });
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{CollectiveFault, Explanation, TransferFault},
     graph::{Event, Suspect},
     verdict::{Cause, Confidence},
     wording::{collectives, ruled_out, transfers},
@@ -27,7 +28,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Event::Collective { comm, .. } => Some(of_collective(case, &Collective::of(case, suspect)?, comm)),
         Event::PointToPoint { .. } => Some(Finding {
             culprits: Vec::new(),
-            statement: transfers::stalled(case, *event),
+            explanation: Explanation::Transfer(TransferFault::Stalled { event: *event }),
             confidence: Confidence::Medium,
             evidence: vec![transfers::stalled_line(case, *event)],
         }),
@@ -59,7 +60,7 @@ fn of_collective(case: &Case<'_>, collective: &Collective<'_>, comm: usize) -> F
     };
     Finding {
         culprits: Vec::new(),
-        statement: collectives::stalled(case, event),
+        explanation: Explanation::Collective(CollectiveFault::Stalled { event }),
         confidence,
         evidence: collectives::stalled_lines(case, event, &collective.completed_by, unnamed, roots_may_differ),
     }

@@ -9,13 +9,11 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{CycleFault, Explanation, GroupCounts, OpenEnd, PatternBreak, TransferFault},
     graph::{Event, Suspect, tags_meet},
     history::made_before,
     verdict::{Cause, Confidence},
-    wording::{
-        cycles::{self, PatternBreak},
-        transfers::{self, GroupCounts, OpenEnd},
-    },
+    wording::transfers,
     world::is_p2p,
 };
 
@@ -81,21 +79,15 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 /// cycle that is in no transfer.
 fn no_counterpart(case: &Case<'_>, suspect: &Suspect, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, rank_index: waiter, peer, recv } = event else { return None };
-    let (culprit, statement, confidence) = match suspect {
-        Suspect::Host { rank_index, .. } => {
-            let statement = transfers::no_counterpart(case, *rank_index, waiter, recv);
-            (*rank_index, statement, case.host_confidence(suspect))
-        }
-        _ => {
-            let culprit = case.comms[comm].rank_index_of(peer)?;
-            let statement = transfers::no_counterpart_and_waits(case, culprit, waiter, recv, event);
-            (culprit, statement, Confidence::Medium)
-        }
+    let (culprit, waits_itself, confidence) = match suspect {
+        Suspect::Host { rank_index, .. } => (*rank_index, None, case.host_confidence(suspect)),
+        _ => (case.comms[comm].rank_index_of(peer)?, Some(event), Confidence::Medium),
     };
     let mut evidence = vec![transfers::no_counterpart_line(case, culprit, waiter, event)];
     evidence.extend(case.helper_line(culprit));
     evidence.extend(case.position_lines(culprit));
-    Some(Finding { culprits: vec![culprit], statement, confidence, evidence })
+    let explanation = Explanation::Transfer(TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself });
+    Some(Finding { culprits: vec![culprit], explanation, confidence, evidence })
 }
 
 /// Members that have made fewer transfers than most others, although all are in their group of the
@@ -137,8 +129,9 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     let counts = GroupCounts { comm: index, groups: newest, fewer: number, most };
     let mut evidence = vec![transfers::fewer_in_groups_line(case, &fewer, &others, counts)];
     evidence.extend(case.position_lines_of(&fewer));
-    let statement = transfers::fewer_in_groups(case, &fewer, &others, counts);
-    Some(Finding { culprits: fewer, statement, confidence: Confidence::Medium, evidence })
+    let fault = TransferFault::FewerInGroups { fewer: fewer.clone(), others, counts };
+    let explanation = Explanation::Transfer(fault);
+    Some(Finding { culprits: fewer, explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// One rank of a cycle receives from any rank, and all others wait for it in other operations.
@@ -151,8 +144,8 @@ fn from_anybody(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let (rank_index, event) = open.next().filter(|_| open.next().is_none())?;
     let mut evidence = vec![transfers::nobody_sends_line(case, rank_index, event)];
     evidence.extend(case.position_lines(rank_index));
-    let statement = transfers::nobody_sends(case, rank_index, event);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Transfer(TransferFault::NobodySends { rank_index, event });
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// A send and its receive are pending, and their tags differ.
@@ -185,8 +178,8 @@ fn other_tags(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let ends = [(rank_index, event), (other, there)];
     let mut evidence = transfers::tags_differ_lines(case, ends);
     evidence.extend(case.position_lines_of(&blamed));
-    let statement = transfers::tags_differ(case, ends, &blamed);
-    Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Transfer(TransferFault::TagsDiffer { ends, blamed: blamed.clone() });
+    Some(Finding { culprits: blamed, explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// A transfer of a cycle whose peer is in no transfer, but in a collective. `None` if there are
@@ -263,8 +256,8 @@ fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
 fn open_ends(case: &Case<'_>, open: &[OpenEnd], culprit: usize) -> Finding {
     let mut evidence: Vec<_> = open.iter().take(4).map(|open| transfers::open_end_line(case, open)).collect();
     evidence.extend(case.position_lines(culprit));
-    let statement = transfers::other_transfers(case, culprit, open);
-    Finding { culprits: vec![culprit], statement, confidence: Confidence::Medium, evidence }
+    let explanation = Explanation::Transfer(TransferFault::OtherTransfers { culprit, open: open.to_vec() });
+    Finding { culprits: vec![culprit], explanation, confidence: Confidence::Medium, evidence }
 }
 
 fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -286,9 +279,10 @@ fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let evidence = transfers.iter().take(8).map(|event| case.waiters_line(*event)).collect();
+    let confidence = case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits));
     Some(Finding {
-        statement: cycles::cycle_of_transfers(case, &culprits, &transfers),
-        confidence: case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits)),
+        explanation: Explanation::Cycle(CycleFault::Transfers { culprits: culprits.clone(), transfers }),
+        confidence,
         culprits,
         evidence,
     })

@@ -4,6 +4,7 @@
 use super::rule::{Finding, Rule, never_ruled_out};
 use crate::{
     case::Case,
+    explanation::{Explanation, HostState},
     facts,
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
@@ -37,19 +38,18 @@ fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         let busy = matches!(view.host.observed.activity, Activity::Unknown | Activity::Lock | Activity::Io);
         Some(facts::compiler_child(view.evidence?).filter(|_| busy)?)
     };
-    let compiler = compiler.as_deref();
-    let mut evidence = vec![hosts::compiles_line(case, rank_index, compiler)];
+    let mut evidence = vec![hosts::compiles_line(case, rank_index, compiler.as_deref())];
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::compiles(case, rank_index, compiler);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::Compiles { compiler } };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 fn collects_garbage(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Gc))?;
     let mut evidence = Vec::from_iter(case.witness_line(rank_index));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::collects_garbage(case, rank_index);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::CollectsGarbage };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 fn long_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -64,8 +64,9 @@ fn long_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let mut evidence = vec![hosts::makes_progress_line(case, rank_index, moved.own_frame)];
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::makes_progress(case, rank_index, moved.own_frame);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let state = HostState::MakesProgress { in_python: moved.own_frame };
+    let explanation = Explanation::Host { rank_index, state };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// The device is behind its host, and its stream makes progress: an operation started or completed
@@ -84,8 +85,8 @@ fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     }
     let mut evidence = vec![hosts::slow_device_line(case, rank_index)];
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::slow_device(case, rank_index);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::SlowDevice };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 fn stands_still(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

@@ -2,9 +2,9 @@
 
 use crate::{
     case::Case,
+    explanation::Explanation,
     graph::Suspect,
     verdict::{Cause, Confidence, EvidenceLine},
-    wording::Statement,
 };
 
 /// One cause and how to recognize it.
@@ -23,8 +23,8 @@ pub(crate) struct Rule {
 pub(crate) struct Finding {
     /// The culprits, as rank indices.
     pub culprits: Vec<usize>,
-    /// The sentence, or its part about one rank.
-    pub statement: Statement,
+    /// Why they hold up the others.
+    pub explanation: Explanation,
     /// How far the finding can be trusted.
     pub confidence: Confidence,
     /// The facts that support the finding.

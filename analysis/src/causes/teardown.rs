@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     case::Case,
+    explanation::{Explanation, HostState},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
     wording::hosts,
@@ -37,8 +38,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = Vec::from_iter(case.witness_line(rank_index));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
     evidence.extend(case.position_lines(rank_index));
-    let statement = hosts::shuts_down(case, rank_index);
-    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
+    let explanation = Explanation::Host { rank_index, state: HostState::ShutsDown };
+    Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
 
 /// Ranks that finalize their library where the others are in a collective with the same number.
@@ -48,9 +49,9 @@ fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !mismatch::finalizes_instead(&collective, &dissent) {
         return None;
     }
-    let found = mismatch::finding(case, &collective, dissent, mismatch::without_root);
-    let statement = hosts::shut_down_instead(case, &found.culprits, &found.statement);
-    Some(Finding { statement, ..found })
+    let (found, differ) = mismatch::differ(case, &collective, dissent, mismatch::without_root);
+    let explanation = Explanation::ShutDownInstead { culprits: found.culprits.clone(), differ };
+    Some(Finding { explanation, ..found })
 }
 
 /// Ranks of a wait cycle that finalize their library while the others continue.
@@ -66,8 +67,8 @@ fn finalizes_in_cycle(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     }
     let continues = |other: &Event| *other != event && !case.graph.waiters_of(*other).is_empty();
     let others: Vec<Event> = events.iter().copied().filter(continues).take(8).collect();
-    let statement = hosts::shut_down_in_cycle(case, &culprits, &others);
     let mut evidence = hosts::shut_down_in_cycle_lines(case, &culprits, event, &others);
     evidence.extend(case.position_lines_of(&culprits));
-    Some(Finding { culprits, statement, confidence: Confidence::Medium, evidence })
+    let explanation = Explanation::ShutDownInCycle { culprits: culprits.clone(), others };
+    Some(Finding { culprits, explanation, confidence: Confidence::Medium, evidence })
 }

@@ -8,11 +8,12 @@ use xpu_timer_proto::v1::Operation;
 use super::rule::{Finding, Rule, never_ruled_out};
 use crate::{
     case::Case,
+    explanation::{CycleFault, Explanation, PatternBreak},
     graph::{Event, Suspect},
     history::{Deviation, deviation, made_before, made_token_before},
     matching::{Comm, Member},
     verdict::{Cause, Confidence},
-    wording::cycles::{self, PatternBreak},
+    wording::cycles,
     world::RankView,
 };
 
@@ -72,7 +73,7 @@ fn order_mismatch(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence: Vec<_> = waited.iter().take(8).map(|event| case.waiters_line(*event)).collect();
     evidence.extend(case.position_lines_of(&culprits));
     Some(Finding {
-        statement: cycles::other_order(case, &culprits, &waited),
+        explanation: Explanation::Cycle(CycleFault::OtherOrder { culprits: culprits.clone(), waited }),
         confidence: if fewest == most && one.is_none() { Confidence::Low } else { Confidence::Medium },
         culprits,
         evidence,
@@ -92,8 +93,8 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
     let mut evidence: Vec<_> =
         culprits.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, event)).collect();
     evidence.extend(case.position_lines_of(&culprits));
-    let statement = cycles::left_out(case, &culprits, own, event);
-    Some(Finding { culprits, statement, confidence: Confidence::Medium, evidence })
+    let fault = CycleFault::LeftOut { culprits: culprits.clone(), own, left_out: event };
+    Some(Finding { culprits, explanation: Explanation::Cycle(fault), confidence: Confidence::Medium, evidence })
 }
 
 /// Whether other ranks have completed this collective among themselves: in a communicator of the
@@ -291,8 +292,9 @@ fn left_pattern(case: &Case<'_>, events: &[Event], kind: PatternBreak, found: &[
         evidence.extend(case.position_lines(*rank_index));
     }
     evidence.extend(events.iter().take(8).map(|event| case.waiters_line(*event)));
-    let statement = cycles::left_pattern(case, &culprits, kind, (*first, deviation), main);
-    Finding { culprits, statement, confidence: Confidence::Medium, evidence }
+    let (shown_by, waited) = ((*first, *deviation), main);
+    let fault = CycleFault::LeftPattern { culprits: culprits.clone(), kind, shown_by, waited };
+    Finding { culprits, explanation: Explanation::Cycle(fault), confidence: Confidence::Medium, evidence }
 }
 
 /// Whether an event is a transfer with one of these ranks.

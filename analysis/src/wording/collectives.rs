@@ -1,36 +1,38 @@
 //! Collectives: a rank has not entered one, a rank skipped one, the members differ, or nothing
 //! moves.
 
-use xpu_timer_proto::v1::{DataType, Op, Operation, Presence};
+use xpu_timer_proto::v1::{Operation, Presence};
 
 use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one, unknown_members};
 use crate::{
     case::Case,
+    explanation::{Absence, CollectiveFault, Differ, OperationVariant},
     graph::Event,
     text::{dtype_name, name, op_name},
     verdict::EvidenceLine,
 };
 
-/// How a rank is absent from a collective.
-#[derive(Clone, Copy)]
-pub(crate) enum Absence {
-    /// Its record does not show it, but all others are inside.
-    Guess,
-    /// It has launched the collective and does not wait for it, so no library runs it.
-    NotWaiting,
-    /// It has not launched the collective.
-    NotEntered,
+/// The text about what is wrong with a collective.
+pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
+    match fault {
+        CollectiveFault::Absent { rank_index, event, absence, busy } => {
+            absent(case, *rank_index, *event, *absence, *busy)
+        }
+        CollectiveFault::OpenGroup { rank_index, event } => open_group(case, *rank_index, *event),
+        CollectiveFault::FellSilent { silent, completed_by, event } => fell_silent(case, silent, completed_by, *event),
+        CollectiveFault::NotWaitedFor { away, waiting, event } => not_waited_for(case, away, waiting, *event),
+        CollectiveFault::IsElsewhere { rank_index, most } => is_elsewhere(case, *rank_index, most),
+        CollectiveFault::AloneIn { few, together, event } => alone_in(case, few, together, *event),
+        CollectiveFault::Skipped { completed_by, inside, event } => skipped(case, completed_by, inside, *event),
+        CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
+        CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
+        CollectiveFault::Stalled { event } => stalled(case, *event),
+    }
 }
 
 /// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses a
 /// CPU all the time.
-pub(crate) fn absent(
-    case: &Case<'_>,
-    rank_index: usize,
-    event: Option<Event>,
-    absence: Absence,
-    busy: bool,
-) -> Statement {
+fn absent(case: &Case<'_>, rank_index: usize, event: Option<Event>, absence: Absence, busy: bool) -> Statement {
     let known = !case.place(rank_index).is_empty();
     let location = |number: Number| match (case.view(rank_index).presence, known) {
         (Presence::Missing, _) => {
@@ -63,7 +65,7 @@ pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 }
 
 /// A rank has called a collective in a group that it has not closed.
-pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
+fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::of_ranks(|number| {
         let (has, it_has) = (number.has(), number.it_has());
         let (what, location) = (case.describe(event), case.location_clause(rank_index, number));
@@ -72,7 +74,7 @@ pub(crate) fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> St
 }
 
 /// Ranks whose records end in a collective that the others completed.
-pub(crate) fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
+fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let (what, place) = (case.describe(event), location_of_one(case, silent));
     Statement::Sentence(format!(
@@ -97,7 +99,7 @@ pub(crate) fn fell_silent_line(
 }
 
 /// Ranks that have started a collective of a host library and do not wait for it as the others do.
-pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
+fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, away), Ranks::of(case, waiting));
     let number = who.number();
     Statement::Sentence(format!(
@@ -112,7 +114,7 @@ pub(crate) fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize],
 }
 
 /// A rank that is at another place than most ranks, which are at one place.
-pub(crate) fn is_elsewhere(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
+fn is_elsewhere(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
     let (rank, place) = (case.view(rank_index).rank, case.place(rank_index));
     let (others, there) = (Ranks::of(case, most), case.place(most[0]));
     Statement::Sentence(format!("Rank {rank} is{place}, while {} are{there}.", others.text()))
@@ -126,7 +128,7 @@ pub(crate) fn common_place_line(case: &Case<'_>, together: &[usize]) -> Evidence
 }
 
 /// Few ranks in a collective, while the others are together at another place.
-pub(crate) fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
+fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, few), Ranks::of(case, together));
     Statement::Sentence(format!(
         "{} {} alone in {}; {} are all{} and may wait for something that {} {} not done.",
@@ -148,7 +150,7 @@ pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> Ev
 }
 
 /// Ranks whose call returned although the others are still in the collective.
-pub(crate) fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
+fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
@@ -193,7 +195,7 @@ pub(crate) fn skipped_lines(
 }
 
 /// Few ranks in a collective for which all others ended too early: they made one too many.
-pub(crate) fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event) -> Statement {
+fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, inside), Ranks::of(case, ended));
     let number = Number::of(inside.len());
     Statement::Sentence(format!(
@@ -213,26 +215,16 @@ pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLi
     who.line(text)
 }
 
-/// What distinguishes the operations of the members of a collective.
-pub(crate) enum OperationVariant<'a> {
-    /// The operation, and its root if it has one.
-    Operation { name: &'a str, root: Option<i32> },
-    /// The number of elements.
-    Elements { op: Op, count: u64 },
-    /// The type of the elements.
-    Type { op: Op, dtype: DataType },
-}
-
-impl OperationVariant<'_> {
+impl OperationVariant {
     fn text(&self) -> String {
-        match *self {
+        match self {
             OperationVariant::Operation { name, root: Some(root) } => format!("{name} with root {root}"),
-            OperationVariant::Operation { name, root: None } => name.to_owned(),
-            OperationVariant::Elements { op, count: 1 } => format!("{} of 1 element", op_name(op)),
-            OperationVariant::Elements { op, count } => format!("{} of {count} elements", op_name(op)),
+            OperationVariant::Operation { name, root: None } => name.clone(),
+            OperationVariant::Elements { op, count: 1 } => format!("{} of 1 element", op_name(*op)),
+            OperationVariant::Elements { op, count } => format!("{} of {count} elements", op_name(*op)),
             OperationVariant::Type { op, dtype } => {
-                let dtype = dtype_name(dtype);
-                format!("{} of {}", op_name(op), if dtype.is_empty() { "an unknown type" } else { dtype })
+                let dtype = dtype_name(*dtype);
+                format!("{} of {}", op_name(*op), if dtype.is_empty() { "an unknown type" } else { dtype })
             }
         }
     }
@@ -245,10 +237,7 @@ pub(crate) fn reduction(operation: &Operation) -> String {
     format!("{} ({computes})", name(operation))
 }
 
-/// Members of a collective that run one variant of it.
-pub(crate) type VariantGroup<'a> = (OperationVariant<'a>, &'a [usize]);
-
-fn runs(case: &Case<'_>, (variant, members): &VariantGroup<'_>) -> String {
+fn runs(case: &Case<'_>, (variant, members): &(OperationVariant, Vec<usize>)) -> String {
     let who = Ranks::of(case, members);
     format!("{} {} {}", who.text(), who.number().word("runs", "run"), variant.text())
 }
@@ -259,36 +248,31 @@ fn numbered(case: &Case<'_>, event: Event) -> String {
     what.split_once(' ').map_or(what.clone(), |(_, number)| number.to_owned())
 }
 
-/// The members of a collective run different operations. `right` is the index of the group that is
-/// known to be right.
-pub(crate) fn differ(case: &Case<'_>, event: Event, groups: &[VariantGroup<'_>], right: Option<usize>) -> Statement {
-    let number = numbered(case, event);
+/// The members of a collective run different operations.
+pub(super) fn differ_text(case: &Case<'_>, differ: &Differ) -> String {
+    let Differ { event, groups, right } = differ;
+    let number = numbered(case, *event);
     let odd: Vec<String> = groups
         .iter()
         .enumerate()
-        .filter(|(index, _)| Some(*index) != right)
-        .map(|(_, group)| runs(case, group) + &place_of_one(case, group.1))
+        .filter(|(index, _)| Some(*index) != *right)
+        .map(|(_, group)| runs(case, group) + &place_of_one(case, &group.1))
         .collect();
-    Statement::Sentence(match right {
+    match right {
         Some(right) => {
-            format!("In collective {number}, {}, while {}.", odd.join(" and "), runs(case, &groups[right]))
+            format!("In collective {number}, {}, while {}.", odd.join(" and "), runs(case, &groups[*right]))
         }
         None => format!("In collective {number}, the ranks differ: {}.", odd.join(", ")),
-    })
+    }
 }
 
 /// One line for each group. `by_history` if the past decides which group is right.
-pub(crate) fn differ_lines(
-    case: &Case<'_>,
-    event: Event,
-    groups: &[VariantGroup<'_>],
-    by_history: bool,
-) -> Vec<EvidenceLine> {
-    let number = numbered(case, event);
-    let of_group = |group: &VariantGroup<'_>| {
-        Ranks::of(case, group.1).line(format!("{} in collective {number}", runs(case, group)))
+pub(crate) fn differ_lines(case: &Case<'_>, differ: &Differ, by_history: bool) -> Vec<EvidenceLine> {
+    let number = numbered(case, differ.event);
+    let of_group = |group: &(OperationVariant, Vec<usize>)| {
+        Ranks::of(case, &group.1).line(format!("{} in collective {number}", runs(case, group)))
     };
-    let mut lines: Vec<EvidenceLine> = groups.iter().map(of_group).collect();
+    let mut lines: Vec<EvidenceLine> = differ.groups.iter().map(of_group).collect();
     if by_history {
         lines.push(line("no group is the largest; the earlier operations show which operation was due", Vec::new()));
     }
@@ -296,7 +280,7 @@ pub(crate) fn differ_lines(
 }
 
 /// All members are in a collective that does not move.
-pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
+fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
         "{} {} started {}, which makes no progress: no rank is behind and no arguments differ, so check the network.",

@@ -1,24 +1,33 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
-use super::{Number, Ranks, Statement, hosts, location_of_one, place_of_one, unknown_members};
-use crate::{case::Case, graph::Event, text::capital, verdict::EvidenceLine};
+use super::{Number, Ranks, Statement, hosts, location_of_one, named_location, place_of_one, unknown_members};
+use crate::{
+    case::Case,
+    explanation::{CreationFault, MissedStep, OtherSize, SplitCreation},
+    graph::Event,
+    text::capital,
+    verdict::EvidenceLine,
+};
 
-/// What a rank has not done while others create a communicator.
-#[derive(Clone, Copy)]
-pub(crate) enum MissedStep {
-    /// It has not set the key for which the others wait in the store.
-    Key,
-    /// Its call returned without the others.
-    Left,
-    /// It has not joined, and it has made no device call at all.
-    JoinAndDevice,
-    /// It has not joined.
-    Join,
+/// The text about what is wrong with the creation of a communicator.
+pub(super) fn statement(case: &Case<'_>, fault: &CreationFault) -> Statement {
+    match fault {
+        CreationFault::Missing { rank_index, missed, still_starting } => {
+            missing(case, *rank_index, *missed, *still_starting)
+        }
+        CreationFault::AllInside { event, unnamed } => all_inside(case, *event, *unnamed),
+        CreationFault::FewElsewhere { few, creating, event } => few_elsewhere(case, few, creating, *event),
+        CreationFault::OtherSize(passed) => other_size(case, passed),
+        CreationFault::NoStore { outside, inside } => no_store(case, outside, inside),
+        CreationFault::DifferentIds { size, creations } => different_ids(case, *size, creations),
+        CreationFault::CreatedAlone { returned, creation, used } => created_alone(case, returned, *creation, *used),
+        CreationFault::Split { split: between, blames_creating } => split(case, between, *blames_creating),
+    }
 }
 
 /// A rank that is missing in the creation of a communicator. `still_starting` if it has probably
 /// only just started.
-pub(crate) fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
+fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
     let what = match missed {
         MissedStep::Key => "not set the key that the others wait for in the store",
         MissedStep::Left => "left the creation of a communicator that the others are still in",
@@ -43,7 +52,7 @@ pub(crate) fn missing_line(case: &Case<'_>, rank_index: usize, event: Event) -> 
 }
 
 /// All known members are inside the creation. `unnamed` members are unknown.
-pub(crate) fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Statement {
+fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Statement {
     let rest = if unnamed > 0 {
         format!("; {}", unknown_members(unnamed))
     } else {
@@ -55,7 +64,7 @@ pub(crate) fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Stateme
 }
 
 /// Few ranks wait in `event` for ranks that are all in the creation of a communicator.
-pub(crate) fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Event) -> Statement {
+fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Event) -> Statement {
     let (who, most) = (Ranks::of(case, few), Ranks::of(case, creating));
     let number = who.number();
     Statement::Sentence(format!(
@@ -75,55 +84,46 @@ pub(crate) fn creating_line(case: &Case<'_>, creating: &[usize]) -> EvidenceLine
     who.line(text)
 }
 
-/// Ranks that create a communicator of `claimed` ranks, while `others` create it with `size` ranks.
-pub(crate) struct OtherSize<'a> {
-    pub culprits: &'a [usize],
-    pub claimed: u32,
-    pub others: &'a [usize],
-    pub size: u32,
-}
-
 fn creates(number: Number) -> &'static str {
     number.word("creates", "create")
 }
 
-impl OtherSize<'_> {
-    fn clause(&self, case: &Case<'_>, communicator: &str) -> String {
-        let (who, others) = (Ranks::of(case, self.culprits), Ranks::of(case, self.others));
-        format!(
-            "{} {} {communicator} with {} ranks, and {} {} it with {}",
-            who.text(),
-            creates(who.number()),
-            self.claimed,
-            others.text(),
-            creates(others.number()),
-            self.size
-        )
-    }
+fn other_size_clause(case: &Case<'_>, passed: &OtherSize, communicator: &str) -> String {
+    let (who, others) = (Ranks::of(case, &passed.culprits), Ranks::of(case, &passed.others));
+    format!(
+        "{} {} {communicator} with {} ranks, and {} {} it with {}",
+        who.text(),
+        creates(who.number()),
+        passed.claimed,
+        others.text(),
+        creates(others.number()),
+        passed.size
+    )
+}
 
-    /// The statement, with the end or the place of a single culprit.
-    pub fn statement(&self, case: &Case<'_>) -> Statement {
-        let single = match self.culprits {
-            [culprit] => {
-                let (view, place) = (case.view(*culprit), case.place(*culprit));
-                match (view.dead(), place.is_empty()) {
-                    (true, _) => format!("; rank {} {}", view.rank, hosts::end(case, *culprit, Number::One)),
-                    (false, true) => String::new(),
-                    (false, false) => format!("; rank {} is{place}", view.rank),
-                }
+/// Ranks create the communicator with another number of ranks, with the end or the place of a
+/// single culprit.
+fn other_size(case: &Case<'_>, passed: &OtherSize) -> Statement {
+    let single = match passed.culprits[..] {
+        [culprit] => {
+            let (view, place) = (case.view(culprit), case.place(culprit));
+            match (view.dead(), place.is_empty()) {
+                (true, _) => format!("; rank {} {}", view.rank, hosts::end(case, culprit, Number::One)),
+                (false, true) => String::new(),
+                (false, false) => format!("; rank {} is{place}", view.rank),
             }
-            _ => String::new(),
-        };
-        Statement::Sentence(format!("{}{single}.", capital(&self.clause(case, "the communicator"))))
-    }
+        }
+        _ => String::new(),
+    };
+    Statement::Sentence(format!("{}{single}.", capital(&other_size_clause(case, passed, "the communicator"))))
+}
 
-    pub fn line(&self, case: &Case<'_>) -> EvidenceLine {
-        Ranks::of(case, self.culprits).line(self.clause(case, "a communicator"))
-    }
+pub(crate) fn other_size_line(case: &Case<'_>, passed: &OtherSize) -> EvidenceLine {
+    Ranks::of(case, &passed.culprits).line(other_size_clause(case, passed, "a communicator"))
 }
 
 /// Ranks that cannot connect to the store at which the others are.
-pub(crate) fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
+fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     Statement::Sentence(format!(
         "{} cannot connect to the store that {} {}{}; check that MASTER_ADDR and MASTER_PORT are the same on all ranks, and that {} can reach that address.",
@@ -141,4 +141,68 @@ pub(crate) fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize
     let there = format!("{} {} in the creation of a communicator", others.text(), others.number().is());
     let outside = format!("{} {} connecting to the store", who.text(), who.number().is());
     vec![others.line(there), who.line(outside)]
+}
+
+/// Ranks that create communicators of one size with different unique ids.
+fn different_ids(case: &Case<'_>, size: u32, creations: &[Event]) -> Statement {
+    let each: Vec<String> = creations.iter().map(|event| case.waiters_in(*event)).collect();
+    Statement::Sentence(format!(
+        "The ranks cannot create their communicator of {size} ranks, because they use different unique ids: {}; the store may still have the id of an earlier attempt.",
+        each.join(", and ")
+    ))
+}
+
+/// The creation of a communicator returned on some ranks, which use it already, without the others.
+fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event, used: Event) -> Statement {
+    let (who, inside) = (Ranks::of(case, returned), Ranks::of(case, case.graph.waiters_of(creation)));
+    let number = who.number();
+    Statement::Sentence(format!(
+        "{} did not take part in {}: {} returned without {}, and {} {} now in {}{}.",
+        who.capital(),
+        case.describe(creation),
+        number.its_call(),
+        inside.text(),
+        who.text(),
+        number.is(),
+        case.describe(used),
+        place_of_one(case, returned)
+    ))
+}
+
+/// The statement in which the creating ranks are the culprits, or the absent ones.
+fn split(case: &Case<'_>, between: &SplitCreation, blames_creating: bool) -> Statement {
+    let (creating, absent) = (Ranks::of(case, &between.creating), Ranks::of(case, &between.absent));
+    let number = absent.number();
+    let (what, next) = (case.describe(between.creation), case.describe(between.used));
+    Statement::Sentence(if blames_creating {
+        format!(
+            "{} {} in {what}, which {absent} {} not join: {absent} {} in {next}{}.",
+            creating.capital(),
+            creating.number().is(),
+            number.does(),
+            number.waits(),
+            named_location(case, &between.creating),
+            absent = absent.text(),
+        )
+    } else {
+        format!(
+            "{} {} not joined {what}, in which {} {}, and {} in {next}{}.",
+            absent.capital(),
+            number.has(),
+            creating.text(),
+            creating.number().waits(),
+            number.is(),
+            place_of_one(case, &between.absent),
+        )
+    })
+}
+
+/// The ranks in the creation, and those in the operation.
+pub(crate) fn split_lines(case: &Case<'_>, between: &SplitCreation) -> Vec<EvidenceLine> {
+    let of = |rank_indices: &[usize], event: Event| {
+        let who = Ranks::of(case, rank_indices);
+        let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
+        who.line(text)
+    };
+    vec![of(&between.creating, between.creation), of(&between.absent, between.used)]
 }

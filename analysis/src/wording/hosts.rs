@@ -2,9 +2,10 @@
 
 use xpu_timer_proto::v1::{Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, detail, line};
+use super::{Number, Ranks, Statement, about, collectives, detail, line};
 use crate::{
     case::Case,
+    explanation::{Differ, HostState},
     graph::Event,
     stacks::GilHolder,
     text::{op_name, shape},
@@ -32,8 +33,29 @@ pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String 
     }
 }
 
+/// The text about what holds one rank.
+pub(super) fn statement(case: &Case<'_>, rank_index: usize, state: &HostState) -> Statement {
+    match state {
+        HostState::Ended => ended(case, rank_index),
+        HostState::Stopped => stopped(case, rank_index),
+        HostState::SleepsUninterruptibly { wchan } => sleeps_uninterruptibly(case, rank_index, wchan),
+        HostState::WaitsForLoader => waits_for_loader(case, rank_index),
+        HostState::DeadlockedOnGil(holder) => deadlocked_on_gil(holder),
+        HostState::WaitsForLock { shared } => waits_for_lock(case, rank_index, *shared),
+        HostState::StuckInIo { file_lock } => stuck_in_io(case, rank_index, *file_lock),
+        HostState::Compiles { compiler } => compiles(case, rank_index, compiler.as_deref()),
+        HostState::CollectsGarbage => collects_garbage(case, rank_index),
+        HostState::MakesProgress { in_python } => makes_progress(case, rank_index, *in_python),
+        HostState::SlowDevice => slow_device(case, rank_index),
+        HostState::StuckOnDevice { operation, last } => {
+            stuck_on_device(case, rank_index, operation.as_deref(), last.as_deref())
+        }
+        HostState::ShutsDown => shuts_down(case, rank_index),
+    }
+}
+
 /// A rank whose process has ended.
-pub(crate) fn ended(case: &Case<'_>, rank_index: usize) -> Statement {
+fn ended(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| end(case, rank_index, number))
 }
 
@@ -49,7 +71,7 @@ pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> Evi
 }
 
 /// Ranks that completed a collective and are gone, while others are still inside.
-pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
+pub(super) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> Statement {
     let who = Ranks::of(case, gone);
     Statement::Sentence(format!(
         "{} died after {} completed {}; the others are still in it.",
@@ -60,7 +82,7 @@ pub(crate) fn gone_after(case: &Case<'_>, gone: &[usize], event: Event) -> State
 }
 
 /// A process that a signal, a debugger or the freezer of its control group has stopped.
-pub(crate) fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
+fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
     let state = &case.view(rank_index).host.state;
     let how = |number: Number| match state.chars().next() {
         Some('F') => format!("frozen with {} control group (a paused container?)", number.its()),
@@ -79,7 +101,7 @@ fn kernel_function(wchan: &str) -> String {
 }
 
 /// A rank in uninterruptible sleep in a kernel function, whose name may be empty.
-pub(crate) fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: &str) -> Statement {
+fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: &str) -> Statement {
     let sleeps = |number: Number| number.word("sleeps", "sleep");
     let (place, at) = (kernel_function(wchan), case.place(rank_index));
     Statement::of_ranks(|number| format!("{} uninterruptibly{place}{at}", sleeps(number)))
@@ -91,7 +113,7 @@ pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wc
 }
 
 /// A rank that waits for its data loader.
-pub(crate) fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
+fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
     let because = match (case.helper_text(rank_index), case.awaited_text(rank_index)) {
         (Some(helper), _) => format!(", whose {helper}"),
         (None, Some(awaits)) => format!(", through {awaits}"),
@@ -116,7 +138,7 @@ fn gil_held(holder: &GilHolder) -> String {
 }
 
 /// A rank in which a blocked thread holds the GIL.
-pub(crate) fn deadlocked_on_gil(holder: &GilHolder) -> Statement {
+fn deadlocked_on_gil(holder: &GilHolder) -> Statement {
     let how = gil_held(holder);
     Statement::of_ranks(|number| format!("{} {how}", number.is()))
 }
@@ -127,7 +149,7 @@ pub(crate) fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder:
 }
 
 /// A rank that waits for a lock of its process, or for one that processes share.
-pub(crate) fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement {
+fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement {
     let helper = case.helper_text(rank_index);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
@@ -140,7 +162,7 @@ pub(crate) fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -
 }
 
 /// A rank inside a read, write or sync, or in a call that waits for a file lock.
-pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement {
+fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement {
     let witness = &case.view(rank_index).host.observed.witness;
     let what = case.awaited_text(rank_index);
     Statement::of_ranks(|number| {
@@ -156,7 +178,7 @@ pub(crate) fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -
 
 /// A rank that has a resource for which another rank waits. `inside` is the event in which the
 /// holder waits itself.
-pub(crate) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {
+pub(super) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {
     let (rank, other) = (case.view(holder).rank, case.view(waiter).rank);
     let what = case.awaited_text(waiter).unwrap_or_default();
     let holder_location = match (inside, case.place(holder)) {
@@ -177,7 +199,7 @@ fn compiler_phrase(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, n
 }
 
 /// A rank that compiles, by itself or in a child process with the name `compiler`.
-pub(crate) fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> Statement {
+fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> Statement {
     Statement::of_ranks(|number| {
         format!(
             "{} compiling {}, which is slow but probably not a hang{}",
@@ -193,7 +215,7 @@ pub(crate) fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option
 }
 
 /// A rank that collects Python garbage.
-pub(crate) fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement {
+fn collects_garbage(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
         let (is, place) = (number.is(), case.place(rank_index));
         format!("{is} collecting Python garbage{place}, which is slow but probably not a hang")
@@ -206,7 +228,7 @@ fn progressing_part(in_python: bool) -> &'static str {
 }
 
 /// A busy rank that makes progress: in its Python code, or by the bytes that it reads and writes.
-pub(crate) fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statement {
+fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statement {
     let what = progressing_part(in_python);
     Statement::of_ranks(|number| {
         let (is, its, place) = (number.is(), number.its(), case.place(rank_index));
@@ -219,7 +241,7 @@ pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python:
 }
 
 /// A rank whose device is far behind its host and makes progress.
-pub(crate) fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
+fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| {
         let (has, location) = (number.has(), case.location_clause(rank_index, number));
         let device = number.word("a slow device, which makes progress", "slow devices, which make progress");
@@ -233,12 +255,7 @@ pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLi
 
 /// A device on which an operation does not complete: the recorded one, or an unknown one after
 /// which kernel `last` was launched.
-pub(crate) fn stuck_on_device(
-    case: &Case<'_>,
-    rank_index: usize,
-    operation: Option<&Operation>,
-    last: Option<&str>,
-) -> Statement {
+fn stuck_on_device(case: &Case<'_>, rank_index: usize, operation: Option<&Operation>, last: Option<&str>) -> Statement {
     let culprit = match (operation, last) {
         (Some(operation), _) => format!("{} does not complete", shape(operation)),
         (None, Some(last)) => format!("an operation does not complete; the last launched kernel is {last}"),
@@ -274,17 +291,16 @@ pub(crate) fn host_makes_progress_line(case: &Case<'_>, rank_index: usize) -> Ev
 }
 
 /// A rank in the teardown of its communicators or its interpreter.
-pub(crate) fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
+fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
     let (witness, place) = (&case.view(rank_index).host.observed.witness, case.place(rank_index));
     // The place may already contain the frame that shows the teardown.
     let inside = if place.contains(witness.as_str()) { String::new() } else { format!(" in {witness}") };
     Statement::of_ranks(|number| format!("{} shutting down{inside}{place}", number.is()))
 }
 
-/// Ranks that finalize their library where the others are in a collective. `differs` is the
-/// statement about the different operations.
-pub(crate) fn shut_down_instead(case: &Case<'_>, culprits: &[usize], differs: &Statement) -> Statement {
-    let Statement::Sentence(differs) = differs else { return differs.clone() };
+/// Ranks that finalize their library where the others are in a collective.
+pub(super) fn shut_down_instead(case: &Case<'_>, culprits: &[usize], differ: &Differ) -> Statement {
+    let differs = &collectives::differ_text(case, differ);
     let who = Ranks::of(case, culprits);
     let is = who.number().is();
     Statement::Sentence(format!("{} {is} shutting down while others continue: {}", who.capital(), lower(differs)))
@@ -297,7 +313,7 @@ fn lower(text: &str) -> String {
 }
 
 /// Ranks of a wait cycle that finalize their library, while others wait in other events.
-pub(crate) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[Event]) -> Statement {
+pub(super) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[Event]) -> Statement {
     let who = Ranks::of(case, culprits);
     let place = super::place_of_one(case, culprits);
     let others: Vec<String> = others.iter().take(2).map(|event| case.waiters_in(*event)).collect();

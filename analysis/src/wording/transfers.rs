@@ -5,27 +5,31 @@ use xpu_timer_proto::v1::Operation;
 use super::{Number, Ranks, Statement, line};
 use crate::{
     case::Case,
+    explanation::{GroupCounts, OpenEnd, Property, TransferFault},
     graph::Event,
     text::{capital, communicator, rank_count, shape},
     verdict::EvidenceLine,
 };
 
-/// A transfer of a wait cycle without a counterpart.
-#[derive(Clone, Copy)]
-pub(crate) struct OpenEnd {
-    /// The send or receive.
-    pub event: Event,
-    /// The rank that waits in it.
-    pub waiter: usize,
-    /// The rank that it waits for.
-    pub awaited: usize,
-}
-
-/// A property in which the two ends of a pair differ.
-#[derive(Clone, Copy)]
-pub(crate) enum Property {
-    Size,
-    Type,
+/// The text about what is wrong with a send or a receive.
+pub(super) fn statement(case: &Case<'_>, fault: &TransferFault) -> Statement {
+    match fault {
+        TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself: None } => {
+            no_counterpart(case, *culprit, *waiter, *recv)
+        }
+        TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself: Some(event) } => {
+            no_counterpart_and_waits(case, *culprit, *waiter, *recv, *event)
+        }
+        TransferFault::FewerInGroups { fewer, others, counts } => fewer_in_groups(case, fewer, others, *counts),
+        TransferFault::NobodySends { rank_index, event } => nobody_sends(case, *rank_index, *event),
+        TransferFault::TagsDiffer { ends, blamed } => tags_differ(case, *ends, blamed),
+        TransferFault::EndsDiffer { ends, property, blamed } => {
+            let [one, two] = &**ends;
+            ends_differ(case, [(one.0, &one.1), (two.0, &two.1)], *property, blamed)
+        }
+        TransferFault::OtherTransfers { culprit, open } => other_transfers(case, *culprit, open),
+        TransferFault::Stalled { event } => stalled(case, *event),
+    }
 }
 
 impl Property {
@@ -50,20 +54,14 @@ fn location_and_wait(case: &Case<'_>, rank_index: usize, number: Number) -> Stri
 }
 
 /// A rank has not made the counterpart of a receive or a send of `waiter`.
-pub(crate) fn no_counterpart(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool) -> Statement {
+fn no_counterpart(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool) -> Statement {
     Statement::of_ranks(|number| {
         missing_counterpart(case, waiter, recv, number) + &location_and_wait(case, culprit, number)
     })
 }
 
 /// Like [`no_counterpart`], of a rank that itself waits for `waiter`.
-pub(crate) fn no_counterpart_and_waits(
-    case: &Case<'_>,
-    culprit: usize,
-    waiter: usize,
-    recv: bool,
-    event: Event,
-) -> Statement {
+fn no_counterpart_and_waits(case: &Case<'_>, culprit: usize, waiter: usize, recv: bool, event: Event) -> Statement {
     let (rank, waiting) = (case.view(culprit).rank, case.view(waiter).rank);
     Statement::Sentence(format!(
         "Rank {rank} {}, which waits in {}, and rank {rank} itself waits for rank {waiting}{}.",
@@ -79,26 +77,13 @@ pub(crate) fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize
     line(text, vec![waiting])
 }
 
-/// Numbers of transfers that the members of a communicator have made in their groups.
-#[derive(Clone, Copy)]
-pub(crate) struct GroupCounts {
-    /// Index of the communicator.
-    pub comm: usize,
-    /// Number of groups.
-    pub groups: u64,
-    /// Transfers of a rank that left one out.
-    pub fewer: u64,
-    /// Transfers of the others.
-    pub most: u64,
-}
-
 /// `80`, or `80 each` for several ranks.
 fn each(count: u64, number: Number) -> String {
     format!("{count}{}", number.word("", " each"))
 }
 
 /// Ranks that left out a transfer of a group.
-pub(crate) fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: GroupCounts) -> Statement {
+fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: GroupCounts) -> Statement {
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let comm = &case.comms[counts.comm];
     Statement::Sentence(format!(
@@ -134,7 +119,7 @@ pub(crate) fn fewer_in_groups_line(
 }
 
 /// A rank receives from any rank, and no rank can send to it.
-pub(crate) fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
+fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::Sentence(format!(
         "Rank {} waits in {}, and no rank sends to it, because all others wait for it{}.",
         case.view(rank_index).rank,
@@ -162,7 +147,7 @@ fn changed_clause(case: &Case<'_>, blamed: &[usize], property: &str) -> String {
 }
 
 /// The tags of a send and its receive differ.
-pub(crate) fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
+fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
     let [one, two] = ends.map(|end| with_tag(case, end));
     let changed = changed_clause(case, blamed, "tag");
     Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}.", capital(&one)))
@@ -173,12 +158,7 @@ pub(crate) fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> V
 }
 
 /// A send and its receive differ in a property.
-pub(crate) fn ends_differ(
-    case: &Case<'_>,
-    ends: [(usize, &Operation); 2],
-    property: Property,
-    blamed: &[usize],
-) -> Statement {
+fn ends_differ(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property, blamed: &[usize]) -> Statement {
     // Both ends are suspects of their own. Either gives the same sentence.
     let mut ends = ends.map(|(rank_index, operation)| (case.view(rank_index).rank, operation));
     ends.sort_by_key(|end| end.0);
@@ -204,7 +184,7 @@ fn open_end(case: &Case<'_>, open: &OpenEnd) -> String {
 }
 
 /// A rank is at an end of all transfers without a counterpart.
-pub(crate) fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd]) -> Statement {
+fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd]) -> Statement {
     let without: Vec<String> = open.iter().take(2).map(|open| open_end(case, open)).collect();
     Statement::Sentence(format!(
         "Rank {} does not send and receive as its peers do: {}, without a counterpart{}.",
@@ -220,7 +200,7 @@ pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
 }
 
 /// All members are in the counterparts of each other's transfers, and the data does not move.
-pub(crate) fn stalled(case: &Case<'_>, event: Event) -> Statement {
+fn stalled(case: &Case<'_>, event: Event) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     Statement::Sentence(format!(
         "{} is in {}, its peer is in the counterpart, and no data moves between them: check the network.",

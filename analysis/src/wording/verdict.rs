@@ -15,9 +15,8 @@ use crate::{
 const MAX_SPELLED: usize = 3;
 
 /// A statement and the ranks that it is about.
-#[derive(Clone, Copy)]
 pub(crate) struct Clause<'a> {
-    pub statement: &'a Statement,
+    pub statement: Statement,
     pub culprits: &'a [usize],
 }
 
@@ -34,9 +33,9 @@ fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String
 fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
     let mut spelled_out: Vec<(&Statement, Vec<usize>)> = Vec::new();
     for clause in clauses {
-        match spelled_out.iter().position(|(statement, _)| *statement == clause.statement) {
+        match spelled_out.iter().position(|(statement, _)| **statement == clause.statement) {
             Some(index) => spelled_out[index].1.extend(clause.culprits),
-            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((clause.statement, clause.culprits.to_vec())),
+            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((&clause.statement, clause.culprits.to_vec())),
             None => {}
         }
     }
@@ -62,17 +61,20 @@ pub(crate) fn explained(
     main: Option<&Suspect>,
     culprits: &[usize],
 ) -> String {
-    let first = primary[0];
+    let first = &primary[0];
     let is_sentence = matches!(first.statement, Statement::Sentence(_));
-    let mut text =
-        if is_sentence { spelled(case, first.statement, first.culprits) } else { predicates(case, primary).join("; ") };
+    let mut text = if is_sentence {
+        spelled(case, &first.statement, first.culprits)
+    } else {
+        predicates(case, primary).join("; ")
+    };
     if let Some(main) = main.filter(|_| !is_sentence) {
         let waits = case.waiters_clause(main, culprits, &text);
         text.push_str(&waits);
     }
     for clause in others.iter().take(MAX_SPELLED) {
         text.push_str("; also ");
-        text.push_str(&spelled(case, clause.statement, clause.culprits));
+        text.push_str(&spelled(case, &clause.statement, clause.culprits));
     }
     text.push('.');
     capital(&text)
