@@ -19,10 +19,7 @@ use crate::{
     graph::Suspect,
     report,
     verdict::{Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    wording::{
-        statement,
-        verdict::{self, Clause, EvidenceGap, HealthyReason},
-    },
+    wording::verdict::{self, Clause, EvidenceGap, HealthyReason},
     world::RankView,
 };
 
@@ -130,7 +127,7 @@ fn no_rank_differs(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, confidence:
 fn sentence(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, main: Option<&Suspect>, culprits: &[usize]) -> String {
     let clause = |ruling| {
         let Ruling { finding, .. }: &Ruling<'_> = ruling;
-        Clause { statement: statement(case, &finding.explanation), culprits: &finding.culprits }
+        Clause { explanation: &finding.explanation, culprits: &finding.culprits }
     };
     let primary: Vec<Clause<'_>> = arbitrated.primary().map(clause).collect();
     let others: Vec<Clause<'_>> = arbitrated.findings[primary.len()..].iter().map(clause).collect();

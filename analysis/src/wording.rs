@@ -1,6 +1,6 @@
 //! The English of a verdict: its sentence, its lines of evidence, and the reasons why a cause is
-//! ruled out. Rules return an [`Explanation`], which consists of ranks, events and operations, and
-//! [`statement`] renders it. No other module of the judge writes a sentence.
+//! ruled out. Rules return an `Explanation`, which consists of ranks, events and operations, and
+//! [`verdict::explained`] renders it. No other module of the judge writes a sentence.
 
 pub(crate) mod collectives;
 pub(crate) mod creations;
@@ -10,22 +10,7 @@ mod phrases;
 pub(crate) mod transfers;
 pub(crate) mod verdict;
 
-use crate::{case::Case, explanation::Explanation, text, verdict::EvidenceLine};
-
-/// The text of an explanation.
-pub(crate) fn statement(case: &Case<'_>, explanation: &Explanation) -> Statement {
-    match explanation {
-        Explanation::Host { rank_index, state } => hosts::statement(case, *rank_index, state),
-        Explanation::GoneAfter { gone, event } => hosts::gone_after(case, gone, *event),
-        Explanation::HoldsUp { holder, waiter, inside } => hosts::holds_up(case, *holder, *waiter, *inside),
-        Explanation::ShutDownInstead { culprits, differ } => hosts::shut_down_instead(case, culprits, differ),
-        Explanation::ShutDownInCycle { culprits, others } => hosts::shut_down_in_cycle(case, culprits, others),
-        Explanation::Collective(fault) => collectives::statement(case, fault),
-        Explanation::Creation(fault) => creations::statement(case, fault),
-        Explanation::Cycle(fault) => cycles::statement(case, fault),
-        Explanation::Transfer(fault) => transfers::statement(case, fault),
-    }
-}
+use crate::{case::Case, text, verdict::EvidenceLine};
 
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,9 +3,10 @@
 
 use xpu_timer_proto::v1::Operation;
 
-use super::{Number, Ranks, Statement, line};
+use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, line, transfers};
 use crate::{
     case::Case,
+    explanation::Explanation,
     graph::{Event, Suspect},
     text::{capital, communicator, shape},
     verdict::EvidenceLine,
@@ -14,10 +15,26 @@ use crate::{
 /// Number of suspects that the sentence spells out. The others are counted.
 const MAX_SPELLED: usize = 3;
 
-/// A statement and the ranks that it is about.
+/// An explanation and the ranks that it is about.
+#[derive(Clone, Copy)]
 pub(crate) struct Clause<'a> {
-    pub statement: Statement,
+    pub explanation: &'a Explanation,
     pub culprits: &'a [usize],
+}
+
+/// The text of an explanation.
+fn statement(case: &Case<'_>, explanation: &Explanation) -> Statement {
+    match explanation {
+        Explanation::Host { rank_index, state } => hosts::statement(case, *rank_index, state),
+        Explanation::GoneAfter { gone, event } => hosts::gone_after(case, gone, *event),
+        Explanation::HoldsUp { holder, waiter, inside } => hosts::holds_up(case, *holder, *waiter, *inside),
+        Explanation::ShutDownInstead { culprits, differ } => hosts::shut_down_instead(case, culprits, differ),
+        Explanation::ShutDownInCycle { culprits, others } => hosts::shut_down_in_cycle(case, culprits, others),
+        Explanation::Collective(fault) => collectives::statement(case, fault),
+        Explanation::Creation(fault) => creations::statement(case, fault),
+        Explanation::Cycle(fault) => cycles::statement(case, fault),
+        Explanation::Transfer(fault) => transfers::statement(case, fault),
+    }
 }
 
 fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String {
@@ -31,11 +48,12 @@ fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String
 
 /// The clauses of equal statements, each about all of their ranks.
 fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
-    let mut spelled_out: Vec<(&Statement, Vec<usize>)> = Vec::new();
+    let mut spelled_out: Vec<(Statement, Vec<usize>)> = Vec::new();
     for clause in clauses {
-        match spelled_out.iter().position(|(statement, _)| **statement == clause.statement) {
+        let statement = statement(case, clause.explanation);
+        match spelled_out.iter().position(|(known, _)| *known == statement) {
             Some(index) => spelled_out[index].1.extend(clause.culprits),
-            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((&clause.statement, clause.culprits.to_vec())),
+            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((statement, clause.culprits.to_vec())),
             None => {}
         }
     }
@@ -61,20 +79,17 @@ pub(crate) fn explained(
     main: Option<&Suspect>,
     culprits: &[usize],
 ) -> String {
-    let first = &primary[0];
-    let is_sentence = matches!(first.statement, Statement::Sentence(_));
-    let mut text = if is_sentence {
-        spelled(case, &first.statement, first.culprits)
-    } else {
-        predicates(case, primary).join("; ")
-    };
+    let first = statement(case, primary[0].explanation);
+    let is_sentence = matches!(first, Statement::Sentence(_));
+    let mut text =
+        if is_sentence { spelled(case, &first, primary[0].culprits) } else { predicates(case, primary).join("; ") };
     if let Some(main) = main.filter(|_| !is_sentence) {
         let waits = case.waiters_clause(main, culprits, &text);
         text.push_str(&waits);
     }
     for clause in others.iter().take(MAX_SPELLED) {
         text.push_str("; also ");
-        text.push_str(&spelled(case, &clause.statement, clause.culprits));
+        text.push_str(&spelled(case, &statement(case, clause.explanation), clause.culprits));
     }
     text.push('.');
     capital(&text)
