@@ -55,7 +55,7 @@ def all_reduce(count=1024, group=None):
     return values
 
 
-def go_wrong(fault, group):
+def go_wrong(fault):
     """What rank 1 does at the step of the fault, in place of its sum."""
     if fault == "kernel":
         torch.cuda._sleep(ENDLESS)
@@ -93,7 +93,7 @@ def train(steps, fault):
         if fault == "subgroup" and step == 5 and RANK in (1, 2):
             read_shard() if RANK == 1 else all_reduce(group=group)
         if step == 5 and mine not in (None, "skip", "subgroup", "graph"):
-            go_wrong(mine, group)
+            go_wrong(mine)
         elif not (step == 5 and mine == "skip"):
             values = all_reduce()
         optimizer.step()

@@ -51,9 +51,9 @@ class Healthy:
     status: int = 0
 
 
-def ranks(count, *arguments, script="ranks.py"):
-    path = os.path.join(HERE if script == "ranks.py" else EXAMPLES, script)
-    return [sys.executable, os.path.join(EXAMPLES, "run_ranks.py"), f"--nproc={count}", path, *arguments]
+def ranks(count, *arguments):
+    program = os.path.join(HERE, "ranks.py")
+    return [sys.executable, os.path.join(EXAMPLES, "run_ranks.py"), f"--nproc={count}", program, *arguments]
 
 
 def workload(name):
@@ -218,7 +218,8 @@ def judge(case, verdict, seconds):
     if case.culprits not in ("", culprits):
         problems.append(f"culprits are not {case.culprits}")
     problems += [f"no {part!r}" for part in case.contains if part not in text]
-    said = f"{verdict['cause']} ({verdict['confidence']}) culprits {culprits or '-'} after {seconds:.0f} s: {verdict['sentence']}"
+    times = f"after {seconds:.0f} s, {verdict['seconds_from_timeout']} s after the timeout; hook {verdict['hook']}"
+    said = f"{verdict['cause']} ({verdict['confidence']}) culprits {culprits or '-'} {times}: {verdict['sentence']}"
     return not problems, "; ".join([*problems, said])
 
 
