@@ -314,6 +314,18 @@ fn library() -> String {
     )
 }
 
+/// A process that waits within a function of a library, and the path of the library.
+fn wait_in_library(folder: &Path) -> (Process, String) {
+    let library = compile_c(folder, "library.so", &library(), &["-O0", "-g0", "-shared", "-fPIC"]);
+    let program = compile_c(folder, "program", THROUGH_A_LIBRARY, &["-O1", "-ldl"]);
+    let path = library.to_str().expect("UTF-8").to_owned();
+    let process = start(&program, &[&path]);
+    capture_until(process.pid(), "it waits within the library", |sample| {
+        names(thread(sample, process.pid())).contains(&"through_the_library")
+    });
+    (process, path)
+}
+
 /// Sets the flag at the end of its scope.
 struct StopOnDrop<'a>(&'a AtomicBool);
 
@@ -327,15 +339,8 @@ impl Drop for StopOnDrop<'_> {
 #[test]
 fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let library = compile_c(folder.path(), "library.so", &library(), &["-O0", "-g0", "-shared", "-fPIC"]);
-    let program = compile_c(folder.path(), "program", THROUGH_A_LIBRARY, &["-O1", "-ldl"]);
-    let whole = fs::read(&library).expect("the library");
-    let path = library.to_str().expect("UTF-8").to_owned();
-    let process = start(&program, &[&path]);
-    let pid = process.pid();
-    capture_until(pid, "it waits within the library", |sample| {
-        names(thread(sample, pid)).contains(&"through_the_library")
-    });
+    let (process, path) = wait_in_library(folder.path());
+    let (pid, whole) = (process.pid(), fs::read(&path).expect("the library"));
     // The capture that has read the whole file reads pages of it again.
     let mut old = Capturer::new();
     old.capture(&[pid], &Options::default());
@@ -343,7 +348,7 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
     let mut said = 0;
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let mut file = OpenOptions::new().write(true).open(&library).expect("own file");
+            let mut file = OpenOptions::new().write(true).open(&path).expect("own file");
             while !stop.load(Ordering::Relaxed) {
                 for part in [0, 100, whole.len() / 2] {
                     file.set_len(part as u64).expect("own file");
@@ -382,17 +387,10 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
 #[test]
 fn a_library_of_which_only_a_part_is_written_is_reported() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let library = compile_c(folder.path(), "library.so", &library(), &["-O0", "-g0", "-shared", "-fPIC"]);
-    let program = compile_c(folder.path(), "program", THROUGH_A_LIBRARY, &["-O1", "-ldl"]);
-    let whole = fs::read(&library).expect("the library");
-    let path = library.to_str().expect("UTF-8").to_owned();
-    let process = start(&program, &[&path]);
-    let pid = process.pid();
-    capture_until(pid, "it waits within the library", |sample| {
-        names(thread(sample, pid)).contains(&"through_the_library")
-    });
+    let (process, path) = wait_in_library(folder.path());
+    let (pid, whole) = (process.pid(), fs::read(&path).expect("the library"));
     // What `cp` over the library leaves while it waits for a processor.
-    let file = OpenOptions::new().write(true).open(&library).expect("own file");
+    let file = OpenOptions::new().write(true).open(&path).expect("own file");
     for part in (1..16).map(|part| whole.len() * part / 16) {
         file.set_len(0).expect("own file");
         std::os::unix::fs::FileExt::write_all_at(&file, &whole[..part], 0).expect("own file");
