@@ -34,6 +34,8 @@ const DISABLED: u64 = 1;
 const EXCLUDE_KERNEL: u64 = 1 << 5;
 const EXCLUDE_HV: u64 = 1 << 6;
 const FLAG_FD_CLOEXEC: libc::c_ulong = 8;
+/// `_IO('$', 1)`: disables the event, and waits until it is no longer counting on any CPU.
+const IOC_DISABLE: libc::c_ulong = 0x2401;
 /// `_IO('$', 2)`: enables the event until it has taken this many samples.
 const IOC_REFRESH: libc::c_ulong = 0x2402;
 const RECORD_SAMPLE: u32 = 9;
@@ -111,9 +113,15 @@ impl Event {
     #[allow(unsafe_code)]
     pub fn arm(&self) -> io::Result<()> {
         self.position(TAIL).store(self.position(HEAD).load(Ordering::Acquire), Ordering::Release);
-        // SAFETY: the request takes a number and accesses no memory of this process.
-        let result = unsafe { libc::ioctl(self.descriptor.as_raw_fd(), IOC_REFRESH, 1) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        let request = |number, argument: libc::c_ulong| {
+            // SAFETY: both requests take a number and access no memory of this process.
+            let result = unsafe { libc::ioctl(self.descriptor.as_raw_fd(), number, argument) };
+            if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        };
+        // The kernel disables the event some time after its last sample. If that came after the
+        // refresh, the event would stay off.
+        request(IOC_DISABLE, 0)?;
+        request(IOC_REFRESH, 1)
     }
 
     /// The sample, once it was taken. An unusable sample is requested again.
@@ -319,8 +327,9 @@ mod tests {
             }
         };
         let start = std::time::Instant::now();
-        // The second and the third sample wrap around the end of the ring.
-        for _ in 0..3 {
+        // All samples but the first wrap around the end of the ring. The kernel may be about to
+        // disable the event when it is armed again.
+        for _ in 0..500 {
             event.arm().unwrap();
             let sample = loop {
                 assert!(start.elapsed().as_secs() < 30);
