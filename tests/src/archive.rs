@@ -4,11 +4,13 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io::{BufReader, Read, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result};
 use zip::{CompressionMethod, DateTime, ZipArchive, ZipWriter, write::SimpleFileOptions};
+
+use crate::tree;
 
 /// Reads the files of an archive, by name.
 ///
@@ -53,6 +55,33 @@ pub fn write_archive(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<(
         Ok(fs::rename(&temporary, path)?)
     };
     write().with_context(|| path.display().to_string())
+}
+
+/// The archive with the kept inputs of all fuzz targets, in a folder each.
+fn fuzz_corpora() -> PathBuf {
+    tree().join("tests/fuzz/corpora.zip")
+}
+
+/// The kept inputs of a fuzz target, by name. A new target has none.
+///
+/// # Errors
+/// When the archive cannot be read.
+pub fn fuzz_corpus(target: &str) -> Result<BTreeMap<String, Vec<u8>>> {
+    let of_target = |(name, bytes): (String, _)| Some((name.strip_prefix(target)?.strip_prefix('/')?.into(), bytes));
+    Ok(read_archive(&fuzz_corpora())?.into_iter().filter_map(of_target).collect())
+}
+
+/// Replaces the kept inputs of a fuzz target.
+///
+/// # Errors
+/// When the archive cannot be read or written.
+pub fn keep_fuzz_corpus(target: &str, inputs: BTreeMap<String, Vec<u8>>) -> Result<()> {
+    let path = fuzz_corpora();
+    let folder = format!("{target}/");
+    let mut files = read_archive(&path)?;
+    files.retain(|name, _| !name.starts_with(&folder));
+    files.extend(inputs.into_iter().map(|(name, bytes)| (folder.clone() + &name, bytes)));
+    write_archive(&path, &files)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::{env, fs};
 
 use anyhow::{Context, Result, ensure};
-use xpu_timer_tests::{read_archive, write_archive};
+use xpu_timer_tests::{fuzz_corpus, keep_fuzz_corpus};
 
 use crate::shell::{self, cargo, need};
 
@@ -21,7 +21,7 @@ pub(crate) struct Options {
     seconds: u32,
     /// Only targets whose name contains one of these words
     names: Vec<String>,
-    /// Adds the new inputs to tests/fuzz/corpus, and drops those that add no coverage
+    /// Adds the new inputs to tests/fuzz/corpora.zip, and drops those that add no coverage
     #[arg(long)]
     keep: bool,
 }
@@ -152,14 +152,14 @@ fn keep(built: &Path, name: &str) -> Result<()> {
         let bytes = fs::read(entry.path()).with_context(|| entry.path().display().to_string())?;
         files.insert(entry.file_name().to_string_lossy().into_owned(), bytes);
     }
-    write_archive(&kept(name), &files)
+    keep_fuzz_corpus(name, files)
 }
 
 /// Unpacks the kept corpus of a target.
 fn unpacked(name: &str) -> Result<PathBuf> {
     let folder = work(name)?.join("kept");
     empty(&folder)?;
-    for (file, bytes) in read_archive(&kept(name))? {
+    for (file, bytes) in fuzz_corpus(name)? {
         let path = folder.join(file);
         fs::write(&path, bytes).with_context(|| path.display().to_string())?;
     }
@@ -178,10 +178,6 @@ fn program(built: &Path, name: &str, work: &Path) -> Command {
 fn empty(folder: &Path) -> Result<()> {
     let _ = fs::remove_dir_all(folder);
     fs::create_dir_all(folder).with_context(|| folder.display().to_string())
-}
-
-fn kept(name: &str) -> PathBuf {
-    xpu_timer_tests::tree().join("tests/fuzz/corpus").join(format!("{name}.zip"))
 }
 
 fn work(name: &str) -> Result<PathBuf> {

@@ -172,10 +172,9 @@ mod tests {
 
     /// The kept corpus of a target.
     fn corpus(name: &str) -> Vec<Vec<u8>> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("corpus/{name}.zip"));
-        let files = xpu_timer_tests::read_archive(&path).unwrap();
-        assert!(!files.is_empty());
-        files.into_values().collect()
+        let inputs = xpu_timer_tests::fuzz_corpus(name).unwrap();
+        assert!(!inputs.is_empty(), "{name}");
+        inputs.into_values().collect()
     }
 
     fn sample() -> Stacktrace {
