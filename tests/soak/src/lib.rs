@@ -57,6 +57,19 @@ const REACHED: f64 = 0.9;
 /// Maximum number of concurrent short processes.
 const MOST_AT_ONCE: u32 = 64;
 const SERVERS: usize = 2;
+/// A server without a rank: it answers a request on the device twenty times a second, until it is
+/// told to end.
+const SERVER: &str = r"
+import signal, sys, time
+import cuda
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+buffer = cuda.Buffer(1024)
+while True:
+    buffer.fill(1.0)
+    cuda.synchronize()
+    time.sleep(0.05)
+";
 /// Faults of every kind. Each job of a sequence has one of them.
 const FAULTS: [&[&str]; 5] = [
     &[],
@@ -80,8 +93,8 @@ pub fn run(options: &Options) -> Result<bool> {
     let (over, counts) = (AtomicBool::new(false), Counts::default());
     let samples = Mutex::new(Vec::new());
     let begun = Instant::now();
-    let programs = tree().join("tests/soak/programs");
-    let server = || Process::spawn(job.launch(python()).arg(programs.join("serve.py")));
+    let examples = tree().join("tests/examples");
+    let server = || Process::spawn(job.launch(python()).env("PYTHONPATH", &examples).args(["-c", SERVER]));
     let servers: Vec<Process> = (0..if options.flood { 0 } else { SERVERS }).map(|_| server()).collect();
     let mut short = short_processes(&job, options.rate)?;
     let trains = options.flood.then(|| job.train(2, &[]));
@@ -126,7 +139,7 @@ fn short_processes(job: &Job, rate: f64) -> Result<Process> {
     let folder = job.dir.join("short");
     std::fs::create_dir_all(&folder)?;
     idle_library(&folder, "libcuda.so.1", "-DDRIVER");
-    let source = std::fs::read_to_string(tree().join("tests/soak/programs/short.c"))?;
+    let source = std::fs::read_to_string(tree().join("tests/soak/short.c"))?;
     let beside = format!("-L{}", folder.display());
     let program = compile_c(&folder, "short", &source, &["-O2", &beside, "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
     let mut command = job.launch(program);
