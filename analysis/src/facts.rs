@@ -40,6 +40,9 @@ fn training(evidence: &RankEvidence) -> Option<u32> {
     stacks::training_thread(evidence.dump.as_ref()?, flight_of(evidence))
 }
 
+/// Maximum length of a command line in condensed evidence, in characters.
+const MAX_COMMAND: usize = 120;
+
 fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let pending = |index: usize| flight.operations[index].status() == OpStatus::Pending;
     let done = (0..flight.operations.len()).rev().filter(|index| !pending(*index));
@@ -55,7 +58,7 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
         |stream: &&xpu_timer_proto::v1::Stream| stream.last_launch_ns == newest || handles.contains(&stream.handle);
     let mut rank = flight.rank.clone();
     if let Some(rank) = &mut rank {
-        rank.command.clear();
+        rank.command = rank.command.chars().take(MAX_COMMAND).collect();
     }
     FlightRecord {
         rank,

@@ -163,6 +163,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         cause: outcome.cause,
         confidence,
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
+        culprit_processes: outcome.culprits.iter().filter_map(|index| report::process(case.view(*index))).collect(),
         hang: hang_evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
         helpers_busy: helpers_busy(case, &outcome.culprits),
         victims: case.world.ranks(victims),

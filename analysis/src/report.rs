@@ -9,9 +9,10 @@ use crate::{
     graph::Event,
     text::{communicator, operation_state},
     verdict::{
-        Activity, CommunicatorGroup, CommunicatorReport, HookReport, Location, OperationState, RankGroup, TriggerReport,
+        Activity, CommunicatorGroup, CommunicatorReport, CulpritProcess, HookReport, Location, OperationState,
+        RankGroup, TriggerReport,
     },
-    world::World,
+    world::{RankView, World},
 };
 
 /// What opened the incident.
@@ -32,6 +33,22 @@ pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
         rank: u32::try_from(trigger.rank).ok(),
         operation: trigger.operation.as_ref().map(operation_state),
     }
+}
+
+/// The process of a rank, if it is known.
+pub(crate) fn process(view: &RankView<'_>) -> Option<CulpritProcess> {
+    let dump = view.evidence.and_then(|evidence| evidence.dump.as_ref());
+    let info = view.flight.and_then(|flight| flight.rank.as_ref());
+    // Within a container, the process has another pid than on its node.
+    let pid = dump.map(|dump| dump.pid).filter(|pid| *pid > 0).or_else(|| view.pid())?;
+    let command = [dump.map(|dump| &dump.command), info.map(|info| &info.command)];
+    let command = command.into_iter().flatten().find(|command| !command.is_empty());
+    Some(CulpritProcess {
+        rank: view.rank,
+        pid,
+        node: view.node().unwrap_or_default().to_owned(),
+        command: command.cloned().unwrap_or_default(),
+    })
 }
 
 /// The name of a presence, such as `present`.

@@ -256,6 +256,19 @@ pub enum Activity {
     Running,
 }
 
+/// The process of a culprit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CulpritProcess {
+    /// Its rank in the job.
+    pub rank: u32,
+    /// Its process id on its node.
+    pub pid: i32,
+    /// Its node.
+    pub node: String,
+    /// Its command line. Empty if unknown.
+    pub command: String,
+}
+
 /// Ranks of the job that are in the same state.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 pub struct RankGroup {
@@ -391,6 +404,10 @@ pub struct Verdict {
     /// Ranks that stopped the job, ascending. Empty if no rank is the culprit, or the evidence does
     /// not show which.
     pub culprits: Vec<u32>,
+    /// The processes of the culprits, as far as they are known. Absent in verdicts of earlier
+    /// releases.
+    #[serde(default)]
+    pub culprit_processes: Vec<CulpritProcess>,
     /// Ranks that wait, ascending. A victim is never a culprit.
     pub victims: Vec<u32>,
     /// What shows that the job hangs. Absent in verdicts of earlier releases.

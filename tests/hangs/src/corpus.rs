@@ -12,7 +12,7 @@ mod strangers;
 
 use anyhow::{Result, ensure};
 
-use crate::scenario::Scenario;
+use crate::{scenario::Scenario, written};
 
 /// The scenarios whose name contains `filter`.
 pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
@@ -29,6 +29,7 @@ pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
         healthy::stragglers(),
         healthy::scenarios(),
         strangers::blind(),
+        written::scenarios()?,
     ]
     .concat();
     let chosen: Vec<Scenario> =

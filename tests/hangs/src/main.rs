@@ -8,6 +8,7 @@ mod record;
 mod run;
 mod scenario;
 mod score;
+mod written;
 
 use std::{io::Write, path::PathBuf, process::ExitCode};
 

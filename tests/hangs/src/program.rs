@@ -22,6 +22,10 @@ pub enum Program {
     Torch(&'static str),
     /// A script with Debian's PyTorch that starts torchrun, which starts the ranks.
     Elastic(&'static str),
+    /// A script on the simulated device that starts all its processes itself.
+    Spawning(&'static str),
+    /// The same with Debian's PyTorch.
+    SpawningTorch(&'static str),
     /// A C program under Open MPI.
     Mpi(&'static str),
     /// A script with Debian's mpi4py under Open MPI.
@@ -107,9 +111,24 @@ impl Program {
             Program::Script(name)
             | Program::Torch(name)
             | Program::Elastic(name)
+            | Program::Spawning(name)
+            | Program::SpawningTorch(name)
             | Program::Mpi4py(name)
             | Program::Native(name)
             | Program::Mpi(name) => name,
+        }
+    }
+
+    /// Its path.
+    pub fn path(self) -> PathBuf {
+        script(self.source())
+    }
+
+    /// The interpreter of a script.
+    pub fn python(self) -> PathBuf {
+        match self {
+            Program::Script(_) | Program::Spawning(_) => python(),
+            _ => DEBIAN_PYTHON.into(),
         }
     }
 
@@ -128,8 +147,12 @@ impl Program {
             command
         };
         match self {
-            Program::Script(name) => ranks_of(&python(), name),
-            Program::Torch(name) => ranks_of(Path::new(DEBIAN_PYTHON), name),
+            Program::Script(name) | Program::Torch(name) => ranks_of(&self.python(), name),
+            Program::Spawning(name) | Program::SpawningTorch(name) => {
+                let mut command = job.launch(self.python());
+                command.arg(script(name));
+                command
+            }
             Program::Elastic(name) => {
                 let mut command = job.launch(DEBIAN_PYTHON);
                 command.arg(script(name)).arg(format!("--ranks={world}"));
@@ -205,4 +228,10 @@ impl Need {
             }
         }
     }
+}
+
+/// The last lines of an output.
+pub fn tail(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(3)..].join(" | ")
 }

@@ -15,9 +15,10 @@ use xpu_timer_tests::{Incident, Job, Output, Process, http, in_parallel, skip, t
 
 use crate::{
     folder,
-    program::{Compiled, Need, Program},
+    program::{Compiled, Need, Program, tail},
     scenario::{Scenario, Truth},
     score::{Outcome, Reported},
+    written,
 };
 
 /// Time from the start of the processes to the end of the first incident.
@@ -82,11 +83,13 @@ fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> O
     static POLLING: Mutex<()> = Mutex::new(());
     let _alone = scenario.program.polls().then(|| POLLING.lock().unwrap_or_else(PoisonError::into_inner));
     let start = Instant::now();
-    let reported = run(scenario, compiled, folder, kill);
-    Outcome { scenario: scenario.clone(), reported, wall: start.elapsed() }
+    let mut scenario = scenario.clone();
+    let reported = run(&mut scenario, compiled, folder, kill);
+    Outcome { scenario, reported, wall: start.elapsed() }
 }
 
-fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Result<Option<Reported>> {
+/// Runs a scenario. A truth that the program has written replaces that of the scenario.
+fn run(scenario: &mut Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Result<Option<Reported>> {
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
@@ -99,7 +102,7 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
         .with("XPU_SIM_DEVICES", "64");
     // PyTorch loads slowly. On a busy machine it takes longer than a collector without ranks waits
     // by default.
-    if matches!(scenario.program, Program::Torch(_) | Program::Elastic(_)) {
+    if matches!(scenario.program, Program::Torch(_) | Program::Elastic(_) | Program::SpawningTorch(_)) {
         job = job.with("XPU_TIMER_LINGER", "120");
     }
     if scenario.world >= MANY {
@@ -111,6 +114,8 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
     for (name, value) in &scenario.environment {
         job = job.with(name, value);
     }
+    let truth = folder.join("truth.json");
+    job = job.with("XPU_HANGS_TRUTH", &truth.display().to_string());
     let mut command = scenario.program.command(&job, scenario.world, compiled);
     let mut ranks = Process::spawn(command.args(&scenario.arguments));
     match &scenario.truth {
@@ -132,6 +137,11 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
         }
         Truth::Slow(expected) => slow(&job, &mut ranks, scenario.world, expected),
         Truth::Healthy => healthy(&job, ranks),
+        Truth::Written(expected) => {
+            let (truth, reported) = written::watch(&job, &mut ranks, *expected, &truth)?;
+            scenario.truth = truth;
+            Ok(reported)
+        }
     }
 }
 
@@ -273,9 +283,4 @@ fn healthy(job: &Job, ranks: Process) -> Result<Option<Reported>> {
         return Err(anyhow!("the job ended with {}; {}", output.code(), tail(&output.stderr)));
     }
     Ok(None)
-}
-
-fn tail(text: &str) -> String {
-    let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(3)..].join(" | ")
 }

@@ -1,6 +1,6 @@
 //! A scenario: the job and its true cause.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use crate::program::{Need, Program};
 
@@ -49,6 +49,19 @@ pub enum Truth {
     Slow(Vec<u32>),
     /// It runs to its end, and nothing should be reported.
     Healthy,
+    /// The program writes the truth when it runs.
+    Written(Expected),
+}
+
+/// What is known of a program that writes the truth itself before it runs.
+#[derive(Debug, Clone, Copy)]
+pub enum Expected {
+    /// It hangs.
+    Hang,
+    /// It may be slower than the timeout, and continues. It is watched for this time.
+    Passes(Duration),
+    /// It is idle or healthy, and gives no alarm for this time.
+    Quiet(Duration),
 }
 
 /// Used in place of a cause for ranks that slow a job down.
@@ -92,7 +105,7 @@ impl Scenario {
         match &self.truth {
             Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits, .. } => Some((causes, culprits)),
             Truth::Slow(ranks) if !ranks.is_empty() => Some((&[SLOW], ranks)),
-            Truth::Slow(_) | Truth::Healthy => None,
+            Truth::Slow(_) | Truth::Healthy | Truth::Written(_) => None,
         }
     }
 

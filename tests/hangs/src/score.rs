@@ -43,7 +43,7 @@ impl Reported {
         let culprits = match truth {
             Truth::Hang { culprits, .. } => culprits.as_slice(),
             Truth::Slow(ranks) => ranks,
-            Truth::Passes { .. } | Truth::Healthy => &[],
+            Truth::Passes { .. } | Truth::Healthy | Truth::Written(_) => &[],
         };
         self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
     }
@@ -53,6 +53,15 @@ impl Reported {
         let sentence = format!("{culprits:?} slow the job down");
         let (cause, confidence) = (SLOW.into(), "high".into());
         (!culprits.is_empty()).then_some(Reported { cause, culprits, confidence, sentence, seconds: None })
+    }
+
+    /// From a `verdict.json`, with the pids of the culprits in place of their ranks.
+    pub fn of_processes(verdict: &Value) -> Result<Self> {
+        let processes = verdict["culprit_processes"].as_array().context("no culprit_processes")?;
+        let pid = |process: &Value| u32::try_from(process["pid"].as_u64()?).ok();
+        let mut culprits: Vec<u32> = processes.iter().filter_map(pid).collect();
+        culprits.sort_unstable();
+        Ok(Reported { culprits, ..Self::of(verdict)? })
     }
 
     /// From a `verdict.json`.

@@ -1,0 +1,175 @@
+//! Programs that start all their processes themselves and write the truth about themselves into a
+//! file. Their culprits are processes: pids in place of ranks.
+
+use std::{
+    fs,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde::Deserialize;
+use xpu_timer_analysis::Cause;
+use xpu_timer_tests::{Job, Process, http};
+
+use crate::{
+    program::{Program, tail},
+    scenario::{Expected, Scenario, Truth, job},
+    score::Reported,
+};
+
+/// The programs with their prefixes.
+const PROGRAMS: &[(&str, Program)] = &[
+    ("actors", Program::Spawning("actors.py")),
+    ("idle", Program::Spawning("idle.py")),
+    ("servers", Program::Spawning("servers.py")),
+    ("waits", Program::Spawning("waits.py")),
+    ("waits-gloo", Program::SpawningTorch("waits_gloo.py")),
+];
+
+/// A program must have written the truth after this time.
+const TRUTH_WITHIN: Duration = Duration::from_secs(60);
+/// The verdict on a hang comes within this time after the truth: the longer timeout of ten seconds,
+/// the sample interval, and time for a busy machine.
+const VERDICT_WITHIN: Duration = Duration::from_secs(25);
+
+/// What a program writes before its trouble begins.
+#[derive(Deserialize)]
+struct Written {
+    hang: bool,
+    /// Pids.
+    #[serde(default)]
+    culprits: Vec<u32>,
+    #[serde(default)]
+    causes: Vec<Cause>,
+}
+
+/// All scenarios of these programs, as the programs list them.
+///
+/// # Errors
+/// When a program cannot list its scenarios.
+pub fn scenarios() -> Result<Vec<Scenario>> {
+    let mut scenarios = Vec::new();
+    for (prefix, program) in PROGRAMS {
+        let output = Command::new(program.python())
+            .env("PYTHONPATH", xpu_timer_tests::tree().join("tests/examples"))
+            .arg(program.path())
+            .arg("--list")
+            .output()?;
+        ensure!(output.status.success(), "{program} --list: {}", String::from_utf8_lossy(&output.stderr));
+        for line in String::from_utf8(output.stdout)?.lines() {
+            let [name, kind, seconds] = line.split_whitespace().collect::<Vec<_>>()[..] else {
+                bail!("{program} --list: {line:?} is not a name, a kind and a number of seconds");
+            };
+            let time = Duration::from_secs(seconds.parse().with_context(|| format!("{program} --list: {line:?}"))?);
+            let expected = match kind {
+                "hang" => Expected::Hang,
+                "passes" => Expected::Passes(time),
+                "idle" | "healthy" => Expected::Quiet(time),
+                _ => bail!("{program} --list: {line:?} has an unknown kind"),
+            };
+            let full = format!("{prefix}-{}", name.replace('_', "-"));
+            scenarios.push(Scenario { truth: Truth::Written(expected), ..job(&full, *program, 0, &[name]) });
+        }
+    }
+    Ok(scenarios)
+}
+
+/// Watches a running program, and returns the truth and what was reported.
+///
+/// # Errors
+/// When the program fails, or there is no verdict where one is expected.
+pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -> Result<(Truth, Option<Reported>)> {
+    match expected {
+        Expected::Quiet(time) => {
+            quiet(job, ranks, time)?;
+            Ok((Truth::Healthy, named(job, &[])?))
+        }
+        Expected::Hang => {
+            let written = read(truth, ranks)?;
+            ensure!(written.hang, "{} says that nothing hangs", truth.display());
+            let truth = Truth::Hang { causes: names(&written.causes), culprits: written.culprits.clone() };
+            let start = Instant::now();
+            loop {
+                let reported = named(job, &written.culprits)?;
+                let is_right = reported.as_ref().is_some_and(|reported| reported.culprits == written.culprits);
+                if is_right || start.elapsed() > VERDICT_WITHIN {
+                    return Ok((truth, reported));
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+        Expected::Passes(time) => {
+            let written = read(truth, ranks)?;
+            quiet(job, ranks, time)?;
+            let causes = names(&written.causes);
+            let culprits = written.culprits.clone();
+            let reported = named(job, &written.culprits)?;
+            let truth = if reported.is_none() {
+                Truth::Healthy
+            } else {
+                Truth::Passes { causes, culprits, stands_still: false }
+            };
+            Ok((truth, reported))
+        }
+    }
+}
+
+fn names(causes: &[Cause]) -> &'static [&'static str] {
+    // A few names for each scenario of a run.
+    Box::leak(causes.iter().map(|cause| cause.name()).collect())
+}
+
+fn read(path: &Path, ranks: &mut Process) -> Result<Written> {
+    let start = Instant::now();
+    loop {
+        if let Ok(text) = fs::read(path) {
+            let mut written: Written = serde_json::from_slice(&text).with_context(|| path.display().to_string())?;
+            written.culprits.sort_unstable();
+            return Ok(written);
+        }
+        if let Some(status) = ranks.try_wait() {
+            bail!("the program ended ({status}) before it wrote the truth; {}", tail(&ranks.stderr()));
+        }
+        ensure!(start.elapsed() < TRUTH_WITHIN, "no truth within {TRUTH_WITHIN:?}; {}", tail(&ranks.stderr()));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Watches a program that should give no alarm, until its time is over or it ends.
+fn quiet(job: &Job, ranks: &mut Process, time: Duration) -> Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < time {
+        if let Some(status) = ranks.try_wait() {
+            ensure!(status.success(), "the program ended with {status}; {}", tail(&ranks.stderr()));
+            break;
+        }
+        let (_, page) = http("GET", job.port + 1, "/metrics").unwrap_or_default();
+        let alarm = page.lines().find(|line| line.starts_with("XPU_TIMER_COMMON_HANG") && line.ends_with(" 1"));
+        if let Some(alarm) = alarm {
+            return Err(anyhow!("an alarm: {alarm}"));
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    Ok(())
+}
+
+/// What was reported: a wrong accusation with high confidence, else the incident with the right
+/// culprits, else the first one that names any.
+fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
+    let incidents = job.finished_incidents();
+    let all: Vec<Reported> =
+        incidents.iter().map(|incident| Reported::of_processes(&incident.verdict)).collect::<Result<_>>()?;
+    let is_mistake = |reported: &&Reported| {
+        reported.confidence == "high" && reported.culprits.iter().any(|pid| !culprits.contains(pid))
+    };
+    let is_right = |reported: &&Reported| reported.culprits == culprits;
+    let found = all
+        .iter()
+        .find(is_mistake)
+        .or_else(|| all.iter().find(is_right))
+        .or_else(|| all.iter().find(|reported| !reported.culprits.is_empty()))
+        .or_else(|| all.first());
+    Ok(found.cloned())
+}
