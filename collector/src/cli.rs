@@ -1,13 +1,10 @@
 //! The command line.
 
-use std::{
-    io::{IsTerminal, Write},
-    path::PathBuf,
-    time::Duration,
-};
+use std::{io::Write, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand};
-use rustix::{fs::Mode, process::umask};
+use nix::sys::stat::{Mode, umask};
+use terminal_size::{Width, terminal_size_of};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
@@ -121,7 +118,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let source = Source::process();
     // Stacks and commands are private, whatever the user's umask is.
-    umask(Mode::from_raw_mode(source.umask()));
+    umask(Mode::from_bits_truncate(source.umask()));
     let destination = match &arguments.command {
         Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
         Role::Node { log: None, .. } | Role::Cluster { log: None, .. } => Destination::Stderr,
@@ -173,9 +170,7 @@ pub fn say(text: &str) {
 
 /// Columns of stdout; `None` if it is not a terminal.
 fn terminal_width() -> Option<usize> {
-    let stdout = std::io::stdout();
-    let size = stdout.is_terminal().then(|| rustix::termios::tcgetwinsize(&stdout).ok()).flatten();
-    size.map(|size| usize::from(size.ws_col)).filter(|&width| width > 0)
+    terminal_size_of(std::io::stdout()).map(|(Width(width), _)| usize::from(width))
 }
 
 fn run_node(linger: Option<Duration>, supervise: bool, tied: bool) -> anyhow::Result<()> {

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use rustix::process::getuid;
+use nix::unistd::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
     file,

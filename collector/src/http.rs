@@ -23,7 +23,7 @@ use axum::{
     middleware::{self, Next},
     response::{IntoResponse, Response},
 };
-use rustix::process::getuid;
+use nix::unistd::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
 
 use crate::http::{

@@ -21,10 +21,7 @@ use std::{
 use nix::{
     fcntl::{FcntlArg, fcntl},
     sys::signal::{SigSet, SigmaskHow},
-};
-use rustix::{
-    fs::{FlockOperation, flock},
-    process::getuid,
+    unistd::{dup2_stderr, dup2_stdout, getuid},
 };
 use tracing_subscriber::EnvFilter;
 use xpu_timer_proto::{env::Source, file, printable};
@@ -415,11 +412,11 @@ impl Rotating {
     /// Redirects the output of panics and libraries to the log.
     fn opened(&self) {
         // A launcher that starts another collector tests this lock before it empties the file.
-        let _ = flock(&self.file, FlockOperation::NonBlockingLockShared);
+        let _ = self.file.try_lock_shared();
         if self.takes_output {
             // They fail when there are no descriptors left; then the output stays where it is.
-            let _ = rustix::stdio::dup2_stdout(&self.file);
-            let _ = rustix::stdio::dup2_stderr(&self.file);
+            let _ = dup2_stdout(&self.file);
+            let _ = dup2_stderr(&self.file);
         }
     }
 }

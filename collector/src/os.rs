@@ -1,7 +1,9 @@
 //! What the operating system offers: processes, clocks, disks, memory.
 
 pub mod clock;
+pub(crate) mod descriptors;
 pub(crate) mod disk;
+pub(crate) mod pidfd;
 pub(crate) mod process;
 pub(crate) mod resources;
 pub(crate) mod ring_file;

@@ -2,16 +2,17 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
-use rustix::{fs::Mode, process::umask};
+use nix::sys::stat::{Mode, umask};
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
+use terminal_size::{Width, terminal_size_of};
 use xpu_timer_proto::{env::Source, printable};
 use xpu_timer_viewer::{Args, Terminal, run};
 
 fn main() -> ExitCode {
     let mut args = Args::parse();
     // Stacks may be confidential, so the mode of the files does not depend on the user's umask.
-    umask(Mode::from_raw_mode(Source::process().umask()));
+    umask(Mode::from_bits_truncate(Source::process().umask()));
     args.terminal = terminal();
     match run(&args, &mut io::stdout().lock(), &mut io::stderr().lock()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -31,7 +32,6 @@ fn terminal() -> Terminal {
     }
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     let colour = set("NO_COLOR").is_none() && set("TERM").is_none_or(|term| term != "dumb");
-    let width =
-        rustix::termios::tcgetwinsize(&stdout).ok().map(|size| usize::from(size.ws_col)).filter(|&width| width > 0);
+    let width = terminal_size_of(&stdout).map(|(Width(width), _)| usize::from(width));
     Terminal { width, colour }
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use rustix::process::getuid;
+use nix::unistd::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
     socket,

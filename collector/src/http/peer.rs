@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_owner_of_a_connection_is_known_until_it_closes() {
-        let own = rustix::process::getuid().as_raw();
+        let own = nix::unistd::getuid().as_raw();
         for address in ["127.0.0.1:0", "[::1]:0"] {
             if TcpListener::bind(address).is_err() {
                 // The machine has no IPv6.

@@ -235,7 +235,7 @@ pub fn is_owned_by(path: &Path, owner: &str) -> bool {
 
 /// Whether this is a folder of this user and not a link to one.
 pub fn is_own_folder(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == rustix::process::getuid().as_raw())
+    fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == nix::unistd::getuid().as_raw())
 }
 
 /// The part of a folder name after `incident-`.
@@ -382,7 +382,7 @@ mod tests {
         fs::create_dir(shared.join("incident-3")).unwrap();
         fs::set_permissions(shared.join("incident-3"), fs::Permissions::from_mode(0o777)).unwrap();
         assert!(copy("3").unwrap_err().to_string().contains("others can write"));
-        if rustix::process::getuid().is_root() {
+        if nix::unistd::getuid().is_root() {
             fs::create_dir(shared.join("incident-4")).unwrap();
             std::os::unix::fs::chown(shared.join("incident-4"), Some(12345), None).unwrap();
             assert!(copy("4").unwrap_err().to_string().contains("user 12345"));

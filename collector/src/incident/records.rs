@@ -283,7 +283,7 @@ mod tests {
             folder
         };
         let (own, theirs) = (make("00000001"), make("00000002"));
-        if !rustix::process::getuid().is_root() {
+        if !nix::unistd::getuid().is_root() {
             eprintln!("SKIPPED only root can play another user");
             return;
         }

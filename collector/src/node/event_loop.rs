@@ -2,12 +2,16 @@
 //! each second.
 
 use std::{
+    io,
     os::fd::AsFd,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, ppoll},
+};
 use tracing::{info, warn};
 use xpu_timer_proto::procfs;
 
@@ -155,24 +159,24 @@ impl EventLoop {
         let listening = accepting && self.connections.accepts();
         let supervisor = self.supervised.as_ref().and_then(SupervisorLink::fd);
 
-        let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
-        let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
-        fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
-        fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
-        fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
-        fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::POLLIN)];
+        let flags = if listening { PollFlags::POLLIN } else { PollFlags::empty() };
+        fds.push(PollFd::new(self.endpoint.as_fd(), flags));
+        fds.extend(connections.iter().map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN)));
+        fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd().as_fd(), PollFlags::POLLIN)));
+        fds.extend(self.state.launched.fds().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
         let launched = fds.len() - 1;
         // This descriptor only wakes the loop.
-        fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
-        if let Err(errno) = poll(&mut fds, Some(&timeout))
-            && errno != rustix::io::Errno::INTR
+        fds.extend(supervisor.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        if let Err(errno) = ppoll(&mut fds, Some(patience.into()), None)
+            && errno != Errno::EINTR
         {
             // At worst the system is out of memory. The loop must neither end nor spin.
-            warn!("poll: {errno}");
+            warn!("poll: {}", io::Error::from(errno));
             std::thread::sleep(TICK);
         }
-        let mut events = fds[1..=launched].iter().map(|fd| !fd.revents().is_empty());
+        // `any` returns `None` for an event that nix does not know.
+        let mut events = fds[1..=launched].iter().map(|fd| fd.any().unwrap_or(true));
         Ready {
             listener: events.next().unwrap_or(false),
             connections: connections

@@ -3,12 +3,12 @@
 
 use std::{
     collections::BTreeMap,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, BorrowedFd},
     path::PathBuf,
     sync::{Arc, mpsc},
 };
 
-use rustix::event::{EventfdFlags, eventfd};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{
     error::Error,
@@ -55,7 +55,7 @@ pub enum Command {
 #[derive(Debug, Clone)]
 pub struct Inbox {
     sender: mpsc::Sender<Command>,
-    wake: Arc<OwnedFd>,
+    wake: Arc<EventFd>,
 }
 
 impl Inbox {
@@ -65,8 +65,8 @@ impl Inbox {
     /// When there are no descriptors.
     pub fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
         let (sender, receiver) = mpsc::channel();
-        let wake =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("make an eventfd"))?;
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(Error::system("make an eventfd"))?;
         Ok((Inbox { sender, wake: Arc::new(wake) }, receiver))
     }
 
@@ -79,19 +79,19 @@ impl Inbox {
     /// Wakes the loop.
     pub fn wake(&self) {
         // This only fails when the counter is full; then the loop is awake anyway.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        let _ = self.wake.write(1);
     }
 
     /// For poll: readable when there is a message.
     #[must_use]
-    pub fn fd(&self) -> &OwnedFd {
-        &self.wake
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
     }
 
     /// Consumes all wake-ups so far.
     pub fn clear(&self) {
         // This only fails when there are none.
-        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        let _ = self.wake.read();
     }
 }
 

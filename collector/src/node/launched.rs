@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
 
-use rustix::process::getuid;
+use nix::unistd::getuid;
 use xpu_timer_proto::{
     procfs::{self, Stat},
     v1::RankInfo,

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use rustix::process::getuid;
+use nix::unistd::getuid;
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 

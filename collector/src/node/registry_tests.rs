@@ -165,7 +165,7 @@ fn a_helper_of_a_rank_is_not_a_rank() {
     let helper = registry.hello(2, helper, (&hello(0, 0), None), &settings(), &mut [], 2).id;
     assert!(registry.get(helper).unwrap().auxiliary && !registry.get(parent).unwrap().auxiliary);
     assert_eq!(registry.of_job(&job())[0].id, parent);
-    Handle::open(child).unwrap().signal(rustix::process::Signal::KILL).unwrap();
+    Handle::open(child).unwrap().signal(nix::sys::signal::Signal::SIGKILL).unwrap();
 }
 
 #[test]

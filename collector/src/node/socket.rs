@@ -2,11 +2,10 @@
 //! packet. Nothing here blocks.
 
 use std::{
-    fs,
-    io::{self, IoSliceMut, Write},
-    mem::MaybeUninit,
+    fs::{self, TryLockError},
+    io::{self, Write},
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
@@ -14,16 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-use rustix::{
-    cmsg_space,
-    fs::{FlockOperation, flock},
-    io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
-        SocketFlags, SocketType, accept_with, bind, listen, recvmsg, send, socket_with,
+use nix::{
+    errno::Errno,
+    sys::socket::{
+        AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, send, socket,
+        sockopt::PeerCredentials,
     },
-    process::getuid,
+    unistd::getuid,
 };
 use xpu_timer_proto::{
     Message, lenient,
@@ -31,7 +27,10 @@ use xpu_timer_proto::{
     v1::{HookMessage, NodeReply, Welcome, node_reply},
 };
 
-use crate::{error::Error, os::safe_path::private_directory};
+use crate::{
+    error::Error,
+    os::{descriptors, safe_path::private_directory},
+};
 
 /// The listening socket. Dropping it removes the socket's file, except in a worker, whose
 /// supervisor still listens.
@@ -95,11 +94,11 @@ impl Endpoint {
             }
             Err(_) => {}
         }
-        let address = SocketAddrUnix::new(path).map_err(|error| Error::path("name a socket", path)(error.into()))?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .map_err(Error::system("make a socket"))?;
-        bind(&listener, &address).map_err(|error| Error::path("bind", path)(error.into()))?;
+        let address = UnixAddr::new(path).map_err(|error| Error::path("name a socket", path)(error.into()))?;
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let listener =
+            socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).map_err(Error::system("make a socket"))?;
+        bind(listener.as_raw_fd(), &address).map_err(|error| Error::path("bind", path)(error.into()))?;
         let inode = fs::symlink_metadata(path).map_err(Error::path("inspect", path))?.ino();
         let endpoint = Endpoint { listener, path: path.into(), inode, removes: true, lock: lock.into() };
         endpoint.listen()?;
@@ -124,7 +123,8 @@ impl Endpoint {
     /// # Errors
     /// When the system refuses.
     pub fn listen(&self) -> Result<(), Error> {
-        listen(&self.listener, 1024).map_err(|error| Error::path("listen on", &self.path)(error.into()))
+        let listening = Backlog::new(1024).and_then(|backlog| listen(&self.listener, backlog));
+        listening.map_err(|error| Error::path("listen on", &self.path)(error.into()))
     }
 
     /// Sets whether dropping this removes the socket's file.
@@ -137,13 +137,12 @@ impl Endpoint {
     /// # Errors
     /// For example when there are no descriptors left.
     pub fn accept(&self) -> io::Result<Option<Peer>> {
-        match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        match descriptors::accept(&self.listener) {
             Ok(fd) => {
-                // rustix's type cannot hold the pid 0 of a process outside this namespace.
                 let peer = getsockopt(&fd, PeerCredentials)?;
                 Ok(Some(Peer { pid: peer.pid(), uid: peer.uid(), fd }))
             }
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+            Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => Ok(None),
             Err(errno) => Err(errno.into()),
         }
     }
@@ -194,13 +193,13 @@ fn lock(socket: &Path) -> Result<fs::File, Error> {
         .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC)
         .open(&path)
         .map_err(Error::path("open", &path))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+    match file.try_lock() {
         Ok(()) => {}
-        Err(Errno::WOULDBLOCK) => {
+        Err(TryLockError::WouldBlock) => {
             let pid = fs::read_to_string(&path).unwrap_or_default().trim().to_string();
             return Err(Error::Running { path: socket.into(), pid });
         }
-        Err(errno) => return Err(Error::path("lock", &path)(errno.into())),
+        Err(TryLockError::Error(error)) => return Err(Error::path("lock", &path)(error)),
     }
     // The pid is for people; the collector also runs on a full disk.
     let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
@@ -216,28 +215,21 @@ pub fn is_own(peer: &Peer) -> bool {
 /// Reads one packet.
 pub fn receive(fd: &OwnedFd) -> Received {
     let mut bytes = vec![0; MAX_PACKET_BYTES + 1];
-    // Room for one descriptor: the kernel closes any other.
-    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = match recvmsg(fd, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
-        Ok(got) => got,
-        Err(Errno::AGAIN | Errno::INTR) => return Received::Nothing,
+    let packet = match descriptors::receive(fd, &mut bytes) {
+        Ok(packet) => packet,
+        Err(Errno::EAGAIN | Errno::EINTR) => return Received::Nothing,
         Err(_) => return Received::End,
     };
-    let mut descriptors = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    let descriptor = descriptors.next();
-    if got.bytes == 0 {
+    // A hook sends one; any other is closed.
+    let descriptor = packet.descriptors.into_iter().next();
+    if packet.bytes == 0 {
         // On a SEQPACKET socket an empty packet looks like the end; no hook sends one.
         return Received::End;
     }
-    if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > MAX_PACKET_BYTES {
+    if packet.is_truncated || packet.bytes > MAX_PACKET_BYTES {
         return Received::Bad(format!("a packet of more than {MAX_PACKET_BYTES} bytes"));
     }
-    match lenient::decode::<HookMessage>(&bytes[..got.bytes]) {
+    match lenient::decode::<HookMessage>(&bytes[..packet.bytes]) {
         Ok(message) if message.message.is_none() => Received::Bad("a message of an unknown kind".into()),
         Ok(message) => Received::Message(Box::new(message), descriptor),
         Err(error) => Received::Bad(format!("a packet that is not a message: {error}")),
@@ -248,7 +240,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
 pub fn welcome(fd: &OwnedFd) {
     let welcome = Welcome { collector_pid: std::process::id() as i32 };
     let reply = NodeReply { message: Some(node_reply::Message::Welcome(welcome)) };
-    let _ = send(fd, &reply.encode_to_vec(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    let _ = send(fd.as_raw_fd(), &reply.encode_to_vec(), MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
 }
 
 #[cfg(test)]

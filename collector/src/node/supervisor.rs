@@ -9,10 +9,9 @@
 //! that has named the worker's parent.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
+    io::{self, IoSlice},
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::process::{CommandExt, ExitStatusExt},
     },
     process::{Child, Command, ExitStatus, Stdio},
@@ -20,23 +19,26 @@ use std::{
 };
 
 use anyhow::bail;
-use nix::sys::{
-    prctl,
-    signal::{SigSet, Signal},
-    signalfd::{SfdFlags, SignalFd},
-};
-use rustix::{
-    cmsg_space,
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, ppoll},
+    sys::{
+        prctl,
+        signal::{SigSet, Signal},
+        signalfd::{SfdFlags, SignalFd},
+        socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair},
     },
+    unistd::dup2_stdin,
 };
 use tracing::{info, warn};
 
-use crate::{config::Settings, error::Error, logging, node::socket::Endpoint, os::process};
+use crate::{
+    config::Settings,
+    error::Error,
+    logging,
+    node::socket::Endpoint,
+    os::{descriptors, process},
+};
 
 /// One end of the socket between a supervisor and its worker. It shows either process at once that
 /// the other has ended.
@@ -80,8 +82,8 @@ const MAX_MESSAGE_BYTES: usize = 64;
 impl ProcessLink {
     /// Creates both ends.
     fn pair() -> io::Result<(ProcessLink, ProcessLink)> {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let (one, other) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
         Ok((ProcessLink(one), ProcessLink(other)))
     }
 
@@ -92,7 +94,7 @@ impl ProcessLink {
     /// When there are no descriptors left.
     pub fn inherited() -> io::Result<ProcessLink> {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
-        rustix::stdio::dup2_stdin(std::fs::File::open("/dev/null")?)?;
+        dup2_stdin(std::fs::File::open("/dev/null")?)?;
         Ok(ProcessLink(link))
     }
 
@@ -108,30 +110,21 @@ impl ProcessLink {
     }
 
     fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        let numbers: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = (!fds.is_empty()).then_some(ControlMessage::ScmRights(&numbers));
+        let parts = [IoSlice::new(bytes)];
+        sendmsg::<()>(self.0.as_raw_fd(), &parts, rights.as_slice(), MsgFlags::MSG_NOSIGNAL, None)?;
         Ok(())
     }
 
     /// Reads the next message.
     pub fn receive(&self) -> ReadResult {
         let mut bytes = [0; MAX_MESSAGE_BYTES];
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let got = match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(got) => got.bytes,
-            Err(Errno::AGAIN | Errno::INTR) => return ReadResult::Nothing,
+        let (got, fds) = match descriptors::receive(&self.0, &mut bytes) {
+            Ok(packet) => (packet.bytes, packet.descriptors),
+            Err(Errno::EAGAIN | Errno::EINTR) => return ReadResult::Nothing,
             Err(_) => return ReadResult::Gone,
         };
-        let fds = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-            _ => None,
-        });
-        let fds = fds.flatten().collect();
         let messages = [LinkMessage::Up, LinkMessage::Ends, LinkMessage::Stop, LinkMessage::Endpoint];
         match messages.into_iter().find(|message| got > 0 && *message as u8 == bytes[0]) {
             Some(message) => ReadResult::Message(message, bytes[1..got].to_vec(), fds),
@@ -187,10 +180,8 @@ fn set_process_name() {
 
 /// Waits until a descriptor is readable or the time is up. Returns false when the poll failed.
 fn wait(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> bool {
-    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    let timeout = patience
-        .map(|patience| Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) });
-    !matches!(poll(&mut fds, timeout.as_ref()), Err(errno) if errno != Errno::INTR)
+    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
+    !matches!(ppoll(&mut fds, patience.map(Into::into), None), Err(errno) if errno != Errno::EINTR)
 }
 
 /// Schedules the restarts of a worker that died.

@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use rustix::process::Signal;
+use nix::sys::signal::Signal;
 use tracing::{info, warn};
 use xpu_timer_proto::v1::Grounds;
 
@@ -136,7 +136,7 @@ impl NodeState {
             let is_culprit = |(rank, _): &(i32, _)| culprits.iter().any(|culprit| *rank == *culprit as i32);
             let failing = processes.iter().position(is_culprit).unwrap_or(0);
             for (index, (rank, process)) in processes.into_iter().enumerate() {
-                let signal = if index == failing { Signal::KILL } else { Signal::TERM };
+                let signal = if index == failing { Signal::SIGKILL } else { Signal::SIGTERM };
                 if let Err(error) = process.signal(signal) {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
@@ -200,7 +200,7 @@ impl NodeState {
                 return false;
             }
             // This fails when the process has just ended.
-            let _ = signalled.process.signal(Signal::KILL);
+            let _ = signalled.process.signal(Signal::SIGKILL);
             signalled.was_killed = true;
             signalled.due_ns = now.mono_ns + KILL_AFTER_NS;
             true

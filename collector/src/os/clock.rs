@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use rustix::time::{ClockId, clock_gettime};
+use nix::time::ClockId;
 
 /// One moment on both clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -19,20 +19,20 @@ impl Now {
     /// Reads both clocks.
     #[must_use]
     pub fn get() -> Self {
-        Now { mono_ns: read(ClockId::Monotonic), unix_ns: read(ClockId::Realtime) }
+        Now { mono_ns: read(ClockId::CLOCK_MONOTONIC), unix_ns: read(ClockId::CLOCK_REALTIME) }
     }
 }
 
 fn read(clock: ClockId) -> u64 {
-    let time = clock_gettime(clock);
+    let time = clock.now().expect("Linux has these three clocks");
     // Neither clock is negative on a machine whose date is set to this century.
-    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
+    u64::try_from(time.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec()).unwrap_or(0)
 }
 
 /// Time since boot in nanoseconds, including suspend. The start times in /proc use this clock.
 #[must_use]
 pub fn since_boot_ns() -> u64 {
-    read(ClockId::Boottime)
+    read(ClockId::CLOCK_BOOTTIME)
 }
 
 /// `2026-11-21T10:55:00.123Z`.

@@ -4,14 +4,13 @@
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
-use nix::sys::signal;
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::signal::Signal,
 };
 use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{
@@ -24,7 +23,7 @@ use xpu_timer_proto::{
 
 use crate::{
     job::partition::{Member, ProcessId},
-    os::clock,
+    os::{clock, pidfd},
 };
 
 /// Nanoseconds since the start of a process with this start time (see [`Stat`]).
@@ -98,8 +97,7 @@ impl Handle {
     /// # Errors
     /// If there is no such process.
     pub fn open(pid: i32) -> io::Result<Handle> {
-        let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-        let fd = pidfd_open(raw, PidfdFlags::empty())?;
+        let fd = pidfd::open(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
         // The start time belongs to this process only if the process still existed after the read.
@@ -118,9 +116,8 @@ impl Handle {
     /// Whether the process has ended. A zombie counts as ended.
     #[must_use]
     pub fn is_dead(&self) -> bool {
-        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
-        matches!(poll(&mut fds, Some(&none)), Ok(1..))
+        let mut fds = [PollFd::new(self.fd.as_fd(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
     /// The stat line of the process, if its pid still refers to it.
@@ -144,7 +141,7 @@ impl Handle {
             return None;
         }
         let zombie = self.stat().filter(Stat::is_dead).map(|stat| stat.wait_status);
-        reaped_status(&self.fd).or(zombie).map(describe)
+        pidfd::reaped_status(&self.fd).or(zombie).map(describe)
     }
 
     /// Why a killed process still exists: its state and, if readable, the kernel function in which
@@ -162,7 +159,7 @@ impl Handle {
     /// # Errors
     /// If the process has ended or belongs to another user.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
-        Ok(pidfd_send_signal(&self.fd, signal)?)
+        pidfd::send_signal(&self.fd, signal)
     }
 }
 
@@ -172,37 +169,9 @@ pub(crate) fn describe(status: i32) -> String {
     if number == 0 {
         return format!("exit code {}", (status >> 8) & 0xff);
     }
-    let name = signal::Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |s| s.as_str().into());
+    let name = Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |s| s.as_str().into());
     let core = if status & 0x80 == 0 { "" } else { " (core dumped)" };
     format!("killed by {name}{core}")
-}
-
-/// `struct pidfd_info` of `linux/pidfd.h`, first published size (64 bytes).
-#[repr(C)]
-#[derive(Default)]
-struct PidfdInfo {
-    mask: u64,
-    cgroup: u64,
-    /// pid, tgid, ppid and eight user and group ids.
-    ids: [u32; 11],
-    exit_code: i32,
-}
-
-const PIDFD_INFO_EXIT: u64 = 1 << 3;
-
-/// `_IOWR(0xff, 11, struct pidfd_info)`. The kernel takes the size of the structure from it.
-const PIDFD_GET_INFO: libc::Ioctl = 0xc000_ff0b | (size_of::<PidfdInfo>() as libc::Ioctl) << 16;
-const _: () = assert!(size_of::<PidfdInfo>() == 64);
-
-/// Asks a pidfd for the wait status of a process that was reaped. `None` if it has not been reaped
-/// or the kernel is older than 6.15.
-#[allow(unsafe_code, reason = "this ioctl has no safe wrapper")]
-fn reaped_status(fd: &OwnedFd) -> Option<i32> {
-    let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..Default::default() };
-    // SAFETY: the request number encodes the size of PidfdInfo, the kernel writes no more than that
-    // into `info`, which lives across the call; every bit pattern is a valid PidfdInfo.
-    let failed = unsafe { libc::ioctl(fd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) } != 0;
-    (!failed && info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code)
 }
 
 /// A process of this user that has the environment of a rank and was started under our launcher.

@@ -1,17 +1,19 @@
 //! Descriptors and memory of this process.
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::io;
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tracing::warn;
 
 /// Raises the soft limit of open files to the hard limit and returns it. Each rank needs three
 /// descriptors; the usual soft limit of 1,024 exists for programs that use `select`.
 pub fn raise_descriptor_limit() -> u64 {
-    let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
-        warn!("the limit of open files stays at {:?}: {error}", limit.current);
-        return limit.current.unwrap_or(u64::MAX);
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("each process has this limit");
+    if let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+        warn!("the limit of open files stays at {soft}: {}", io::Error::from(errno));
+        return soft;
     }
-    limit.maximum.unwrap_or(u64::MAX)
+    hard
 }
 
 /// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas per

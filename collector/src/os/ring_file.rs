@@ -3,7 +3,7 @@
 
 use std::{collections::HashMap, fs::File, io, os::fd::OwnedFd, os::unix::fs::FileExt};
 
-use rustix::fs::{FileType, fcntl_get_seals, fstat};
+use nix::fcntl::{FcntlArg, fcntl};
 use xpu_timer_proto::{
     ring::{self, header},
     v1::{FlightRecord, RankInfo},
@@ -27,15 +27,16 @@ impl RingFile {
     /// If it is not a memfd of the size of a ring.
     pub fn new(fd: OwnedFd, pid: i32) -> Result<RingFile, Error> {
         let error = |problem: String| Error::Ring { pid, problem };
-        fcntl_get_seals(&fd).map_err(|_| error("not a memfd".into()))?;
-        let status = fstat(&fd).map_err(|errno| error(errno.to_string()))?;
-        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+        fcntl(&fd, FcntlArg::F_GET_SEALS).map_err(|_| error("not a memfd".into()))?;
+        let file = File::from(fd);
+        let status = file.metadata().map_err(|source| error(source.to_string()))?;
+        if !status.is_file() {
             return Err(error("not a regular file".into()));
         }
-        if status.st_size != ring::offset::END as i64 {
-            return Err(error(format!("{} bytes long, not {}", status.st_size, ring::offset::END)));
+        if status.len() != ring::offset::END as u64 {
+            return Err(error(format!("{} bytes long, not {}", status.len(), ring::offset::END)));
         }
-        let ring = RingFile { file: fd.into() };
+        let ring = RingFile { file };
         ring.header().map_err(|source| error(source.to_string()))?;
         Ok(ring)
     }
@@ -120,16 +121,15 @@ fn readable(mangled: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-
+    use nix::sys::memfd::{MFdFlags, memfd_create};
     use xpu_timer_proto::v1::{Operation, Stream};
 
     use super::*;
 
     fn memfd(bytes: u64) -> OwnedFd {
-        let fd = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&fd, bytes).unwrap();
-        fd
+        let file = File::from(memfd_create("test", MFdFlags::MFD_CLOEXEC).unwrap());
+        file.set_len(bytes).unwrap();
+        file.into()
     }
 
     #[test]
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(ring.header().unwrap()[header::MAGIC], ring::MAGIC);
         ring.write(header::FILTERED, 2).unwrap();
         assert_eq!(ring.header().unwrap()[header::FILTERED], 2);
-        ftruncate(&file, 0).unwrap();
+        file.set_len(0).unwrap();
         assert!(ring.write(header::FILTERED, 1).is_err() && file.metadata().unwrap().len() == 0);
         assert_eq!(ring.read(RankInfo::default()).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }

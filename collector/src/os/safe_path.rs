@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::process::getuid;
+use nix::unistd::getuid;
 
 use crate::error::Error;
 
