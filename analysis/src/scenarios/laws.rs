@@ -189,8 +189,7 @@ fn with_one_dump_in_eight_missing_there_is_no_confident_mistake() {
 /// Processor time of this thread. It grows only while the thread runs, so a busy machine does not
 /// change it.
 fn worked() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::try_from(time).unwrap()
+    nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap().into()
 }
 
 /// Judges a job of 1,024 ranks and one of 16 times as many, and returns the verdict on the latter.

@@ -14,9 +14,32 @@ use anyhow::{Result, ensure};
 
 use crate::{scenario::Scenario, written};
 
-/// The scenarios whose name contains `filter`.
+/// The scenarios whose name contains `filter`, including those of the programs that write the truth
+/// themselves.
+///
+/// # Errors
+/// When there is none, or a program cannot list its scenarios.
+pub fn runnable(filter: Option<&str>) -> Result<Vec<Scenario>> {
+    chosen([all(), written::scenarios()?].concat(), filter)
+}
+
+/// The scenarios with a known truth whose name contains `filter`.
+///
+/// # Errors
+/// When there is none.
 pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
-    let all = [
+    chosen(all(), filter)
+}
+
+fn chosen(all: Vec<Scenario>, filter: Option<&str>) -> Result<Vec<Scenario>> {
+    let chosen: Vec<Scenario> =
+        all.into_iter().filter(|scenario| filter.is_none_or(|filter| scenario.name.contains(filter))).collect();
+    ensure!(!chosen.is_empty(), "no scenario is called {:?}", filter.unwrap_or_default());
+    Ok(chosen)
+}
+
+fn all() -> Vec<Scenario> {
+    [
         collectives::scenarios(),
         hosts::scenarios(),
         strangers::scenarios(),
@@ -29,11 +52,6 @@ pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
         healthy::stragglers(),
         healthy::scenarios(),
         strangers::blind(),
-        written::scenarios()?,
     ]
-    .concat();
-    let chosen: Vec<Scenario> =
-        all.into_iter().filter(|scenario| filter.is_none_or(|filter| scenario.name.contains(filter))).collect();
-    ensure!(!chosen.is_empty(), "no scenario is called {:?}", filter.unwrap_or_default());
-    Ok(chosen)
+    .concat()
 }

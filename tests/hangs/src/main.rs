@@ -78,7 +78,7 @@ fn main() -> ExitCode {
 fn work(command: Command) -> anyhow::Result<bool> {
     match command {
         Command::Run { filter, jobs, output, kill } => {
-            let scenarios = corpus::matching(filter.as_deref())?;
+            let scenarios = corpus::runnable(filter.as_deref())?;
             let results = run::all(scenarios, jobs, &output, kill)?;
             Ok(score::report(&results, &output))
         }
@@ -105,7 +105,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
             Ok(true)
         }
         Command::List => {
-            let list: String = corpus::matching(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();
+            let list: String = corpus::runnable(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();
             // A closed pipe is not an error.
             let _ = std::io::stdout().write_all(list.as_bytes());
             Ok(true)

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::Deserialize;
 use xpu_timer_analysis::Cause;
-use xpu_timer_tests::{Job, Process, http};
+use xpu_timer_tests::{Job, Process, artifacts, http, tree};
 
 use crate::{
     program::{Program, tail},
@@ -53,7 +53,8 @@ pub fn scenarios() -> Result<Vec<Scenario>> {
     let mut scenarios = Vec::new();
     for (prefix, program) in PROGRAMS {
         let output = Command::new(program.python())
-            .env("PYTHONPATH", xpu_timer_tests::tree().join("tests/examples"))
+            .env("PYTHONPATH", tree().join("tests/examples"))
+            .env("LD_LIBRARY_PATH", artifacts().sim())
             .arg(program.path())
             .arg("--list")
             .output()?;
