@@ -223,7 +223,8 @@ struct Gaps {
 /// ranks.
 fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
     let mut gaps = Gaps::default();
-    for outcome in hangs {
+    // Pids are no ranks of the evidence.
+    for outcome in hangs.iter().filter(|outcome| outcome.scenario.world > 0) {
         let Ok(evidence) = folder::evidence(&folder::incident(output, &outcome.scenario)) else { continue };
         for missing in 0..ONE_MISSING_OF {
             let mut evidence = evidence.clone();
