@@ -47,13 +47,14 @@ impl Capturer {
         let deadline = Instant::now() + options.deadline;
         let requested: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
-        let connections = Arc::default();
+        let (connections, open_files) = (Arc::default(), Arc::default());
         let mut descendants = Vec::new();
         for pid in pids {
             let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };
             descendants.push(descendant_count.len());
             for pid in std::iter::once(*pid).chain(descendant_count) {
-                jobs.push(Job { pid, options: options.clone(), deadline, connections: Arc::clone(&connections) });
+                let (connections, open_files) = (Arc::clone(&connections), Arc::clone(&open_files));
+                jobs.push(Job { pid, options: options.clone(), deadline, connections, open_files });
             }
         }
         let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);

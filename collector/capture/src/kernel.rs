@@ -3,5 +3,6 @@
 
 pub(crate) mod awaited;
 pub(crate) mod mappings;
+pub(crate) mod open_files;
 pub(crate) mod permission;
 pub mod sock_diag;

@@ -13,7 +13,7 @@ use std::{
 use xpu_timer_proto::server::ProcessSample;
 
 use crate::{
-    kernel::sock_diag::TcpConnections,
+    kernel::{open_files::OpenFiles, sock_diag::TcpConnections},
     native::{address_space::AddressSpace, frame::RawFrame},
     objects::image::Image,
 };
@@ -74,6 +74,7 @@ pub(crate) struct Job {
     pub options: Options,
     pub deadline: Instant,
     pub connections: Arc<TcpConnections>,
+    pub open_files: Arc<OpenFiles>,
 }
 
 /// A process whose native frames are not symbolized yet.

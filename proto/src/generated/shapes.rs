@@ -80,9 +80,10 @@ static SERVER_PSTACK_STACKTRACE: [(u32, Field); 7] = [
 impl Shaped for crate::server::PstackStacktrace {
     const SHAPE: &'static Shape = &SERVER_PSTACK_STACKTRACE;
 }
-static SERVER_AWAITED: [(u32, Field); 2] = [
+static SERVER_AWAITED: [(u32, Field); 3] = [
     (2, Field::Text),
     (3, Field::Message(&SERVER_HOLDER)),
+    (4, Field::Text),
 ];
 impl Shaped for crate::server::Awaited {
     const SHAPE: &'static Shape = &SERVER_AWAITED;
@@ -217,7 +218,7 @@ static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
 }
-static V1_HOST_FACTS: [(u32, Field); 12] = [
+static V1_HOST_FACTS: [(u32, Field); 13] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -230,6 +231,7 @@ static V1_HOST_FACTS: [(u32, Field); 12] = [
     (13, Field::Text),
     (14, Field::Message(&SERVER_AWAITED)),
     (15, Field::Text),
+    (17, Field::Text),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
@@ -267,14 +269,23 @@ static V1_TRIGGER: [(u32, Field); 1] = [
 impl Shaped for crate::v1::Trigger {
     const SHAPE: &'static Shape = &V1_TRIGGER;
 }
-static V1_EVIDENCE: [(u32, Field); 4] = [
+static V1_EVIDENCE: [(u32, Field); 5] = [
     (1, Field::Text),
     (2, Field::Text),
     (5, Field::Message(&V1_TRIGGER)),
     (6, Field::Message(&V1_RANK_EVIDENCE)),
+    (9, Field::Message(&V1_PROCESS_EVIDENCE)),
 ];
 impl Shaped for crate::v1::Evidence {
     const SHAPE: &'static Shape = &V1_EVIDENCE;
+}
+static V1_PROCESS_EVIDENCE: [(u32, Field); 3] = [
+    (1, Field::Text),
+    (3, Field::Message(&SERVER_STACKTRACE)),
+    (4, Field::Message(&V1_HOST_FACTS)),
+];
+impl Shaped for crate::v1::ProcessEvidence {
+    const SHAPE: &'static Shape = &V1_PROCESS_EVIDENCE;
 }
 static V1_NODE_MESSAGE: [(u32, Field); 7] = [
     (1, Field::Message(&V1_NODE_HELLO)),

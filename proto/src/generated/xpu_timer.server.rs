@@ -64,18 +64,22 @@ pub struct PstackStacktrace {
     #[prost(message, optional, tag = "108")]
     pub awaited: ::core::option::Option<Awaited>,
 }
-/// The file, pipe, socket or lock that a system call waits for, from the kernel's tables. The file
-/// itself is never accessed.
+/// What a system call waits for, from the kernel's tables and the memory of the process. A file is
+/// never accessed.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Awaited {
     #[prost(enumeration = "AwaitedKind", tag = "1")]
     pub kind: i32,
-    /// The path, or the address of the peer; empty for a pipe.
+    /// The path, the address of the peer, or the name of a thread; empty for an unnamed pipe.
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
-    /// Processes at the other end of the pipe, or that hold the lock; at most 4.
+    /// Processes at the other end of the pipe or socket, that hold the lock, or that are awaited; at
+    /// most 8.
     #[prost(message, repeated, tag = "3")]
     pub holders: ::prost::alloc::vec::Vec<Holder>,
+    /// Identity of the object on its node. Two threads with one object wait for the same thing.
+    #[prost(string, tag = "4")]
+    pub object: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Holder {
@@ -291,6 +295,19 @@ pub enum AwaitedKind {
     Socket = 3,
     /// A lock on a file.
     Lock = 4,
+    /// The end of a child process.
+    Child = 5,
+    /// An eventfd.
+    Event = 6,
+    /// Any of several descriptors.
+    Several = 7,
+    /// A lock of the process's own threads. Without a holder, no thread of the process has it.
+    Mutex = 8,
+    /// A lock, semaphore or condition in memory that processes share.
+    SharedMemory = 9,
+    /// A System V semaphore.
+    Semaphore = 10,
+    MessageQueue = 11,
 }
 impl AwaitedKind {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -304,6 +321,13 @@ impl AwaitedKind {
             Self::Pipe => "AWAITED_KIND_PIPE",
             Self::Socket => "AWAITED_KIND_SOCKET",
             Self::Lock => "AWAITED_KIND_LOCK",
+            Self::Child => "AWAITED_KIND_CHILD",
+            Self::Event => "AWAITED_KIND_EVENT",
+            Self::Several => "AWAITED_KIND_SEVERAL",
+            Self::Mutex => "AWAITED_KIND_MUTEX",
+            Self::SharedMemory => "AWAITED_KIND_SHARED_MEMORY",
+            Self::Semaphore => "AWAITED_KIND_SEMAPHORE",
+            Self::MessageQueue => "AWAITED_KIND_MESSAGE_QUEUE",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -314,6 +338,13 @@ impl AwaitedKind {
             "AWAITED_KIND_PIPE" => Some(Self::Pipe),
             "AWAITED_KIND_SOCKET" => Some(Self::Socket),
             "AWAITED_KIND_LOCK" => Some(Self::Lock),
+            "AWAITED_KIND_CHILD" => Some(Self::Child),
+            "AWAITED_KIND_EVENT" => Some(Self::Event),
+            "AWAITED_KIND_SEVERAL" => Some(Self::Several),
+            "AWAITED_KIND_MUTEX" => Some(Self::Mutex),
+            "AWAITED_KIND_SHARED_MEMORY" => Some(Self::SharedMemory),
+            "AWAITED_KIND_SEMAPHORE" => Some(Self::Semaphore),
+            "AWAITED_KIND_MESSAGE_QUEUE" => Some(Self::MessageQueue),
             _ => None,
         }
     }

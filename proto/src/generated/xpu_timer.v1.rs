@@ -663,6 +663,12 @@ pub struct HostFacts {
     /// The user's frame that called into the wrapper where `python` is: `train.py:88 in step`.
     #[prost(string, optional, tag = "15")]
     pub caller: ::core::option::Option<::prost::alloc::string::String>,
+    /// Process id on its node; 0 when unknown.
+    #[prost(int32, tag = "16")]
+    pub pid: i32,
+    /// argv, joined by spaces, at most 120 characters.
+    #[prost(string, tag = "17")]
+    pub command: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {
@@ -748,6 +754,23 @@ pub struct Evidence {
     pub hang_timeout_ns: u64,
     #[prost(uint64, tag = "8")]
     pub sample_interval_ns: u64,
+    /// Processes that are no ranks, and that ranks wait for, directly or through others.
+    #[prost(message, repeated, tag = "9")]
+    pub processes: ::prost::alloc::vec::Vec<ProcessEvidence>,
+}
+/// A process that is no rank: an engine, a loader worker, a server, a launcher.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ProcessEvidence {
+    #[prost(string, tag = "1")]
+    pub node: ::prost::alloc::string::String,
+    #[prost(int32, tag = "2")]
+    pub parent_pid: i32,
+    /// Both samples. Absent if only facts are known.
+    #[prost(message, optional, tag = "3")]
+    pub dump: ::core::option::Option<super::server::Stacktrace>,
+    /// The facts that the judge reads from `dump`, in its place.
+    #[prost(message, optional, tag = "4")]
+    pub host: ::core::option::Option<HostFacts>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -1,32 +1,35 @@
 //! Finds what the system call of a blocked thread waits for: a file, the other end of a pipe or a
-//! socket, the holder of a lock. It reads only the kernel's tables in `/proc`. It never touches the
-//! file itself, because the file may be on a file system that does not answer.
+//! socket, the holder of a lock, a child. It reads only the kernel's tables and the memory of the
+//! process. It never touches a file itself, because the file may be on a file system that does not
+//! answer.
+
+mod descriptor;
+mod futex;
+mod ipc;
+mod sockets;
 
 use std::{
-    collections::HashSet,
-    fs,
-    io::ErrorKind,
+    collections::{BTreeSet, HashSet},
     time::{Duration, Instant},
 };
 
 use xpu_timer_proto::{
-    procfs::{self, LISTEN, MAX_FILES, SOCKET, Syscall, descendants_until, find_tcp_socket, inode_of},
+    procfs::{self, Syscall, descendants_until},
     server::{Awaited, AwaitedKind, Holder},
 };
+
+use super::open_files::{self, Descriptor, OpenFiles};
+use crate::memory;
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
 const TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum number of holders in the result.
-const MAX_HOLDERS: usize = 4;
-/// Maximum number of processes that are searched for the other end of a pipe.
-const MAX_PROCESSES: usize = 512;
-/// Access mode in the `flags` of a descriptor.
-const ACCESS_MODE: u32 = 0o3;
-const READ_ONLY: u32 = 0;
-const WRITE_ONLY: u32 = 1;
-const READ_WRITE: u32 = 2;
+const MAX_HOLDERS: usize = 8;
+/// Maximum number of descriptors that one call waits for.
+const MAX_POLLED: usize = 64;
 
+/// What a call does with a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Operation {
     Read,
@@ -35,53 +38,57 @@ enum Operation {
     Connect,
 }
 
-/// What a thread waits for that sleeps in a system call. `None` if the call is not about exactly
-/// one descriptor. The holders and the peer are missing if they are not found in time.
-pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited> {
+/// The thread whose call is examined, and what is shared by all searches of a capture.
+struct Search<'a> {
+    pid: i32,
+    /// The kernel function that the thread sleeps in; may be empty.
+    wchan: &'a str,
+    open_files: &'a OpenFiles,
+    deadline: Instant,
+}
+
+/// What a thread waits for that sleeps in a system call. `None` if that is not known. The holders
+/// and the peer are missing if they are not found in time.
+pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles, deadline: Instant) -> Option<Awaited> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
     let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
         return None;
     };
-    let operation = operation_of(number, arguments[1])?;
-    let descriptor = i32::try_from(arguments[0]).ok()?;
-    // The kernel holds the names that the link is made of, so reading it involves no file system.
-    let link = fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).ok()?;
-    let link = link.to_string_lossy();
-    if let Some(inode) = inode_of(&link, SOCKET) {
-        let name = tcp_peer(pid, inode, deadline).unwrap_or_default();
-        return Some(Awaited { kind: AwaitedKind::Socket.into(), name, ..Awaited::default() });
+    let search = Search { pid, wchan, open_files, deadline };
+    match number {
+        libc::SYS_futex => futex::awaited(&search, arguments[0], arguments[1]),
+        libc::SYS_wait4 | libc::SYS_waitid => search.child(number, arguments[0], arguments[1]),
+        libc::SYS_semop | libc::SYS_semtimedop => ipc::semaphore(&search, arguments[0], arguments[1]),
+        libc::SYS_msgrcv => ipc::message_queue(&search, arguments[0], true),
+        libc::SYS_msgsnd => ipc::message_queue(&search, arguments[0], false),
+        libc::SYS_poll | libc::SYS_ppoll => search.several(polled(pid, arguments[0], arguments[1])),
+        libc::SYS_select | libc::SYS_pselect6 => search.several(selected(pid, &arguments)),
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => search.several(watched(pid, arguments[0])),
+        _ => {
+            let operation = operation_of(number, arguments[1])?;
+            let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
+            if number == libc::SYS_connect {
+                return sockets::connection(&search, descriptor, arguments[1], arguments[2]);
+            }
+            descriptor::awaited(&search, descriptor, operation)
+        }
     }
-    if operation == Operation::Lock {
-        let position = lock_table_id(pid, descriptor)?;
-        return Some(Awaited {
-            kind: AwaitedKind::Lock.into(),
-            name: link.into_owned(),
-            holders: lock_holders(pid, &position, deadline),
-        });
-    }
-    if inode_of(&link, "pipe:[").is_some() {
-        let holders = pipe_peers(pid, &link, operation, deadline);
-        // A thread that reads its standard input waits for a person, or for a program that replaces
-        // one.
-        let stdin = descriptor == libc::STDIN_FILENO && operation == Operation::Read;
-        let (kind, name) = if stdin { (AwaitedKind::File, "/dev/stdin") } else { (AwaitedKind::Pipe, "") };
-        return Some(Awaited { kind: kind.into(), name: name.into(), holders });
-    }
-    (link.starts_with('/')).then(|| Awaited {
-        kind: AwaitedKind::File.into(),
-        name: link.into_owned(),
-        ..Awaited::default()
-    })
 }
 
 fn operation_of(number: i64, second: u64) -> Option<Operation> {
     match number {
-        libc::SYS_read | libc::SYS_readv | libc::SYS_pread64 | libc::SYS_recvfrom | libc::SYS_recvmsg => {
-            Some(Operation::Read)
-        }
-        libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 | libc::SYS_sendto | libc::SYS_sendmsg => {
-            Some(Operation::Write)
-        }
+        libc::SYS_read
+        | libc::SYS_readv
+        | libc::SYS_pread64
+        | libc::SYS_recvfrom
+        | libc::SYS_recvmsg
+        | libc::SYS_mq_timedreceive => Some(Operation::Read),
+        libc::SYS_write
+        | libc::SYS_writev
+        | libc::SYS_pwrite64
+        | libc::SYS_sendto
+        | libc::SYS_sendmsg
+        | libc::SYS_mq_timedsend => Some(Operation::Write),
         libc::SYS_fsync | libc::SYS_fdatasync => Some(Operation::Write),
         libc::SYS_connect | libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Connect),
         libc::SYS_flock => Some(Operation::Lock),
@@ -93,123 +100,106 @@ fn operation_of(number: i64, second: u64) -> Option<Operation> {
     }
 }
 
-/// Finds the processes that have the other end of a pipe open. It searches only relatives of the
-/// process, because a pipe is inherited. The process itself is the result only if all relatives
-/// could be searched and none has that end: then the process waits for something that only it can
-/// do.
-fn pipe_peers(pid: i32, link: &str, operation: Operation, deadline: Instant) -> Vec<Holder> {
-    let wanted = if operation == Operation::Read { WRITE_ONLY } else { READ_ONLY };
-    let (descendants, mut complete) = descendants_until(pid, &HashSet::new(), Some(deadline));
-    // The pid of a parent in another namespace is 0.
-    let parent = procfs::stat(pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 0);
-    let siblings = parent.map(|parent| descendants_until(parent, &HashSet::from([pid]), Some(deadline)));
-    let (siblings, all_siblings) = siblings.unwrap_or_default();
-    complete &= all_siblings;
-    let mut holders = Vec::new();
-    for (count, other) in descendants.iter().copied().chain(parent).chain(siblings).enumerate() {
-        if count == MAX_PROCESSES || holders.len() == MAX_HOLDERS || Instant::now() >= deadline {
-            complete = false;
-            break;
-        }
-        match has_open(other, link, wanted, deadline) {
-            Some(true) => holders.push(holder(other, &descendants)),
-            Some(false) => {}
-            None => complete = false,
-        }
-    }
-    if holders.is_empty() && complete && has_open(pid, link, wanted, deadline) == Some(true) {
-        holders.push(holder(pid, &descendants));
-    }
-    holders
-}
-
-/// Whether a process has this file open with the `wanted` access. `None` if not all of its
-/// descriptors could be checked.
-fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool> {
-    let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Some(false),
-        Err(_) => return None,
+/// The descriptors and operations of a `pollfd` array.
+fn polled(pid: i32, address: u64, count: u64) -> Vec<(i32, Operation)> {
+    let count = usize::try_from(count).unwrap_or(0).min(MAX_POLLED);
+    let bytes = memory::read_exact(pid, address, count * size_of::<libc::pollfd>()).unwrap_or_default();
+    let entry = |entry: &[u8]| {
+        let number = i32::from_ne_bytes(entry[..4].try_into().ok()?);
+        let events = i16::from_ne_bytes(entry[4..6].try_into().ok()?);
+        let operation = if events & libc::POLLIN != 0 { Operation::Read } else { Operation::Write };
+        (number >= 0 && events & (libc::POLLIN | libc::POLLOUT) != 0).then_some((number, operation))
     };
-    for (count, entry) in entries.flatten().enumerate() {
-        if count == MAX_FILES || Instant::now() >= deadline {
-            return None;
-        }
-        if fs::read_link(entry.path()).is_ok_and(|found| found.as_os_str() == link)
-            && entry.file_name().to_str().and_then(|name| name.parse().ok()).is_some_and(|descriptor| {
-                flags(pid, descriptor).is_some_and(|flags| [wanted, READ_WRITE].contains(&(flags & ACCESS_MODE)))
+    bytes.chunks_exact(size_of::<libc::pollfd>()).filter_map(entry).collect()
+}
+
+/// The descriptors and operations of the sets that `select` reads.
+fn selected(pid: i32, arguments: &[u64; 6]) -> Vec<(i32, Operation)> {
+    let highest = usize::try_from(arguments[0]).unwrap_or(0).min(libc::FD_SETSIZE);
+    let set = |address: u64, operation| {
+        let bytes = if address == 0 { Vec::new() } else { memory::read_exact(pid, address, 128).unwrap_or_default() };
+        let is_in = move |number: &usize| bytes.get(number / 8).is_some_and(|byte| byte >> (number % 8) & 1 != 0);
+        (0..highest).filter(is_in).map(move |number| (number as i32, operation)).take(MAX_POLLED)
+    };
+    set(arguments[1], Operation::Read).chain(set(arguments[2], Operation::Write)).collect()
+}
+
+/// The descriptors and operations that an epoll descriptor watches.
+fn watched(pid: i32, epoll: u64) -> Vec<(i32, Operation)> {
+    let Ok(number) = i32::try_from(epoll) else { return Vec::new() };
+    let info = open_files::info(Descriptor { pid, number });
+    let target = |line: &str| {
+        let mut fields = line.strip_prefix("tfd:")?.split_whitespace();
+        let number = fields.next()?.parse().ok()?;
+        let events = u32::from_str_radix(fields.nth(1)?, 16).ok()?;
+        let reads = events & libc::EPOLLIN as u32 != 0;
+        let writes = events & libc::EPOLLOUT as u32 != 0;
+        (reads || writes).then_some((number, if reads { Operation::Read } else { Operation::Write }))
+    };
+    info.lines().filter_map(target).take(MAX_POLLED).collect()
+}
+
+impl Search<'_> {
+    /// A call that waits for any of these descriptors. Those whose other end only the process itself
+    /// has, such as the pipe that wakes an event loop, are left out, unless there is no other.
+    fn several(&self, descriptors: Vec<(i32, Operation)>) -> Option<Awaited> {
+        let found: Vec<Awaited> = descriptors
+            .into_iter()
+            .filter_map(|(number, operation)| {
+                descriptor::awaited(self, Descriptor { pid: self.pid, number }, operation)
             })
-        {
-            return Some(true);
+            .collect();
+        let is_own = |one: &Awaited| !one.holders.is_empty() && one.holders.iter().all(|holder| holder.pid == self.pid);
+        let (own, mut others): (Vec<Awaited>, Vec<Awaited>) = found.into_iter().partition(is_own);
+        if others.len() <= 1 {
+            return others.pop().or_else(|| own.into_iter().next());
         }
+        let mut seen = BTreeSet::new();
+        let holders = others.into_iter().flat_map(|one| one.holders).filter(|holder| seen.insert(holder.pid));
+        let holders = holders.take(MAX_HOLDERS).collect();
+        Some(Awaited { kind: AwaitedKind::Several.into(), holders, ..Awaited::default() })
     }
-    Some(false)
-}
 
-/// The value of one line of `/proc/PID/fdinfo/N`.
-fn fdinfo(pid: i32, descriptor: i32, key: &str) -> Option<String> {
-    let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-    procfs::field(&text, key).map(str::to_owned)
-}
+    /// A call that waits for the end of a child.
+    fn child(&self, number: i64, first: u64, second: u64) -> Option<Awaited> {
+        let wanted = match number {
+            // 0 and negative numbers stand for any child, or any of a process group.
+            libc::SYS_wait4 => Some(first as i32).filter(|pid| *pid > 0),
+            _ if first == libc::P_PID as u64 => Some(second as i32),
+            _ if first == libc::P_PIDFD as u64 => {
+                let info = open_files::info(Descriptor { pid: self.pid, number: second as i32 });
+                procfs::field(&info, "Pid:").and_then(|pid| pid.parse().ok())
+            }
+            _ => None,
+        };
+        let children =
+            wanted.map_or_else(|| procfs::children(self.pid, usize::MAX).unwrap_or_default(), |pid| vec![pid]);
+        let holders = self.holders(children);
+        Some(Awaited { kind: AwaitedKind::Child.into(), holders, ..Awaited::default() })
+    }
 
-fn flags(pid: i32, descriptor: i32) -> Option<u32> {
-    u32::from_str_radix(&fdinfo(pid, descriptor, "flags:")?, 8).ok()
-}
-
-/// Device and inode of an open file, in the format of `/proc/locks`. `fdinfo` has the inode and the
-/// mount; the mount has the device.
-fn lock_table_id(pid: i32, descriptor: i32) -> Option<String> {
-    let inode = fdinfo(pid, descriptor, "ino:")?;
-    let mount = fdinfo(pid, descriptor, "mnt_id:")?;
-    let (major, minor) = procfs::device_of_mount(pid, &mount)?;
-    Some(format!("{major:02x}:{minor:02x}:{inode}"))
-}
-
-/// The processes that hold the lock on a file.
-fn lock_holders(pid: i32, place: &str, deadline: Instant) -> Vec<Holder> {
-    let text = fs::read_to_string("/proc/locks").unwrap_or_default();
-    let (descendants, _) = descendants_until(pid, &HashSet::new(), Some(deadline));
-    parse_holders(&text, place).into_iter().take(MAX_HOLDERS).map(|pid| holder(pid, &descendants)).collect()
-}
-
-/// The processes that hold a lock on this file. Lines with an arrow are processes that wait for it.
-/// A lock of an open file description has no process (-1).
-fn parse_holders(locks: &str, place: &str) -> Vec<i32> {
-    let mut found: Vec<i32> = locks
-        .lines()
-        .filter(|line| !line.contains("->"))
-        .filter_map(|line| {
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            (*fields.get(5)? == place).then(|| fields[4].parse().ok())?
-        })
-        .filter(|pid| *pid > 0)
-        .collect();
-    found.dedup();
-    found
-}
-
-fn holder(pid: i32, descendants: &[i32]) -> Holder {
-    Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) }
-}
-
-/// The address of the other end of a TCP socket, from the table of the process's network namespace.
-fn tcp_peer(pid: i32, inode: u64, deadline: Instant) -> Option<String> {
-    find_tcp_socket(pid, Some(deadline), |socket| {
-        if socket.inode != inode {
-            return None;
-        }
-        let (local, remote) = (socket.local()?, socket.remote()?);
-        // A listening socket has no peer.
-        Some(if socket.state == LISTEN { format!("anybody who connects to {local}") } else { remote.to_string() })
-    })
+    /// Describes processes: children first, then the parent, then others.
+    fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
+        let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
+        let parent = procfs::stat(self.pid).map_or(0, |stat| stat.parent);
+        let mut pids: Vec<i32> = pids.into_iter().collect();
+        pids.sort_by_key(|pid| (!descendants.contains(pid), *pid != parent, *pid));
+        pids.dedup();
+        let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) };
+        pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::{
+        fs,
         io::{Read, Write},
         net::{TcpListener, TcpStream},
-        os::fd::AsRawFd,
+        os::{
+            fd::{AsFd, OwnedFd},
+            unix::net::UnixStream,
+        },
     };
 
     use super::*;
@@ -231,10 +221,8 @@ mod tests {
         let start = Instant::now();
         loop {
             let own = std::process::id().cast_signed();
-            if let Some(late) = of_thread(own, tid, start) {
-                assert!(late.holders.is_empty() || late.kind() == AwaitedKind::Lock, "there was no time to look");
-            }
-            let found = of_thread(own, tid, Instant::now() + Duration::from_secs(60));
+            let wchan = procfs::wchan(own, tid);
+            let found = of_thread(own, tid, &wchan, &OpenFiles::default(), Instant::now() + Duration::from_secs(60));
             if let Some(awaited) = found.filter(&accept) {
                 return awaited;
             }
@@ -278,7 +266,7 @@ mod tests {
         let address = server.local_addr().expect("an address");
         let mut client = TcpStream::connect(address).expect("it connects");
         let (mut held, _) = server.accept().expect("it accepts");
-        let found = awaited(move || drop(client.read(&mut [0])));
+        let found = awaited_when(|found| !found.name.is_empty(), move || drop(client.read(&mut [0])));
         held.write_all(b"!").expect("the thread may end");
         assert_eq!((found.kind(), &*found.name), (AwaitedKind::Socket, &*address.to_string()));
     }
@@ -290,7 +278,6 @@ mod tests {
         let held = fs::File::open(&path).expect("the file");
         held.lock().expect("nobody else has it");
         let own = std::process::id().cast_signed();
-        assert!(lock_table_id(own, held.as_raw_fd()).is_some());
         let wanted = path.clone();
         let found = awaited(move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last"));
         drop(held);
@@ -299,10 +286,83 @@ mod tests {
     }
 
     #[test]
-    fn parses_the_kernels_tables() {
-        let locks = "1: FLOCK  ADVISORY  WRITE 77 fe:00:123 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 78 fe:00:123 0 EOF\n\
-                     2: POSIX  ADVISORY  READ  79 fe:00:124 0 EOF\n3: OFDLCK ADVISORY  WRITE -1 fe:00:123 0 EOF\n";
-        assert_eq!(parse_holders(locks, "fe:00:123"), [77]);
-        assert_eq!(parse_holders(locks, "fe:00:125"), [] as [i32; 0]);
+    fn finds_the_child_that_a_thread_waits_for() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep starts");
+        let pid = child.id().cast_signed();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let found = awaited_when(
+            |found| found.kind() == AwaitedKind::Child,
+            move || {
+                let ended = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(pid), None);
+                drop(child.wait());
+                let _ = sender.send(ended);
+            },
+        );
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).expect("it runs");
+        receiver.recv().expect("the thread ends").expect("the child ended");
+        let holders: Vec<(i32, &str, bool)> =
+            found.holders.iter().map(|holder| (holder.pid, &*holder.name, holder.child)).collect();
+        assert_eq!(holders, [(pid, "sleep", true)]);
+    }
+
+    /// The pids of the processes that a thread waits for that reads from a Unix socket, whose other
+    /// end a child has.
+    #[test]
+    fn finds_the_child_at_the_other_end_of_a_unix_socket() {
+        let (mut ours, theirs) = UnixStream::pair().expect("a pair");
+        let mut child = std::process::Command::new("sleep")
+            .arg("1000")
+            .stdin(std::process::Stdio::from(OwnedFd::from(theirs)))
+            .spawn()
+            .expect("sleep starts");
+        let pid = child.id().cast_signed();
+        let found = awaited_when(
+            move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),
+            move || drop(ours.read(&mut [0])),
+        );
+        child.kill().and_then(|()| child.wait()).expect("the child ends");
+        assert_eq!(found.kind(), AwaitedKind::Socket);
+    }
+
+    #[test]
+    fn finds_the_process_behind_any_of_several_descriptors() {
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let (wake, _waker) = std::io::pipe().expect("a pipe");
+        let mut child = std::process::Command::new("sleep")
+            .arg("1000")
+            .stdin(std::process::Stdio::from(OwnedFd::from(theirs)))
+            .spawn()
+            .expect("sleep starts");
+        let pid = child.id().cast_signed();
+        let found = awaited_when(
+            move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),
+            move || {
+                let flags = nix::poll::PollFlags::POLLIN;
+                let mut all =
+                    [nix::poll::PollFd::new(wake.as_fd(), flags), nix::poll::PollFd::new(ours.as_fd(), flags)];
+                let _ = nix::poll::poll(&mut all, nix::poll::PollTimeout::NONE);
+            },
+        );
+        child.kill().and_then(|()| child.wait()).expect("the child ends");
+        assert_eq!(found.kind(), AwaitedKind::Socket, "only the thread itself has the other end of the pipe");
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn finds_the_thread_that_owns_a_mutex() {
+        struct Shared(Box<std::cell::UnsafeCell<libc::pthread_mutex_t>>);
+        // SAFETY: a mutex is made to be used by several threads.
+        unsafe impl Sync for Shared {}
+        let mutex: &'static Shared =
+            Box::leak(Box::new(Shared(Box::new(std::cell::UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER)))));
+        // SAFETY: the mutex lives forever.
+        assert_eq!(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }, 0);
+        let own = nix::unistd::gettid().as_raw();
+        // SAFETY: as above.
+        let found = awaited(move || drop(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }));
+        // SAFETY: this thread has locked it.
+        unsafe { libc::pthread_mutex_unlock(mutex.0.get()) };
+        assert_eq!((found.kind(), &*found.object), (AwaitedKind::Mutex, &*own.to_string()));
+        assert_eq!(found.holders.len(), 1, "{found:?}");
     }
 }

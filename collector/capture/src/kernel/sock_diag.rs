@@ -11,7 +11,10 @@ use std::{
 use xpu_timer_proto::procfs::{MAX_FILES, SOCKET, inode_of};
 
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
-use netlink_packet_sock_diag::SockDiagMessage;
+use netlink_packet_sock_diag::{
+    SockDiagMessage,
+    unix::{self, UnixRequest, nlas::UnixDiagName},
+};
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
 
 pub use netlink_packet_sock_diag::{
@@ -41,6 +44,22 @@ pub fn query(
     deadline: Instant,
     mut each: impl FnMut(&InetResponse),
 ) -> io::Result<()> {
+    exchange(SockDiagMessage::InetRequest(request), scope, deadline, |message| match message {
+        SockDiagMessage::InetResponse(response) => {
+            each(&response);
+            true
+        }
+        _ => false,
+    })
+}
+
+/// Sends a request, and passes each answer to `each`, which returns whether it is of the right kind.
+fn exchange(
+    request: SockDiagMessage,
+    scope: Scope,
+    deadline: Instant,
+    mut each: impl FnMut(SockDiagMessage) -> bool,
+) -> io::Result<()> {
     let mut socket = Socket::new(NETLINK_SOCK_DIAG)?;
     socket.bind_auto()?;
     socket.connect(&SocketAddr::new(0, 0))?;
@@ -55,8 +74,10 @@ pub fn query(
         while !rest.is_empty() {
             let message = NetlinkMessage::<SockDiagMessage>::deserialize(rest).map_err(io::Error::other)?;
             match message.payload {
-                NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
-                    each(&response);
+                NetlinkPayload::InnerMessage(answer) => {
+                    if !each(answer) {
+                        return Err(io::Error::other("an answer to another question"));
+                    }
                     if scope == Scope::One {
                         return Ok(());
                     }
@@ -73,17 +94,48 @@ pub fn query(
     Err(io::ErrorKind::TimedOut.into())
 }
 
-fn message(request: InetRequest, scope: Scope) -> Vec<u8> {
+fn message(request: SockDiagMessage, scope: Scope) -> Vec<u8> {
     let mut header = NetlinkHeader::default();
     header.flags = match scope {
         Scope::One => NLM_F_REQUEST,
         Scope::All => NLM_F_REQUEST | NLM_F_DUMP,
     };
-    let mut message = NetlinkMessage::new(header, SockDiagMessage::InetRequest(request).into());
+    let mut message = NetlinkMessage::new(header, request.into());
     message.finalize();
     let mut bytes = vec![0; message.buffer_len()];
     message.serialize(&mut bytes);
     bytes
+}
+
+/// A Unix socket.
+#[derive(Debug, Default)]
+pub(crate) struct UnixSocket {
+    /// Inode of its other end, if it is connected.
+    pub peer: Option<u32>,
+    /// The path that it was bound to; empty if there is none.
+    pub path: String,
+}
+
+/// The Unix socket with this inode, in this network namespace.
+pub(crate) fn unix_socket(inode: u32, deadline: Instant) -> Option<UnixSocket> {
+    let request = UnixRequest {
+        state_flags: unix::StateFlags::all(),
+        inode,
+        show_flags: unix::ShowFlags::PEER | unix::ShowFlags::NAME,
+        cookie: [0xff; 8],
+    };
+    let mut found = None;
+    let answer = |message| {
+        let SockDiagMessage::UnixResponse(response) = message else { return false };
+        let path = match response.name() {
+            Some(UnixDiagName::Pathname(path)) => path.to_string_lossy().into_owned(),
+            _ => String::new(),
+        };
+        found = Some(UnixSocket { peer: response.peer(), path });
+        true
+    };
+    exchange(SockDiagMessage::UnixRequest(request), Scope::One, deadline, answer).ok()?;
+    found
 }
 
 /// Time limit to read the connections of one address family: a busy node has a hundred thousand.

@@ -20,7 +20,7 @@ use xpu_timer_proto::{
 
 use crate::{
     error::Error,
-    kernel::{awaited, permission, sock_diag::TcpConnections},
+    kernel::{awaited, open_files::OpenFiles, permission, sock_diag::TcpConnections},
     native::{
         address_space::AddressSpace,
         stop::stop_all,
@@ -44,7 +44,7 @@ pub(crate) fn unix_ns() -> u64 {
 
 /// Captures one process.
 pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
-    let Job { pid, options, deadline, connections } = job;
+    let Job { pid, options, deadline, connections, open_files } = job;
     let begin = Instant::now();
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
@@ -54,6 +54,7 @@ pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
         deadline,
         images,
         connections: &connections,
+        open_files: &open_files,
         process: &mut process,
         context: Box::default(),
     };
@@ -73,6 +74,7 @@ struct Capture<'a> {
     deadline: Instant,
     images: &'a Images,
     connections: &'a TcpConnections,
+    open_files: &'a OpenFiles,
     process: &'a mut RawProcess,
     context: Box<UnwindContext<usize>>,
 }
@@ -401,6 +403,8 @@ impl Capture<'_> {
         let mut places = CodeLocations::default();
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
+            let awaited = (thread.tid == self.pid)
+                .then(|| awaited::of_thread(self.pid, thread.tid, &thread.wchan, self.open_files, self.deadline));
             self.process.sample.stacktrace.push(PstackStacktrace {
                 pid: thread.tid as u32,
                 thread_name: thread.status.name.clone(),
@@ -413,9 +417,7 @@ impl Capture<'_> {
                 cpu_time_ns: thread.cpu_time_ns,
                 incomplete: thread.incomplete,
                 syscall: thread.syscall,
-                awaited: (thread.tid == self.pid)
-                    .then(|| awaited::of_thread(self.pid, thread.tid, self.deadline))
-                    .flatten(),
+                awaited: awaited.flatten(),
             });
         }
         self.process.places = places.list;

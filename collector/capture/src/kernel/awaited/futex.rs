@@ -1,0 +1,98 @@
+//! What a thread waits for in `futex`: a mutex with its owner, or a lock, semaphore or condition in
+//! memory that processes share.
+
+use std::{collections::HashSet, time::Instant};
+
+use xpu_timer_proto::{
+    procfs::{self, Mapping, descendants_until},
+    server::{Awaited, AwaitedKind, Holder},
+};
+
+use super::Search;
+use crate::memory;
+
+const PRIVATE: u64 = 128;
+/// The bits of the operation without its flags.
+const COMMAND: u64 = 127;
+const WAIT: u64 = 0;
+const LOCK_PI: u64 = 6;
+const WAIT_BITSET: u64 = 9;
+const LOCK_PI2: u64 = 13;
+/// The bits of a robust or priority-inheriting lock that hold the thread id of its owner.
+const TID_MASK: u32 = 0x3fff_ffff;
+const WAITERS: u32 = 0x8000_0000;
+/// The state of glibc's lock that is taken and has waiters.
+const CONTENDED: u32 = 2;
+/// Maximum number of processes whose mappings are read.
+const MAX_PROCESSES: usize = 64;
+
+pub(super) fn awaited(search: &Search<'_>, address: u64, operation: u64) -> Option<Awaited> {
+    let command = operation & COMMAND;
+    if ![WAIT, LOCK_PI, WAIT_BITSET, LOCK_PI2].contains(&command) {
+        return None;
+    }
+    // Futexes of containers use the thread ids of their namespace.
+    let owner = owner(search.pid, address, command).filter(|_| in_own_namespace(search.pid));
+    if operation & PRIVATE != 0 {
+        return of_process(search.pid, owner?);
+    }
+    let object = shared_object(search.pid, address)?;
+    let name = object.path.trim_end_matches(" (deleted)").to_owned();
+    let kind = AwaitedKind::SharedMemory.into();
+    let id = format!("{:x}:{:x}:{}+{:x}", object.device.0, object.device.1, object.inode, object.offset);
+    let holders = match owner.and_then(procfs::pid_of_thread) {
+        Some(owner) => search.holders([owner]),
+        None => search.holders(sharers(search, &object)),
+    };
+    Some(Awaited { kind, name, holders, object: id })
+}
+
+/// A lock of the process's own threads. The holder is the thread, or nobody if the thread does not
+/// exist here: a forked process inherits locks that threads of its parent hold.
+fn of_process(pid: i32, owner: i32) -> Option<Awaited> {
+    let kind = AwaitedKind::Mutex.into();
+    let is_own = procfs::thread_stat(pid, owner).is_some();
+    let name = procfs::thread_stat(pid, owner).map(|stat| stat.name).unwrap_or_default();
+    let holders = if is_own { vec![Holder { pid, name: name.clone(), child: false }] } else { Vec::new() };
+    Some(Awaited { kind, name, holders, object: owner.to_string() })
+}
+
+/// The thread that owns the lock at an address. glibc's mutex is its state, a count and the owner;
+/// the state of a robust or priority-inheriting mutex is the owner.
+fn owner(pid: i32, address: u64, command: u64) -> Option<i32> {
+    let bytes = memory::read_exact(pid, address, 16).ok()?;
+    let word = |at: usize| bytes[at..at + 4].try_into().map(u32::from_ne_bytes).unwrap_or(0);
+    let state = word(0);
+    let tid = match state {
+        _ if [LOCK_PI, LOCK_PI2].contains(&command) || state & WAITERS != 0 => state & TID_MASK,
+        // Users of the mutex: its owner.
+        CONTENDED if word(12) == 1 => word(8),
+        _ => 0,
+    };
+    i32::try_from(tid).ok().filter(|tid| *tid > 0)
+}
+
+fn in_own_namespace(pid: i32) -> bool {
+    let status = procfs::status_text(pid).unwrap_or_default();
+    procfs::field(&status, "NSpid:").is_none_or(|pids| !pids.contains('\t'))
+}
+
+/// The mapping at an address, with the offset of the address within its file.
+fn shared_object(pid: i32, address: u64) -> Option<Mapping> {
+    let mapping = procfs::maps(pid, pid).ok()?.into_iter().find(|one| (one.start..one.end).contains(&address))?;
+    let offset = mapping.offset + (address - mapping.start);
+    (mapping.inode != 0).then_some(Mapping { offset, ..mapping })
+}
+
+/// The relatives of the process that have mapped the same object.
+fn sharers(search: &Search<'_>, object: &Mapping) -> Vec<i32> {
+    let parent = procfs::stat(search.pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 1);
+    let root = parent.unwrap_or(search.pid);
+    let (descendants, _) = descendants_until(root, &HashSet::new(), Some(search.deadline));
+    let relatives = std::iter::once(root).chain(descendants).filter(|pid| *pid != search.pid).take(MAX_PROCESSES);
+    let is_same = |one: &Mapping| (one.device, one.inode) == (object.device, object.inode);
+    let has_it = |pid: &i32| {
+        Instant::now() < search.deadline && procfs::maps(*pid, *pid).is_ok_and(|maps| maps.iter().any(is_same))
+    };
+    relatives.filter(has_it).collect()
+}

@@ -1,0 +1,127 @@
+//! The other end of a socket: of a TCP connection, by its addresses, and of a Unix socket, by the
+//! inode that the kernel reports over netlink.
+
+use std::{
+    fs,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
+};
+
+use xpu_timer_proto::{
+    procfs::{LISTEN, find_tcp_socket},
+    server::{Awaited, AwaitedKind},
+};
+
+use super::Search;
+use crate::{
+    kernel::{open_files::Descriptor, sock_diag},
+    memory,
+};
+
+/// What a call on a connected or a listening socket waits for.
+pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
+    let own = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
+        (socket.inode == inode).then(|| (socket.state, socket.local(), socket.remote()))
+    });
+    match own {
+        // A listening socket has no peer.
+        Some((LISTEN, Some(local), _)) => socket(format!("anybody who connects to {local}"), Vec::new()),
+        Some((_, Some(local), Some(remote))) => {
+            let other = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
+                (socket.inode != 0 && socket.local() == Some(remote) && socket.remote() == Some(local))
+                    .then_some(socket.inode)
+            });
+            // A peer that has not accepted the connection has no descriptor for it yet.
+            let owner = other.map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
+            socket(remote.to_string(), owner.unwrap_or_else(|| listeners(search, remote)))
+        }
+        _ => unix_peer(search, inode),
+    }
+}
+
+/// What a call waits for that connects a socket to the address at `address`.
+pub(super) fn connection(search: &Search<'_>, _: Descriptor, address: u64, length: u64) -> Option<Awaited> {
+    let length = usize::try_from(length).ok()?.min(size_of::<libc::sockaddr_un>());
+    let bytes = memory::read_exact(search.pid, address, length).ok()?;
+    let family = i32::from(u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?));
+    if family == libc::AF_UNIX {
+        let path: Vec<u8> = bytes[2..].iter().copied().take_while(|byte| *byte != 0).collect();
+        let path = String::from_utf8_lossy(&path).into_owned();
+        let holders = unix_listener(search, &path).map_or_else(Vec::new, |inode| owners(search, inode));
+        return Some(socket(path, holders));
+    }
+    let remote = ip_address(family, &bytes)?;
+    Some(socket(remote.to_string(), listeners(search, remote)))
+        .map(|found| Awaited { holders: search.holders(found.holders.into_iter().map(|holder| holder.pid)), ..found })
+}
+
+fn socket(name: String, holders: Vec<xpu_timer_proto::server::Holder>) -> Awaited {
+    Awaited { kind: AwaitedKind::Socket.into(), object: String::new(), name, holders }
+}
+
+/// The processes that have a socket open.
+fn owners(search: &Search<'_>, inode: u64) -> Vec<xpu_timer_proto::server::Holder> {
+    let (owners, _) = search.open_files.of(&format!("socket:[{inode}]"), search.deadline);
+    search.holders(owners.iter().map(|owner| owner.pid))
+}
+
+/// The processes of this machine that listen at an address.
+fn listeners(search: &Search<'_>, address: SocketAddr) -> Vec<xpu_timer_proto::server::Holder> {
+    let listener = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
+        let local = socket.local().filter(|_| socket.state == LISTEN)?;
+        (local.port() == address.port() && (local.ip() == address.ip() || local.ip().is_unspecified()))
+            .then_some(socket.inode)
+    });
+    listener.map_or_else(Vec::new, |inode| owners(search, inode))
+}
+
+fn ip_address(family: i32, bytes: &[u8]) -> Option<SocketAddr> {
+    let port = u16::from_be_bytes(bytes.get(2..4)?.try_into().ok()?);
+    match family {
+        libc::AF_INET => {
+            let ip: [u8; 4] = bytes.get(4..8)?.try_into().ok()?;
+            Some(SocketAddr::new(Ipv4Addr::from(ip).into(), port))
+        }
+        libc::AF_INET6 => {
+            let ip: [u8; 16] = bytes.get(8..24)?.try_into().ok()?;
+            Some(SocketAddr::new(Ipv6Addr::from(ip).to_canonical(), port))
+        }
+        _ => None,
+    }
+}
+
+/// The other end of a Unix socket.
+fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
+    let Some(found) = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline)) else {
+        return socket(String::new(), Vec::new());
+    };
+    match found.peer {
+        Some(peer) => {
+            let mut holders = owners(search, peer.into());
+            // The process may have both ends, and may have left one of them to a child.
+            if holders.iter().any(|holder| holder.pid != search.pid) {
+                holders.retain(|holder| holder.pid != search.pid);
+            }
+            socket(found.peer_name(search), holders)
+        }
+        None if !found.path.is_empty() => socket(format!("anybody who connects to {}", found.path), Vec::new()),
+        None => socket(String::new(), Vec::new()),
+    }
+}
+
+impl sock_diag::UnixSocket {
+    /// The path of the other end, or of this one; empty if neither has one.
+    fn peer_name(&self, search: &Search<'_>) -> String {
+        let of_peer = self.peer.and_then(|peer| sock_diag::unix_socket(peer, search.deadline)).map(|peer| peer.path);
+        of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| self.path.clone())
+    }
+}
+
+/// The inode of the socket that listens at a path.
+fn unix_listener(search: &Search<'_>, path: &str) -> Option<u64> {
+    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000.
+    let table = fs::read_to_string(format!("/proc/{}/net/unix", search.pid)).ok()?;
+    table.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        (fields.get(3) == Some(&"00010000") && fields.get(7) == Some(&path)).then(|| fields[6].parse().ok())?
+    })
+}

@@ -1,0 +1,97 @@
+//! Which processes have a pipe, a socket, an event or a file open. The table is read once for all
+//! processes of a capture, and only if a thread waits for something that it can name.
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::ErrorKind,
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+use xpu_timer_proto::procfs::{self, MAX_FILES};
+
+/// Time limit to read the descriptors of all processes: a busy node has a hundred thousand.
+const TIMEOUT: Duration = Duration::from_millis(250);
+
+/// An open descriptor of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    pub pid: i32,
+    pub number: i32,
+}
+
+/// The open descriptors of all processes whose descriptors may be read.
+#[derive(Default)]
+pub(crate) struct OpenFiles {
+    table: OnceLock<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    /// By the text of the link in `/proc/PID/fd`.
+    by_link: HashMap<Box<str>, Vec<Descriptor>>,
+    /// All descriptors of all processes could be read.
+    complete: bool,
+}
+
+impl OpenFiles {
+    /// The descriptors with this link, ascending by pid, and whether there can be no others.
+    pub fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
+        let table = self.table.get_or_init(|| Table::read(deadline.min(Instant::now() + TIMEOUT)));
+        (table.by_link.get(link).map_or(&[], Vec::as_slice), table.complete)
+    }
+}
+
+impl Table {
+    fn read(deadline: Instant) -> Self {
+        let mut table = Table { complete: true, ..Table::default() };
+        let mut pids: Vec<i32> = procfs::pids().collect();
+        pids.sort_unstable();
+        for pid in pids {
+            if Instant::now() >= deadline {
+                table.complete = false;
+                break;
+            }
+            table.complete &= table.add(pid);
+        }
+        table
+    }
+
+    /// Adds the descriptors of a process. Returns whether all could be read.
+    fn add(&mut self, pid: i32) -> bool {
+        let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
+            Ok(entries) => entries,
+            Err(error) => return error.kind() == ErrorKind::NotFound,
+        };
+        for (count, entry) in entries.flatten().enumerate() {
+            if count == MAX_FILES {
+                return false;
+            }
+            let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+            // The kernel holds the names that the link is made of, so reading it involves no file
+            // system.
+            if let (Some(number), Ok(link)) = (number, fs::read_link(entry.path())) {
+                let link = link.to_string_lossy().into_owned().into_boxed_str();
+                self.by_link.entry(link).or_default().push(Descriptor { pid, number });
+            }
+        }
+        true
+    }
+}
+
+/// The text of a descriptor's link, such as `pipe:[4242]` or a path.
+pub(crate) fn link_of(Descriptor { pid, number }: Descriptor) -> Option<String> {
+    Some(fs::read_link(format!("/proc/{pid}/fd/{number}")).ok()?.to_string_lossy().into_owned())
+}
+
+/// The contents of `/proc/PID/fdinfo/N`; empty if there are none.
+pub(crate) fn info(Descriptor { pid, number }: Descriptor) -> String {
+    fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default()
+}
+
+/// How a descriptor was opened, as in `fcntl.h`.
+pub(crate) fn access_mode(descriptor: Descriptor) -> Option<i32> {
+    let flags = i32::from_str_radix(procfs::field(&info(descriptor), "flags:")?, 8).ok()?;
+    Some(flags & libc::O_ACCMODE)
+}
