@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use xpu_timer_proto::{
-    server::AwaitedKind,
+    server::{Awaited, AwaitedKind},
     v1::{Evidence, Op, OpKind, Operation},
 };
 
@@ -13,7 +13,6 @@ use crate::{
     graph::{self, Event, Graph, Suspect},
     matching::{self, Comm},
     stacks::{self, StuckHelper},
-    text::ranks,
     verdict::{Activity, Confidence},
     world::{RankView, World, is_collective, is_init},
 };
@@ -54,9 +53,6 @@ pub(crate) struct Case<'a> {
     pub stack_waiters: Vec<usize>,
     /// By communicator: every member is known, from a record without losses.
     fully_recorded: Vec<bool>,
-    /// By event: the ranks inside it, as text. Formatted once, because many suspects share an
-    /// event.
-    waiters_text: Vec<String>,
 }
 
 impl<'a> Case<'a> {
@@ -71,13 +67,7 @@ impl<'a> Case<'a> {
                 && comm.members.iter().all(|member| !world.views[member.rank_index].lossy())
         };
         let fully_recorded = comms.iter().map(fully_recorded).collect();
-        let waiters_text = graph.waiters.iter().map(|views| ranks(&world.ranks(views.iter().copied()))).collect();
-        Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded, waiters_text }
-    }
-
-    /// The ranks inside an event, as text.
-    pub fn waiters_text(&self, event: Event) -> &str {
-        self.graph.events.binary_search(&event).map_or("no rank", |index| &self.waiters_text[index])
+        Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
     }
 
     /// The view of a rank.
@@ -225,6 +215,16 @@ impl<'a> Case<'a> {
     /// The thread or child process of a rank that is stuck.
     pub fn stuck_helper(&self, rank_index: usize) -> Option<StuckHelper> {
         self.view(rank_index).evidence.and_then(facts::stuck_helper)
+    }
+
+    /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
+    pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
+        self.view(rank_index).host.awaited.as_ref().filter(|awaited| match awaited.kind() {
+            AwaitedKind::File | AwaitedKind::Lock => true,
+            AwaitedKind::Socket => !awaited.name.is_empty(),
+            AwaitedKind::Pipe => !awaited.holders.is_empty(),
+            AwaitedKind::Unspecified => false,
+        })
     }
 
     /// Whether the main thread of a rank waits for keyboard input, or for a standard input that

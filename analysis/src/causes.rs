@@ -1,11 +1,11 @@
 //! The causes of a hang. Each file has the rules of one matter. The documentation of a rule states
 //! it in prose.
 //!
-//! To add a cause, write a [`Rule`] and add: a line in [`RULES`], a variant of `Cause`, its
-//! sentence in `wording`, a row in `docs/verdict.md`, scenarios in which it is the cause, and
-//! scenarios in which another cause looks like it. A rule explains a suspect or leaves it to the
-//! next rule. The first rule that explains a suspect wins, so the order of the list is part of the
-//! rules.
+//! To add a cause, write a [`Rule`] and add: a line in [`RULES`], a variant of `Cause`, a variant
+//! of `Explanation` and its sentence in `wording`, a row in `docs/verdict.md`, scenarios in which
+//! it is the cause, and scenarios in which another cause looks like it. A rule explains a suspect
+//! or leaves it to the next rule. The first rule that explains a suspect wins, so the order of the
+//! list is part of the rules. The rules make no text, so no file here imports `wording`.
 
 mod collective;
 mod comm_init;
@@ -23,7 +23,7 @@ mod wait_cycle;
 
 pub(crate) use halted::{ended_by_agent, ended_by_signal};
 pub(crate) use missing_rank::alone_in;
-pub(crate) use rule::{Finding, Rule};
+pub(crate) use rule::Rule;
 
 /// All rules. A reason why a rank cannot run comes before what the rank was doing, and a specific
 /// cause before a general one.

@@ -1,5 +1,5 @@
-//! What a rule found about its suspects, as facts: ranks, events and operations. The rules build
-//! these values, and `wording` renders them in English.
+//! Why the culprits of a finding hold up the others, as ranks, events and operations. The rules
+//! build these values, and `wording` renders them in English.
 //!
 //! All ranks are rank indices.
 
@@ -244,9 +244,9 @@ pub(crate) struct GroupCounts {
 /// What is wrong with a send or a receive.
 #[derive(Debug, Clone)]
 pub(crate) enum TransferFault {
-    /// A rank has not made the counterpart of a receive or a send of `waiter`. If the culprit
-    /// itself waits for the waiter, `event` is the transfer of the waiter.
-    NoCounterpart { culprit: usize, waiter: usize, recv: bool, waits_itself: Option<Event> },
+    /// A rank has not made the counterpart of `event`, which is a receive or a send of `waiter`.
+    /// `waits_itself` if the culprit itself waits for the waiter.
+    NoCounterpart { culprit: usize, waiter: usize, recv: bool, event: Event, waits_itself: bool },
     /// Ranks left out a transfer of a group.
     FewerInGroups { fewer: Vec<usize>, others: Vec<usize>, counts: GroupCounts },
     /// A rank receives from any rank, and no rank can send to it.

@@ -1,5 +1,5 @@
 //! From evidence to a verdict: matches the collectives, builds the wait-for graph, lets the rules
-//! explain the suspects, and writes the findings as a verdict.
+//! explain the suspects, and writes the findings as a verdict. Only [`write_verdict`] makes text.
 
 mod arbitration;
 mod outcome;
@@ -9,21 +9,22 @@ use std::collections::BTreeSet;
 
 use xpu_timer_proto::v1::{Evidence, TriggerKind};
 
-use arbitration::{Arbitrated, Ruling, arbitrate};
+use arbitration::{Ruling, arbitrate};
 use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, waiting};
 
 use crate::{
     alias,
     case::Case,
     causes::{RULES, Rule},
+    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
     report,
     verdict::{Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    wording::verdict::{self, Clause, EvidenceGap, HealthyReason},
+    wording,
     world::RankView,
 };
 
-/// Maximum number of facts. The facts about the first culprits come first.
+/// Maximum number of lines of evidence. Those about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
 
 /// Judges one incident: which ranks stopped the job, where, and why.
@@ -35,7 +36,7 @@ pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
     let mut case = Case::of(&evidence);
     let outcome = if all_launched_recently(&case) {
-        not_a_hang(&case, &HealthyReason::AllLaunchedRecently, Confidence::Medium)
+        not_a_hang(HealthyReason::AllLaunchedRecently, Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
             case.graph.suspects = suspicion::suspects(&mut case);
@@ -69,31 +70,22 @@ fn polls_collective(view: &RankView<'_>) -> bool {
 /// Lets the rules explain the suspects, and weighs the findings.
 fn conclude(case: &Case<'_>) -> Outcome {
     let arbitrated = arbitrate(case);
-    let findings = &arbitrated.findings;
-    let Some(first) = findings.first() else { return unexplained(case) };
-    let confidence = arbitrated.confidence();
-    if all_stuck_alike(case, findings) {
-        return no_rank_differs(case, &arbitrated, confidence);
-    }
+    let Some(first) = arbitrated.findings.first() else { return unexplained(case) };
+    let (cause, confidence) = (first.cause(), arbitrated.confidence());
+    let alike = all_stuck_alike(case, &arbitrated.findings);
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
     let main = arbitrated
         .primary()
         .map(|ruling| ruling.suspect)
         .reduce(|best, next| if weight(next) > weight(best) { next } else { best });
-    let mut evidence = Vec::new();
-    for ruling in findings {
-        if evidence.len() < MAX_EVIDENCE {
-            evidence.extend(ruling.finding.evidence.iter().cloned());
-        }
+    let primary = arbitrated.primary().count();
+    let findings = arbitrated.findings.into_iter().map(|ruling| ruling.finding).collect();
+    if alike {
+        let conclusion = Conclusion::AllStuckAlike(findings);
+        return Outcome { cause, culprits: Vec::new(), confidence, conclusion, main: None };
     }
-    Outcome {
-        cause: first.cause(),
-        confidence,
-        sentence: sentence(case, &arbitrated, main, &arbitrated.culprits),
-        evidence,
-        main: main.cloned(),
-        culprits: arbitrated.culprits,
-    }
+    let conclusion = Conclusion::Explained { findings, primary };
+    Outcome { cause, culprits: arbitrated.culprits, confidence, conclusion, main: main.cloned() }
 }
 
 /// No rank waits for another, and all ranks of the job are stuck in the same way: they wait for
@@ -110,47 +102,24 @@ fn all_stuck_alike(case: &Case<'_>, findings: &[Ruling<'_>]) -> bool {
         && findings.iter().all(|ruling| ruling.rule == findings[0].rule && is_outside(ruling))
 }
 
-fn no_rank_differs(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, confidence: Confidence) -> Outcome {
-    let all: Vec<usize> = (0..case.world.views.len()).collect();
-    let findings = &arbitrated.findings;
-    let evidence = findings.iter().take(4).flat_map(|ruling| ruling.finding.evidence.iter().cloned());
-    Outcome {
-        cause: findings[0].cause(),
-        culprits: Vec::new(),
-        confidence,
-        sentence: verdict::no_rank_differs(&sentence(case, arbitrated, None, &all)),
-        evidence: evidence.collect(),
-        main: None,
-    }
-}
-
-fn sentence(case: &Case<'_>, arbitrated: &Arbitrated<'_, '_>, main: Option<&Suspect>, culprits: &[usize]) -> String {
-    let clause = |ruling| {
-        let Ruling { finding, .. }: &Ruling<'_> = ruling;
-        Clause { explanation: &finding.explanation, culprits: &finding.culprits }
-    };
-    let primary: Vec<Clause<'_>> = arbitrated.primary().map(clause).collect();
-    let others: Vec<Clause<'_>> = arbitrated.findings[primary.len()..].iter().map(clause).collect();
-    verdict::explained(case, &primary, &others, main, culprits)
-}
-
 /// Writes an outcome as a verdict.
 fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     let evidence = case.evidence;
     let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
     let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
     let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
-    let mut lines = outcome.evidence;
-    lines.truncate(MAX_EVIDENCE);
-    lines.extend(evidence_gaps(case));
+    let mut about_job = evidence_gaps(case);
     let mut confidence = outcome.confidence;
     if let Some(cap) = younger_than_timeout(case) {
-        lines.push(cap);
+        about_job.push(cap);
         confidence = confidence.min(Confidence::Medium);
     }
+    let mut lines: Vec<EvidenceLine> =
+        wording::evidence::lines(case, outcome.conclusion.evidence()).take(MAX_EVIDENCE).collect();
+    lines.extend(about_job.iter().map(|fact| wording::evidence::job_line(case, fact)));
     let ruled_out = |rule: &Rule| {
-        let reason = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
-        Some(RuledOut { cause: rule.cause, reason })
+        let exclusion = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
+        Some(RuledOut { cause: rule.cause, reason: wording::evidence::reason(case, exclusion, &outcome.culprits) })
     };
     Verdict {
         format: FORMAT,
@@ -159,7 +128,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         world_size: case.world.size,
         attempt: evidence.attempt,
         trigger: report::trigger(evidence),
-        sentence: outcome.sentence,
+        sentence: wording::verdict::sentence(case, &outcome.conclusion, outcome.main.as_ref(), &outcome.culprits),
         cause: outcome.cause,
         confidence,
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
@@ -177,7 +146,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
 }
 
 /// What is missing in the evidence, and what opened the incident.
-fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
+fn evidence_gaps(case: &Case<'_>) -> Vec<JobFact> {
     type Check = fn(&RankView<'_>) -> bool;
     const GAPS: [(EvidenceGap, Check); 5] = [
         (EvidenceGap::Unseen, |view| view.unseen()),
@@ -186,19 +155,19 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
         (EvidenceGap::LostOperations, |view| view.lossy()),
         (EvidenceGap::StuckWatcher, is_watcher_stuck),
     ];
-    let mut lines = Vec::new();
+    let mut facts = Vec::new();
     for (gap, has) in GAPS {
         let who: Vec<usize> = (0..case.world.views.len()).filter(|index| has(case.view(*index))).collect();
         if !who.is_empty() {
-            lines.push(verdict::gap_line(case, gap, &who));
+            facts.push(JobFact::Gap(gap, who));
         }
     }
     if let Some(trigger) = &case.evidence.trigger
         && let (Some(operation), Ok(rank)) = (&trigger.operation, u32::try_from(trigger.rank))
     {
-        lines.push(verdict::signalled_first_line(rank, operation));
+        facts.push(JobFact::SignalledFirst { rank, operation: Box::new(operation.clone()) });
     }
-    lines
+    facts
 }
 
 fn is_known(view: &RankView<'_>) -> bool {
@@ -211,9 +180,10 @@ fn is_watcher_stuck(view: &RankView<'_>) -> bool {
 }
 
 /// A manual dump came before the hang timeout, so pending operations may still complete.
-fn younger_than_timeout(case: &Case<'_>) -> Option<EvidenceLine> {
+fn younger_than_timeout(case: &Case<'_>) -> Option<JobFact> {
     let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
-    let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
-    let timeout = case.evidence.hang_timeout_ns;
-    (manual && oldest > 0 && oldest < timeout).then(|| verdict::younger_than_timeout_line(oldest, timeout))
+    let oldest_ns = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
+    let timeout_ns = case.evidence.hang_timeout_ns;
+    let younger = manual && oldest_ns > 0 && oldest_ns < timeout_ns;
+    younger.then_some(JobFact::YoungerThanTimeout { oldest_ns, timeout_ns })
 }

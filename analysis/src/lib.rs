@@ -9,6 +9,7 @@ mod case;
 mod causes;
 mod explanation;
 mod facts;
+mod finding;
 pub mod folded;
 mod graph;
 pub mod groups;

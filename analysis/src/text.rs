@@ -119,6 +119,13 @@ pub(crate) fn name(operation: &Operation) -> &str {
     }
 }
 
+/// The name of a reduction with what it computes: `all_reduce (max)`.
+pub(crate) fn reduction(operation: &Operation) -> String {
+    const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
+    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"a custom operation");
+    format!("{} ({computes})", name(operation))
+}
+
 /// An operation with its size: `all_reduce of 1024 x float32`.
 pub(crate) fn shape(operation: &Operation) -> String {
     if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {

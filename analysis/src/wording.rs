@@ -1,20 +1,22 @@
-//! The English of a verdict: its sentence, its lines of evidence, and the reasons why a cause is
-//! ruled out. Rules return an `Explanation`, which consists of ranks, events and operations, and
-//! [`verdict::explained`] renders it. No other module of the judge writes a sentence.
+//! The English of a verdict: its sentence ([`verdict`]), its lines of evidence, and the reasons why
+//! a cause is ruled out ([`evidence`]). The rules and the judge return values of `explanation` and
+//! `finding`, which consist of ranks, events and operations. The judge renders them at its end; no
+//! other module of it imports this one.
 
-pub(crate) mod collectives;
-pub(crate) mod creations;
-pub(crate) mod cycles;
-pub(crate) mod hosts;
+mod collectives;
+mod creations;
+mod cycles;
+pub(crate) mod evidence;
+mod hosts;
 mod phrases;
-pub(crate) mod transfers;
+mod transfers;
 pub(crate) mod verdict;
 
 use crate::{case::Case, text, verdict::EvidenceLine};
 
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Statement {
+enum Statement {
     /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds which ranks wait, and where.
     OfRanks {
         /// For one rank.
@@ -162,55 +164,5 @@ fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match place_of_one(case, rank_indices) {
         place if place.is_empty() => place,
         place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
-    }
-}
-
-/// The reasons why the evidence excludes a cause.
-pub(crate) mod ruled_out {
-    use super::Ranks;
-    use crate::{case::Case, graph::Event};
-
-    pub(crate) const OPERATIONS_AGREE: &str =
-        "all ranks that wait in one collective of a communicator run the same operation";
-    pub(crate) const NOT_STOPPED: &str = "no process is stopped or frozen";
-    pub(crate) const NO_BLOCKED_DEVICE: &str =
-        "no kernel or other device work keeps a launched collective from starting";
-
-    /// No thread of the culprits sleeps uninterruptibly.
-    pub(crate) fn no_uninterruptible_sleep(case: &Case<'_>, culprits: &[usize]) -> String {
-        let who = Ranks::of(case, culprits).text();
-        format!("no thread of {who} sleeps uninterruptibly (state D) in both samples")
-    }
-
-    /// The main threads of the culprits do not do this, such as `wait for the GIL`.
-    pub(crate) fn main_thread_does_not(case: &Case<'_>, culprits: &[usize], what: &str) -> String {
-        let who = Ranks::of(case, culprits);
-        let (number, ranks) = (who.number(), who.text());
-        let threads = number.word("the main thread", "the main threads");
-        format!("{threads} of {ranks} {} not {what}", number.does())
-    }
-
-    /// The processes of this many ranks are alive.
-    pub(crate) fn all_alive(ranks: usize) -> String {
-        match ranks {
-            1 => "the process of the only rank is alive".to_owned(),
-            _ => format!("the processes of all {ranks} ranks are alive"),
-        }
-    }
-
-    /// The culprits did not make progress between the samples.
-    pub(crate) fn stands_still(case: &Case<'_>, culprits: &[usize]) -> String {
-        let who = Ranks::of(case, culprits).text();
-        format!("between the two samples, {who} reached no other line, used little CPU time and moved few bytes")
-    }
-
-    /// All ranks have entered a collective.
-    pub(crate) fn all_entered(case: &Case<'_>, event: Event) -> String {
-        format!("all ranks have entered {}", case.describe(event))
-    }
-
-    /// A rank is behind the others.
-    pub(crate) fn not_in_operation(case: &Case<'_>, rank_index: usize) -> String {
-        format!("rank {} has not started the operation that the others wait in", case.view(rank_index).rank)
     }
 }

@@ -20,15 +20,15 @@ use xpu_timer_proto::v1::Presence;
 
 use super::{
     missing_rank,
-    rule::{Finding, Rule, never_ruled_out},
+    rule::{Rule, never_ruled_out},
 };
 use crate::{
     case::Case,
     explanation::{CreationFault, Explanation, MissedStep, OtherSize, SplitCreation},
+    finding::{Fact, Finding, RankFact},
     graph::{Event, Suspect},
     stacks,
     verdict::{Activity, Cause, Confidence},
-    wording::creations,
     world::RankView,
 };
 
@@ -90,9 +90,8 @@ fn missing_in_creation(case: &Case<'_>, suspect: &Suspect, rank_index: usize) ->
         () if returned || by_stacks => Confidence::Medium,
         () => case.host_confidence(suspect),
     };
-    let mut evidence: Vec<_> =
-        event.map(|event| creations::missing_line(case, rank_index, event)).into_iter().collect();
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence: Vec<_> = event.map(|event| RankFact::NotInCreation(event).of(rank_index)).into_iter().collect();
+    evidence.push(Fact::Position(rank_index));
     let fault = CreationFault::Missing { rank_index, missed, still_starting };
     let explanation = Explanation::Creation(fault);
     Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
@@ -108,7 +107,7 @@ fn all_inside(case: &Case<'_>, event: Event) -> Finding {
         culprits: Vec::new(),
         explanation: Explanation::Creation(CreationFault::AllInside { event, unnamed }),
         confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
-        evidence: vec![case.waiters_line(event)],
+        evidence: vec![Fact::Inside(event)],
     }
 }
 
@@ -127,8 +126,8 @@ fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
         return None;
     }
     let both: Vec<usize> = inside.iter().chain(&outside).copied().collect();
-    let mut evidence = vec![creations::creating_line(case, &outside)];
-    evidence.extend(case.position_lines_of(&both));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&both));
     let fault = CreationFault::FewElsewhere { few: inside.to_vec(), creating: outside, event };
     Some(Finding {
         culprits: inside.to_vec(),
@@ -176,8 +175,8 @@ fn other_size_passed(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let others: Vec<usize> = inside.filter(|rank_index| !culprits.contains(rank_index)).collect();
     let (is_majority, passed) =
         (culprits.len() > others.len(), OtherSize { culprits: culprits.clone(), claimed, others, size });
-    let mut evidence = vec![creations::other_size_line(case, &passed)];
-    evidence.extend(case.position_lines_of(&culprits));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&culprits));
     // The majority counts only ranks that have come. A rank that passes the world size may be
     // right against it.
     let confidence =
@@ -200,8 +199,8 @@ fn store_unreachable(case: &Case<'_>) -> Option<Finding> {
     }
     let fault = CreationFault::NoStore { outside: outside.clone(), inside: inside.clone() };
     let explanation = Explanation::Creation(fault);
-    let mut evidence = creations::no_store_lines(case, &outside, &inside);
-    evidence.extend(case.position_lines_of(&outside));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&outside));
     let (confidence, culprits) = match outside.len().cmp(&inside.len()) {
         Ordering::Less => (Confidence::Medium, outside),
         Ordering::Equal => (Confidence::Low, outside),
@@ -226,8 +225,8 @@ fn different_ids(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let certain = events.iter().filter(|event| count(event) == most).count() == 1;
     let odd = events.iter().filter(|event| !certain || *event != largest);
     let culprits: Vec<usize> = odd.flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
-    let mut evidence: Vec<_> = events.iter().map(|event| case.waiters_line(*event)).collect();
-    evidence.extend(case.position_lines_of(&culprits));
+    let mut evidence: Vec<_> = events.iter().map(|event| Fact::Inside(*event)).collect();
+    evidence.extend(Fact::positions(&culprits));
     let confidence = if certain { Confidence::Medium } else { Confidence::Low };
     let fault = CreationFault::DifferentIds { size: first, creations: events.to_vec() };
     let explanation = Explanation::Creation(fault);
@@ -251,10 +250,8 @@ fn returned_alone(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     if returned.is_empty() {
         return None;
     }
-    let creating = case.graph.waiters_of(creation).to_vec();
-    let split = SplitCreation { creating, absent: returned.clone(), creation, used };
-    let mut evidence = creations::split_lines(case, &split);
-    evidence.extend(case.position_lines_of(&returned));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&returned));
     let fault = CreationFault::CreatedAlone { returned: returned.clone(), creation, used };
     Some(Finding {
         explanation: Explanation::Creation(fault),
@@ -294,8 +291,8 @@ fn wait_for_each_other(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let culprits = if blames_creating { creating.to_vec() } else { absent.clone() };
     let confidence = if creating.len() == absent.len() { Confidence::Low } else { Confidence::Medium };
     let split = SplitCreation { creating: creating.to_vec(), absent, creation, used };
-    let mut evidence = creations::split_lines(case, &split);
-    evidence.extend(case.position_lines_of(&culprits));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&culprits));
     let explanation = Explanation::Creation(CreationFault::Split { split, blames_creating });
     Some(Finding { culprits, explanation, confidence, evidence })
 }

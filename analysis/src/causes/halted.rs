@@ -2,17 +2,13 @@
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{
-    collective::Collective,
-    comm_init, missing_rank,
-    rule::{Finding, Rule},
-};
+use super::{collective::Collective, comm_init, missing_rank, rule::Rule};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
+    finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
-    wording::{hosts, ruled_out},
     world::Exit,
 };
 
@@ -61,13 +57,13 @@ fn dead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     let Some(rank_index) = case.host_rank(suspect).filter(dead) else { return killed_after(case, suspect) };
     let event = case.main_event(suspect);
-    let mut evidence = vec![hosts::ended_line(case, rank_index)];
-    evidence.extend(event.and_then(|event| case.counters_line(rank_index, event)));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(event.map(|event| Fact::Counters { rank_index, event }));
     let mut confidence =
         if waiters_may_be_at_fault(case, rank_index, event) { Confidence::Medium } else { Confidence::High };
     if case.view(rank_index).presence == Presence::Left && had_launched(case, rank_index, event) {
         confidence = Confidence::Medium;
-        evidence.push(hosts::ended_after_launch_line(case, rank_index));
+        evidence.push(RankFact::EndedAfterLaunch.of(rank_index));
     }
     Some(Finding {
         culprits: vec![rank_index],
@@ -89,7 +85,7 @@ fn killed_after(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding {
         explanation: Explanation::GoneAfter { gone: collective.completed_by.clone(), event: collective.event },
         confidence: Confidence::Medium,
-        evidence: collective.completed_by.iter().map(|rank_index| hosts::ended_line(case, *rank_index)).collect(),
+        evidence: vec![Fact::Explained],
         culprits: collective.completed_by,
     })
 }
@@ -132,40 +128,40 @@ pub(crate) fn ended_by_signal(case: &Case<'_>, rank_index: usize) -> bool {
     matches!(case.view(rank_index).exit(), Exit::Signal(_)) && !ended_by_agent(case, rank_index)
 }
 
-fn all_alive(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn all_alive(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     let views = &case.world.views;
     let alive = views.iter().all(|view| view.presence == Presence::Present && !view.dead());
-    (alive && !views.is_empty()).then(|| ruled_out::all_alive(views.len()))
+    (alive && !views.is_empty()).then_some(Exclusion::AllAlive)
 }
 
 fn stopped(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.suspect_rank(suspect).filter(|rank_index| case.view(*rank_index).host.stopped())?;
-    let mut evidence = vec![hosts::state_line(case, rank_index)];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Host { rank_index, state: HostState::Stopped };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::High, evidence })
 }
 
-fn none_stopped(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn none_stopped(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     let states = || case.world.views.iter().filter(|view| !view.host.state.is_empty());
-    (states().next().is_some() && states().all(|view| !view.host.stopped())).then(|| ruled_out::NOT_STOPPED.to_owned())
+    (states().next().is_some() && states().all(|view| !view.host.stopped())).then_some(Exclusion::NoProcessStopped)
 }
 
 fn in_d_state(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.suspect_rank(suspect)?;
     let sleep = case.view(rank_index).host.d_sleep.as_ref().filter(|sleep| sleep.main)?;
-    let mut evidence = vec![hosts::sleeps_uninterruptibly_line(case, rank_index, &sleep.wchan)];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let state = HostState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
     let explanation = Explanation::Host { rank_index, state };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::High, evidence })
 }
 
-fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<Exclusion> {
     let states =
         || culprits.iter().map(|rank_index| &case.view(*rank_index).host).filter(|host| !host.state.is_empty());
     (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
-        .then(|| ruled_out::no_uninterruptible_sleep(case, culprits))
+        .then_some(Exclusion::NoUninterruptibleSleep)
 }

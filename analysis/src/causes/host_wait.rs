@@ -4,15 +4,15 @@
 
 use xpu_timer_proto::server::AwaitedKind;
 
-use super::rule::{Finding, Rule, never_ruled_out};
+use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
     facts,
+    finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     stacks::{is_file_lock, is_shared_lock},
     verdict::{Activity, Cause, Confidence},
-    wording::{hosts, ruled_out},
 };
 
 /// `gil_deadlock`: others wait for a rank in which a thread holds the GIL and is blocked in native
@@ -25,7 +25,7 @@ use crate::{
 pub(super) const GIL_DEADLOCK: Rule = Rule {
     cause: Cause::GilDeadlock,
     explain: gil_deadlock,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Gil, "wait for the GIL"),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Gil, Exclusion::NoGilWait),
 };
 
 /// `data_loader`: others wait for a rank whose main thread waits for its next batch.
@@ -43,7 +43,7 @@ pub(super) const GIL_DEADLOCK: Rule = Rule {
 pub(super) const DATA_LOADER: Rule = Rule {
     cause: Cause::DataLoader,
     explain: data_loader,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::DataLoader, "wait for a data loader"),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::DataLoader, Exclusion::NoLoaderWait),
 };
 
 /// `storage_io`: others wait for a rank whose main thread is inside a read, write or sync that does
@@ -61,7 +61,7 @@ pub(super) const DATA_LOADER: Rule = Rule {
 pub(super) const STORAGE_IO: Rule = Rule {
     cause: Cause::StorageIo,
     explain: storage_io,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Io, "read, write or sync"),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Io, Exclusion::NoIo),
 };
 
 /// `storage_io`: a rank holds a file lock that another rank waits for outside of all collectives.
@@ -100,31 +100,31 @@ pub(super) const HELD_PEER: Rule = Rule {
 pub(super) const HOST_LOCK: Rule = Rule {
     cause: Cause::HostLock,
     explain: host_lock,
-    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Lock, "wait for a lock"),
+    rule_out: |case, culprits| no_culprit_does(case, culprits, Activity::Lock, Exclusion::NoLockWait),
 };
 
-fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, what: &str) -> Option<String> {
+fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, exclusion: Exclusion) -> Option<Exclusion> {
     let culprit = *culprits.first()?;
     (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, activity)))
-        .then(|| ruled_out::main_thread_does_not(case, culprits, what))
+        .then_some(exclusion)
 }
 
 fn gil_deadlock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.suspect_rank(suspect)?;
     let holder = facts::gil_holder(case.view(rank_index).evidence?)?;
-    let mut evidence = vec![hosts::deadlocked_on_gil_line(case, rank_index, &holder)];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Host { rank_index, state: HostState::DeadlockedOnGil(holder) };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn data_loader(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::DataLoader))?;
-    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
-    evidence.extend(case.helper_line(rank_index));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![RankFact::WitnessUnlessShown.of(rank_index)];
+    evidence.push(RankFact::StuckHelper.of(rank_index));
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Host { rank_index, state: HostState::WaitsForLoader };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
@@ -143,9 +143,9 @@ fn storage_io(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let file_lock = is_file_lock(&host.observed.witness);
-    let mut evidence = vec![case.inside_line(rank_index)];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![RankFact::Witness.of(rank_index)];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let most = if file_lock { Confidence::Medium } else { Confidence::High };
     Some(Finding {
         culprits: vec![rank_index],
@@ -161,10 +161,10 @@ fn host_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !host.same_in_both || !host.frozen() {
         return None;
     }
-    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
-    evidence.extend(case.helper_line(rank_index));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![RankFact::WitnessUnlessShown.of(rank_index)];
+    evidence.push(RankFact::StuckHelper.of(rank_index));
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let state = HostState::WaitsForLock { shared: is_shared_lock(&host.observed.witness) };
     Some(Finding {
         culprits: vec![rank_index],
@@ -178,19 +178,17 @@ fn host_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn holds_resource(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
     let holder = case.host_rank(suspect)?;
     let waiter = case.graph.resource_waits.iter().find(|wait| wait.holder == holder)?.waiter;
-    let awaited = case.view(waiter).host.awaited.as_ref()?;
+    let awaited = case.awaited(waiter)?;
     if (awaited.kind() == AwaitedKind::Lock) != lock || has_not_entered(case, holder, case.main_event(suspect)) {
         return None;
     }
-    let mut evidence = vec![case.awaited_line(waiter)?];
-    evidence.extend(case.position_lines(holder));
-    evidence.extend(case.position_lines(waiter));
+    let evidence = [RankFact::Awaited.of(waiter), Fact::Position(holder), Fact::Position(waiter)];
     let inside = case.graph.events.iter().find(|event| case.graph.waiters_of(**event).contains(&holder));
     Some(Finding {
         culprits: vec![holder],
         explanation: Explanation::HoldsUp { holder, waiter, inside: inside.copied() },
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
-        evidence,
+        evidence: evidence.to_vec(),
     })
 }
 

@@ -10,14 +10,14 @@
 
 use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
-use super::rule::{Finding, Rule};
+use super::rule::Rule;
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
+    finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     history::made_before,
     verdict::{Activity, Cause, Confidence},
-    wording::{hosts, ruled_out},
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
@@ -46,18 +46,18 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
-        evidence.push(hosts::not_started_line(case, *rank_index, blocked));
+        evidence.push(RankFact::NotStarted { op: blocked.op(), seq: blocked.seq }.of(*rank_index));
     } else if case.does(*rank_index, Activity::DeviceWait) {
-        evidence.push(hosts::waits_for_device_line(case, *rank_index));
+        evidence.push(RankFact::WaitsForDevice.of(*rank_index));
     }
-    evidence.extend(kernel.map(|kernel| hosts::pending_line(case, *rank_index, kernel)));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(*rank_index, event)));
-    evidence.extend(case.position_lines(*rank_index));
+    evidence.push(Fact::Explained);
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index: *rank_index, event }));
+    evidence.push(Fact::Position(*rank_index));
     let confidence = if view.watcher_stale() {
-        evidence.push(hosts::stale_watcher_line(case, *rank_index));
+        evidence.push(RankFact::StaleWatcher.of(*rank_index));
         Confidence::Low
     } else if view.host.moved.is_some_and(|moved| moved.own_frame) {
-        evidence.push(hosts::host_makes_progress_line(case, *rank_index));
+        evidence.push(RankFact::HostMakesProgress.of(*rank_index));
         Confidence::Low
     } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !view.host.same_in_both {
         Confidence::Medium
@@ -108,7 +108,7 @@ fn blocked_in_cycle(case: &Case<'_>, cycle: &[Event]) -> Option<usize> {
     worked(rank_index).then_some(rank_index)
 }
 
-fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     let device = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Device { .. }));
-    (!device && !case.graph.events.is_empty()).then(|| ruled_out::NO_BLOCKED_DEVICE.to_owned())
+    (!device && !case.graph.events.is_empty()).then_some(Exclusion::NoDeviceBlocked)
 }

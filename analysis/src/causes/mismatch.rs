@@ -8,15 +8,15 @@ use xpu_timer_proto::v1::{DataType, Op, OpStatus, Operation};
 
 use super::{
     collective::{Collective, Dissent, equal_sizes},
-    rule::{Finding, Rule, never_ruled_out},
+    rule::{Rule, never_ruled_out},
 };
 use crate::{
     case::Case,
     explanation::{CollectiveFault, Differ, Explanation, OperationVariant, Property, TransferFault},
+    finding::{CollectiveFact, Exclusion, Fact, Finding},
     graph::{Event, Suspect},
-    text::name,
+    text::{self, name},
     verdict::{Cause, Confidence},
-    wording::{collectives, ruled_out, transfers},
 };
 
 /// `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
@@ -93,7 +93,7 @@ fn form(operation: &Operation) -> String {
 /// The name of a collective with what it computes if it is a reduction.
 fn reduction(operation: &Operation) -> String {
     match operation.op() {
-        Op::AllReduce | Op::Reduce | Op::ReduceScatter => collectives::reduction(operation),
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter => text::reduction(operation),
         _ => name(operation).to_owned(),
     }
 }
@@ -162,8 +162,9 @@ pub(super) fn differ<Key: Ord + Clone>(
     let right = dissent.right.as_ref().and_then(|right| dissent.groups.keys().position(|key| key == right));
     let differ = Differ { event, groups, right };
     let by_history = right.is_some() && !dissent.certain;
-    let mut evidence = collectives::differ_lines(case, &differ, by_history);
-    evidence.extend(case.position_lines_of(&dissent.culprits));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(by_history.then_some(Fact::Collective(CollectiveFact::DueByHistory)));
+    evidence.extend(Fact::positions(&dissent.culprits));
     let size = match event {
         Event::Collective { comm, .. } => case.comms[comm].size as usize,
         _ => 0,
@@ -181,7 +182,7 @@ pub(super) fn differ<Key: Ord + Clone>(
     (Finding { culprits: dissent.culprits, explanation, confidence, evidence }, differ)
 }
 
-fn operations_agree(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn operations_agree(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     // By the collective that a rank waits in, which is `oldest`.
     let mut waits: HashMap<(u64, u64), (String, i32)> = HashMap::new();
     for comm in &case.comms {
@@ -192,7 +193,7 @@ fn operations_agree(case: &Case<'_>, _: &[usize]) -> Option<String> {
             }
         }
     }
-    (!waits.is_empty()).then(|| ruled_out::OPERATIONS_AGREE.to_owned())
+    (!waits.is_empty()).then_some(Exclusion::OperationsAgree)
 }
 
 /// A send and a receive that match, alone or in a cycle, and differ in a property.
@@ -244,10 +245,9 @@ fn point_to_point(
         (false, true) => vec![other],
         _ => vec![rank_index, other],
     };
-    let ends = [(rank_index, mine), (other, theirs)];
-    let mut evidence = vec![transfers::ends_differ_line(case, ends, property)];
-    evidence.extend(case.position_lines_of(&blamed));
-    let ends = Box::new(ends.map(|(rank_index, operation)| (rank_index, operation.clone())));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&blamed));
+    let ends = Box::new([(rank_index, mine.clone()), (other, theirs.clone())]);
     let explanation = Explanation::Transfer(TransferFault::EndsDiffer { ends, property, blamed: blamed.clone() });
     Some(Finding { culprits: blamed, explanation, confidence: Confidence::Medium, evidence })
 }

@@ -5,16 +5,16 @@ use xpu_timer_proto::v1::{OpStatus, Presence};
 use super::{
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
-    rule::{Finding, Rule, never_ruled_out},
+    rule::{Rule, never_ruled_out},
     wait_cycle::{self, PatternCheck},
 };
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
+    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
-    wording::{collectives, cycles, ruled_out},
     world::Exit,
 };
 
@@ -123,12 +123,12 @@ fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usiz
     } else {
         confidence
     };
-    let mut evidence: Vec<_> = event.and_then(|event| case.counters_line(rank_index, event)).into_iter().collect();
-    evidence.extend(case.helper_line(rank_index));
+    let mut evidence: Vec<_> = event.map(|event| Fact::Counters { rank_index, event }).into_iter().collect();
+    evidence.push(RankFact::StuckHelper.of(rank_index));
     if case.polls(rank_index) {
-        evidence.push(collectives::polls_line(case, rank_index));
+        evidence.push(RankFact::Polls.of(rank_index));
     }
-    evidence.extend(case.position_lines(rank_index));
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Collective(CollectiveFault::Absent { rank_index, event, absence, busy });
     Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
 }
@@ -139,8 +139,7 @@ fn open_group(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
         return None;
     }
     let event = case.main_event(suspect)?;
-    let mut evidence: Vec<_> = case.counters_line(rank_index, event).into_iter().collect();
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![Fact::Counters { rank_index, event }, Fact::Position(rank_index)];
     let explanation = Explanation::Collective(CollectiveFault::OpenGroup { rank_index, event });
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
@@ -154,8 +153,8 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(silent) {
         return None;
     }
-    let mut evidence = vec![collectives::fell_silent_line(case, inside, completed_by, collective.event)];
-    evidence.extend(case.position_lines_of(inside));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(inside));
     let (silent, completed_by) = (inside.clone(), completed_by.clone());
     let fault = CollectiveFault::FellSilent { silent, completed_by, event: collective.event };
     let explanation = Explanation::Collective(fault);
@@ -174,9 +173,9 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
     if away.is_empty() || away.len() >= waiting.len() || !away.iter().all(known) {
         return None;
     }
-    let mut evidence: Vec<_> =
-        away.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, collective.event)).collect();
-    evidence.extend(case.position_lines_of(&away));
+    let counters = |rank_index: &usize| Fact::Counters { rank_index: *rank_index, event: collective.event };
+    let mut evidence: Vec<_> = away.iter().take(4).map(counters).collect();
+    evidence.extend(Fact::positions(&away));
     let waiting = waiting.to_vec();
     let fault = CollectiveFault::NotWaitedFor { away: away.clone(), waiting, event: collective.event };
     let explanation = Explanation::Collective(fault);
@@ -193,8 +192,7 @@ pub(super) fn is_elsewhere(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
     if !events.is_empty() || most.is_empty() || most.contains(rank_index) || most.iter().any(waits) {
         return None;
     }
-    let mut evidence = case.position_lines(*rank_index);
-    evidence.push(collectives::common_place_line(case, most));
+    let evidence = vec![Fact::Position(*rank_index), Fact::Explained];
     let fault = CollectiveFault::IsElsewhere { rank_index: *rank_index, most: most.clone() };
     let explanation = Explanation::Collective(fault);
     Some(Finding { culprits: vec![*rank_index], explanation, confidence: Confidence::Low, evidence })
@@ -217,9 +215,7 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     {
         return None;
     }
-    let mut evidence =
-        vec![collectives::inside_line(case, inside, event), collectives::common_place_line(case, outside)];
-    evidence.extend(case.position_lines(inside[0]));
+    let evidence = vec![Fact::Explained, Fact::Position(inside[0])];
     let fault = CollectiveFault::AloneIn { few: inside.to_vec(), together: outside.to_vec(), event };
     let explanation = Explanation::Collective(fault);
     Some(Finding { culprits: inside.to_vec(), explanation, confidence: Confidence::Low, evidence })
@@ -234,8 +230,11 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
         return None;
     }
     let proven = completed_by.iter().all(|rank_index| proves_skip(case, collective, *rank_index));
-    let mut evidence = collectives::skipped_lines(case, completed_by, inside, event, proven);
-    evidence.extend(case.position_lines_of(completed_by));
+    let mut evidence = vec![Fact::Explained];
+    if proven {
+        evidence.push(Fact::Collective(CollectiveFact::TookNoPart { completed_by: completed_by.clone() }));
+    }
+    evidence.extend(Fact::positions(completed_by));
     let confidence = if proven { case.members_confidence(&[event]) } else { Confidence::Medium };
     let fault = CollectiveFault::Skipped { completed_by: completed_by.clone(), inside: inside.clone(), event };
     let explanation = Explanation::Collective(fault);
@@ -278,12 +277,12 @@ pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_ind
     before_others || too_fast
 }
 
-fn all_entered(case: &Case<'_>, _: &[usize]) -> Option<String> {
+fn all_entered(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     let complete = case.graph.suspects.iter().find_map(|suspect| match suspect {
         Suspect::Complete(event @ Event::Collective { .. }) => Some(*event),
         _ => None,
     })?;
-    Some(ruled_out::all_entered(case, complete))
+    Some(Exclusion::AllEntered(complete))
 }
 
 fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -301,9 +300,8 @@ fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !all_known || !others.iter().all(|rank_index| ended(case, *rank_index)) {
         return None;
     }
-    let mut evidence =
-        vec![collectives::inside_line(case, inside, event), collectives::ended_without_line(case, &others)];
-    evidence.extend(case.position_lines_of(inside));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(inside));
     let fault = CollectiveFault::OneTooMany { inside: inside.to_vec(), ended: others, event };
     let explanation = Explanation::Collective(fault);
     Some(Finding { culprits: inside.to_vec(), explanation, confidence: Confidence::Medium, evidence })
@@ -340,9 +338,9 @@ fn out_of_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if comms.len() < 2 || !matches!(own, Event::Collective { .. }) {
         return None;
     }
-    let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters_line(rank_index, *event)).collect();
-    evidence.push(cycles::in_all_cycles_line(case, rank_index));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence: Vec<_> = owed.iter().take(8).map(|event| Fact::Counters { rank_index, event: *event }).collect();
+    evidence.push(Fact::Explained);
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Cycle(CycleFault::OutOfStep { rank_index, own, owed });
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }

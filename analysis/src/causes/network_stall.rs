@@ -10,14 +10,14 @@ use xpu_timer_proto::v1::{Op, Operation};
 
 use super::{
     collective::{Collective, equal_sizes},
-    rule::{Finding, Rule},
+    rule::Rule,
 };
 use crate::{
     case::Case,
     explanation::{CollectiveFault, Explanation, TransferFault},
+    finding::{CollectiveFact, Exclusion, Fact, Finding},
     graph::{Event, Suspect},
     verdict::{Cause, Confidence},
-    wording::{collectives, ruled_out, transfers},
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
@@ -30,7 +30,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             culprits: Vec::new(),
             explanation: Explanation::Transfer(TransferFault::Stalled { event: *event }),
             confidence: Confidence::Medium,
-            evidence: vec![transfers::stalled_line(case, *event)],
+            evidence: vec![Fact::Explained],
         }),
         Event::Init { .. } | Event::Split { .. } => None,
     }
@@ -47,13 +47,20 @@ fn of_collective(case: &Case<'_>, collective: &Collective<'_>, comm: usize) -> F
     // roots. These records do not contain the root.
     let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
     let roots_may_differ = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
+    let completed_by = &collective.completed_by;
+    let mut evidence = vec![Fact::Explained];
+    if !completed_by.is_empty() {
+        evidence.push(Fact::Collective(CollectiveFact::Completed { event, completed_by: completed_by.clone() }));
+    }
+    if unnamed > 0 {
+        evidence.push(Fact::Collective(CollectiveFact::UnknownMembers(unnamed)));
+    }
+    if roots_may_differ {
+        evidence.push(Fact::Collective(CollectiveFact::RootsMayDiffer));
+    }
     let confidence = match () {
         () if unnamed > 0 || alone || roots_may_differ => Confidence::Low,
-        () if stale
-            || !comparable
-            || !collective.completed_by.is_empty()
-            || collective.operations.len() < comm.members.len() =>
-        {
+        () if stale || !comparable || !completed_by.is_empty() || collective.operations.len() < comm.members.len() => {
             Confidence::Medium
         }
         () => case.members_confidence(&[event]),
@@ -62,12 +69,12 @@ fn of_collective(case: &Case<'_>, collective: &Collective<'_>, comm: usize) -> F
         culprits: Vec::new(),
         explanation: Explanation::Collective(CollectiveFault::Stalled { event }),
         confidence,
-        evidence: collectives::stalled_lines(case, event, &collective.completed_by, unnamed, roots_may_differ),
+        evidence,
     }
 }
 
-fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<Exclusion> {
     let culprit = *culprits.first()?;
     let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { rank_index, events, .. } | Suspect::Device { rank_index, events } if *rank_index == culprit && !events.is_empty()));
-    behind.then(|| ruled_out::not_in_operation(case, culprit))
+    behind.then_some(Exclusion::IsBehind(culprit))
 }

@@ -4,16 +4,16 @@
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
 use super::{
-    rule::{Finding, Rule, never_ruled_out},
+    rule::{Rule, never_ruled_out},
     wait_cycle::{self, PatternCheck},
 };
 use crate::{
     case::Case,
     explanation::{CycleFault, Explanation, GroupCounts, OpenEnd, PatternBreak, TransferFault},
+    finding::{Fact, Finding, RankFact},
     graph::{Event, Suspect, tags_meet},
     history::made_before,
     verdict::{Cause, Confidence},
-    wording::transfers,
     world::is_p2p,
 };
 
@@ -63,7 +63,7 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 PatternCheck::OtherBreak => return None,
                 PatternCheck::Kept => {}
             }
-            if let Some(found) = from_anybody(case, events).or_else(|| other_tags(case, events)) {
+            if let Some(found) = from_anybody(events).or_else(|| other_tags(case, events)) {
                 return Some(found);
             }
             match elsewhere(case, events) {
@@ -80,13 +80,12 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn no_counterpart(case: &Case<'_>, suspect: &Suspect, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, rank_index: waiter, peer, recv } = event else { return None };
     let (culprit, waits_itself, confidence) = match suspect {
-        Suspect::Host { rank_index, .. } => (*rank_index, None, case.host_confidence(suspect)),
-        _ => (case.comms[comm].rank_index_of(peer)?, Some(event), Confidence::Medium),
+        Suspect::Host { rank_index, .. } => (*rank_index, false, case.host_confidence(suspect)),
+        _ => (case.comms[comm].rank_index_of(peer)?, true, Confidence::Medium),
     };
-    let mut evidence = vec![transfers::no_counterpart_line(case, culprit, waiter, event)];
-    evidence.extend(case.helper_line(culprit));
-    evidence.extend(case.position_lines(culprit));
-    let explanation = Explanation::Transfer(TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself });
+    let evidence = vec![Fact::Explained, RankFact::StuckHelper.of(culprit), Fact::Position(culprit)];
+    let fault = TransferFault::NoCounterpart { culprit, waiter, recv, event, waits_itself };
+    let explanation = Explanation::Transfer(fault);
     Some(Finding { culprits: vec![culprit], explanation, confidence, evidence })
 }
 
@@ -127,23 +126,22 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
         there.iter().map(|(rank_index, _)| *rank_index).filter(|rank_index| !is_fewer(rank_index)).collect();
     let number = there.iter().find(|(rank_index, _)| is_fewer(rank_index)).map_or(0, |(_, made)| *made);
     let counts = GroupCounts { comm: index, groups: newest, fewer: number, most };
-    let mut evidence = vec![transfers::fewer_in_groups_line(case, &fewer, &others, counts)];
-    evidence.extend(case.position_lines_of(&fewer));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&fewer));
     let fault = TransferFault::FewerInGroups { fewer: fewer.clone(), others, counts };
     let explanation = Explanation::Transfer(fault);
     Some(Finding { culprits: fewer, explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// One rank of a cycle receives from any rank, and all others wait for it in other operations.
-fn from_anybody(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+fn from_anybody(events: &[Event]) -> Option<Finding> {
     let open = |event: &Event| match *event {
         Event::PointToPoint { rank_index, peer, recv: true, .. } if peer < 0 => Some((rank_index, *event)),
         _ => None,
     };
     let mut open = events.iter().filter_map(open);
     let (rank_index, event) = open.next().filter(|_| open.next().is_none())?;
-    let mut evidence = vec![transfers::nobody_sends_line(case, rank_index, event)];
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
     let explanation = Explanation::Transfer(TransferFault::NobodySends { rank_index, event });
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
@@ -176,8 +174,8 @@ fn other_tags(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         _ => vec![rank_index, other],
     };
     let ends = [(rank_index, event), (other, there)];
-    let mut evidence = transfers::tags_differ_lines(case, ends);
-    evidence.extend(case.position_lines_of(&blamed));
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&blamed));
     let explanation = Explanation::Transfer(TransferFault::TagsDiffer { ends, blamed: blamed.clone() });
     Some(Finding { culprits: blamed, explanation, confidence: Confidence::Medium, evidence })
 }
@@ -241,7 +239,7 @@ fn at_all_open_ends(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         .into_iter()
         .filter(|rank_index| open.iter().all(|end| end.waiter == *rank_index || end.awaited == *rank_index));
     let culprit = common.next().filter(|_| common.next().is_none())?;
-    open.iter().any(|end| end.awaited == culprit).then(|| open_ends(case, &open, culprit))
+    open.iter().any(|end| end.awaited == culprit).then(|| open_ends(open, culprit))
 }
 
 /// The only transfer of a cycle without a counterpart is the fault of the rank that does not make
@@ -250,13 +248,13 @@ fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let open = without_counterpart(case, events).filter(|open| open.len() == 1)?;
     let transfers = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. })).count();
     let with_itself = open[0].waiter == open[0].awaited;
-    (transfers > 1 || with_itself).then(|| open_ends(case, &open, open[0].awaited))
+    let culprit = open[0].awaited;
+    (transfers > 1 || with_itself).then(|| open_ends(open, culprit))
 }
 
-fn open_ends(case: &Case<'_>, open: &[OpenEnd], culprit: usize) -> Finding {
-    let mut evidence: Vec<_> = open.iter().take(4).map(|open| transfers::open_end_line(case, open)).collect();
-    evidence.extend(case.position_lines(culprit));
-    let explanation = Explanation::Transfer(TransferFault::OtherTransfers { culprit, open: open.to_vec() });
+fn open_ends(open: Vec<OpenEnd>, culprit: usize) -> Finding {
+    let evidence = vec![Fact::Explained, Fact::Position(culprit)];
+    let explanation = Explanation::Transfer(TransferFault::OtherTransfers { culprit, open });
     Finding { culprits: vec![culprit], explanation, confidence: Confidence::Medium, evidence }
 }
 
@@ -278,7 +276,7 @@ fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if culprits.len() < 2 {
         return None;
     }
-    let evidence = transfers.iter().take(8).map(|event| case.waiters_line(*event)).collect();
+    let evidence = transfers.iter().take(8).map(|event| Fact::Inside(*event)).collect();
     let confidence = case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits));
     Some(Finding {
         explanation: Explanation::Cycle(CycleFault::Transfers { culprits: culprits.clone(), transfers }),

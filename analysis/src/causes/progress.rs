@@ -1,14 +1,14 @@
 //! `compile`, `python_gc` and `long_step`: others wait for a rank that makes progress, so this is
 //! not a hang. The confidence is never high.
 
-use super::rule::{Finding, Rule, never_ruled_out};
+use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
     facts,
+    finding::{Exclusion, Fact, Finding, RankFact},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
-    wording::{hosts, ruled_out},
 };
 
 /// `compile`: the main thread is in the frames of a compiler (torch.compile, Triton, a C++
@@ -38,16 +38,14 @@ fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         let busy = matches!(view.host.observed.activity, Activity::Unknown | Activity::Lock | Activity::Io);
         Some(facts::compiler_child(view.evidence?).filter(|_| busy)?)
     };
-    let mut evidence = vec![hosts::compiles_line(case, rank_index, compiler.as_deref())];
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
     let explanation = Explanation::Host { rank_index, state: HostState::Compiles { compiler } };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 fn collects_garbage(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Gc))?;
-    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![RankFact::WitnessUnlessShown.of(rank_index), Fact::Position(rank_index)];
     let explanation = Explanation::Host { rank_index, state: HostState::CollectsGarbage };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
@@ -62,8 +60,7 @@ fn long_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if matches!(view.host.observed.activity, Activity::DeviceWait | Activity::CommInit) {
         return None;
     }
-    let mut evidence = vec![hosts::makes_progress_line(case, rank_index, moved.own_frame)];
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
     let state = HostState::MakesProgress { in_python: moved.own_frame };
     let explanation = Explanation::Host { rank_index, state };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
@@ -83,16 +80,15 @@ fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     if !progressed {
         return None;
     }
-    let mut evidence = vec![hosts::slow_device_line(case, rank_index)];
-    evidence.extend(case.position_lines(rank_index));
+    let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
     let explanation = Explanation::Host { rank_index, state: HostState::SlowDevice };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
-fn stands_still(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+fn stands_still(case: &Case<'_>, culprits: &[usize]) -> Option<Exclusion> {
     culprits.first()?;
     let frozen = culprits
         .iter()
         .all(|rank_index| case.view(*rank_index).host.moved.is_some() && case.view(*rank_index).host.frozen());
-    frozen.then(|| ruled_out::stands_still(case, culprits))
+    frozen.then_some(Exclusion::NoProgress)
 }

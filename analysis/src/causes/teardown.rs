@@ -11,14 +11,14 @@
 use super::{
     collective::Collective,
     mismatch,
-    rule::{Finding, Rule, never_ruled_out},
+    rule::{Rule, never_ruled_out},
 };
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
+    finding::{Fact, Finding, RankFact},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
-    wording::hosts,
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: never_ruled_out };
@@ -35,9 +35,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !waiters.is_empty() && waiters.iter().all(|waiter| case.position(*waiter) == case.position(rank_index)) {
         return None;
     }
-    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
-    evidence.extend(case.position_lines(rank_index));
+    let mut evidence = vec![RankFact::WitnessUnlessShown.of(rank_index)];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Host { rank_index, state: HostState::ShutsDown };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
 }
@@ -67,8 +67,8 @@ fn finalizes_in_cycle(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     }
     let continues = |other: &Event| *other != event && !case.graph.waiters_of(*other).is_empty();
     let others: Vec<Event> = events.iter().copied().filter(continues).take(8).collect();
-    let mut evidence = hosts::shut_down_in_cycle_lines(case, &culprits, event, &others);
-    evidence.extend(case.position_lines_of(&culprits));
+    let mut evidence = vec![Fact::Inside(event), Fact::Explained];
+    evidence.extend(Fact::positions(&culprits));
     let explanation = Explanation::ShutDownInCycle { culprits: culprits.clone(), others };
     Some(Finding { culprits, explanation, confidence: Confidence::Medium, evidence })
 }

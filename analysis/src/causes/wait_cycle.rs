@@ -5,15 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::Operation;
 
-use super::rule::{Finding, Rule, never_ruled_out};
+use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{CycleFault, Explanation, PatternBreak},
+    finding::{Fact, Finding, RankFact},
     graph::{Event, Suspect},
     history::{Deviation, deviation, made_before, made_token_before},
     matching::{Comm, Member},
     verdict::{Cause, Confidence},
-    wording::cycles,
     world::RankView,
 };
 
@@ -70,8 +70,8 @@ fn order_mismatch(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(one) = one {
         culprits = vec![one];
     }
-    let mut evidence: Vec<_> = waited.iter().take(8).map(|event| case.waiters_line(*event)).collect();
-    evidence.extend(case.position_lines_of(&culprits));
+    let mut evidence: Vec<_> = waited.iter().take(8).map(|event| Fact::Inside(*event)).collect();
+    evidence.extend(Fact::positions(&culprits));
     Some(Finding {
         explanation: Explanation::Cycle(CycleFault::OtherOrder { culprits: culprits.clone(), waited }),
         confidence: if fewest == most && one.is_none() { Confidence::Low } else { Confidence::Medium },
@@ -90,9 +90,9 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
     let missing: Vec<(usize, Event)> = awaited_members(case, event).iter().filter_map(elsewhere).collect();
     let &(_, own) = missing.first()?;
     let culprits: Vec<usize> = missing.iter().map(|(rank_index, _)| *rank_index).collect();
-    let mut evidence: Vec<_> =
-        culprits.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, event)).collect();
-    evidence.extend(case.position_lines_of(&culprits));
+    let counters = |rank_index: &usize| Fact::Counters { rank_index: *rank_index, event };
+    let mut evidence: Vec<_> = culprits.iter().take(4).map(counters).collect();
+    evidence.extend(Fact::positions(&culprits));
     let fault = CycleFault::LeftOut { culprits: culprits.clone(), own, left_out: event };
     Some(Finding { culprits, explanation: Explanation::Cycle(fault), confidence: Confidence::Medium, evidence })
 }
@@ -288,10 +288,10 @@ fn left_pattern(case: &Case<'_>, events: &[Event], kind: PatternBreak, found: &[
     let main = others.iter().rev().max_by_key(most).or(waited.first()).copied();
     let mut evidence = Vec::new();
     for (rank_index, deviation) in found.iter().take(4) {
-        evidence.push(cycles::left_pattern_line(case, *rank_index, deviation));
-        evidence.extend(case.position_lines(*rank_index));
+        evidence.push(RankFact::LeftPattern(*deviation).of(*rank_index));
+        evidence.push(Fact::Position(*rank_index));
     }
-    evidence.extend(events.iter().take(8).map(|event| case.waiters_line(*event)));
+    evidence.extend(events.iter().take(8).map(|event| Fact::Inside(*event)));
     let (shown_by, waited) = ((*first, *deviation), main);
     let fault = CycleFault::LeftPattern { culprits: culprits.clone(), kind, shown_by, waited };
     Finding { culprits, explanation: Explanation::Cycle(fault), confidence: Confidence::Medium, evidence }

@@ -10,7 +10,8 @@ use xpu_timer_proto::v1::Presence;
 use super::outcome::waiting;
 use crate::{
     case::{Case, Position},
-    causes::{Finding, RULES, alone_in, ended_by_agent, ended_by_signal},
+    causes::{RULES, alone_in, ended_by_agent, ended_by_signal},
+    finding::Finding,
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };

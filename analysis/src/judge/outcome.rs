@@ -7,10 +7,10 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
     case::Case,
+    finding::{Conclusion, HealthyReason, KnownFacts},
     graph::Suspect,
     stacks::Movement,
-    verdict::{Activity, Cause, Confidence, EvidenceLine, HangEvidence},
-    wording::verdict::{self, HealthyReason, KnownFacts},
+    verdict::{Activity, Cause, Confidence, HangEvidence},
     world::{RankView, is_collective},
 };
 
@@ -19,32 +19,19 @@ pub(super) struct Outcome {
     pub cause: Cause,
     pub culprits: Vec<usize>,
     pub confidence: Confidence,
-    pub sentence: String,
-    pub evidence: Vec<EvidenceLine>,
+    pub conclusion: Conclusion,
+    /// The suspect of the cause for which most ranks wait.
     pub main: Option<Suspect>,
 }
 
 /// The outcome for a job that does not hang.
-pub(super) fn not_a_hang(case: &Case<'_>, why: &HealthyReason<'_>, confidence: Confidence) -> Outcome {
-    Outcome {
-        cause: Cause::NotAHang,
-        culprits: Vec::new(),
-        confidence,
-        sentence: verdict::no_hang(case, why),
-        evidence: Vec::new(),
-        main: None,
-    }
+pub(super) fn not_a_hang(why: HealthyReason, confidence: Confidence) -> Outcome {
+    let conclusion = Conclusion::NoHang(why);
+    Outcome { cause: Cause::NotAHang, culprits: Vec::new(), confidence, conclusion, main: None }
 }
 
-fn unknown(sentence: String) -> Outcome {
-    Outcome {
-        cause: Cause::Unknown,
-        culprits: Vec::new(),
-        confidence: Confidence::Low,
-        sentence,
-        evidence: Vec::new(),
-        main: None,
-    }
+fn unknown(conclusion: Conclusion) -> Outcome {
+    Outcome { cause: Cause::Unknown, culprits: Vec::new(), confidence: Confidence::Low, conclusion, main: None }
 }
 
 /// The outcome if no rule explains the incident: what is known.
@@ -63,19 +50,19 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
                 .is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
         };
         if views.iter().all(progresses) {
-            return not_a_hang(case, &HealthyReason::EveryRankMoves, Confidence::Medium);
+            return not_a_hang(HealthyReason::EveryRankMoves, Confidence::Medium);
         }
         if kind == TriggerKind::Manual {
-            return not_a_hang(case, &HealthyReason::NothingPending, Confidence::Low);
+            return not_a_hang(HealthyReason::NothingPending, Confidence::Low);
         }
     }
     let done: Vec<usize> = (0..views.len()).filter(|rank_index| ended_in_order(case, *rank_index)).collect();
     let comes = |view: &RankView<'_>| !view.halted() && view.host.observed.activity == Activity::CommInit;
     if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
-        return not_a_hang(case, &HealthyReason::Left(&done), Confidence::Medium);
+        return not_a_hang(HealthyReason::Left(done), Confidence::Medium);
     }
     if nothing_pending && is_idle(case) {
-        return unknown(verdict::may_be_idle(case, all_at_one_place(case)));
+        return unknown(Conclusion::MayBeIdle { together: all_at_one_place(case) });
     }
     let unseen: Vec<usize> = (0..views.len()).filter(|rank_index| views[*rank_index].unseen()).collect();
     let busiest = || case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
@@ -84,9 +71,9 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
         (_, true) if stacks == 0 => KnownFacts::NoStack,
         (_, true) if all_at_one_place(case) => KnownFacts::Together,
         (_, true) => KnownFacts::Stacks(stacks),
-        (_, false) => KnownFacts::Pending { busiest: busiest(), unseen: &unseen },
+        (_, false) => KnownFacts::Pending { busiest: busiest(), unseen },
     };
-    unknown(verdict::unexplained(case, &known))
+    unknown(Conclusion::Unexplained(known))
 }
 
 /// Whether all ranks of a job of several are at one known place.

@@ -1,14 +1,15 @@
 //! Collectives: a rank has not entered one, a rank skipped one, the members differ, or nothing
 //! moves.
 
-use xpu_timer_proto::v1::{Operation, Presence};
+use xpu_timer_proto::v1::Presence;
 
-use super::{Number, Ranks, Statement, about, line, location_of_one, place_of_one, unknown_members};
+use super::{Number, Ranks, Statement, line, location_of_one, place_of_one, unknown_members};
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
+    finding::CollectiveFact,
     graph::Event,
-    text::{dtype_name, name, op_name},
+    text::{dtype_name, op_name},
     verdict::EvidenceLine,
 };
 
@@ -27,6 +28,30 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
         CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
         CollectiveFault::Stalled { event } => stalled(case, *event),
+    }
+}
+
+/// The lines of evidence about what is wrong with a collective.
+pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLine> {
+    match fault {
+        CollectiveFault::FellSilent { silent, completed_by, event } => {
+            vec![fell_silent_line(case, silent, completed_by, *event)]
+        }
+        CollectiveFault::IsElsewhere { most, .. } => vec![common_place_line(case, most)],
+        CollectiveFault::AloneIn { few, together, event } => {
+            vec![inside_line(case, few, *event), common_place_line(case, together)]
+        }
+        CollectiveFault::Skipped { completed_by, inside, event } => {
+            vec![skipped_line(case, completed_by, inside, *event)]
+        }
+        CollectiveFault::OneTooMany { inside, ended, event } => {
+            vec![inside_line(case, inside, *event), ended_without_line(case, ended)]
+        }
+        CollectiveFault::Differ(differ) => differ_lines(case, differ),
+        CollectiveFault::Stalled { event } => vec![stalled_line(case, *event)],
+        CollectiveFault::Absent { .. } | CollectiveFault::OpenGroup { .. } | CollectiveFault::NotWaitedFor { .. } => {
+            Vec::new()
+        }
     }
 }
 
@@ -60,10 +85,6 @@ fn absent(case: &Case<'_>, rank_index: usize, event: Option<Event>, absence: Abs
     })
 }
 
-pub(crate) fn polls_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    about(case, rank_index, "polls and sleeps between the polls, so it may wait for another rank")
-}
-
 /// A rank has called a collective in a group that it has not closed.
 fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     Statement::of_ranks(|number| {
@@ -84,12 +105,7 @@ fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event:
     ))
 }
 
-pub(crate) fn fell_silent_line(
-    case: &Case<'_>,
-    silent: &[usize],
-    completed_by: &[usize],
-    event: Event,
-) -> EvidenceLine {
+fn fell_silent_line(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
     let what = case.describe(event);
     let record = who.number().word("flight record", "flight records");
@@ -121,7 +137,7 @@ fn is_elsewhere(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement
 }
 
 /// The common place of ranks.
-pub(crate) fn common_place_line(case: &Case<'_>, together: &[usize]) -> EvidenceLine {
+fn common_place_line(case: &Case<'_>, together: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, together);
     let text = format!("{} are{}", who.text(), case.place(together[0]));
     who.line(text)
@@ -143,7 +159,7 @@ fn alone_in(case: &Case<'_>, few: &[usize], together: &[usize], event: Event) ->
 }
 
 /// Ranks inside a collective.
-pub(crate) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> EvidenceLine {
+pub(super) fn inside_line(case: &Case<'_>, inside: &[usize], event: Event) -> EvidenceLine {
     let who = Ranks::of(case, inside);
     let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
     who.line(text)
@@ -168,30 +184,17 @@ fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Eve
     ))
 }
 
-/// The ranks that completed a collective and those that did not. `proven` if a clock or a device
-/// time proves that the former did not take part.
-pub(crate) fn skipped_lines(
-    case: &Case<'_>,
-    completed_by: &[usize],
-    inside: &[usize],
-    event: Event,
-    proven: bool,
-) -> Vec<EvidenceLine> {
+/// The ranks that completed a collective and those that did not.
+fn skipped_line(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Event) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
-    let what = case.describe(event);
     let text = format!(
-        "{} completed {what}, which needs all its ranks; {} {} not completed it",
+        "{} completed {}, which needs all its ranks; {} {} not completed it",
         who.text(),
+        case.describe(event),
         others.text(),
         others.number().has()
     );
-    let mut lines = vec![who.line(text)];
-    if proven {
-        let who = Ranks::of(case, completed_by);
-        let text = format!("{} completed it too early or too fast to have taken part", who.text());
-        lines.push(who.line(text));
-    }
-    lines
+    who.line(text)
 }
 
 /// Few ranks in a collective for which all others ended too early: they made one too many.
@@ -209,7 +212,7 @@ fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event
     ))
 }
 
-pub(crate) fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
+fn ended_without_line(case: &Case<'_>, ended: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, ended);
     let text = format!("{} finished without calling it", who.text());
     who.line(text)
@@ -228,13 +231,6 @@ impl OperationVariant {
             }
         }
     }
-}
-
-/// The name of a reduction with what it computes: `all_reduce (max)`.
-pub(crate) fn reduction(operation: &Operation) -> String {
-    const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
-    let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"a custom operation");
-    format!("{} ({computes})", name(operation))
 }
 
 fn runs(case: &Case<'_>, (variant, members): &(OperationVariant, Vec<usize>)) -> String {
@@ -266,17 +262,13 @@ pub(super) fn differ_text(case: &Case<'_>, differ: &Differ) -> String {
     }
 }
 
-/// One line for each group. `by_history` if the past decides which group is right.
-pub(crate) fn differ_lines(case: &Case<'_>, differ: &Differ, by_history: bool) -> Vec<EvidenceLine> {
+/// One line for each group.
+pub(super) fn differ_lines(case: &Case<'_>, differ: &Differ) -> Vec<EvidenceLine> {
     let number = numbered(case, differ.event);
     let of_group = |group: &(OperationVariant, Vec<usize>)| {
         Ranks::of(case, &group.1).line(format!("{} in collective {number}", runs(case, group)))
     };
-    let mut lines: Vec<EvidenceLine> = differ.groups.iter().map(of_group).collect();
-    if by_history {
-        lines.push(line("no group is the largest; the earlier operations show which operation was due", Vec::new()));
-    }
-    lines
+    differ.groups.iter().map(of_group).collect()
 }
 
 /// All members are in a collective that does not move.
@@ -290,33 +282,33 @@ fn stalled(case: &Case<'_>, event: Event) -> Statement {
     ))
 }
 
-/// What is known of a collective that does not move: the ranks inside, the ranks that completed it,
-/// the number of unknown members, and whether the ranks may have passed different roots.
-pub(crate) fn stalled_lines(
-    case: &Case<'_>,
-    event: Event,
-    completed_by: &[usize],
-    unnamed: u32,
-    roots_may_differ: bool,
-) -> Vec<EvidenceLine> {
-    let what = case.describe(event);
+fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
     let who = Ranks::of(case, case.graph.waiters_of(event));
-    let text = format!("{}: {what} has started and has not completed", who.text());
-    let mut lines = vec![who.line(text)];
-    if !completed_by.is_empty() {
-        let completed_by = Ranks::of(case, completed_by);
-        let text = format!("{}: {what} has completed", completed_by.text());
-        lines.push(completed_by.line(text));
+    let text = format!("{}: {} has started and has not completed", who.text(), case.describe(event));
+    who.line(text)
+}
+
+/// A fact about the collective beside the explanation.
+pub(super) fn fact_line(case: &Case<'_>, fact: &CollectiveFact) -> EvidenceLine {
+    match fact {
+        CollectiveFact::Completed { event, completed_by } => {
+            let who = Ranks::of(case, completed_by);
+            let text = format!("{}: {} has completed", who.text(), case.describe(*event));
+            who.line(text)
+        }
+        CollectiveFact::TookNoPart { completed_by } => {
+            let who = Ranks::of(case, completed_by);
+            let text = format!("{} completed it too early or too fast to have taken part", who.text());
+            who.line(text)
+        }
+        CollectiveFact::DueByHistory => {
+            line("no group is the largest; the earlier operations show which operation was due", Vec::new())
+        }
+        CollectiveFact::UnknownMembers(members) => {
+            line(format!("{}, so the culprit may be an unknown rank", unknown_members(*members)), Vec::new())
+        }
+        CollectiveFact::RootsMayDiffer => {
+            line("the flight records do not contain the root, so the ranks may have passed different roots", Vec::new())
+        }
     }
-    if unnamed > 0 {
-        let text = format!("{}, so the culprit may be an unknown rank", unknown_members(unnamed));
-        lines.push(line(text, Vec::new()));
-    }
-    if roots_may_differ {
-        lines.push(line(
-            "the flight records do not contain the root, so the ranks may have passed different roots",
-            Vec::new(),
-        ));
-    }
-    lines
 }

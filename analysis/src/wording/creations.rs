@@ -1,6 +1,9 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
-use super::{Number, Ranks, Statement, hosts, location_of_one, named_location, place_of_one, unknown_members};
+use super::{
+    Number, Ranks, Statement, collectives::inside_line, hosts, location_of_one, named_location, place_of_one,
+    unknown_members,
+};
 use crate::{
     case::Case,
     explanation::{CreationFault, MissedStep, OtherSize, SplitCreation},
@@ -25,6 +28,24 @@ pub(super) fn statement(case: &Case<'_>, fault: &CreationFault) -> Statement {
     }
 }
 
+/// The lines of evidence about what is wrong with the creation of a communicator.
+pub(super) fn lines(case: &Case<'_>, fault: &CreationFault) -> Vec<EvidenceLine> {
+    match fault {
+        CreationFault::FewElsewhere { creating, .. } => vec![creating_line(case, creating)],
+        CreationFault::OtherSize(passed) => vec![other_size_line(case, passed)],
+        CreationFault::NoStore { outside, inside } => no_store_lines(case, outside, inside),
+        CreationFault::CreatedAlone { returned, creation, used } => {
+            split_lines(case, (case.graph.waiters_of(*creation), *creation), (returned, *used))
+        }
+        CreationFault::Split { split, .. } => {
+            split_lines(case, (&split.creating, split.creation), (&split.absent, split.used))
+        }
+        CreationFault::Missing { .. } | CreationFault::AllInside { .. } | CreationFault::DifferentIds { .. } => {
+            Vec::new()
+        }
+    }
+}
+
 /// A rank that is missing in the creation of a communicator. `still_starting` if it has probably
 /// only just started.
 fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
@@ -44,11 +65,6 @@ fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_startin
     Statement::of_ranks(|number| {
         format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), progress(number))
     })
-}
-
-pub(crate) fn missing_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
-    let rank = case.view(rank_index).rank;
-    super::line(format!("{}; rank {rank} is not", case.waiters_in(event)), vec![rank])
 }
 
 /// All known members are inside the creation. `unnamed` members are unknown.
@@ -78,7 +94,7 @@ fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Even
     ))
 }
 
-pub(crate) fn creating_line(case: &Case<'_>, creating: &[usize]) -> EvidenceLine {
+fn creating_line(case: &Case<'_>, creating: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, creating);
     let text = format!("{} are in the creation of a communicator", who.text());
     who.line(text)
@@ -118,7 +134,7 @@ fn other_size(case: &Case<'_>, passed: &OtherSize) -> Statement {
     Statement::Sentence(format!("{}{single}.", capital(&other_size_clause(case, passed, "the communicator"))))
 }
 
-pub(crate) fn other_size_line(case: &Case<'_>, passed: &OtherSize) -> EvidenceLine {
+fn other_size_line(case: &Case<'_>, passed: &OtherSize) -> EvidenceLine {
     Ranks::of(case, &passed.culprits).line(other_size_clause(case, passed, "a communicator"))
 }
 
@@ -136,7 +152,7 @@ fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
 }
 
 /// The ranks at the store, and those that cannot connect to it.
-pub(crate) fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Vec<EvidenceLine> {
+fn no_store_lines(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Vec<EvidenceLine> {
     let (who, others) = (Ranks::of(case, outside), Ranks::of(case, inside));
     let there = format!("{} {} in the creation of a communicator", others.text(), others.number().is());
     let outside = format!("{} {} connecting to the store", who.text(), who.number().is());
@@ -198,11 +214,10 @@ fn split(case: &Case<'_>, between: &SplitCreation, blames_creating: bool) -> Sta
 }
 
 /// The ranks in the creation, and those in the operation.
-pub(crate) fn split_lines(case: &Case<'_>, between: &SplitCreation) -> Vec<EvidenceLine> {
-    let of = |rank_indices: &[usize], event: Event| {
-        let who = Ranks::of(case, rank_indices);
-        let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
-        who.line(text)
-    };
-    vec![of(&between.creating, between.creation), of(&between.absent, between.used)]
+fn split_lines(
+    case: &Case<'_>,
+    (creating, creation): (&[usize], Event),
+    (absent, used): (&[usize], Event),
+) -> Vec<EvidenceLine> {
+    vec![inside_line(case, creating, creation), inside_line(case, absent, used)]
 }

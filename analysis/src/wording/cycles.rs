@@ -23,6 +23,17 @@ pub(super) fn statement(case: &Case<'_>, fault: &CycleFault) -> Statement {
     }
 }
 
+/// The line of evidence about why ranks wait for each other. `None` if the other facts show it.
+pub(super) fn fault_line(case: &Case<'_>, fault: &CycleFault) -> Option<EvidenceLine> {
+    match fault {
+        CycleFault::OutOfStep { rank_index, .. } => Some(in_all_cycles_line(case, *rank_index)),
+        CycleFault::LeftPattern { .. }
+        | CycleFault::OtherOrder { .. }
+        | CycleFault::LeftOut { .. }
+        | CycleFault::Transfers { .. } => None,
+    }
+}
+
 /// An operation of a rank's past: `send to rank 3`, `all_reduce of communicator 0x1f`.
 fn past_operation(case: &Case<'_>, rank_index: usize, token: Token) -> String {
     let name = op_name(token.op);
@@ -75,7 +86,7 @@ fn left_pattern(
     Statement::Sentence(format!("{} {did}, and now the ranks wait for each other{waits}.", who.capital()))
 }
 
-pub(crate) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
+pub(super) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
     let text = format!(
         "called the {} in place of the {}, which it had called at this point all {} times before",
         past_operation(case, rank_index, deviation.actual),
@@ -124,7 +135,7 @@ fn out_of_step(case: &Case<'_>, rank_index: usize, own: Event, owed: &[Event]) -
     ))
 }
 
-pub(crate) fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
     line(format!("rank {rank} is the only rank in all wait cycles"), vec![rank])
 }

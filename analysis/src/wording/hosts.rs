@@ -8,7 +8,7 @@ use crate::{
     explanation::{Differ, HostState},
     graph::Event,
     stacks::GilHolder,
-    text::{op_name, shape},
+    text::shape,
     verdict::EvidenceLine,
 };
 
@@ -54,20 +54,33 @@ pub(super) fn statement(case: &Case<'_>, rank_index: usize, state: &HostState) -
     }
 }
 
+/// The line of evidence about what holds one rank. `None` if the other facts show it.
+pub(super) fn state_line(case: &Case<'_>, rank_index: usize, state: &HostState) -> Option<EvidenceLine> {
+    Some(match state {
+        HostState::Ended => ended_line(case, rank_index),
+        HostState::Stopped => stopped_line(case, rank_index),
+        HostState::SleepsUninterruptibly { wchan } => sleeps_uninterruptibly_line(case, rank_index, wchan),
+        HostState::DeadlockedOnGil(holder) => deadlocked_on_gil_line(case, rank_index, holder),
+        HostState::Compiles { compiler } => compiles_line(case, rank_index, compiler.as_deref()),
+        HostState::MakesProgress { in_python } => makes_progress_line(case, rank_index, *in_python),
+        HostState::SlowDevice => slow_device_line(case, rank_index),
+        HostState::StuckOnDevice { operation, .. } => pending_line(case, rank_index, operation.as_deref()?),
+        HostState::WaitsForLoader
+        | HostState::WaitsForLock { .. }
+        | HostState::StuckInIo { .. }
+        | HostState::CollectsGarbage
+        | HostState::ShutsDown => return None,
+    })
+}
+
 /// A rank whose process has ended.
 fn ended(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| end(case, rank_index, number))
 }
 
-pub(crate) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+pub(super) fn ended_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
     line(format!("rank {rank} {}", end(case, rank_index, Number::One)), vec![rank])
-}
-
-pub(crate) fn ended_after_launch_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    let text =
-        "had launched that collective and exited normally before it was seen to complete, so it may have skipped it";
-    about(case, rank_index, text)
 }
 
 /// Ranks that completed a collective and are gone, while others are still inside.
@@ -92,7 +105,7 @@ fn stopped(case: &Case<'_>, rank_index: usize) -> Statement {
     Statement::of_ranks(|number| format!("{} {}{}", number.is(), how(number), case.place(rank_index)))
 }
 
-pub(crate) fn state_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+fn stopped_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     about(case, rank_index, &format!("is in process state {}", case.view(rank_index).host.state))
 }
 
@@ -107,7 +120,7 @@ fn sleeps_uninterruptibly(case: &Case<'_>, rank_index: usize, wchan: &str) -> St
     Statement::of_ranks(|number| format!("{} uninterruptibly{place}{at}", sleeps(number)))
 }
 
-pub(crate) fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) -> EvidenceLine {
+fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) -> EvidenceLine {
     let place = kernel_function(wchan);
     about(case, rank_index, &format!("is in state D{place} in both samples and did not run in between"))
 }
@@ -143,7 +156,7 @@ fn deadlocked_on_gil(holder: &GilHolder) -> Statement {
     Statement::of_ranks(|number| format!("{} {how}", number.is()))
 }
 
-pub(crate) fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder: &GilHolder) -> EvidenceLine {
+fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder: &GilHolder) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
     line(format!("rank {rank} is {}, in both samples", gil_held(holder)), vec![rank])
 }
@@ -210,7 +223,7 @@ fn compiles(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> State
     })
 }
 
-pub(crate) fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> EvidenceLine {
+fn compiles_line(case: &Case<'_>, rank_index: usize, compiler: Option<&str>) -> EvidenceLine {
     about(case, rank_index, &format!("is compiling {}", compiler_phrase(case, rank_index, compiler, Number::One)))
 }
 
@@ -236,7 +249,7 @@ fn makes_progress(case: &Case<'_>, rank_index: usize, in_python: bool) -> Statem
     })
 }
 
-pub(crate) fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python: bool) -> EvidenceLine {
+fn makes_progress_line(case: &Case<'_>, rank_index: usize, in_python: bool) -> EvidenceLine {
     detail(case, rank_index, &format!("its {} made progress between the samples", progressing_part(in_python)))
 }
 
@@ -249,7 +262,7 @@ fn slow_device(case: &Case<'_>, rank_index: usize) -> Statement {
     })
 }
 
-pub(crate) fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
+fn slow_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     detail(case, rank_index, "its device made progress between the samples")
 }
 
@@ -268,26 +281,8 @@ fn stuck_on_device(case: &Case<'_>, rank_index: usize, operation: Option<&Operat
     })
 }
 
-pub(crate) fn not_started_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
-    let (name, seq) = (op_name(operation.op()), operation.seq);
-    about(case, rank_index, &format!("has launched {name} {seq}, and its device has not started it"))
-}
-
-pub(crate) fn waits_for_device_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    let witness = &case.view(rank_index).host.observed.witness;
-    about(case, rank_index, &format!("waits for its device in {witness}, and none of its collectives is pending"))
-}
-
-pub(crate) fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
+fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> EvidenceLine {
     detail(case, rank_index, &format!("{} is pending", shape(operation)))
-}
-
-pub(crate) fn stale_watcher_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    detail(case, rank_index, "its watcher thread has not run for a while, so its flight record may be out of date")
-}
-
-pub(crate) fn host_makes_progress_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
-    detail(case, rank_index, "its host thread makes progress, so its device may only be slow")
 }
 
 /// A rank in the teardown of its communicators or its interpreter.
@@ -323,17 +318,4 @@ pub(super) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[
         who.number().is(),
         others.join(", and ")
     ))
-}
-
-/// First the ranks that finalize their library, then what each of the others waits in.
-pub(crate) fn shut_down_in_cycle_lines(
-    case: &Case<'_>,
-    culprits: &[usize],
-    event: Event,
-    others: &[Event],
-) -> Vec<EvidenceLine> {
-    let who = Ranks::of(case, culprits);
-    let text = format!("{} {} in {}", who.text(), who.number().is(), case.describe(event));
-    let others = others.iter().map(|event| line(case.waiters_in(*event), Vec::new()));
-    [who.line(text)].into_iter().chain(others).collect()
 }

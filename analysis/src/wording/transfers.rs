@@ -14,10 +14,10 @@ use crate::{
 /// The text about what is wrong with a send or a receive.
 pub(super) fn statement(case: &Case<'_>, fault: &TransferFault) -> Statement {
     match fault {
-        TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself: None } => {
+        TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself: false, .. } => {
             no_counterpart(case, *culprit, *waiter, *recv)
         }
-        TransferFault::NoCounterpart { culprit, waiter, recv, waits_itself: Some(event) } => {
+        TransferFault::NoCounterpart { culprit, waiter, recv, event, waits_itself: true } => {
             no_counterpart_and_waits(case, *culprit, *waiter, *recv, *event)
         }
         TransferFault::FewerInGroups { fewer, others, counts } => fewer_in_groups(case, fewer, others, *counts),
@@ -29,6 +29,27 @@ pub(super) fn statement(case: &Case<'_>, fault: &TransferFault) -> Statement {
         }
         TransferFault::OtherTransfers { culprit, open } => other_transfers(case, *culprit, open),
         TransferFault::Stalled { event } => stalled(case, *event),
+    }
+}
+
+/// The lines of evidence about what is wrong with a send or a receive.
+pub(super) fn lines(case: &Case<'_>, fault: &TransferFault) -> Vec<EvidenceLine> {
+    match fault {
+        TransferFault::NoCounterpart { culprit, waiter, event, .. } => {
+            vec![no_counterpart_line(case, *culprit, *waiter, *event)]
+        }
+        TransferFault::FewerInGroups { fewer, others, counts } => {
+            vec![fewer_in_groups_line(case, fewer, others, *counts)]
+        }
+        TransferFault::NobodySends { rank_index, event } => vec![nobody_sends_line(case, *rank_index, *event)],
+        TransferFault::TagsDiffer { ends, .. } => tags_differ_lines(case, *ends),
+        TransferFault::EndsDiffer { ends, property, .. } => {
+            vec![ends_differ_line(case, [ends[0].0, ends[1].0], *property)]
+        }
+        TransferFault::OtherTransfers { open, .. } => {
+            open.iter().take(4).map(|open| open_end_line(case, open)).collect()
+        }
+        TransferFault::Stalled { event } => vec![stalled_line(case, *event)],
     }
 }
 
@@ -71,7 +92,7 @@ fn no_counterpart_and_waits(case: &Case<'_>, culprit: usize, waiter: usize, recv
     ))
 }
 
-pub(crate) fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize, event: Event) -> EvidenceLine {
+fn no_counterpart_line(case: &Case<'_>, culprit: usize, waiter: usize, event: Event) -> EvidenceLine {
     let (rank, waiting, what) = (case.view(culprit).rank, case.view(waiter).rank, case.describe(event));
     let text = format!("rank {waiting} has started {what}, and rank {rank} has no counterpart pending");
     line(text, vec![waiting])
@@ -100,12 +121,7 @@ fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: G
     ))
 }
 
-pub(crate) fn fewer_in_groups_line(
-    case: &Case<'_>,
-    fewer: &[usize],
-    others: &[usize],
-    counts: GroupCounts,
-) -> EvidenceLine {
+fn fewer_in_groups_line(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: GroupCounts) -> EvidenceLine {
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let text = format!(
         "in {} groups, {} made {} sends and receives, and {} made {}",
@@ -128,7 +144,7 @@ fn nobody_sends(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
     ))
 }
 
-pub(crate) fn nobody_sends_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
+fn nobody_sends_line(case: &Case<'_>, rank_index: usize, event: Event) -> EvidenceLine {
     let rank = case.view(rank_index).rank;
     line(format!("rank {rank} has started {}, and no rank sends to it", case.describe(event)), vec![rank])
 }
@@ -153,7 +169,7 @@ fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> 
     Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}.", capital(&one)))
 }
 
-pub(crate) fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
+fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
     ends.map(|end| line(with_tag(case, end), vec![case.view(end.0).rank])).to_vec()
 }
 
@@ -173,8 +189,8 @@ fn ends_differ(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Proper
     ))
 }
 
-pub(crate) fn ends_differ_line(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Property) -> EvidenceLine {
-    let both = Ranks::of(case, &ends.map(|(rank_index, _)| rank_index));
+fn ends_differ_line(case: &Case<'_>, ends: [usize; 2], property: Property) -> EvidenceLine {
+    let both = Ranks::of(case, &ends);
     let text = format!("{} have started the send and the receive, and the {}s differ", both.text(), property.text());
     both.line(text)
 }
@@ -194,7 +210,7 @@ fn other_transfers(case: &Case<'_>, culprit: usize, open: &[OpenEnd]) -> Stateme
     ))
 }
 
-pub(crate) fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
+fn open_end_line(case: &Case<'_>, open: &OpenEnd) -> EvidenceLine {
     let rank = case.view(open.waiter).rank;
     line(format!("rank {rank} has started {}, which has no counterpart", case.describe(open.event)), vec![rank])
 }
@@ -209,7 +225,7 @@ fn stalled(case: &Case<'_>, event: Event) -> Statement {
     ))
 }
 
-pub(crate) fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
+fn stalled_line(case: &Case<'_>, event: Event) -> EvidenceLine {
     let who = Ranks::of(case, case.graph.waiters_of(event));
     let text = format!("{} has started {}, and its peer the counterpart", who.text(), case.describe(event));
     who.line(text)

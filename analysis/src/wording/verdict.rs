@@ -1,25 +1,30 @@
-//! The sentence of a verdict: from its findings, or without any. Also the lines about what is
-//! missing in the evidence.
+//! The sentence of a verdict: from its findings, or without any.
 
-use xpu_timer_proto::v1::Operation;
-
-use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, line, transfers};
+use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, transfers};
 use crate::{
     case::Case,
     explanation::Explanation,
-    graph::{Event, Suspect},
-    text::{capital, communicator, shape},
-    verdict::EvidenceLine,
+    finding::{Conclusion, Finding, HealthyReason, KnownFacts},
+    graph::Suspect,
+    text::capital,
 };
 
 /// Number of suspects that the sentence spells out. The others are counted.
 const MAX_SPELLED: usize = 3;
 
-/// An explanation and the ranks that it is about.
-#[derive(Clone, Copy)]
-pub(crate) struct Clause<'a> {
-    pub explanation: &'a Explanation,
-    pub culprits: &'a [usize],
+/// The sentence that says what the judge concludes. `main` is the suspect whose waiters it names,
+/// and `culprits` are those of the verdict.
+pub(crate) fn sentence(case: &Case<'_>, conclusion: &Conclusion, main: Option<&Suspect>, culprits: &[usize]) -> String {
+    match conclusion {
+        Conclusion::Explained { findings, primary } => {
+            let (primary, others) = findings.split_at(*primary);
+            explained(case, primary, others, main, culprits)
+        }
+        Conclusion::AllStuckAlike(findings) => no_rank_differs(&explained(case, findings, &[], None, &[])),
+        Conclusion::NoHang(why) => no_hang(case, why),
+        Conclusion::MayBeIdle { together } => may_be_idle(case, *together),
+        Conclusion::Unexplained(known) => unexplained(case, known),
+    }
 }
 
 /// The text of an explanation.
@@ -46,21 +51,21 @@ fn spelled(case: &Case<'_>, statement: &Statement, culprits: &[usize]) -> String
     }
 }
 
-/// The clauses of equal statements, each about all of their ranks.
-fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
+/// The clauses of findings, one for all findings with equal statements.
+fn predicates(case: &Case<'_>, findings: &[Finding]) -> Vec<String> {
     let mut spelled_out: Vec<(Statement, Vec<usize>)> = Vec::new();
-    for clause in clauses {
-        let statement = statement(case, clause.explanation);
+    for finding in findings {
+        let statement = statement(case, &finding.explanation);
         match spelled_out.iter().position(|(known, _)| *known == statement) {
-            Some(index) => spelled_out[index].1.extend(clause.culprits),
-            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((statement, clause.culprits.to_vec())),
+            Some(index) => spelled_out[index].1.extend(&finding.culprits),
+            None if spelled_out.len() < MAX_SPELLED => spelled_out.push((statement, finding.culprits.clone())),
             None => {}
         }
     }
     let mut parts: Vec<String> =
         spelled_out.iter().map(|(statement, culprits)| spelled(case, statement, culprits)).collect();
     let counted: usize = spelled_out.iter().map(|(_, culprits)| culprits.len()).sum();
-    let all: usize = clauses.iter().map(|clause| clause.culprits.len()).sum();
+    let all: usize = findings.iter().map(|finding| finding.culprits.len()).sum();
     if counted < all {
         parts.push(match all - counted {
             1 => "1 more rank is a culprit too".to_owned(),
@@ -70,49 +75,40 @@ fn predicates(case: &Case<'_>, clauses: &[Clause<'_>]) -> Vec<String> {
     parts
 }
 
-/// The sentence of a verdict: the clauses of the first rule, the ranks that wait for `main` among
-/// its suspects, and the clauses of the other rules. `culprits` are those of all clauses.
-pub(crate) fn explained(
+/// The sentence of findings: the clauses of the first rule, the ranks that wait for `main` among
+/// its suspects, and the clauses of the other rules. `culprits` are those of all findings.
+fn explained(
     case: &Case<'_>,
-    primary: &[Clause<'_>],
-    others: &[Clause<'_>],
+    primary: &[Finding],
+    others: &[Finding],
     main: Option<&Suspect>,
     culprits: &[usize],
 ) -> String {
-    let first = statement(case, primary[0].explanation);
+    let first = statement(case, &primary[0].explanation);
     let is_sentence = matches!(first, Statement::Sentence(_));
     let mut text =
-        if is_sentence { spelled(case, &first, primary[0].culprits) } else { predicates(case, primary).join("; ") };
+        if is_sentence { spelled(case, &first, &primary[0].culprits) } else { predicates(case, primary).join("; ") };
     if let Some(main) = main.filter(|_| !is_sentence) {
         let waits = case.waiters_clause(main, culprits, &text);
         text.push_str(&waits);
     }
-    for clause in others.iter().take(MAX_SPELLED) {
+    for finding in others.iter().take(MAX_SPELLED) {
         text.push_str("; also ");
-        text.push_str(&spelled(case, &statement(case, clause.explanation), clause.culprits));
+        text.push_str(&spelled(case, &statement(case, &finding.explanation), &finding.culprits));
     }
     text.push('.');
     capital(&text)
 }
 
 /// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
-pub(crate) fn no_rank_differs(sentence: &str) -> String {
+fn no_rank_differs(sentence: &str) -> String {
     format!(
         "{}; all ranks of the job are in this state, so no rank is the culprit: check what they wait for.",
         sentence.trim_end_matches('.')
     )
 }
 
-/// Why a job does not hang.
-pub(crate) enum HealthyReason<'a> {
-    AllLaunchedRecently,
-    EveryRankMoves,
-    NothingPending,
-    /// These ranks have left in order.
-    Left(&'a [usize]),
-}
-
-pub(crate) fn no_hang(case: &Case<'_>, why: &HealthyReason<'_>) -> String {
+fn no_hang(case: &Case<'_>, why: &HealthyReason) -> String {
     let why = match why {
         HealthyReason::AllLaunchedRecently => "every pending operation was launched recently".to_owned(),
         HealthyReason::EveryRankMoves => "no operation is pending, and every rank makes progress".to_owned(),
@@ -125,7 +121,7 @@ pub(crate) fn no_hang(case: &Case<'_>, why: &HealthyReason<'_>) -> String {
 }
 
 /// All ranks do nothing. `together` if they are at one place.
-pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
+fn may_be_idle(case: &Case<'_>, together: bool) -> String {
     let state = if together {
         format!("all {} ranks are{}", case.world.views.len(), case.place(0))
     } else {
@@ -134,24 +130,7 @@ pub(crate) fn may_be_idle(case: &Case<'_>, together: bool) -> String {
     format!("No operation is pending on any device, and {state}; the job may be idle.")
 }
 
-/// What is known of a job whose stop no rule explains.
-pub(crate) enum KnownFacts<'a> {
-    NoRank,
-    NoStack,
-    /// Nothing is pending, and all ranks are at one place.
-    Together,
-    /// Nothing is pending, and this many ranks have stacks.
-    Stacks(usize),
-    /// Operations are pending.
-    Pending {
-        /// The event in which most ranks wait.
-        busiest: Option<Event>,
-        /// The ranks of which nothing is known.
-        unseen: &'a [usize],
-    },
-}
-
-pub(crate) fn unexplained(case: &Case<'_>, known: &KnownFacts<'_>) -> String {
+fn unexplained(case: &Case<'_>, known: &KnownFacts) -> String {
     let all = case.world.views.len();
     let known = match known {
         KnownFacts::NoRank => "there is no data from any rank".to_owned(),
@@ -178,51 +157,4 @@ pub(crate) fn unexplained(case: &Case<'_>, known: &KnownFacts<'_>) -> String {
         }
     };
     format!("The reason why the job stopped is unknown: {known}.")
-}
-
-/// What is missing in the evidence about some ranks.
-#[derive(Clone, Copy)]
-pub(crate) enum EvidenceGap {
-    Unseen,
-    NoStack,
-    NoFlightRecord,
-    LostOperations,
-    StuckWatcher,
-}
-
-pub(crate) fn gap_line(case: &Case<'_>, gap: EvidenceGap, rank_indices: &[usize]) -> EvidenceLine {
-    let who = Ranks::of(case, rank_indices);
-    let (ranks, number) = (who.text(), who.number());
-    let text = match gap {
-        EvidenceGap::Unseen => format!("there is no data from {ranks}"),
-        EvidenceGap::NoStack => format!("there is no stack of {ranks}"),
-        EvidenceGap::NoFlightRecord => format!("there is no flight record of {ranks}"),
-        EvidenceGap::LostOperations => {
-            format!("{} of {ranks} lost operations", number.word("the flight record", "the flight records"))
-        }
-        EvidenceGap::StuckWatcher => {
-            let watchers = number.word("the watcher thread", "the watcher threads");
-            format!("{watchers} of {ranks} {} stuck inside a driver call", number.is())
-        }
-    };
-    who.line(text)
-}
-
-/// The operation that opened the incident.
-pub(crate) fn signalled_first_line(rank: u32, operation: &Operation) -> EvidenceLine {
-    let of_comm = match operation.communicator {
-        0 => String::new(),
-        id => format!(", number {} of communicator {}", operation.seq, communicator(id)),
-    };
-    line(format!("rank {rank} reported the first timeout: {}{of_comm}", shape(operation)), vec![rank])
-}
-
-/// The age of the oldest pending operation is below the hang timeout.
-pub(crate) fn younger_than_timeout_line(oldest_ns: u64, timeout_ns: u64) -> EvidenceLine {
-    let text = format!(
-        "the oldest operation has been pending for {} s, less than the hang timeout of {} s",
-        oldest_ns / 1_000_000_000,
-        timeout_ns / 1_000_000_000
-    );
-    line(text, Vec::new())
 }
