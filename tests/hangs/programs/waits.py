@@ -21,6 +21,7 @@ import logging
 import logging.handlers
 import mmap
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.managers
 import os
 import queue
@@ -36,7 +37,7 @@ import zlib
 
 import cuda
 
-TROUBLE_STEP = 60
+TROUBLE_STEP = 75
 FORK, SPAWN, FORKSERVER = map(multiprocessing.get_context, ("fork", "spawn", "forkserver"))
 SCENARIOS = {}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -79,7 +80,7 @@ def read_published(name):
 
 
 def blame(pids, causes, place):
-    """Writes the truth: who is to blame, what xpu_timer may call it, and where the culprit stands."""
+    """Writes the truth: who is to blame, the acceptable causes, and where the culprit stands."""
     if target := os.environ.get("XPU_HANGS_TRUTH"):
         truth = {"hang": True, "culprits": list(pids), "causes": list(causes), "place": place}
         with open(f"{target}.{os.getpid()}", "w") as file:
@@ -121,6 +122,11 @@ def fork(target, *arguments):
 
 def _run(target, *arguments):
     die_with_parent()
+    # A child of the fork server would keep it alive after the end of the rank.
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     target(*arguments)
 
 
@@ -132,7 +138,7 @@ def worker(target, *arguments, context=FORK, name=None, daemon=True):
 
 def command(helper):
     """The command line of a helper process."""
-    return [sys.executable, os.path.abspath(__file__), sys.argv[1], helper]
+    return [sys.executable, os.path.abspath(sys.argv[0]), sys.argv[1], helper]
 
 
 def start(helper, **options):
@@ -142,9 +148,10 @@ def start(helper, **options):
 class Job:
     """One rank of the training."""
 
-    def __init__(self):
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    def __init__(self, rank=None, world=None):
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.world = int(os.environ["WORLD_SIZE"]) if world is None else world
+        cuda.set_device(self.rank)
         self.stream = cuda.Stream()
         self.comm = cuda.Communicator.create("world", self.rank, self.world)
         self.gradients = cuda.Buffer(4096)
@@ -1020,7 +1027,7 @@ def mp_simple_queue_full(job):
 
 @scenario(ranks=2)
 def mp_joinable_queue(job):
-    """Rank 1 waits until all tasks are done, but the worker of the last one is in an endless loop."""
+    """Rank 1 waits until all tasks are done, but the worker is in an endless loop."""
     if job.rank != 1:
         return job.train()
     tasks = FORK.JoinableQueue()
@@ -1115,7 +1122,7 @@ def render_views(connection):
     answer_requests(connection.recv, connection.send, lambda: stand(wait_for_quota, "host_lock", "missing_rank"))
 
 
-@scenario(ranks=3)
+@scenario(ranks=2)
 def mp_connection(job):
     """Rank 0 waits in Connection.recv for its renderer, a process of the fork server."""
     if job.rank != 0:
@@ -1370,9 +1377,12 @@ def waitpid_of_sleeper(job):
 
 def convert_dataset():
     """Starts a daemon that inherits the output, and ends."""
-    daemon = os.fork()
+    parent, daemon = os.getpid(), os.fork()
     if daemon == 0:
         publish("daemon.pid", os.getpid())
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        die_with_parent()
         back_off()
     read_published("daemon.pid")
     blame([daemon], ["missing_rank", "storage_io"], "back_off")
@@ -1387,7 +1397,7 @@ def communicate_with_grandchild(job):
     def read_conversion():
         start("convert_dataset", stdout=subprocess.PIPE).communicate()
 
-    # The daemon must end with the rank, although its parent has ended.
+    # The rank becomes the daemon's parent, so the daemon ends with it.
     libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     job.train(trouble=read_conversion if job.rank == 1 else None)
 
@@ -1401,8 +1411,8 @@ def list_shards():
 
 @scenario(ranks=2)
 def shell_pipeline(job):
-    """Rank 0 waits for `list_shards | sort | head`, whose first command waits for a server."""
-    line = f"'{sys.executable}' '{os.path.abspath(__file__)}' {sys.argv[1]} list_shards | sort | head -3"
+    """Rank 0 waits for `list_shards | sort`, whose first command waits for a server."""
+    line = f"'{sys.executable}' '{os.path.abspath(__file__)}' {sys.argv[1]} list_shards | sort"
 
     def select_shards():
         subprocess.check_output(line, shell=True, preexec_fn=die_with_parent)
@@ -1449,7 +1459,7 @@ def curl_of_stopped_server(job):
     def serve_weights():
         listener = socket.create_server(("127.0.0.1", 0))
         publish("weights.port", listener.getsockname()[1])
-        listener.accept()
+        _connection, _ = listener.accept()
         stand(suspend_self, "process_stopped")
 
     fork(serve_weights)
@@ -1504,7 +1514,11 @@ def gil_held_beside_accept(job):
 
 
 def gil_server():
-    threading.Thread(target=lambda: time.sleep(1 << 20), name="statistics", daemon=True).start()
+    def report_statistics():
+        while True:
+            time.sleep(0.5)
+
+    threading.Thread(target=report_statistics, name="statistics", daemon=True).start()
     tcp_server("gil.port", lambda: stand(flush_native_cache, "gil_deadlock", "missing_rank"))
 
 
@@ -1791,7 +1805,7 @@ def chain_of_loader_stages(job):
 
 
 class Loader:
-    """Two worker processes, each with a queue of indices; batches come in order."""
+    """Worker processes, each with a queue of indices; batches come in order."""
 
     def __init__(self, work, context=FORK, workers=2):
         self.indices = [context.Queue() for _ in range(workers)]
@@ -1857,10 +1871,10 @@ def loader_worker_spins(job):
     train_with_loader(job, 0, loop_with_spin, SPAWN)
 
 
-@scenario(ranks=3)
+@scenario(ranks=2)
 def loader_worker_locked(job):
-    """A loader worker of rank 2, which comes from the fork server, takes its own lock twice."""
-    train_with_loader(job, 2, loop_with_lock, FORKSERVER)
+    """The loader worker of rank 0, which comes from the fork server, takes its own lock twice."""
+    train_with_loader(job, 0, loop_with_lock, FORKSERVER, 1)
 
 
 @scenario(ranks=2)
@@ -1919,7 +1933,8 @@ def loader_behind_pin_thread(job):
 
 @scenario(ranks=3, helpers=("dataset_server",))
 def loaders_of_all_ranks_wait(job):
-    """The loaders of all ranks wait for the dataset server, which takes its own lock twice."""
+    """The loader threads of all ranks wait for the dataset server, whose main thread holds the lock
+    of the dataset while it retries for ever."""
     connection = tcp_client(f"dataset.{job.rank}.port")
     batches = FORK.Queue(1)
 
@@ -1934,7 +1949,7 @@ def loaders_of_all_ranks_wait(job):
 
 
 def dataset_server():
-    dataset_lock = threading.Lock()
+    dataset_lock, reached = threading.Lock(), threading.Event()
 
     def serve_rank(rank):
         listener = socket.create_server(("127.0.0.1", 0))
@@ -1945,11 +1960,11 @@ def dataset_server():
             with dataset_lock:
                 connection.sendall(data)
 
-        answer_requests(lambda: connection.recv(64), send_batch, lambda: None)
+        answer_requests(lambda: connection.recv(64), send_batch, reached.set)
 
     for rank in range(3):
         threading.Thread(target=serve_rank, args=(rank,), name=f"rank-{rank}", daemon=True).start()
-    time.sleep(4)
+    reached.wait()
     dataset_lock.acquire()
     stand(back_off, "data_loader", "missing_rank", "host_lock")
 
@@ -2153,7 +2168,7 @@ def two_culprits_poll_and_dead(job):
 
 
 @scenario(ranks=4)
-def two_culprits_same_lock(job):
+def two_culprits_same_wait(job):
     """Ranks 1 and 2 both wait for a server that does not answer, each for its own."""
     two_culprits(job, ask_licence_server, ask_licence_server, ["missing_rank"], "ask_licence_server")
 
@@ -2223,7 +2238,7 @@ def peer_off_by_one(job):
     job.train()
 
 
-@scenario(ranks=2)
+@scenario(ranks=3)
 def communicators_swapped(job):
     """Rank 1 uses its two communicators in the wrong order in one step."""
     tensor = cuda.Communicator.create("tensor", job.rank, job.world)
@@ -2258,7 +2273,8 @@ def ring_without_start(job):
 
     def pass_blocks_in_order():
         if job.rank == 0:
-            blame([int(read_published(f"pid.{rank}")) for rank in range(job.world)], ["p2p_cycle"], "pass_blocks_in_order")
+            pids = [int(read_published(f"pid.{rank}")) for rank in range(job.world)]
+            blame(pids, ["p2p_cycle"], "pass_blocks_in_order")
         job.comm.recv(job.gradients, left, job.stream)
         job.stream.synchronize()
         job.comm.send(outgoing, right, job.stream)
@@ -2279,16 +2295,15 @@ def communicator_not_joined(job):
     job.train(trouble=make_evaluation_group if job.rank != 1 else None)
 
 
-def launch(name):
+def launch(size, helpers):
     """Starts the ranks and the helpers of a scenario, as torchrun does, and waits for the ranks."""
-    _, size, helpers = SCENARIOS[name]
     for helper in helpers:
         start(helper)
-    program = [sys.executable, os.path.abspath(__file__), name]
     ranks = []
     for rank in range(size):
         variables = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
         environment = dict(os.environ, **{key: str(value) for key, value in variables.items()})
+        program = [sys.executable, os.path.abspath(sys.argv[0]), sys.argv[1]]
         ranks.append(subprocess.Popen(program, env=environment, preexec_fn=die_with_parent))
     for rank in ranks:
         rank.wait()
@@ -2304,7 +2319,7 @@ def main():
     elif "RANK" in os.environ:
         SCENARIOS[name][0](Job())
     else:
-        launch(name)
+        launch(*SCENARIOS[name][1:])
 
 
 if __name__ == "__main__":
