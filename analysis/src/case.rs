@@ -13,7 +13,7 @@ use crate::{
     graph::{self, Event, Graph, Suspect},
     matching::{self, Comm},
     stacks::{self, StuckHelper},
-    verdict::{Activity, Confidence},
+    verdict::{Activity, Confidence, Location},
     world::{RankView, World, is_collective, is_init},
 };
 
@@ -32,7 +32,20 @@ pub(crate) struct Position<'a> {
     pub native: Option<&'a str>,
 }
 
-impl Position<'_> {
+impl<'a> Position<'a> {
+    /// The position that a location shows.
+    pub fn of(location: &'a Location) -> Self {
+        let python = location.python.as_deref();
+        Position {
+            python: python.map(|python| (stacks::base_name(python), location.python_function.as_deref())),
+            caller: python.and(location.caller.as_deref()).map(|caller| match caller.split_once(" in ") {
+                Some((file, function)) => (stacks::base_name(file), Some(function)),
+                None => (caller, None),
+            }),
+            native: location.native.as_deref(),
+        }
+    }
+
     /// Whether no stack shows the position.
     pub fn is_unknown(&self) -> bool {
         self.python.is_none() && self.native.is_none()
@@ -77,16 +90,7 @@ impl<'a> Case<'a> {
 
     /// Where the main thread of a rank is.
     pub fn position(&self, rank_index: usize) -> Position<'_> {
-        let location = &self.view(rank_index).host.location;
-        let python = location.python.as_deref();
-        Position {
-            python: python.map(|python| (stacks::base_name(python), location.python_function.as_deref())),
-            caller: python.and(location.caller.as_deref()).map(|caller| match caller.split_once(" in ") {
-                Some((file, function)) => (stacks::base_name(file), Some(function)),
-                None => (caller, None),
-            }),
-            native: location.native.as_deref(),
-        }
+        Position::of(&self.view(rank_index).host.location)
     }
 
     /// The rank of a suspect of the host kind.
@@ -220,9 +224,14 @@ impl<'a> Case<'a> {
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
     pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         self.view(rank_index).host.awaited.as_ref().filter(|awaited| match awaited.kind() {
-            AwaitedKind::File | AwaitedKind::Lock => true,
-            AwaitedKind::Socket => !awaited.name.is_empty(),
-            AwaitedKind::Pipe => !awaited.holders.is_empty(),
+            AwaitedKind::File | AwaitedKind::Lock | AwaitedKind::Child | AwaitedKind::Mutex => true,
+            AwaitedKind::Socket => !awaited.name.is_empty() || !awaited.holders.is_empty(),
+            AwaitedKind::Pipe
+            | AwaitedKind::Event
+            | AwaitedKind::Several
+            | AwaitedKind::SharedMemory
+            | AwaitedKind::Semaphore
+            | AwaitedKind::MessageQueue => !awaited.holders.is_empty(),
             AwaitedKind::Unspecified => false,
         })
     }

@@ -7,6 +7,7 @@
 //! or leaves it to the next rule. The first rule that explains a suspect wins, so the order of the
 //! list is part of the rules. The rules make no text, so no file here imports `wording`.
 
+mod behind_process;
 mod collective;
 mod comm_init;
 mod halted;
@@ -21,6 +22,7 @@ mod rule;
 mod teardown;
 mod wait_cycle;
 
+pub(crate) use behind_process::cannot_continue;
 pub(crate) use halted::{ended_by_agent, ended_by_signal};
 pub(crate) use missing_rank::alone_in;
 pub(crate) use rule::Rule;
@@ -35,6 +37,14 @@ pub(crate) const RULES: &[Rule] = &[
     halted::DEAD,
     halted::STOPPED,
     halted::D_STATE,
+    behind_process::DEAD,
+    behind_process::STOPPED,
+    behind_process::D_STATE,
+    behind_process::GIL_DEADLOCK,
+    behind_process::STORAGE_IO,
+    behind_process::LONG_STEP,
+    behind_process::HOST_LOCK,
+    behind_process::ELSEWHERE,
     host_wait::GIL_DEADLOCK,
     host_wait::DATA_LOADER,
     progress::COMPILE,

@@ -21,6 +21,8 @@ pub(crate) enum Explanation {
     ShutDownInstead { culprits: Vec<usize>, differ: Differ },
     /// Ranks of a wait cycle that finalize their library, while others wait in other events.
     ShutDownInCycle { culprits: Vec<usize>, others: Vec<Event> },
+    /// A process that is no rank, and for which ranks wait.
+    Process(ProcessFault),
     /// A collective.
     Collective(CollectiveFault),
     /// The creation of a communicator.
@@ -61,6 +63,41 @@ pub(crate) enum HostState {
     StuckOnDevice { operation: Option<Box<Operation>>, last: Option<String> },
     /// It is in the teardown of its communicators or its interpreter.
     ShutsDown,
+}
+
+/// A process that is no rank holds up ranks.
+#[derive(Debug, Clone)]
+pub(crate) struct ProcessFault {
+    /// One of the ranks that wait for it.
+    pub rank_index: usize,
+    /// The processes through which that rank waits, as indices.
+    pub before: Vec<usize>,
+    /// The process, as an index.
+    pub end: usize,
+    pub state: ProcessState,
+    /// The event in which others wait for the rank.
+    pub event: Option<Event>,
+}
+
+/// What holds a process that is no rank.
+#[derive(Debug, Clone)]
+pub(crate) enum ProcessState {
+    /// It has ended.
+    Ended,
+    /// A signal, a debugger or the freezer of its control group has stopped it.
+    Stopped,
+    /// It is in uninterruptible sleep in a kernel function, whose name may be empty.
+    SleepsUninterruptibly { wchan: String },
+    /// A blocked thread holds its GIL.
+    DeadlockedOnGil(GilHolder),
+    /// It makes progress.
+    MakesProgress,
+    /// Its main thread waits for a lock.
+    WaitsForLock,
+    /// Its main thread is inside a read, write or sync, or waits for a lock on a file.
+    StuckInIo,
+    /// It is at another place.
+    Elsewhere,
 }
 
 /// How a rank is absent from a collective.

@@ -3,8 +3,12 @@
 
 use std::collections::HashSet;
 
-use xpu_timer_proto::v1::{
-    FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, OpStatus, RankEvidence,
+use xpu_timer_proto::{
+    server::Stacktrace,
+    v1::{
+        FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, OpStatus,
+        ProcessEvidence, RankEvidence,
+    },
 };
 
 use crate::{
@@ -30,6 +34,13 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     }
 }
 
+/// Condenses the evidence of a process that is no rank, for the cluster collector.
+#[must_use]
+pub fn condense_process(evidence: &ProcessEvidence) -> ProcessEvidence {
+    let host = evidence.dump.as_ref().map(|dump| read(dump, None)).or_else(|| evidence.host.clone());
+    ProcessEvidence { node: evidence.node.clone(), dump: None, host }
+}
+
 /// The flight record of a rank, from its own field or from its dump.
 pub(crate) fn flight_of(evidence: &RankEvidence) -> Option<&FlightRecord> {
     evidence.flight.as_ref().or_else(|| evidence.dump.as_ref()?.flight_record.as_ref())
@@ -39,9 +50,6 @@ pub(crate) fn flight_of(evidence: &RankEvidence) -> Option<&FlightRecord> {
 fn training(evidence: &RankEvidence) -> Option<u32> {
     stacks::training_thread(evidence.dump.as_ref()?, flight_of(evidence))
 }
-
-/// Maximum length of a command line in condensed evidence, in characters.
-const MAX_COMMAND: usize = 120;
 
 fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let pending = |index: usize| flight.operations[index].status() == OpStatus::Pending;
@@ -58,7 +66,7 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
         |stream: &&xpu_timer_proto::v1::Stream| stream.last_launch_ns == newest || handles.contains(&stream.handle);
     let mut rank = flight.rank.clone();
     if let Some(rank) = &mut rank {
-        rank.command = rank.command.chars().take(MAX_COMMAND).collect();
+        rank.command.clear();
     }
     FlightRecord {
         rank,
@@ -71,8 +79,9 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     }
 }
 
-fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> HostFacts {
-    let Host { stack, state, observed, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
+fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
+    let Host { pid, parent_pid, command, stack, state, observed, same_in_both, location, moved, d_sleep, awaited } =
+        stacks::read(dump, training);
     HostFacts {
         stack,
         state,
@@ -116,6 +125,9 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> Ho
         compiler: stacks::compiler_child(dump),
         awaited,
         caller: location.caller,
+        pid,
+        command,
+        parent_pid,
     }
 }
 
@@ -124,8 +136,22 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
     if let Some(dump) = &evidence.dump {
         return stacks::read(dump, training(evidence));
     }
-    let Some(facts) = &evidence.host else { return Host::default() };
+    evidence.host.as_ref().map_or_else(Host::default, host_of_facts)
+}
+
+/// A process that is no rank, and its main thread.
+pub(crate) fn host_of_process(evidence: &ProcessEvidence) -> Host {
+    match &evidence.dump {
+        Some(dump) => stacks::read(dump, None),
+        None => evidence.host.as_ref().map_or_else(Host::default, host_of_facts),
+    }
+}
+
+fn host_of_facts(facts: &HostFacts) -> Host {
     Host {
+        pid: facts.pid,
+        parent_pid: facts.parent_pid,
+        command: facts.command.clone(),
         stack: facts.stack,
         state: facts.state.clone(),
         observed: ObservedActivity { activity: of_message(facts.activity()), witness: facts.witness.clone() },
@@ -168,10 +194,15 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
 
 /// See [`stacks::gil_holder`].
 pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
-    match &evidence.dump {
+    gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref())
+}
+
+/// The holder of a process's GIL, from its dump or from the facts in its place.
+pub(crate) fn gil_holder_of(dump: Option<&Stacktrace>, facts: Option<&HostFacts>) -> Option<GilHolder> {
+    match dump {
         Some(dump) => stacks::gil_holder(dump),
         None => {
-            let holder = evidence.host.as_ref()?.gil_holder.as_ref()?;
+            let holder = facts?.gil_holder.as_ref()?;
             Some(GilHolder {
                 thread: holder.thread.clone(),
                 function: holder.function.clone(),

@@ -3,6 +3,8 @@
 //!
 //! All ranks are rank indices, unless a field says otherwise.
 
+use std::collections::BTreeSet;
+
 use xpu_timer_proto::v1::{Op, Operation};
 
 use crate::{explanation::Explanation, graph::Event, history::Deviation, verdict::Confidence};
@@ -144,6 +146,18 @@ pub(crate) enum Conclusion {
 }
 
 impl Conclusion {
+    /// The processes that are no ranks and hold up the job, as indices, ascending.
+    pub fn culprit_processes(&self) -> BTreeSet<usize> {
+        let process = |finding: &Finding| match &finding.explanation {
+            Explanation::Process(fault) => Some(fault.end),
+            _ => None,
+        };
+        match self {
+            Conclusion::Explained { findings, .. } => findings.iter().filter_map(process).collect(),
+            _ => BTreeSet::new(),
+        }
+    }
+
     /// The findings whose facts are the evidence. If all ranks are stuck alike, a few show it.
     pub fn evidence(&self) -> &[Finding] {
         match self {

@@ -9,11 +9,13 @@
 
 mod builder;
 mod edges;
+mod processes;
 mod suspects;
 mod transfers;
 
 use builder::{Builder, ResourceWait};
 pub(crate) use builder::{Event, Suspect};
+pub(crate) use processes::ProcessWait;
 pub(crate) use transfers::tags_meet;
 
 use crate::{matching::Comm, world::World};
@@ -29,12 +31,21 @@ pub(crate) struct Graph {
     pub suspects: Vec<Suspect>,
     /// Ranks that wait for a resource of another rank, where nothing else shows what they wait for.
     pub resource_waits: Vec<ResourceWait>,
+    /// Ranks that wait for a process that is no rank.
+    pub process_waits: Vec<ProcessWait>,
+    /// Ranks that wait for a process that waits for clients itself.
+    pub at_rest: Vec<usize>,
     /// Ranks for which others wait, and that are only assumed to wait themselves, because they have
     /// no stack.
     pub assumed: Vec<usize>,
 }
 
 impl Graph {
+    /// The chain of processes for which a rank waits, if it waits for any.
+    pub fn process_wait(&self, rank_index: usize) -> Option<&ProcessWait> {
+        self.process_waits.iter().find(|wait| wait.waiter == rank_index)
+    }
+
     /// The ranks inside an event, as indices.
     pub fn waiters_of(&self, event: Event) -> &[usize] {
         self.events.binary_search(&event).map_or(&[], |index| &self.waiters[index])
@@ -43,7 +54,8 @@ impl Graph {
 
 /// Builds the graph and finds its suspects.
 pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
-    let mut builder = Builder::new(world, comms);
+    let waits = processes::waits(world);
+    let mut builder = Builder::new(world, comms, waits.of_ranks);
     builder.collect_events();
     builder.collectives();
     builder.point_to_point();
@@ -56,6 +68,8 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
         waiters: builder.waiters,
         suspects,
         resource_waits: builder.resource_waits,
+        process_waits: waits.of_processes,
+        at_rest: waits.at_rest,
         assumed,
     }
 }

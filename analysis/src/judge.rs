@@ -19,7 +19,7 @@ use crate::{
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
     report,
-    verdict::{Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
+    verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::RankView,
 };
@@ -132,8 +132,8 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         cause: outcome.cause,
         confidence,
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
-        culprit_processes: outcome.culprits.iter().filter_map(|index| report::process(case.view(*index))).collect(),
-        hang: hang_evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
+        culprit_processes: culprit_processes(case, &outcome),
+        hang: hang_evidence(case, &outcome, confidence, victims.len()),
         helpers_busy: helpers_busy(case, &outcome.culprits),
         victims: case.world.ranks(victims),
         evidence: lines,
@@ -143,6 +143,13 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         hook: report::hook(&case.world),
         timing: Timing::default(),
     }
+}
+
+/// The processes of the culprits: of ranks, and those that are no ranks.
+fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> {
+    let of_ranks = outcome.culprits.iter().filter_map(|index| report::process(case.view(*index)));
+    let others = outcome.conclusion.culprit_processes().into_iter();
+    of_ranks.chain(others.map(|index| report::other_process(&case.world.processes[index]))).collect()
 }
 
 /// What is missing in the evidence, and what opened the incident.

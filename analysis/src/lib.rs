@@ -31,7 +31,7 @@ pub mod verdict;
 mod wording;
 mod world;
 
-pub use facts::condense;
+pub use facts::{condense, condense_process};
 pub use judge::judge;
 pub use report::communicator_groups;
 pub use stacks::FREEZER_WCHAN;

@@ -12,7 +12,7 @@ use crate::{
         Activity, CommunicatorGroup, CommunicatorReport, CulpritProcess, HookReport, Location, OperationState,
         RankGroup, TriggerReport,
     },
-    world::{RankView, World},
+    world::{ProcessView, RankView, World},
 };
 
 /// What opened the incident.
@@ -37,18 +37,18 @@ pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
 
 /// The process of a rank, if it is known.
 pub(crate) fn process(view: &RankView<'_>) -> Option<CulpritProcess> {
-    let dump = view.evidence.and_then(|evidence| evidence.dump.as_ref());
-    let info = view.flight.and_then(|flight| flight.rank.as_ref());
-    // Within a container, the process has another pid than on its node.
-    let pid = dump.map(|dump| dump.pid).filter(|pid| *pid > 0).or_else(|| view.pid())?;
-    let command = [dump.map(|dump| &dump.command), info.map(|info| &info.command)];
-    let command = command.into_iter().flatten().find(|command| !command.is_empty());
     Some(CulpritProcess {
-        rank: view.rank,
-        pid,
+        rank: Some(view.rank),
+        pid: view.pid()?,
         node: view.node().unwrap_or_default().to_owned(),
-        command: command.cloned().unwrap_or_default(),
+        command: view.host.command.clone(),
     })
+}
+
+/// A process that is no rank.
+pub(crate) fn other_process(process: &ProcessView) -> CulpritProcess {
+    let (pid, command) = (process.host.pid, process.host.command.clone());
+    CulpritProcess { rank: None, pid, node: process.node.clone(), command }
 }
 
 /// The name of a presence, such as `present`.

@@ -256,11 +256,11 @@ pub enum Activity {
     Running,
 }
 
-/// The process of a culprit.
+/// The process of a culprit: of a rank, or one that is no rank and for which ranks wait.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CulpritProcess {
-    /// Its rank in the job.
-    pub rank: u32,
+    /// Its rank in the job. Absent if it is no rank.
+    pub rank: Option<u32>,
     /// Its process id on its node.
     pub pid: i32,
     /// Its node.
@@ -404,8 +404,8 @@ pub struct Verdict {
     /// Ranks that stopped the job, ascending. Empty if no rank is the culprit, or the evidence does
     /// not show which.
     pub culprits: Vec<u32>,
-    /// The processes of the culprits, as far as they are known. Absent in verdicts of earlier
-    /// releases.
+    /// The processes of the culprits, as far as they are known. They include processes that are no
+    /// ranks. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub culprit_processes: Vec<CulpritProcess>,
     /// Ranks that wait, ascending. A victim is never a culprit.

@@ -9,6 +9,7 @@ mod cycles;
 pub(crate) mod evidence;
 mod hosts;
 mod phrases;
+mod processes;
 mod transfers;
 pub(crate) mod verdict;
 

@@ -2,10 +2,13 @@
 //! missing ranks.
 
 use xpu_timer_proto::v1::{
-    Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence,
+    Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, ProcessEvidence, RankEvidence,
 };
 
-use crate::{facts, stacks::Host};
+use crate::{
+    facts,
+    stacks::{GilHolder, Host},
+};
 
 /// Maximum number of absent ranks with an entry of their own: for any job, and for each known rank
 /// of a large job.
@@ -94,9 +97,9 @@ impl<'a> RankView<'a> {
         node.or_else(|| self.flight?.rank.as_ref().map(|info| info.node.as_str()).filter(|node| !node.is_empty()))
     }
 
-    /// Its process id, if its record contains it.
+    /// Its process id on its node: as the collector sees it, else as its record contains it.
     pub fn pid(&self) -> Option<i32> {
-        Some(self.flight?.rank.as_ref()?.pid)
+        Some(self.host.pid).filter(|pid| *pid > 0).or_else(|| Some(self.flight?.rank.as_ref()?.pid))
     }
 
     /// The watcher has been silent for so long that the device state in the record is stale.
@@ -206,11 +209,35 @@ pub(crate) fn is_init(operation: &Operation) -> bool {
     operation.kind() == OpKind::HostCall && matches!(operation.op(), Op::CommInit | Op::CommSplit)
 }
 
+/// A process that is no rank.
+#[derive(Debug)]
+pub(crate) struct ProcessView {
+    /// Its node.
+    pub node: String,
+    /// Its process and main thread.
+    pub host: Host,
+    /// The thread that holds its GIL, if that is deadlocked.
+    pub gil_holder: Option<GilHolder>,
+}
+
+impl ProcessView {
+    fn of(evidence: &ProcessEvidence) -> Self {
+        let host = facts::host_of_process(evidence);
+        ProcessView {
+            node: evidence.node.clone(),
+            gil_holder: facts::gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref()),
+            host,
+        }
+    }
+}
+
 /// All ranks of a job, ascending.
 #[derive(Debug)]
 pub(crate) struct World<'a> {
     /// One view for each rank. A rank index is an index into this list.
     pub views: Vec<RankView<'a>>,
+    /// The processes that are no ranks, and that ranks wait for.
+    pub processes: Vec<ProcessView>,
     /// Number of ranks of the job: from the evidence, or more if a higher rank was seen.
     pub size: u32,
 }
@@ -232,7 +259,8 @@ impl<'a> World<'a> {
             }
             views.extend(known);
         }
-        World { views, size }
+        let processes = evidence.processes.iter().map(ProcessView::of).collect();
+        World { views, processes, size }
     }
 
     /// The ranks behind some rank indices, ascending.

@@ -75,6 +75,7 @@ impl Plan {
             attempt: self.head.attempt,
             trigger: Some(self.head.trigger.clone()),
             ranks: Vec::new(),
+            processes: Vec::new(),
             hang_timeout_ns: nanoseconds(self.hang_timeout),
             sample_interval_ns: nanoseconds(self.sample_interval),
         }

@@ -18,6 +18,7 @@ mod part_search;
 mod plan;
 mod registration;
 mod registry;
+mod related;
 mod reports;
 mod socket;
 mod state;

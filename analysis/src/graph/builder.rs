@@ -4,10 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::{
-    server::AwaitedKind,
-    v1::{Op, Operation},
-};
+use xpu_timer_proto::v1::{Op, Operation};
 
 use crate::{
     matching::{Comm, Member},
@@ -97,7 +94,7 @@ pub(super) struct Builder<'w, 'a> {
 }
 
 impl<'w, 'a> Builder<'w, 'a> {
-    pub(super) fn new(world: &'w World<'a>, comms: &'w [Comm<'a>]) -> Self {
+    pub(super) fn new(world: &'w World<'a>, comms: &'w [Comm<'a>], resource_waits: Vec<ResourceWait>) -> Self {
         let by_id: HashMap<u64, usize> = comms.iter().enumerate().map(|(index, comm)| (comm.id, index)).collect();
         let views = world.views.len();
         let living_waiter = comms
@@ -120,7 +117,7 @@ impl<'w, 'a> Builder<'w, 'a> {
             assumed_device_wait: vec![false; views],
             guess: vec![false; views],
             living_waiter,
-            resource_waits: resource_waits(world),
+            resource_waits,
         }
     }
 
@@ -213,24 +210,4 @@ fn transfers_of<'a>(
         }
     }
     found
-}
-
-/// All resource waits, ascending by waiter. A holder is identified by its process, so it is a rank
-/// of the same node. A resource with several holders is left out.
-fn resource_waits(world: &World<'_>) -> Vec<ResourceWait> {
-    let by_process: HashMap<(Option<&str>, i32), usize> = world
-        .views
-        .iter()
-        .enumerate()
-        .filter_map(|(index, rank_index)| Some(((rank_index.node(), rank_index.pid().filter(|pid| *pid > 0)?), index)))
-        .collect();
-    let of = |index: usize| {
-        let view = &world.views[index];
-        let awaited = view.host.awaited.as_ref().filter(|_| !view.halted() && view.host.same_in_both)?;
-        let mut holders = awaited.holders.iter().map(|holder| by_process.get(&(view.node(), holder.pid)).copied());
-        let holder = holders.next()??;
-        let alone = holders.all(|other| other == Some(holder)) && awaited.kind() != AwaitedKind::Unspecified;
-        (alone && holder != index).then_some(ResourceWait { waiter: index, holder })
-    };
-    (0..world.views.len()).filter_map(of).collect()
 }

@@ -7,9 +7,10 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
     case::Case,
+    causes::cannot_continue,
     finding::{Conclusion, HealthyReason, KnownFacts},
     graph::Suspect,
-    stacks::Movement,
+    stacks::{Host, Movement},
     verdict::{Activity, Cause, Confidence, HangEvidence},
     world::{RankView, is_collective},
 };
@@ -100,7 +101,15 @@ pub(super) fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
 pub(super) fn is_idle(case: &Case<'_>) -> bool {
     let views = &case.world.views;
     let worked = views.iter().any(|view| view.operations().any(is_collective));
-    worked && (0..views.len()).all(|rank_index| views[rank_index].host.stack && case.is_idle(rank_index))
+    let rests = |rank_index: usize| case.is_idle(rank_index) || is_served(case, rank_index);
+    worked && (0..views.len()).all(|rank_index| views[rank_index].host.stack && rests(rank_index))
+}
+
+/// A rank waits for a process that may be at rest itself: a server waits like this for the next
+/// request.
+pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
+    case.graph.at_rest.contains(&rank_index)
+        || case.graph.process_wait(rank_index).is_some_and(|wait| !cannot_continue(case, wait))
 }
 
 /// Ranks inside an operation that needs others.
@@ -115,6 +124,7 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
     waiting.extend(case.graph.waiters.iter().flatten());
     waiting.extend(&case.stack_waiters);
     waiting.extend(case.graph.resource_waits.iter().map(|wait| wait.waiter));
+    waiting.extend(case.graph.process_waits.iter().map(|wait| wait.waiter));
     waiting.retain(|rank_index| !case.view(*rank_index).dead());
     waiting
 }
@@ -122,14 +132,14 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
 /// The evidence that the job hangs. `XPU_TIMER_HANG_KILL` ends ranks and `XPU_TIMER_COMMON_HANG`
 /// rises only on a verdict with such evidence. The cause and its confidence alone are not enough.
 ///
-/// `culprits` are rank indices; `victims` is the
-/// number of ranks that wait for them.
+/// `victims` is the number of ranks that wait for the culprits.
 pub(super) fn hang_evidence(
     case: &Case<'_>,
-    (cause, confidence): (Cause, Confidence),
-    culprits: &[usize],
+    outcome: &Outcome,
+    confidence: Confidence,
     victims: usize,
 ) -> HangEvidence {
+    let (cause, culprits) = (outcome.cause, &outcome.culprits);
     let is_progress = matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc);
     if is_progress || culprits.iter().any(|rank_index| makes_progress(case, *rank_index)) {
         return HangEvidence::None;
@@ -148,7 +158,11 @@ pub(super) fn hang_evidence(
     // Within one rank the chain leads to a thread, a worker process or the kernel.
     let inside = matches!(cause, Cause::DataLoader | Cause::DState | Cause::GilDeadlock | Cause::HostLock)
         && confidence == Confidence::High;
-    let ends = !culprits.is_empty() && culprits.iter().all(|rank_index| stands_still(case, *rank_index));
+    let processes = outcome.conclusion.culprit_processes();
+    let is_known = !culprits.is_empty() || !processes.is_empty();
+    let ends = is_known
+        && culprits.iter().all(|rank_index| stands_still(case, *rank_index))
+        && processes.iter().all(|process| is_still(&case.world.processes[*process].host));
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
 }
 
@@ -182,6 +196,9 @@ pub(super) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
 
 /// Its process is gone or stopped, or the two samples show that nothing moved.
 fn stands_still(case: &Case<'_>, rank_index: usize) -> bool {
-    let view = case.view(rank_index);
-    view.halted() || view.host.moved.is_some_and(|moved| !moved.is_progress())
+    case.view(rank_index).halted() || is_still(&case.view(rank_index).host)
+}
+
+fn is_still(host: &Host) -> bool {
+    host.stopped() || host.gone() || host.moved.is_some_and(|moved| !moved.is_progress())
 }

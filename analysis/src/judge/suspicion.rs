@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use xpu_timer_proto::v1::{OpKind, TriggerKind};
 
-use super::outcome::{ended_in_order, is_idle, uses_device};
+use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
     graph::Suspect,
@@ -154,6 +154,7 @@ impl<'c, 'a> Ranks<'c, 'a> {
             !matches!(host.observed.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
                 && !waits(self.case, *index)
                 && host.frozen()
+                && !is_served(self.case, *index)
         };
         self.unlocked.iter().copied().filter(specific).collect()
     }

@@ -237,7 +237,7 @@ fn a_wait_for_keyboard_input_is_not_storage() {
     let prompt = || Stack::new(&[("main", "/job/notebook.py:3")], &["__GI___libc_read"]);
     let mut job = quiet(|rank| if rank == 0 { prompt() } else { Stack::sleep() });
     job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited =
-        Some(Awaited { kind: AwaitedKind::File.into(), name: "/dev/pts/0".into(), holders: Vec::new() });
+        Some(Awaited { kind: AwaitedKind::File.into(), name: "/dev/pts/0".into(), ..Default::default() });
     expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
 }
 

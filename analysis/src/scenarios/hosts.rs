@@ -627,7 +627,7 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
     let holder = |(pid, name, child): &(i32, &str, bool)| Holder { pid: *pid, name: (*name).into(), child: *child };
     let holders = holders.iter().map(holder).collect();
     let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
-    thread.awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders });
+    thread.awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
     job.judge()
 }
 

@@ -39,7 +39,7 @@ fn reads_pipe_of(job: &mut Job, rank: u32, holders: &[(i32, bool)]) {
     let holder = |(pid, child): &(i32, bool)| Holder { pid: *pid, name: "python3".into(), child: *child };
     let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
     let holders = holders.iter().map(holder).collect();
-    thread.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), name: String::new(), holders });
+    thread.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
 }
 
 #[test]
@@ -195,6 +195,7 @@ fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, hol
         kind: kind.into(),
         name: if kind == AwaitedKind::Pipe { String::new() } else { "/data/index.lock".into() },
         holders: holders.iter().map(holder).collect(),
+        ..Default::default()
     });
 }
 

@@ -72,6 +72,12 @@ pub(crate) struct DSleep {
 /// One process, by its dump.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Host {
+    /// Process id on its node; 0 if unknown.
+    pub pid: i32,
+    /// Process id of its parent; 0 if unknown.
+    pub parent_pid: i32,
+    /// Its command line, shortened.
+    pub command: String,
     /// There is at least one stack of the main thread.
     pub stack: bool,
     /// State in the last sample.

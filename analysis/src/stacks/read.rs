@@ -22,6 +22,9 @@ use crate::verdict::Activity;
 /// its own.
 const FROZEN: &str = "F (frozen)";
 
+/// Maximum length of a command line, in characters.
+const MAX_COMMAND: usize = 120;
+
 /// The kernel's name for the state of a waiting process.
 const SLEEPING: &str = "S (sleeping)";
 
@@ -89,6 +92,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         ..moved
     });
     Host {
+        pid: dump.pid,
+        parent_pid: dump.parent_pid,
+        command: dump.command.chars().take(MAX_COMMAND).collect(),
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),

@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::{Operation, Presence};
 
-use super::{Number, Ranks, about, collectives, creations, cycles, detail, hosts, line, transfers};
+use super::{Number, Ranks, about, collectives, creations, cycles, detail, hosts, line, processes, transfers};
 use crate::{
     case::Case,
     explanation::Explanation,
@@ -36,6 +36,7 @@ fn explained(case: &Case<'_>, explanation: &Explanation) -> Vec<EvidenceLine> {
             gone.iter().map(|rank_index| hosts::ended_line(case, *rank_index)).collect()
         }
         Explanation::HoldsUp { .. } => Vec::new(),
+        Explanation::Process(fault) => vec![processes::state_line(case, fault)],
         Explanation::ShutDownInstead { differ, .. } => collectives::differ_lines(case, differ),
         Explanation::ShutDownInCycle { others, .. } => {
             others.iter().map(|event| line(case.waiters_in(*event), Vec::new())).collect()

@@ -109,7 +109,7 @@ fn stopped_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
     about(case, rank_index, &format!("is in process state {}", case.view(rank_index).host.state))
 }
 
-fn kernel_function(wchan: &str) -> String {
+pub(super) fn kernel_function(wchan: &str) -> String {
     if wchan.is_empty() { String::new() } else { format!(" in kernel function {wchan}") }
 }
 
@@ -137,7 +137,7 @@ fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
     })
 }
 
-fn gil_held(holder: &GilHolder) -> String {
+pub(super) fn gil_held(holder: &GilHolder) -> String {
     let location = holder.location.as_ref().map_or(String::new(), |location| format!(" at {location}"));
     format!(
         "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {} for it",

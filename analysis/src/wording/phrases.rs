@@ -4,7 +4,7 @@ use xpu_timer_proto::server::{AwaitedKind, Holder};
 
 use super::Number;
 use crate::{
-    case::{Case, STANDARD_INPUT},
+    case::{Case, Position, STANDARD_INPUT},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
     text::{self, communicator, rank_count, ranks},
@@ -16,23 +16,27 @@ fn frame((file, function): (&str, Option<&str>)) -> String {
     function.map_or(file.to_owned(), |function| format!("{file} in {function}"))
 }
 
+/// A position, to follow a verb: ` at train.py:41 in load (C function read)`.
+pub(super) fn place(position: Position<'_>) -> String {
+    let mut place = String::new();
+    if let Some(python) = position.python {
+        let caller = position.caller.map_or(String::new(), |caller| format!("{}, via ", frame(caller)));
+        place.push_str(&format!(" at {caller}{}", frame(python)));
+    }
+    match position.native {
+        Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
+        Some(native) => place.push_str(&format!(" (C function {native})")),
+        None => {}
+    }
+    place
+}
+
 /// Where a rank is, and what it waits for itself.
 impl<'a> Case<'a> {
     /// Where the main thread of a rank is, to follow a verb: ` at train.py:41 in load (C function
     /// read)`.
     pub(super) fn place(&self, rank_index: usize) -> String {
-        let position = self.position(rank_index);
-        let mut place = String::new();
-        if let Some(python) = position.python {
-            let caller = position.caller.map_or(String::new(), |caller| format!("{}, via ", frame(caller)));
-            place.push_str(&format!(" at {caller}{}", frame(python)));
-        }
-        match position.native {
-            Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
-            Some(native) => place.push_str(&format!(" (C function {native})")),
-            None => {}
-        }
-        place
+        place(self.position(rank_index))
     }
 
     /// Where a rank is, as a clause: `; it is at train.py:41 in load`. Empty if it is not
@@ -84,7 +88,9 @@ impl<'a> Case<'a> {
             }
             AwaitedKind::File if self.at_terminal(rank_index) => format!("its terminal {}", awaited.name),
             AwaitedKind::File => file.to_owned(),
-            AwaitedKind::Socket => awaited.name.clone(),
+            AwaitedKind::Socket if holders.is_empty() => awaited.name.clone(),
+            AwaitedKind::Socket if awaited.name.is_empty() => format!("{holders} at the other end of a socket"),
+            AwaitedKind::Socket => format!("{} ({holders})", awaited.name),
             AwaitedKind::Pipe if alone => "a pipe whose other end only it has open".to_owned(),
             AwaitedKind::Pipe => format!("a pipe whose other end {holders} {have} open"),
             AwaitedKind::Lock if alone => format!("the lock on {file}, which it holds itself"),
@@ -92,6 +98,18 @@ impl<'a> Case<'a> {
                 format!("the lock on {file}, which another process or file handle holds")
             }
             AwaitedKind::Lock => format!("the lock on {file}, held by {holders}"),
+            AwaitedKind::Child if holders.is_empty() => "a child process".to_owned(),
+            AwaitedKind::Child => format!("the end of {holders}"),
+            AwaitedKind::Mutex if awaited.holders.is_empty() => {
+                "a lock that is locked by a thread that does not exist in this process".to_owned()
+            }
+            AwaitedKind::Mutex => format!("a lock that its thread {} holds", awaited.name),
+            _ if holders.is_empty() => return None,
+            AwaitedKind::Event => format!("an eventfd that {holders} {have} open"),
+            AwaitedKind::Several => holders,
+            AwaitedKind::SharedMemory => format!("a lock in memory that it shares with {holders}"),
+            AwaitedKind::Semaphore => format!("a System V semaphore that {holders} changed last"),
+            AwaitedKind::MessageQueue => format!("a message queue that {holders} used last"),
             AwaitedKind::Unspecified => return None,
         })
     }

@@ -1,6 +1,6 @@
 //! The sentence of a verdict: from its findings, or without any.
 
-use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, transfers};
+use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, processes, transfers};
 use crate::{
     case::Case,
     explanation::Explanation,
@@ -35,6 +35,7 @@ fn statement(case: &Case<'_>, explanation: &Explanation) -> Statement {
         Explanation::HoldsUp { holder, waiter, inside } => hosts::holds_up(case, *holder, *waiter, *inside),
         Explanation::ShutDownInstead { culprits, differ } => hosts::shut_down_instead(case, culprits, differ),
         Explanation::ShutDownInCycle { culprits, others } => hosts::shut_down_in_cycle(case, culprits, others),
+        Explanation::Process(fault) => processes::statement(case, fault),
         Explanation::Collective(fault) => collectives::statement(case, fault),
         Explanation::Creation(fault) => creations::statement(case, fault),
         Explanation::Cycle(fault) => cycles::statement(case, fault),
@@ -75,6 +76,18 @@ fn predicates(case: &Case<'_>, findings: &[Finding]) -> Vec<String> {
     parts
 }
 
+/// The different sentences of findings, joined.
+fn sentences(case: &Case<'_>, findings: &[Finding]) -> String {
+    let mut sentences: Vec<String> = Vec::new();
+    for finding in findings {
+        let sentence = spelled(case, &statement(case, &finding.explanation), &finding.culprits);
+        if !sentences.contains(&sentence) && sentences.len() < MAX_SPELLED {
+            sentences.push(sentence);
+        }
+    }
+    sentences.join("; also ")
+}
+
 /// The sentence of findings: the clauses of the first rule, the ranks that wait for `main` among
 /// its suspects, and the clauses of the other rules. `culprits` are those of all findings.
 fn explained(
@@ -86,8 +99,7 @@ fn explained(
 ) -> String {
     let first = statement(case, &primary[0].explanation);
     let is_sentence = matches!(first, Statement::Sentence(_));
-    let mut text =
-        if is_sentence { spelled(case, &first, &primary[0].culprits) } else { predicates(case, primary).join("; ") };
+    let mut text = if is_sentence { sentences(case, primary) } else { predicates(case, primary).join("; ") };
     if let Some(main) = main.filter(|_| !is_sentence) {
         let waits = case.waiters_clause(main, culprits, &text);
         text.push_str(&waits);

@@ -100,6 +100,7 @@ fn without_activity(evidence: &Evidence) -> Evidence {
     for rank in &mut bare.ranks {
         (rank.flight, rank.host) = (None, None);
     }
+    bare.processes.clear();
     bare
 }
 
@@ -125,6 +126,7 @@ pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
         incident: evidence.incident.clone(),
         job: evidence.job.clone(),
         trigger: evidence.trigger.clone(),
+        processes: evidence.processes.clone(),
         ..*evidence
     }
 }

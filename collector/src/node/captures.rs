@@ -92,6 +92,15 @@ const LOOK: Duration = Duration::from_millis(200);
 /// threads are not free either.
 const MAX_GIVEN_UP: u32 = 8;
 
+/// Which processes to capture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// The given ones.
+    Alone,
+    /// Also their descendants.
+    WithChildren,
+}
+
 impl Default for Captures {
     fn default() -> Self {
         Self::new(Box::new(|| Box::new(Capturer::new())))
@@ -111,17 +120,17 @@ impl Captures {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Captures processes and their children. Returns shortly after the deadline at the latest,
+    /// Captures processes, and their children too if `scope` says so. Returns shortly after the deadline at the latest,
     /// whatever the capturer does, and on a busy machine within [`Options::longest`]. It returns
     /// later only when captures of other incidents come first.
     ///
     /// # Errors
     /// When the capture did not end in time.
-    pub fn capture(&self, pids: &[i32], deadline: Duration) -> Result<Vec<ProcessCapture>, Error> {
+    pub fn capture(&self, pids: &[i32], scope: Scope, deadline: Duration) -> Result<Vec<ProcessCapture>, Error> {
         if pids.is_empty() {
             return Ok(Vec::new());
         }
-        let options = Options { deadline, children: true, ..Default::default() };
+        let options = Options { deadline, children: scope == Scope::WithChildren, ..Default::default() };
         let longest = options.longest();
         let (answer, answers) = mpsc::channel();
         let cancelled = Arc::new(AtomicBool::new(false));
@@ -243,9 +252,14 @@ mod tests {
     #[test]
     fn one_worker_serves_all() {
         let (captures, made, _holds) = captures();
-        assert_eq!(captures.capture(&[], SHORT).unwrap().len(), 0);
+        assert_eq!(captures.capture(&[], Scope::WithChildren, SHORT).unwrap().len(), 0);
         for _ in 0..3 {
-            let pids: Vec<i32> = captures.capture(&[7, 8], SHORT).unwrap().iter().map(|process| process.pid).collect();
+            let pids: Vec<i32> = captures
+                .capture(&[7, 8], Scope::WithChildren, SHORT)
+                .unwrap()
+                .iter()
+                .map(|process| process.pid)
+                .collect();
             assert_eq!(pids, [7, 8]);
         }
         assert_eq!(made.load(Ordering::Relaxed), 1);
@@ -263,7 +277,8 @@ mod tests {
         let captures = Captures::new(Box::new(|| Box::new(Slow)));
         let deadline = Duration::from_secs(30);
         thread::scope(|scope| {
-            let all: Vec<_> = (0..6).map(|_| scope.spawn(|| captures.capture(&[7], deadline))).collect();
+            let all: Vec<_> =
+                (0..6).map(|_| scope.spawn(|| captures.capture(&[7], Scope::WithChildren, deadline))).collect();
             assert!(all.into_iter().all(|one| one.join().unwrap().is_ok()));
         });
         assert_eq!(captures.given_up(), 0);
@@ -273,11 +288,11 @@ mod tests {
     fn a_stuck_or_panicking_capture_costs_only_its_deadline() {
         let (captures, made, releases) = captures();
         let start = Instant::now();
-        let error = captures.capture(&[13], SHORT).unwrap_err().to_string();
+        let error = captures.capture(&[13], Scope::WithChildren, SHORT).unwrap_err().to_string();
         assert!(error.contains("no answer within 0.3 s"), "{error}");
         assert!(start.elapsed() < Duration::from_secs(30));
-        assert!(captures.capture(&[666], SHORT).is_err());
-        assert_eq!(captures.capture(&[7], SHORT).unwrap().len(), 1);
+        assert!(captures.capture(&[666], Scope::WithChildren, SHORT).is_err());
+        assert_eq!(captures.capture(&[7], Scope::WithChildren, SHORT).unwrap().len(), 1);
         assert_eq!(made.load(Ordering::Relaxed), 3);
         // The thread of the worker that panicked ends soon after its answer.
         while captures.given_up() > 1 {
@@ -285,16 +300,16 @@ mod tests {
             thread::yield_now();
         }
         for _ in 1..MAX_GIVEN_UP {
-            assert!(captures.capture(&[13], Duration::ZERO).is_err());
+            assert!(captures.capture(&[13], Scope::WithChildren, Duration::ZERO).is_err());
         }
         assert_eq!(captures.given_up(), MAX_GIVEN_UP);
-        assert!(captures.capture(&[7], SHORT).unwrap_err().to_string().contains("have not ended"));
+        assert!(captures.capture(&[7], Scope::WithChildren, SHORT).unwrap_err().to_string().contains("have not ended"));
         // The captures end after all.
         lock(&releases).clear();
         while captures.given_up() > 0 {
             assert!(start.elapsed() < Duration::from_secs(30));
             thread::yield_now();
         }
-        assert_eq!(captures.capture(&[7], SHORT).unwrap().len(), 1);
+        assert_eq!(captures.capture(&[7], Scope::WithChildren, SHORT).unwrap().len(), 1);
     }
 }

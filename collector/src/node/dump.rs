@@ -14,10 +14,11 @@ use xpu_timer_proto::v1::{Evidence, RankEvidence};
 use crate::{
     incident::judging,
     node::{
-        captures::Captures,
+        captures::{Captures, Scope},
         evidence::{RankCapture, elsewhere, has_stacks},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
+        related::RelatedProcesses,
     },
     os::clock::Now,
 };
@@ -71,15 +72,18 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     add_unregistered(&mut task);
     add_launched(&mut task.subjects, std::mem::take(&mut task.unregistered), &task.node);
     let mut taken: BTreeMap<u32, RankCapture> = BTreeMap::new();
+    let mut related = RelatedProcesses::default();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
+    related.sample(0, captures, &taken, CAPTURE_DEADLINE);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
     shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
     sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
+    related.sample(1, captures, &taken, CAPTURE_DEADLINE);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
 
-    let evidence = evidence(&task, taken);
+    let evidence = evidence(&task, taken, related);
     let mut verdict = judging::judge(&evidence);
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;
@@ -103,7 +107,7 @@ fn sample(
     let pids: BTreeMap<i32, u32> =
         task.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
     let asked: Vec<i32> = pids.keys().copied().collect();
-    let result = captures.capture(&asked, deadline);
+    let result = captures.capture(&asked, Scope::WithChildren, deadline);
     for subject in &task.subjects {
         let taken = taken.entry(subject.rank).or_default();
         // The flight record is read with the second sample.
@@ -135,7 +139,8 @@ fn sample(
     }
 }
 
-fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>) -> Evidence {
+fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: RelatedProcesses) -> Evidence {
+    let processes = related.evidence(&taken, &task.node);
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {
@@ -144,5 +149,5 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>) -> Evidence 
     for subject in &task.subjects {
         ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
     }
-    Evidence { world_size, ranks: ranks.into_values().collect(), ..task.plan.evidence() }
+    Evidence { world_size, ranks: ranks.into_values().collect(), processes, ..task.plan.evidence() }
 }

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use xpu_timer_capture::ProcessCapture;
 use xpu_timer_proto::{
     server::{ChildProcess, ProcessSample, Stacktrace},
-    v1::{FlightRecord, Presence, RankEvidence, RankInfo},
+    v1::{FlightRecord, Presence, ProcessEvidence, RankEvidence, RankInfo},
 };
 
 use crate::os::{process::Handle, ring_file::RingFile};
@@ -94,7 +94,11 @@ impl Subject {
         if self.lingers {
             errors.push("it sent Goodbye, but its process does not end".into());
         }
-        let dump = (first.is_some() || last.is_some()).then(|| stacktrace(self, first, last, &mut errors));
+        let dump = (first.is_some() || last.is_some()).then(|| Stacktrace {
+            pid: self.process.as_ref().map_or(0, |process| process.pid),
+            rank: self.rank as i32,
+            ..join_samples([first, last], &self.node, &mut errors)
+        });
         RankEvidence {
             rank: self.rank,
             presence: self.presence.into(),
@@ -134,14 +138,18 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     file
 }
 
-/// Fields 1, 2 and 11 show the last available sample, so that the original viewer can read the
-/// file.
-fn stacktrace(
-    subject: &Subject,
-    first: Option<ProcessCapture>,
-    last: Option<ProcessCapture>,
-    errors: &mut Vec<String>,
-) -> Stacktrace {
+/// The evidence of a process that is no rank, from its two samples.
+#[must_use]
+pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
+    let dump = join_samples(samples, node, &mut Vec::new());
+    ProcessEvidence { node: node.into(), dump: Some(dump), host: None }
+}
+
+/// Joins both samples of a process. Fields 1, 2 and 11 show the last available sample, so that the
+/// original viewer can read the file.
+pub fn join_samples([first, last]: [Option<ProcessCapture>; 2], node: &str, errors: &mut Vec<String>) -> Stacktrace {
+    let newest = [&last, &first].into_iter().flatten().next();
+    let (pid, parent_pid) = newest.map_or((0, 0), |capture| (capture.pid, capture.parent_pid));
     let command = [&last, &first].into_iter().flatten().next().map(|capture| capture.command.clone());
     let mut children: BTreeMap<i32, ChildProcess> = BTreeMap::new();
     let mut samples = [first, last].map(|capture| {
@@ -165,14 +173,15 @@ fn stacktrace(
     Stacktrace {
         stacktrace: std::mem::take(&mut shown.stacktrace),
         py_stacktrace: std::mem::take(&mut shown.py_stacktrace),
-        pid: subject.process.as_ref().map_or(0, |process| process.pid),
-        rank: subject.rank as i32,
+        pid,
+        rank: -1,
         process_state: shown.process_state.clone(),
         first_sample: samples[0].take(),
         last_sample: Some(shown),
         children: children.into_values().collect(),
-        node: subject.node.clone(),
+        node: node.into(),
         command: command.unwrap_or_default(),
+        parent_pid,
         ..Default::default()
     }
 }

@@ -281,8 +281,8 @@ impl Shaped for crate::v1::Evidence {
 }
 static V1_PROCESS_EVIDENCE: [(u32, Field); 3] = [
     (1, Field::Text),
-    (3, Field::Message(&SERVER_STACKTRACE)),
-    (4, Field::Message(&V1_HOST_FACTS)),
+    (2, Field::Message(&SERVER_STACKTRACE)),
+    (3, Field::Message(&V1_HOST_FACTS)),
 ];
 impl Shaped for crate::v1::ProcessEvidence {
     const SHAPE: &'static Shape = &V1_PROCESS_EVIDENCE;

@@ -242,6 +242,9 @@ pub struct Stacktrace {
     pub node: ::prost::alloc::string::String,
     #[prost(string, tag = "105")]
     pub command: ::prost::alloc::string::String,
+    /// Process id of its parent; 0 when unknown.
+    #[prost(int32, tag = "106")]
+    pub parent_pid: i32,
 }
 /// How the stack of a thread was captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]

@@ -669,6 +669,9 @@ pub struct HostFacts {
     /// argv, joined by spaces, at most 120 characters.
     #[prost(string, tag = "17")]
     pub command: ::prost::alloc::string::String,
+    /// Process id of its parent; 0 when unknown.
+    #[prost(int32, tag = "18")]
+    pub parent_pid: i32,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {
@@ -763,13 +766,11 @@ pub struct Evidence {
 pub struct ProcessEvidence {
     #[prost(string, tag = "1")]
     pub node: ::prost::alloc::string::String,
-    #[prost(int32, tag = "2")]
-    pub parent_pid: i32,
     /// Both samples. Absent if only facts are known.
-    #[prost(message, optional, tag = "3")]
+    #[prost(message, optional, tag = "2")]
     pub dump: ::core::option::Option<super::server::Stacktrace>,
     /// The facts that the judge reads from `dump`, in its place.
-    #[prost(message, optional, tag = "4")]
+    #[prost(message, optional, tag = "3")]
     pub host: ::core::option::Option<HostFacts>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]

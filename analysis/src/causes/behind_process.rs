@@ -1,0 +1,155 @@
+//! A rank waits for a process that is no rank, and that process holds up the job.
+
+use xpu_timer_proto::server::AwaitedKind;
+
+use super::rule::{Rule, never_ruled_out};
+use crate::{
+    case::Case,
+    explanation::{Explanation, ProcessFault, ProcessState},
+    finding::{Fact, Finding, RankFact},
+    graph::{ProcessWait, Suspect},
+    stacks::Movement,
+    verdict::{Activity, Cause, Confidence},
+};
+
+/// `process_dead`: ranks wait for a process that is no rank, directly or through others, and it has
+/// ended.
+pub(super) const DEAD: Rule = Rule {
+    cause: Cause::ProcessDead,
+    explain: |case, suspect| explain(case, suspect, Cause::ProcessDead),
+    rule_out: never_ruled_out,
+};
+
+/// `process_stopped`: like [`DEAD`], of a process that a signal, a debugger or the freezer has
+/// stopped.
+pub(super) const STOPPED: Rule = Rule {
+    cause: Cause::ProcessStopped,
+    explain: |case, suspect| explain(case, suspect, Cause::ProcessStopped),
+    rule_out: never_ruled_out,
+};
+
+/// `d_state`: like [`DEAD`], of a process whose main thread sleeps uninterruptibly.
+pub(super) const D_STATE: Rule = Rule {
+    cause: Cause::DState,
+    explain: |case, suspect| explain(case, suspect, Cause::DState),
+    rule_out: never_ruled_out,
+};
+
+/// `gil_deadlock`: like [`DEAD`], of a process in which a blocked thread holds the GIL.
+pub(super) const GIL_DEADLOCK: Rule = Rule {
+    cause: Cause::GilDeadlock,
+    explain: |case, suspect| explain(case, suspect, Cause::GilDeadlock),
+    rule_out: never_ruled_out,
+};
+
+/// `storage_io`: like [`DEAD`], of a process whose main thread is in a read, write or sync that
+/// does not progress, or waits for a lock on a file. The confidence is at most medium.
+pub(super) const STORAGE_IO: Rule = Rule {
+    cause: Cause::StorageIo,
+    explain: |case, suspect| explain(case, suspect, Cause::StorageIo),
+    rule_out: never_ruled_out,
+};
+
+/// `long_step`: like [`DEAD`], of a process that makes progress.
+pub(super) const LONG_STEP: Rule = Rule {
+    cause: Cause::LongStep,
+    explain: |case, suspect| explain(case, suspect, Cause::LongStep),
+    rule_out: never_ruled_out,
+};
+
+/// `host_lock`: like [`DEAD`], of a process whose main thread waits for a lock. The confidence is
+/// at most medium.
+pub(super) const HOST_LOCK: Rule = Rule {
+    cause: Cause::HostLock,
+    explain: |case, suspect| explain(case, suspect, Cause::HostLock),
+    rule_out: never_ruled_out,
+};
+
+/// `missing_rank`: like [`DEAD`], of a process that is at another place: it sleeps, computes, or
+/// waits for something of which nothing is known. The confidence is at most medium.
+///
+/// Without a rank that waits in an operation, a process counts only if it cannot run or holds the
+/// GIL. In all other states, it may be a server at rest.
+pub(super) const ELSEWHERE: Rule = Rule {
+    cause: Cause::MissingRank,
+    explain: |case, suspect| explain(case, suspect, Cause::MissingRank),
+    rule_out: never_ruled_out,
+};
+
+/// The state of the process at the end of a chain.
+fn state(case: &Case<'_>, wait: &ProcessWait) -> ProcessState {
+    let process = &case.world.processes[wait.end()];
+    let host = &process.host;
+    if host.gone() {
+        return ProcessState::Ended;
+    }
+    if host.stopped() {
+        return ProcessState::Stopped;
+    }
+    if let Some(sleep) = host.d_sleep.as_ref().filter(|sleep| sleep.main) {
+        return ProcessState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
+    }
+    if let Some(holder) = &process.gil_holder {
+        return ProcessState::DeadlockedOnGil(holder.clone());
+    }
+    let kind = host.awaited.as_ref().map(|awaited| awaited.kind());
+    let progresses = |moved: Movement| moved.io || moved.own_frame || moved.helper_progressed;
+    match host.observed.activity {
+        _ if host.moved.is_some_and(progresses) => ProcessState::MakesProgress,
+        Activity::Lock => ProcessState::WaitsForLock,
+        Activity::Io if kind != Some(AwaitedKind::Socket) => ProcessState::StuckInIo,
+        _ if kind == Some(AwaitedKind::Lock) => ProcessState::StuckInIo,
+        _ => ProcessState::Elsewhere,
+    }
+}
+
+/// Whether the process at the end of a chain cannot continue by itself, whatever it waits for.
+pub(crate) fn cannot_continue(case: &Case<'_>, wait: &ProcessWait) -> bool {
+    matches!(
+        state(case, wait),
+        ProcessState::Ended
+            | ProcessState::Stopped
+            | ProcessState::SleepsUninterruptibly { .. }
+            | ProcessState::DeadlockedOnGil(_)
+    )
+}
+
+fn cause(state: &ProcessState) -> Cause {
+    match state {
+        ProcessState::Ended => Cause::ProcessDead,
+        ProcessState::Stopped => Cause::ProcessStopped,
+        ProcessState::SleepsUninterruptibly { .. } => Cause::DState,
+        ProcessState::DeadlockedOnGil(_) => Cause::GilDeadlock,
+        ProcessState::MakesProgress => Cause::LongStep,
+        ProcessState::WaitsForLock => Cause::HostLock,
+        ProcessState::StuckInIo => Cause::StorageIo,
+        ProcessState::Elsewhere => Cause::MissingRank,
+    }
+}
+
+fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding> {
+    let rank_index = case.host_rank(suspect)?;
+    let wait = case.graph.process_wait(rank_index)?;
+    let moved = case.view(rank_index).host.moved.is_some_and(|moved| moved.own_frame);
+    let hard = cannot_continue(case, wait);
+    if moved || case.graph.events.is_empty() && !hard {
+        return None;
+    }
+    let state = state(case, wait);
+    if cause(&state) != wanted {
+        return None;
+    }
+    let most = if hard && wait.is_certain { Confidence::High } else { Confidence::Medium };
+    let mut evidence = vec![Fact::Explained, RankFact::Awaited.of(rank_index)];
+    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.push(Fact::Position(rank_index));
+    let (end, before) = wait.chain.split_last()?;
+    let event = case.main_event(suspect);
+    let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, event };
+    Some(Finding {
+        culprits: Vec::new(),
+        explanation: Explanation::Process(fault),
+        confidence: case.host_confidence(suspect).min(most),
+        evidence,
+    })
+}

@@ -1,0 +1,208 @@
+//! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
+//! for a server, which is stopped.
+
+use std::collections::{HashMap, HashSet};
+
+use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
+
+use super::builder::ResourceWait;
+use crate::{stacks::Host, world::World};
+
+/// Start of the name of an awaited socket on which a process listens: it waits for a client.
+const LISTENS: &str = "anybody who connects";
+
+/// A rank that waits for a process that is no rank, directly or through other processes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ProcessWait {
+    /// Index of the rank.
+    pub waiter: usize,
+    /// The processes of the chain, as indices. The last one is its end.
+    pub chain: Vec<usize>,
+    /// At each step only one process has the other end.
+    pub is_certain: bool,
+}
+
+impl ProcessWait {
+    /// The process at the end of the chain.
+    pub fn end(&self) -> usize {
+        self.chain.last().copied().unwrap_or_default()
+    }
+}
+
+/// A member of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Member {
+    Rank(usize),
+    Process(usize),
+}
+
+/// What ranks wait for outside of all operations. The lists are in ascending order of their ranks.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    /// Ranks that wait for a resource of another rank.
+    pub of_ranks: Vec<ResourceWait>,
+    /// Ranks that wait for a process that is no rank.
+    pub of_processes: Vec<ProcessWait>,
+    /// Ranks that wait for a process that waits for clients itself.
+    pub at_rest: Vec<usize>,
+}
+
+/// Finds what ranks wait for. A process is identified by its node and pid.
+pub(super) fn waits(world: &World<'_>) -> Waits {
+    let mut by_pid: HashMap<(&str, i32), Member> = HashMap::new();
+    for (index, process) in world.processes.iter().enumerate() {
+        by_pid.insert((&process.node, process.host.pid), Member::Process(index));
+    }
+    for (index, view) in world.views.iter().enumerate() {
+        if let Some(pid) = view.pid().filter(|pid| *pid > 0) {
+            by_pid.insert((view.node().unwrap_or_default(), pid), Member::Rank(index));
+        }
+    }
+    let chains = Chains { world, by_pid };
+    let (mut of_ranks, mut of_processes, mut at_rest) = (Vec::new(), Vec::new(), Vec::new());
+    for waiter in 0..world.views.len() {
+        match chains.follow(waiter) {
+            End::Rank(holder) => of_ranks.push(ResourceWait { waiter, holder }),
+            End::Process { chain, is_certain } => of_processes.push(ProcessWait { waiter, chain, is_certain }),
+            End::AtRest => at_rest.push(waiter),
+            End::Unknown => {}
+        }
+    }
+    Waits { of_ranks, of_processes, at_rest }
+}
+
+struct Chains<'w, 'a> {
+    world: &'w World<'a>,
+    by_pid: HashMap<(&'w str, i32), Member>,
+}
+
+impl Chains<'_, '_> {
+    fn host(&self, member: Member) -> &Host {
+        match member {
+            Member::Rank(index) => &self.world.views[index].host,
+            Member::Process(index) => &self.world.processes[index].host,
+        }
+    }
+
+    fn node(&self, member: Member) -> &str {
+        match member {
+            Member::Rank(index) => self.world.views[index].node().unwrap_or_default(),
+            Member::Process(index) => &self.world.processes[index].node,
+        }
+    }
+
+    fn pid(&self, member: Member) -> i32 {
+        match member {
+            Member::Rank(index) => self.world.views[index].pid().unwrap_or(0),
+            Member::Process(index) => self.world.processes[index].host.pid,
+        }
+    }
+
+    /// The end of the chain that begins at a rank. It is unknown if the rank waits for no process
+    /// that is known, if several are possible, or if the chain leads back.
+    fn follow(&self, waiter: usize) -> End {
+        let mut current = Member::Rank(waiter);
+        if self.world.views[waiter].halted() {
+            return End::Unknown;
+        }
+        let mut seen = HashSet::from([current]);
+        let (mut chain, mut is_certain) = (Vec::new(), true);
+        loop {
+            let host = self.host(current);
+            let is_stuck = host.stopped() || host.gone() || host.d_sleep.as_ref().is_some_and(|sleep| sleep.main);
+            let awaited = host.awaited.as_ref().filter(|_| !is_stuck && host.same_in_both);
+            let next = match awaited.map(|awaited| (awaited, self.next(current, awaited))) {
+                Some((awaited, _)) if awaited.name.starts_with(LISTENS) && !chain.is_empty() => return End::AtRest,
+                Some((_, Next::Unknown)) => return End::Unknown,
+                Some((_, Next::One { member, is_only })) => {
+                    is_certain &= is_only;
+                    member
+                }
+                Some((_, Next::Nobody)) | None if chain.is_empty() => return End::Unknown,
+                Some((_, Next::Nobody)) | None => return End::Process { chain, is_certain },
+            };
+            if !seen.insert(next) {
+                return End::Unknown;
+            }
+            match next {
+                Member::Rank(holder) => return End::Rank(holder),
+                Member::Process(index) => chain.push(index),
+            }
+            current = next;
+        }
+    }
+
+    /// The process that a member waits for. Of several that have the other end, those that wait for
+    /// the same object cannot be it; a child is expected to answer before a parent, and a parent
+    /// before other processes.
+    fn next(&self, current: Member, awaited: &Awaited) -> Next {
+        let own = self.pid(current);
+        let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
+        if others.is_empty() {
+            return Next::Nobody;
+        }
+        let member = |holder: &&Holder| self.by_pid.get(&(self.node(current), holder.pid)).copied();
+        if awaited.kind() == AwaitedKind::Unspecified {
+            return Next::Unknown;
+        }
+        let waits_alike = |member: Member| {
+            let object = self.host(member).awaited.as_ref().map(|awaited| &awaited.object);
+            object.is_some_and(|object| !object.is_empty() && *object == awaited.object)
+        };
+        let known: Vec<(Member, bool)> = others
+            .iter()
+            .filter_map(|holder| Some((member(holder)?, holder.child)))
+            .filter(|(member, _)| !waits_alike(*member))
+            .collect();
+        let unknown = others.iter().filter(|holder| member(holder).is_none()).count();
+        match known.as_slice() {
+            [(only, _)] if unknown == 0 => return Next::One { member: *only, is_only: others.len() == 1 },
+            [] => return Next::Unknown,
+            _ => {}
+        }
+        let halted: Vec<Member> = known.iter().map(|(member, _)| *member).filter(|one| self.is_halted(*one)).collect();
+        let likely = |member| Next::One { member, is_only: false };
+        if let [only] = halted[..] {
+            return likely(only);
+        }
+        let children: Vec<Member> = known.iter().filter(|(_, child)| *child).map(|(member, _)| *member).collect();
+        match children[..] {
+            [only] => likely(only),
+            [] => self.parent_of(current, &known).map_or(Next::Unknown, likely),
+            _ => Next::Unknown,
+        }
+    }
+
+    fn is_halted(&self, member: Member) -> bool {
+        let host = self.host(member);
+        host.stopped() || host.gone()
+    }
+
+    /// The one of these members that started the others: their parent.
+    fn parent_of(&self, current: Member, among: &[(Member, bool)]) -> Option<Member> {
+        let parent = self.host(current).parent_pid;
+        among.iter().map(|(member, _)| *member).find(|member| self.pid(*member) == parent)
+    }
+}
+
+/// The next member of a chain.
+enum Next {
+    /// No other process has the other end.
+    Nobody,
+    /// Several are possible, or it is a process of which nothing is known.
+    Unknown,
+    /// This one; `is_only` if no other process has the other end.
+    One { member: Member, is_only: bool },
+}
+
+/// The end of a chain.
+enum End {
+    Rank(usize),
+    Process {
+        chain: Vec<usize>,
+        is_certain: bool,
+    },
+    /// A process that waits for clients.
+    AtRest,
+    Unknown,
+}

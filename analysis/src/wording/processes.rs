@@ -1,0 +1,67 @@
+//! A process that is no rank holds up ranks.
+
+use super::{Ranks, Statement, hosts, line, phrases};
+use crate::{
+    case::{Case, Position},
+    explanation::{ProcessFault, ProcessState},
+    stacks, text,
+    verdict::EvidenceLine,
+};
+
+/// `process 8176 (python3 engine.py)`.
+fn name(case: &Case<'_>, process: usize) -> String {
+    /// Maximum length of a command line, in characters.
+    const SHOWN: usize = 60;
+    let host = &case.world.processes[process].host;
+    let command: String = host.command.chars().take(SHOWN).collect();
+    let rest = if host.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
+    if command.is_empty() { format!("process {}", host.pid) } else { format!("process {} ({command}{rest})", host.pid) }
+}
+
+/// The state of a process as a predicate: `is stopped by a signal`.
+fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
+    let host = &case.world.processes[process].host;
+    let place = phrases::place(Position::of(&host.location));
+    match state {
+        ProcessState::Ended => "is dead".to_owned(),
+        ProcessState::Stopped => format!("is stopped (state {}){place}", host.state),
+        ProcessState::SleepsUninterruptibly { wchan } => {
+            format!("sleeps uninterruptibly{}{place}", hosts::kernel_function(wchan))
+        }
+        ProcessState::DeadlockedOnGil(holder) => format!("is {}", hosts::gil_held(holder)),
+        ProcessState::MakesProgress => format!("is busy and makes progress{place}"),
+        ProcessState::WaitsForLock => format!("waits for a lock{place}"),
+        ProcessState::StuckInIo => match host.awaited.as_ref().filter(|awaited| !awaited.name.is_empty()) {
+            Some(awaited) => format!("is stuck in I/O on {}{place}", stacks::base_name(&awaited.name)),
+            None => format!("is stuck in I/O{place}"),
+        },
+        ProcessState::Elsewhere => format!("does not answer; it is{place}"),
+    }
+}
+
+/// The sentence about a process and the ranks that wait for it.
+pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
+    let ProcessFault { rank_index, before, end, state, event } = fault;
+    let mut sentence =
+        format!("{}, which is not a rank, {}", text::capital(&name(case, *end)), predicate(case, *end, state));
+    let waits = case.graph.process_waits.iter().filter(|wait| wait.end() == *end).map(|wait| wait.waiter);
+    let waiters: Vec<usize> = waits.collect();
+    let who = Ranks::of(case, &waiters);
+    let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));
+    sentence.push_str(&format!("; {} {} for it{through}{}", who.text(), who.number().waits(), case.place(*rank_index)));
+    if let Some(event) = event {
+        let inside: Vec<usize> = case.graph.waiters_of(*event).to_vec();
+        let others: Vec<usize> = inside.into_iter().filter(|index| !waiters.contains(index)).collect();
+        let others = Ranks::of(case, &others);
+        let verb = others.number().waits();
+        sentence.push_str(&format!("; {} {verb} for {} in {}", others.text(), who.text(), case.describe(*event)));
+    }
+    Statement::Sentence(sentence)
+}
+
+/// The line of evidence about a process.
+pub(super) fn state_line(case: &Case<'_>, fault: &ProcessFault) -> EvidenceLine {
+    let rank = case.view(fault.rank_index).rank;
+    let state = predicate(case, fault.end, &fault.state);
+    line(format!("{}, for which rank {rank} waits, {state}", name(case, fault.end)), vec![rank])
+}
