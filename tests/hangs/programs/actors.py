@@ -274,7 +274,7 @@ def push_gradients(path, rank, trouble=""):
             trouble_of(trouble)(actor)
         wire.send({"step": step, "rank": rank})
         pull_weights(wire)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def pull_weights(wire):
@@ -348,6 +348,7 @@ def connect_ring(rank, size):
         time.sleep(0.01)
     with open(neighbour) as file:
         right = socket.create_connection(("127.0.0.1", int(file.read())))
+    right.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener.accept()[0], right
 
 
@@ -415,9 +416,11 @@ def learner(rank, trajectories, trouble, commands=(), weights=0):
     for step in itertools.count(1):
         for command in commands:
             command.send(step)
-        if trajectories:
-            next_trajectory(trajectories)
+        for _ in commands or [None]:
+            if trajectories:
+                next_trajectory(trajectories)
         worker.execute_model(step)
+        time.sleep(0.02)
         if group:
             group.broadcast(worker.hidden, 0, worker.stream)
             worker.stream.synchronize()
@@ -538,6 +541,7 @@ def play(trajectories, frames):
     for step in itertools.count(1):
         frame = read_frame(frames)
         policy.execute_model(step)
+        time.sleep(0.02)
         frames.send(frame)
         trajectories.put([step] * 64)
 
@@ -649,6 +653,7 @@ def suggest(pipes):
         for pipe in pipes:
             pipe.recv()
             pipe.send(step)
+        time.sleep(0.02)
     blame(["process_dead"], None)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -786,7 +791,7 @@ def launch_and_fit(odd, trouble, size=4, outlive=""):
     os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = "0", "0", str(size)
     for rank in range(1, size):
         start("fit_child", outlive, trouble if rank == odd else "", LOCAL_RANK=str(rank))
-    fit(0, size, {0: trouble_of(trouble)} if odd == 0 else {})
+    fit(0, size, {0: trouble} if odd == 0 else {})
 
 
 def write_checkpoint(_worker):
@@ -835,6 +840,7 @@ def ranked_trainer(port, trouble=""):
         if reward:
             ask_reward(reward, step)
         worker.execute_model(step)
+        time.sleep(0.02)
 
 
 def ask_reward(reward, step):
@@ -958,6 +964,3 @@ def elastic_half_replaced():
 
 if __name__ == "__main__":
     main(globals())
-elif __name__ == "__mp_main__":
-    # A process of multiprocessing, or its fork server, whose children keep it alive otherwise.
-    die_with_parent()

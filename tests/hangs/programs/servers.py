@@ -81,6 +81,15 @@ def blame_nobody():
 
 def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent and parent.pid != os.getppid():
+        in_thread(watch_parent, parent, name="death-pipe")
+
+
+def watch_parent(parent):
+    """A fork server lives as long as its children, so they look after its parent."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent():
@@ -1418,7 +1427,7 @@ def late_worker(rank, condition, place):
     """Serves in pairs first, and then creates a communicator of all."""
     rank = int(rank)
     worker = Worker(f"pair{rank // 2}", rank % 2, 2, device=rank)
-    for step in range(TROUBLE):
+    for step in range(TROUBLE * 2 // 3):
         worker.execute_model(step)
         time.sleep(0.03)
     if condition == "before":
@@ -1426,7 +1435,7 @@ def late_worker(rank, condition, place):
     everyone = cuda.Communicator.create("everyone", rank, 4)
     for step in range(1 << 30):
         worker.execute_model(step)
-        if step == TROUBLE and condition == "after":
+        if step == TROUBLE // 3 and condition == "after":
             globals()[place](worker)
         worker.reduce(everyone)
         time.sleep(0.03)
@@ -1482,6 +1491,3 @@ def main(names):
 
 if __name__ == "__main__":
     main(globals())
-elif __name__ == "__mp_main__":
-    # A process of multiprocessing, or its fork server, whose children keep it alive otherwise.
-    die_with_parent()
