@@ -154,7 +154,7 @@ def drive(trouble, odd=1, actors=4, steps=1 << 30):
             wire.send({"submit": rank, "step": step})
         for rank in range(actors):
             get(wire, f"{rank}/{step}")
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def get_weights(learner):
@@ -333,7 +333,7 @@ def ring_actor(rank, size, trouble=""):
         if step == TROUBLE and trouble:
             trouble_of(trouble)(actor)
         all_reduce(left, right, rank, size)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def connect_ring(rank, size):
@@ -396,9 +396,9 @@ def rollout(actor, trajectories, trouble, commands=None, weights=0):
         if group:
             take_command(commands)
         policy.execute_model(step)
+        trajectories.put([step] * 64)
         if step == TROUBLE and trouble and trouble(policy, trajectories):
             continue
-        trajectories.put([step] * 64)
         if group:
             group.broadcast(policy.hidden, 0, policy.stream)
             policy.stream.synchronize()
