@@ -299,7 +299,7 @@ def aggregate(_server):
 
 @scenario
 def parameters_push_dropped():
-    """The server takes a push of actor 1 for stale, and waits for another; all actors wait for it."""
+    """The server takes a push of actor 1 for stale, and waits for another; all actors wait."""
     serve_parameters(drop="1")
 
 
@@ -463,7 +463,7 @@ def die_in_feeder(_policy, trajectories):
 
 @scenario
 def rl_environment_silent():
-    """Rollout actor 1 waits for its game; learner 1 waits for its queue, learner 0 for learner 1."""
+    """Rollout actor 1 waits for its game; learner 1 waits for its queue, learner 0 for that one."""
     start_rl(rollout_trouble=step_environment)
 
 
@@ -665,8 +665,8 @@ def next_suggestion(pipe):
 
 @scenario
 def sweep_searcher_killed():
-    """The launched command suggests the parameters, and is killed; the first rank of each trial waits
-    for it, because the pipes are still open in the other ranks."""
+    """The launched command suggests the parameters, and is killed; the first rank of each trial
+    waits for it, because the pipes are still open in the other ranks."""
     pipes = []
     for trial in range(2):
         for rank in range(2):
@@ -903,7 +903,7 @@ def agent_reward_lock():
 
 @scenario
 def agent_reward_killed():
-    """The second worker of the reward model is killed; the agent sees no end of its own children."""
+    """The second worker of the reward model is killed; no child of the agent has ended."""
     run_agent(shard=run_out_of_memory)
 
 

@@ -155,7 +155,7 @@ class Wire:
 
 
 class Ring:
-    """Counters in shared memory, which both sides poll: the newest request, and the newest result."""
+    """Counters in shared memory, which both sides poll: the newest request and the newest result."""
 
     def __init__(self, path):
         with open(path, "ab+") as file:
@@ -243,8 +243,8 @@ def wait_for_batch(channel):
 
 
 class Engine:
-    """The scheduler: one batch at a time goes to all workers. A polite one asks for the results with
-    a timeout, and reports its health meanwhile."""
+    """The scheduler: one batch at a time goes to all workers. A polite one asks for the results
+    with a timeout, and reports its health meanwhile."""
 
     def __init__(self, channels, trouble=None, polite=False):
         self.channels, self.trouble, self.polite = channels, trouble, polite
@@ -505,7 +505,7 @@ def raise_error(_worker):
 
 
 def skip_empty_layer(_worker):
-    """The worker leaves out a layer that has no tokens for it, and then waits for the next batch."""
+    """The worker leaves out a layer that has no tokens for it, and waits for the next batch."""
     blame(["missing_rank"], "wait_for_batch")
     return SKIP
 
@@ -576,7 +576,7 @@ def pipe_worker_gil():
 
 @scenario
 def pipe_lost_request():
-    """The input thread of worker 1 drops a batch, so its main thread never enters the collectives."""
+    """The input thread of worker 1 drops a batch, so its main thread enters no collective."""
     channels, _ = spawn_workers(4, {1: lose_request})
     Engine(channels, polite=True).serve()
 
@@ -1367,8 +1367,8 @@ def zygote_inherited_lock():
 
 @scenario
 def zygote_stopped():
-    """The zygote is stopped before it forks worker 1 of the second generation: worker 0 waits for the
-    missing one in the creation of the communicator."""
+    """The zygote is stopped before it forks worker 1 of the second generation: worker 0 waits for
+    the missing one in the creation of the communicator."""
     serve_with_zygote(spoil="freeze")
 
 
