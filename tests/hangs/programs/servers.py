@@ -155,7 +155,7 @@ class Wire:
 
 
 class Ring:
-    """Counters in shared memory, which both sides poll: the newest request and the newest result."""
+    """Counters in shared memory, which both sides poll: the newest request, the newest result."""
 
     def __init__(self, path):
         with open(path, "ab+") as file:
