@@ -14,7 +14,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 
@@ -37,7 +36,6 @@ from servers import (
     join_prefetch,
     key_value_store,
     listen_tcp,
-    listen_unix,
     lock_cache_folder,
     main,
     next_image,
@@ -156,7 +154,7 @@ def drive(trouble, odd=1, actors=4, steps=1 << 30):
             wire.send({"submit": rank, "step": step})
         for rank in range(actors):
             get(wire, f"{rank}/{step}")
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def get_weights(learner):
@@ -176,37 +174,37 @@ def request_lease(learner):
 @scenario
 def ray_actor_sampler():
     """Actor 2 waits for a condition that nobody notifies; driver and raylet stay polite."""
-    drive("wait_for_sampler", odd=2)
+    drive(wait_for_sampler, odd=2)
 
 
 @scenario
 def ray_actor_killed():
     """Actor 1 is killed; the raylet has no message for the driver about it."""
-    drive("run_out_of_memory")
+    drive(run_out_of_memory)
 
 
 @scenario
 def ray_actor_gil():
     """A thread of actor 3 keeps the GIL in an extension."""
-    drive("encode_in_background", odd=3)
+    drive(encode_in_background, odd=3)
 
 
 @scenario
 def ray_missing_object():
     """Actor 1 gets an object that no task makes."""
-    drive("get_weights")
+    drive(get_weights)
 
 
 @scenario
 def ray_raylet_stopped():
     """The raylet is stopped while actor 0 asks it for a lease; driver and actors wait for it."""
-    drive("request_lease", odd=0)
+    drive(request_lease, odd=0)
 
 
 @scenario
 def ray_actor_sleeps():
     """Actor 0 sleeps for weeks before a retry."""
-    drive("back_off", odd=0)
+    drive(back_off, odd=0)
 
 
 @idle
@@ -276,7 +274,7 @@ def push_gradients(path, rank, trouble=""):
             trouble_of(trouble)(actor)
         wire.send({"step": step, "rank": rank})
         pull_weights(wire)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def pull_weights(wire):
@@ -301,26 +299,26 @@ def aggregate(_server):
 
 @scenario
 def parameters_push_dropped():
-    """The server takes a push of actor 1 for stale, and waits for another; all actors wait for it."""
+    """The server takes a push of actor 1 for stale, and waits for another; all actors wait."""
     serve_parameters(drop="1")
 
 
 @scenario
 def parameters_server_gil():
     """The server holds its GIL in an extension that waits for its own mutex."""
-    serve_parameters(extension="aggregate")
+    serve_parameters(extension=aggregate)
 
 
 @scenario
 def parameters_actor_killed():
     """Actor 2 is killed; the server asks its queue with a timeout, and waits for one more push."""
-    serve_parameters(2, "run_out_of_memory", polite="yes")
+    serve_parameters(2, run_out_of_memory, polite="yes")
 
 
 @scenario
 def parameters_actor_flock():
     """Actor 3 locks its replay folder twice; the server and the other actors wait."""
-    serve_parameters(3, "lock_cache_folder")
+    serve_parameters(3, lock_cache_folder)
 
 
 # Actors in a ring of sockets, as gloo makes one.
@@ -335,7 +333,7 @@ def ring_actor(rank, size, trouble=""):
         if step == TROUBLE and trouble:
             trouble_of(trouble)(actor)
         all_reduce(left, right, rank, size)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def connect_ring(rank, size):
@@ -350,6 +348,7 @@ def connect_ring(rank, size):
         time.sleep(0.01)
     with open(neighbour) as file:
         right = socket.create_connection(("127.0.0.1", int(file.read())))
+    right.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener.accept()[0], right
 
 
@@ -369,19 +368,19 @@ def start_ring(odd, trouble):
 @scenario
 def ring_actor_prefetch():
     """Actor 1 joins a thread that never ends; the ring of sockets waits for it."""
-    start_ring(1, "join_prefetch")
+    start_ring(1, join_prefetch)
 
 
 @scenario
 def ring_actor_stopped():
     """Actor 2 is stopped by a signal; its neighbours wait in their sockets."""
-    start_ring(2, "freeze")
+    start_ring(2, freeze)
 
 
 @scenario
 def ring_actor_pool():
     """Actor 0 waits for a pool of threads that wait for each other."""
-    start_ring(0, "gather_inputs")
+    start_ring(0, gather_inputs)
 
 
 # Reinforcement learning: rollout actors with queues, and two learners.
@@ -397,9 +396,9 @@ def rollout(actor, trajectories, trouble, commands=None, weights=0):
         if group:
             take_command(commands)
         policy.execute_model(step)
+        trajectories.put([step] * 64)
         if step == TROUBLE and trouble and trouble(policy, trajectories):
             continue
-        trajectories.put([step] * 64)
         if group:
             group.broadcast(policy.hidden, 0, policy.stream)
             policy.stream.synchronize()
@@ -417,9 +416,11 @@ def learner(rank, trajectories, trouble, commands=(), weights=0):
     for step in itertools.count(1):
         for command in commands:
             command.send(step)
-        if trajectories:
-            next_trajectory(trajectories)
+        for _ in commands or [None]:
+            if trajectories:
+                next_trajectory(trajectories)
         worker.execute_model(step)
+        time.sleep(0.02)
         if group:
             group.broadcast(worker.hidden, 0, worker.stream)
             worker.stream.synchronize()
@@ -462,7 +463,7 @@ def die_in_feeder(_policy, trajectories):
 
 @scenario
 def rl_environment_silent():
-    """Rollout actor 1 waits for its game; learner 1 waits for its queue, learner 0 for learner 1."""
+    """Rollout actor 1 waits for its game; learner 1 waits for its queue, learner 0 for that one."""
     start_rl(rollout_trouble=step_environment)
 
 
@@ -540,6 +541,7 @@ def play(trajectories, frames):
     for step in itertools.count(1):
         frame = read_frame(frames)
         policy.execute_model(step)
+        time.sleep(0.02)
         frames.send(frame)
         trajectories.put([step] * 64)
 
@@ -651,6 +653,7 @@ def suggest(pipes):
         for pipe in pipes:
             pipe.recv()
             pipe.send(step)
+        time.sleep(0.02)
     blame(["process_dead"], None)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -662,8 +665,8 @@ def next_suggestion(pipe):
 
 @scenario
 def sweep_searcher_killed():
-    """The launched command suggests the parameters, and is killed; the first rank of each trial waits
-    for it, because the pipes are still open in the other ranks."""
+    """The launched command suggests the parameters, and is killed; the first rank of each trial
+    waits for it, because the pipes are still open in the other ranks."""
     pipes = []
     for trial in range(2):
         for rank in range(2):
@@ -738,14 +741,14 @@ def wait_for_barrier_key(_worker):
 @scenario
 def arguments_stopped():
     """Rank 2 of four is stopped by a signal."""
-    start_ranks(4, 2, "freeze")
+    start_ranks(4, 2, freeze)
     report_progress()
 
 
 @scenario
 def arguments_precision():
     """Rank 1 reduces another element type than the others."""
-    start_ranks(4, 1, "mix_precision")
+    start_ranks(4, 1, mix_precision)
     report_progress()
 
 
@@ -754,14 +757,14 @@ def arguments_store_key():
     """Rank 3 waits for a key of the launcher's store that nobody sets."""
     store = listen_tcp()
     os.environ["STORE"] = str(store.getsockname()[1])
-    start_ranks(4, 3, "wait_for_barrier_key")
+    start_ranks(4, 3, wait_for_barrier_key)
     key_value_store(store)
 
 
 @scenario
 def arguments_raises():
     """An exception ends rank 0, and the launcher waits for the last rank first."""
-    for rank in reversed(start_ranks(4, 0, "raise_error")):
+    for rank in reversed(start_ranks(4, 0, raise_error)):
         rank.wait()
 
 
@@ -788,7 +791,7 @@ def launch_and_fit(odd, trouble, size=4, outlive=""):
     os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = "0", "0", str(size)
     for rank in range(1, size):
         start("fit_child", outlive, trouble if rank == odd else "", LOCAL_RANK=str(rank))
-    fit(0, size, {0: trouble_of(trouble)} if odd == 0 else {})
+    fit(0, size, {0: trouble} if odd == 0 else {})
 
 
 def write_checkpoint(_worker):
@@ -804,25 +807,25 @@ def write_checkpoint(_worker):
 @scenario
 def lightning_main_checkpoint():
     """Rank 0, the launched process, writes its checkpoint into a pipe that nobody reads."""
-    launch_and_fit(0, "write_checkpoint")
+    launch_and_fit(0, write_checkpoint)
 
 
 @scenario
 def lightning_child_killed():
     """Rank 2, a child of rank 0, is killed."""
-    launch_and_fit(2, "run_out_of_memory")
+    launch_and_fit(2, run_out_of_memory)
 
 
 @scenario
 def lightning_child_lock():
     """Rank 3 waits for a queue that nobody fills."""
-    launch_and_fit(3, "next_image")
+    launch_and_fit(3, next_image)
 
 
 @scenario
 def lightning_main_killed():
     """Rank 0, the launched process, is killed, and its children live on."""
-    launch_and_fit(0, "run_out_of_memory", outlive="yes")
+    launch_and_fit(0, run_out_of_memory, outlive="yes")
 
 
 # An agent as torchrun's, whose ranks use a service without ranks.
@@ -837,6 +840,7 @@ def ranked_trainer(port, trouble=""):
         if reward:
             ask_reward(reward, step)
         worker.execute_model(step)
+        time.sleep(0.02)
 
 
 def ask_reward(reward, step):
@@ -894,19 +898,19 @@ def monitor(processes):
 def agent_reward_lock():
     """The second worker of the reward model, which has no rank, locks its cache twice: rank 0 waits
     for the reward, and rank 1 for rank 0."""
-    run_agent(shard="lock_cache_folder")
+    run_agent(shard=lock_cache_folder)
 
 
 @scenario
 def agent_reward_killed():
-    """The second worker of the reward model is killed; the agent sees no end of its own children."""
-    run_agent(shard="run_out_of_memory")
+    """The second worker of the reward model is killed; no child of the agent has ended."""
+    run_agent(shard=run_out_of_memory)
 
 
 @scenario
 def agent_rank_stopped():
     """Rank 1 is stopped; rank 0 waits for it, and the reward model for rank 0."""
-    run_agent(rank1="freeze")
+    run_agent(rank1=freeze)
 
 
 # An elastic job whose workers are replaced.
@@ -918,7 +922,7 @@ def fail_once(_worker):
 
 def run_generations(second, odd):
     """A worker of the first generation fails, and the agent starts a new one."""
-    ranks = start_ranks(4, 1, "fail_once", group="generation0")
+    ranks = start_ranks(4, 1, fail_once, group="generation0")
     ranks[1].wait()
     for rank in ranks:
         rank.kill()
@@ -932,13 +936,13 @@ def run_generations(second, odd):
 @scenario
 def elastic_replaced_prefetch():
     """Worker 2 of the second generation joins a thread that never ends."""
-    run_generations("join_prefetch", 2)
+    run_generations(join_prefetch, 2)
 
 
 @scenario
 def elastic_replaced_gil():
     """Worker 0 of the second generation keeps the GIL in an extension."""
-    run_generations("encode_prompts", 0)
+    run_generations(encode_prompts, 0)
 
 
 @healthy
@@ -952,7 +956,7 @@ def elastic_healthy():
 def elastic_half_replaced():
     """Worker 3 fails, and the agent replaces only this one: the new one waits for the others in its
     communicator, and the others wait for the dead one in theirs."""
-    ranks = start_ranks(4, 3, "raise_error", group="generation0")
+    ranks = start_ranks(4, 3, raise_error, group="generation0")
     ranks[3].wait()
     start("train", "--rank", 3, "--world-size", 4, "--group", "generation1")
     report_progress()

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
+import functools
 import http.server
 import itertools
 import json
@@ -80,6 +81,15 @@ def blame_nobody():
 
 def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent and parent.pid != os.getppid():
+        in_thread(watch_parent, parent, name="death-pipe")
+
+
+def watch_parent(parent):
+    """A fork server lives as long as its children, so they look after its parent."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent():
@@ -98,8 +108,9 @@ def set_title(title):
 
 
 def start(function, *arguments, **environment):
-    """Runs `function` of this program in a new process."""
-    command = [sys.executable, os.path.abspath(sys.argv[0]), "--run", function, *map(str, arguments)]
+    """Runs `function` of this program in a new process; a function as argument goes by its name."""
+    texts = [getattr(argument, "__name__", str(argument)) for argument in arguments]
+    command = [sys.executable, os.path.abspath(sys.argv[0]), "--run", function, *texts]
     return subprocess.Popen(command, env=os.environ | environment, preexec_fn=die_with_parent)
 
 
@@ -144,7 +155,7 @@ class Wire:
 
 
 class Ring:
-    """Counters in shared memory, which both sides poll: the newest request, and the newest result."""
+    """Counters in shared memory, which both sides poll: the newest request, the newest result."""
 
     def __init__(self, path):
         with open(path, "ab+") as file:
@@ -216,9 +227,8 @@ class Worker:
     def execute_model(self, step):
         for layer in range(3):
             self.kernel.launch(self.stream)
-            if step == TROUBLE and layer == 1 and self.trouble:
-                if self.trouble(self) is SKIP:
-                    continue
+            if step == TROUBLE and layer == 1 and self.trouble and self.trouble(self) is SKIP:
+                continue
             self.reduce()
 
     def serve(self, channel):
@@ -233,8 +243,8 @@ def wait_for_batch(channel):
 
 
 class Engine:
-    """The scheduler: one batch at a time goes to all workers. A polite one asks for the results with
-    a timeout, and reports its health meanwhile."""
+    """The scheduler: one batch at a time goes to all workers. A polite one asks for the results
+    with a timeout, and reports its health meanwhile."""
 
     def __init__(self, channels, trouble=None, polite=False):
         self.channels, self.trouble, self.polite = channels, trouble, polite
@@ -258,10 +268,19 @@ class Engine:
         for channel in self.channels:
             while self.polite and not channel.poll(0.5):
                 self.report_health()
-            assert channel.recv()["step"] == step
+            try:
+                assert channel.recv()["step"] == step
+            except (EOFError, ConnectionError):
+                self.wait_for_replacement()
 
     def report_health(self):
         self.health += 1
+
+    def wait_for_replacement(self):
+        """Nobody replaces a worker that is lost."""
+        while True:
+            self.report_health()
+            time.sleep(0.5)
 
 
 def tp_worker(channel, group, rank, size, trouble, title):
@@ -426,7 +445,8 @@ def write_trace(_worker):
     """The thread that drains the pipe of the trace has ended, and the pipe is full."""
     blame(["storage_io", "missing_rank"], "write_trace")
     _reading, writing = os.pipe()
-    os.write(writing, bytes(1 << 20))
+    with open(writing, "wb") as trace:
+        trace.write(bytes(1 << 20))
 
 
 def load_adapter(_worker):
@@ -441,9 +461,9 @@ def load_adapter(_worker):
 def lock_cache_folder(_worker):
     """The worker locks the folder of its cache a second time through another descriptor."""
     blame(["storage_io", "host_lock", "missing_rank"], "lock_cache_folder")
-    first, second = open(scratch("cache"), "w"), open(scratch("cache"), "w")
-    fcntl.flock(first, fcntl.LOCK_EX)
-    fcntl.flock(second, fcntl.LOCK_EX)
+    with open(scratch("cache"), "w") as first, open(scratch("cache"), "w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        fcntl.flock(second, fcntl.LOCK_EX)
 
 
 def join_prefetch(_worker):
@@ -485,7 +505,7 @@ def raise_error(_worker):
 
 
 def skip_empty_layer(_worker):
-    """The worker leaves out a layer that has no tokens for it, and then waits for the next batch."""
+    """The worker leaves out a layer that has no tokens for it, and waits for the next batch."""
     blame(["missing_rank"], "wait_for_batch")
     return SKIP
 
@@ -556,7 +576,7 @@ def pipe_worker_gil():
 
 @scenario
 def pipe_lost_request():
-    """The input thread of worker 1 drops a batch, so its main thread never enters the collectives."""
+    """The input thread of worker 1 drops a batch, so its main thread enters no collective."""
     channels, _ = spawn_workers(4, {1: lose_request})
     Engine(channels, polite=True).serve()
 
@@ -760,7 +780,7 @@ def key_value_store(listener):
                     if "value" in request:
                         keys[request["key"]] = request["value"]
                         changed.notify_all()
-                    changed.wait_for(lambda: request["key"] in keys)
+                    changed.wait_for(functools.partial(keys.__contains__, request["key"]))
                 wire.send({"value": keys[request["key"]]})
 
     while True:
@@ -860,7 +880,7 @@ def serve_http(handle, port=0):
     return server.server_port
 
 
-def send_prompts(port, count=1 << 30, pause=0.01):
+def send_prompts(port, count=1 << 30, pause=0.025):
     """A client that asks one question after the other."""
     for number in range(count):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", json.dumps({"n": number}).encode())
@@ -1238,26 +1258,26 @@ def expect_more_blocks(worker, transfer):
 @scenario
 def disaggregated_decode_slot():
     """Decode worker 1 waits for a slot, so it does not receive what prefill worker 1 sends."""
-    serve_disaggregated(decode="wait_for_free_slot")
+    serve_disaggregated(decode=wait_for_free_slot)
 
 
 @scenario
 def disaggregated_decode_size():
     """Decode worker 1 receives more blocks than prefill worker 1 sends."""
-    serve_disaggregated(decode="expect_more_blocks")
+    serve_disaggregated(decode=expect_more_blocks)
 
 
 @scenario
 def disaggregated_prefill_stopped():
     """Prefill worker 1 is stopped: its peer waits in a collective, and decode worker 1 for the
     cache."""
-    serve_disaggregated(prefill="freeze")
+    serve_disaggregated(prefill=freeze)
 
 
 @scenario
 def disaggregated_prefill_killed():
     """Prefill worker 1 is killed."""
-    serve_disaggregated(prefill="run_out_of_memory")
+    serve_disaggregated(prefill=run_out_of_memory)
 
 
 # Scenarios: workers that a zygote forks.
@@ -1268,14 +1288,14 @@ def zygote(path, spoil=""):
     control = Wire.connect(path)
     set_title("zygote")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    logging = threading.Lock()
+    logging, log = threading.Lock(), None
     while True:
         order = control.recv()
         if order["generation"] == 1 and order["rank"] == 1:
             if spoil == "freeze":
                 pause_zygote()
             elif spoil == "lock":
-                in_thread(write_log, logging, name="log")
+                log = in_thread(write_log, logging, name="log")
                 while not logging.locked():
                     pass
         if os.fork() == 0:
@@ -1284,6 +1304,8 @@ def zygote(path, spoil=""):
             with contextlib.suppress(EOFError):
                 serve_forked(Wire.connect(order["address"]), logging, **order)
             sys.exit()
+        if log:
+            log.join()
 
 
 def write_log(logging):
@@ -1309,14 +1331,14 @@ def log_start(logging, generation):
         pass
 
 
-def serve_with_zygote(spoil="", trouble="", size=3):
+def serve_with_zygote(spoil="", trouble=None, size=3):
     """Serves 100 batches with one generation of workers, and then starts another."""
     control, listener = listen_unix("zygote"), listen_unix()
     start("zygote", control.getsockname(), spoil)
     orders = Wire(control.accept()[0])
     for generation in range(2):
         for rank in range(size):
-            mine = trouble if rank == size - 1 and generation == 0 else ""
+            mine = trouble.__name__ if trouble and rank == size - 1 and generation == 0 else ""
             orders.send(
                 {"generation": generation, "rank": rank, "size": size, "trouble": mine}
                 | {"address": listener.getsockname()}
@@ -1345,21 +1367,21 @@ def zygote_inherited_lock():
 
 @scenario
 def zygote_stopped():
-    """The zygote is stopped before it forks worker 1 of the second generation: worker 0 waits for the
-    missing one in the creation of the communicator."""
+    """The zygote is stopped before it forks worker 1 of the second generation: worker 0 waits for
+    the missing one in the creation of the communicator."""
     serve_with_zygote(spoil="freeze")
 
 
 @scenario
 def zygote_worker_killed():
     """The last worker is killed, and the zygote ignores the ends of its children."""
-    serve_with_zygote(trouble="run_out_of_memory", size=4)
+    serve_with_zygote(trouble=run_out_of_memory, size=4)
 
 
 @scenario
 def zygote_worker_gil():
     """The last worker keeps its GIL in an extension that reads a pipe."""
-    serve_with_zygote(trouble="encode_prompts", size=4)
+    serve_with_zygote(trouble=encode_prompts, size=4)
 
 
 # Scenarios: warm-up, and communicators that come late.
@@ -1383,7 +1405,7 @@ def report_progress():
 def warmup_kernel():
     """A kernel of the autotuner never ends on worker 2; the server waits for the warm-up."""
     for rank in range(4):
-        start("warm_worker", rank, "autotune" if rank == 2 else "")
+        start("warm_worker", rank, autotune if rank == 2 else "")
     report_progress()
 
 
@@ -1397,7 +1419,7 @@ def finish_early(_worker):
 def warmup_shorter():
     """Worker 3 has fewer sizes to warm up, and already waits for requests."""
     for rank in range(4):
-        start("warm_worker", rank, "finish_early" if rank == 3 else "")
+        start("warm_worker", rank, finish_early if rank == 3 else "")
     report_progress()
 
 
@@ -1405,7 +1427,7 @@ def late_worker(rank, condition, place):
     """Serves in pairs first, and then creates a communicator of all."""
     rank = int(rank)
     worker = Worker(f"pair{rank // 2}", rank % 2, 2, device=rank)
-    for step in range(TROUBLE):
+    for step in range(TROUBLE * 2 // 3):
         worker.execute_model(step)
         time.sleep(0.03)
     if condition == "before":
@@ -1413,7 +1435,7 @@ def late_worker(rank, condition, place):
     everyone = cuda.Communicator.create("everyone", rank, 4)
     for step in range(1 << 30):
         worker.execute_model(step)
-        if step == TROUBLE and condition == "after":
+        if step == TROUBLE // 3 and condition == "after":
             globals()[place](worker)
         worker.reduce(everyone)
         time.sleep(0.03)
@@ -1434,19 +1456,19 @@ def find_topology(_worker):
 @scenario
 def world_after_pairs():
     """Worker 3 still probes its links when the others create the communicator of all."""
-    start_late_workers(3, "before", "find_topology")
+    start_late_workers(3, "before", find_topology)
 
 
 @scenario
 def world_after_pairs_killed():
     """Worker 1 is killed before the communicator of all is created."""
-    start_late_workers(1, "before", "run_out_of_memory")
+    start_late_workers(1, "before", run_out_of_memory)
 
 
 @scenario
 def world_then_slot():
     """Worker 0 waits for a slot of a semaphore, between its pair and all."""
-    start_late_workers(0, "after", "acquire_slot")
+    start_late_workers(0, "after", acquire_slot)
 
 
 def acquire_slot(_worker):
