@@ -12,12 +12,10 @@ progress.
 
 import asyncio
 import concurrent.futures
-import ctypes
 import http.client
 import http.server
 import itertools
 import json
-import multiprocessing
 import os
 import pdb
 import pty
@@ -29,10 +27,9 @@ import threading
 import time
 import zlib
 
-import cuda
 import waits
-from waits import FORK, FORKSERVER, SPAWN, Job, command, die_with_parent, fork, libc, path, publish, read_published
-from waits import start, tcp_client, wait_for_file, worker
+from waits import FORK, FORKSERVER, SPAWN, Job, die_with_parent, fork, libc, path, publish, read_published, start
+from waits import tcp_client, worker
 
 WARM_STEPS = 75
 SCENARIOS = {}
