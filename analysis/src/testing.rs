@@ -7,7 +7,7 @@ use xpu_timer_proto::{
     server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     v1::{
         Communicator, CommunicatorState, DataType, Evidence, FlightRecord, HookHealth, Op, OpKind, OpStatus, Operation,
-        Presence, RankEvidence, RankInfo, Stream, Trigger, TriggerKind,
+        Presence, ProcessEvidence, RankEvidence, RankInfo, Stream, Trigger, TriggerKind,
     },
 };
 
@@ -411,18 +411,16 @@ impl Job {
 
     /// Both samples of the rank show this stack.
     pub fn set_stack(&mut self, rank: u32, stack: Stack) {
-        let (first, last) = (stack.sample(rank, true), stack.sample(rank, false));
         let entry = self.rank(rank);
-        entry.dump = Some(Stacktrace {
-            stacktrace: last.stacktrace.clone(),
-            py_stacktrace: last.py_stacktrace.clone(),
-            process_state: last.process_state.clone(),
-            pid: 1000 + rank as i32,
-            rank: rank as i32,
-            first_sample: Some(first),
-            last_sample: Some(ProcessSample { stacktrace: Vec::new(), py_stacktrace: Vec::new(), ..last }),
-            ..Default::default()
-        });
+        entry.dump = Some(dump(rank, stack));
+    }
+
+    /// A process that is no rank, with this stack in both samples. The pid is 1000 and this number.
+    pub fn process(&mut self, number: u32, command: &str, stack: Stack) -> &mut Stacktrace {
+        let dump = Stacktrace { command: command.into(), rank: -1, ..dump(number, stack) };
+        let node = self.rank(0).node.clone();
+        self.evidence.processes.push(ProcessEvidence { node, dump: Some(dump), host: None });
+        self.evidence.processes.last_mut().and_then(|process| process.dump.as_mut()).expect("it was just added")
     }
 
     /// Another thread in both samples.
@@ -474,7 +472,9 @@ impl Job {
     pub fn judge(&self) -> Verdict {
         let verdict = judge(&self.evidence);
         let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
-        assert_eq!(judge(&Evidence { ranks, ..self.evidence.clone() }), verdict, "of condensed evidence");
+        let processes = self.evidence.processes.iter().map(crate::condense_process).collect();
+        let condensed = judge(&Evidence { ranks, processes, ..self.evidence.clone() });
+        assert_eq!(condensed, verdict, "of condensed evidence");
         verdict
     }
 
@@ -488,5 +488,20 @@ impl Job {
         }
         job.evidence.ranks.sort_by_key(|entry| entry.rank);
         job
+    }
+}
+
+/// The dump of a process whose pid is 1000 and this number.
+fn dump(number: u32, stack: Stack) -> Stacktrace {
+    let (first, last) = (stack.sample(number, true), stack.sample(number, false));
+    Stacktrace {
+        stacktrace: last.stacktrace.clone(),
+        py_stacktrace: last.py_stacktrace.clone(),
+        process_state: last.process_state.clone(),
+        pid: 1000 + number as i32,
+        rank: number as i32,
+        first_sample: Some(first),
+        last_sample: Some(ProcessSample { stacktrace: Vec::new(), py_stacktrace: Vec::new(), ..last }),
+        ..Default::default()
     }
 }

@@ -7,7 +7,10 @@ use xpu_timer_proto::{
     v1::{DataType, Matmul, Op, Operation},
 };
 
-use crate::verdict::{CommunicatorReport, OperationState, Verdict};
+use crate::{
+    stacks::base_name,
+    verdict::{CommunicatorReport, OperationState, Verdict},
+};
 
 /// Width of `verdict.txt`, in columns.
 const WIDTH: usize = 100;
@@ -160,6 +163,19 @@ pub fn operation_state(operation: &Operation) -> OperationState {
     }
 }
 
+/// `process 8176 (python3 engine.py)`, with the command shortened.
+pub(crate) fn process_name(pid: i32, command: &str) -> String {
+    /// Maximum length of a command, in characters.
+    const SHOWN: usize = 60;
+    // The last parts of paths say more than their folders.
+    let words: Vec<&str> =
+        command.split(' ').map(|word| if word.starts_with('/') { base_name(word) } else { word }).collect();
+    let command = words.join(" ");
+    let shown: String = command.chars().take(SHOWN).collect();
+    let rest = if command.chars().nth(SHOWN).is_some() { "…" } else { "" };
+    if command.is_empty() { format!("process {pid}") } else { format!("process {pid} ({shown}{rest})") }
+}
+
 impl Verdict {
     /// The content of `verdict.txt`: the sentence, the evidence, the state of the communicators and
     /// of the ranks, and what was ruled out. Lines have at most 100 columns, unless a single word
@@ -169,7 +185,11 @@ impl Verdict {
         let mut text = String::new();
         paragraph(&mut text, &self.sentence, "");
         text.push('\n');
-        let culprits = if self.culprits.is_empty() { "none".to_owned() } else { runs(&self.culprits) };
+        let others = self.culprit_processes.iter().filter(|process| process.rank.is_none());
+        let others = others.map(|process| process_name(process.pid, &process.command));
+        let ranks = Some(runs(&self.culprits)).filter(|ranks| !ranks.is_empty());
+        let culprits: Vec<String> = ranks.into_iter().chain(others).collect();
+        let culprits = if culprits.is_empty() { "none".to_owned() } else { culprits.join(", ") };
         let victims = if self.victims.is_empty() { "none".to_owned() } else { runs(&self.victims) };
         paragraph(&mut text, &format!("cause:       {} ({} confidence)", self.cause, self.confidence.name()), "");
         paragraph(&mut text, &format!("culprits:    {culprits}"), "             ");

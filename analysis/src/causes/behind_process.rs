@@ -6,7 +6,7 @@ use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, ProcessFault, ProcessState},
-    finding::{Fact, Finding, RankFact},
+    finding::{Fact, Finding},
     graph::{ProcessWait, Suspect},
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
@@ -139,17 +139,17 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     if cause(&state) != wanted {
         return None;
     }
-    let most = if hard && wait.is_certain { Confidence::High } else { Confidence::Medium };
-    let mut evidence = vec![Fact::Explained, RankFact::Awaited.of(rank_index)];
+    let confidence = match suspect {
+        Suspect::Host { events, guess: false, .. } if hard && wait.is_certain && !events.is_empty() => {
+            case.members_confidence(events)
+        }
+        _ => Confidence::Medium,
+    };
+    let mut evidence = vec![Fact::Explained];
     evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
     evidence.push(Fact::Position(rank_index));
     let (end, before) = wait.chain.split_last()?;
     let event = case.main_event(suspect);
     let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, event };
-    Some(Finding {
-        culprits: Vec::new(),
-        explanation: Explanation::Process(fault),
-        confidence: case.host_confidence(suspect).min(most),
-        evidence,
-    })
+    Some(Finding { culprits: Vec::new(), explanation: Explanation::Process(fault), confidence, evidence })
 }

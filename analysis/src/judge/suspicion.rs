@@ -10,6 +10,7 @@ use xpu_timer_proto::v1::{OpKind, TriggerKind};
 use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
+    causes::cannot_continue,
     graph::Suspect,
     verdict::Activity,
 };
@@ -60,6 +61,12 @@ const SUSPICIONS: &[Suspicion] = &[
         reason: "A rank that cannot run is suspected first, unless it exited normally.",
         scenario: "hosts::a_death_is_reported_before_any_rank_waits",
         find: halted,
+    },
+    Suspicion {
+        name: "stuck_process",
+        reason: "A rank that waits for another process that cannot continue is suspected, whatever the other ranks do.",
+        scenario: "processes::a_server_at_rest_is_idle_and_a_stopped_one_is_not",
+        find: stuck_process,
     },
     Suspicion {
         name: "outside_graph",
@@ -175,6 +182,13 @@ fn halted(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let is_halted = |index: &usize| ranks.case.view(*index).halted() && !ended_in_order(ranks.case, *index);
     let halted: Vec<usize> = ranks.all().filter(is_halted).collect();
     (!halted.is_empty()).then(|| hosts(halted, ranks.waiting.clone()))
+}
+
+fn stuck_process(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let waits = &ranks.case.graph.process_waits;
+    let stuck: Vec<usize> =
+        waits.iter().filter(|wait| cannot_continue(ranks.case, wait)).map(|wait| wait.waiter).collect();
+    (!stuck.is_empty()).then(|| hosts(stuck, ranks.waiting.clone()))
 }
 
 fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

@@ -256,6 +256,125 @@ fn ranks_without_records_are_followed_as_well() {
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::StorageIo, &[3][..]), "{}", verdict.to_text());
 }
 
+/// Rank 2 of four reads from a socket of an engine, process 1050.
+fn behind_engine(engine: Stack) -> Job {
+    let mut job = behind(2, Stack::sleep());
+    awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+    job.process(50, "/opt/venv/bin/python3 /srv/engine.py", engine);
+    job
+}
+
+/// The process waits for another one.
+fn chained(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
+    let dump = job.evidence.processes[index].dump.as_mut().expect("a dump");
+    let holders = holders.iter().map(|pid| Holder { pid: *pid, ..Default::default() }).collect();
+    dump.stacktrace[0].awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
+}
+
+fn culprits(verdict: &crate::Verdict) -> Vec<(Option<u32>, i32)> {
+    verdict.culprit_processes.iter().map(|process| (process.rank, process.pid)).collect()
+}
+
+#[test]
+fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
+    for (engine, cause, confidence, told) in [
+        (Stack::sleep().state("T (stopped)", ""), Cause::ProcessStopped, Confidence::High, "is stopped"),
+        (Stack::lock(), Cause::HostLock, Confidence::Medium, "waits for a lock"),
+        (Stack::checkpoint(), Cause::StorageIo, Confidence::Medium, "is stuck in I/O"),
+        (Stack::sleep(), Cause::MissingRank, Confidence::Medium, "does not answer"),
+    ] {
+        let verdict = behind_engine(engine).judge();
+        let text = verdict.to_text();
+        assert_eq!((verdict.cause, verdict.confidence), (cause, confidence), "{text}");
+        assert_eq!((culprits(&verdict), &verdict.victims[..]), (vec![(None, 1050)], &[0, 1, 2, 3][..]), "{text}");
+        let begin = format!("Process 1050 (python3 engine.py), which is not a rank, {told}");
+        assert!(verdict.sentence.starts_with(&begin), "{}", verdict.sentence);
+        assert!(verdict.sentence.contains("; rank 2 waits for it at train.py:7"), "{}", verdict.sentence);
+        assert!(verdict.sentence.contains("; ranks 0-1, 3 wait for rank 2 in all_reduce"), "{}", verdict.sentence);
+        assert!(text.contains("culprits:    process 1050 (python3 engine.py)\n"), "{text}");
+        assert_eq!(verdict.hang, crate::HangEvidence::PendingOperation, "{text}");
+    }
+}
+
+#[test]
+fn a_chain_of_processes_is_followed_to_its_end() {
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Socket, "", &[1051]);
+    job.process(51, "store", Stack::sleep().state("T (stopped)", ""));
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessStopped, vec![(None, 1051)]));
+    let told = "rank 2 waits for it through process 1050 (python3 engine.py) at train.py:7";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    // It leads to a rank.
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1003]);
+    job.set_stack(3, Stack::checkpoint());
+    assert_eq!(job.judge().culprits, [3]);
+}
+
+#[test]
+fn a_chain_without_a_certain_end_accuses_no_other_process() {
+    // The engine waits for a client, so it may have sent nothing because it got no request.
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to 127.0.0.1:8000", &[]);
+    assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
+    // It waits for the rank that waits for it.
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
+    assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
+    // Nothing is known of the process behind it.
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1099]);
+    assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
+}
+
+#[test]
+fn of_several_possible_processes_a_stopped_one_is_the_culprit_and_the_confidence_is_medium() {
+    let mut job = behind(2, Stack::sleep());
+    awaits(&mut job, 2, "recv", AwaitedKind::Pipe, &[1050, 1051]);
+    job.process(50, "engine", Stack::sleep());
+    job.process(51, "writer", Stack::sleep().state("T (stopped)", ""));
+    let verdict = job.judge();
+    assert_eq!((culprits(&verdict), verdict.confidence), (vec![(None, 1051)], Confidence::Medium));
+    // One that waits for the same object cannot be it.
+    let mut job = behind(2, Stack::sleep());
+    awaits(&mut job, 2, "recv", AwaitedKind::Pipe, &[1050, 1051]);
+    job.rank(2).dump.as_mut().expect("a dump").stacktrace[0].awaited.as_mut().expect("it waits").object =
+        "pipe:[7]".into();
+    job.process(50, "reader", Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1051]);
+    let reader = job.evidence.processes[0].dump.as_mut().expect("a dump");
+    reader.stacktrace[0].awaited.as_mut().expect("it waits").object = "pipe:[7]".into();
+    job.process(51, "writer", Stack::lock());
+    assert_eq!(culprits(&job.judge()), [(None, 1051)]);
+}
+
+#[test]
+fn a_server_at_rest_is_idle_and_a_stopped_one_is_not() {
+    let served = |engine: Stack| {
+        let mut job = Job::with_world(2, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..2 {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+        }
+        job.process(50, "engine", engine);
+        job.judge()
+    };
+    for engine in [Stack::lock(), Stack::sleep()] {
+        let verdict = served(engine);
+        assert_eq!((verdict.cause, culprits(&verdict)), (Cause::Unknown, vec![]), "{}", verdict.to_text());
+        assert!(verdict.sentence.ends_with("the job may be idle."), "{}", verdict.sentence);
+    }
+    let verdict = served(Stack::lock().state("T (stopped)", ""));
+    assert_eq!(
+        (verdict.cause, culprits(&verdict)),
+        (Cause::ProcessStopped, vec![(None, 1050)]),
+        "{}",
+        verdict.to_text()
+    );
+    assert_eq!(verdict.hang, crate::HangEvidence::WaitChain);
+}
+
 /// The training thread.
 const TRAINER: u32 = 7002;
 

@@ -1,5 +1,7 @@
 //! The lines of evidence of a verdict, and the reasons why a cause is ruled out.
 
+use std::collections::HashSet;
+
 use xpu_timer_proto::v1::{Operation, Presence};
 
 use super::{Number, Ranks, about, collectives, creations, cycles, detail, hosts, line, processes, transfers};
@@ -12,9 +14,11 @@ use crate::{
     verdict::EvidenceLine,
 };
 
-/// The lines about the facts of findings, in their order.
+/// The different lines about the facts of findings, in their order.
 pub(crate) fn lines(case: &Case<'_>, findings: &[Finding]) -> impl Iterator<Item = EvidenceLine> {
-    findings.iter().flat_map(|finding| finding.evidence.iter().flat_map(|fact| of_fact(case, finding, fact)))
+    let mut shown = HashSet::new();
+    let all = findings.iter().flat_map(|finding| finding.evidence.iter().flat_map(|fact| of_fact(case, finding, fact)));
+    all.filter(move |line| shown.insert(line.text.clone()))
 }
 
 fn of_fact(case: &Case<'_>, finding: &Finding, fact: &Fact) -> Vec<EvidenceLine> {

@@ -1,6 +1,6 @@
 //! A process that is no rank holds up ranks.
 
-use super::{Ranks, Statement, hosts, line, phrases};
+use super::{Ranks, Statement, hosts, phrases};
 use crate::{
     case::{Case, Position},
     explanation::{ProcessFault, ProcessState},
@@ -8,14 +8,9 @@ use crate::{
     verdict::EvidenceLine,
 };
 
-/// `process 8176 (python3 engine.py)`.
 fn name(case: &Case<'_>, process: usize) -> String {
-    /// Maximum length of a command line, in characters.
-    const SHOWN: usize = 60;
     let host = &case.world.processes[process].host;
-    let command: String = host.command.chars().take(SHOWN).collect();
-    let rest = if host.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
-    if command.is_empty() { format!("process {}", host.pid) } else { format!("process {} ({command}{rest})", host.pid) }
+    text::process_name(host.pid, &host.command)
 }
 
 /// The state of a process as a predicate: `is stopped by a signal`.
@@ -39,19 +34,24 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
     }
 }
 
+/// The ranks that wait for a process, as indices.
+fn waiters(case: &Case<'_>, end: usize) -> Vec<usize> {
+    case.graph.process_waits.iter().filter(|wait| wait.end() == end).map(|wait| wait.waiter).collect()
+}
+
 /// The sentence about a process and the ranks that wait for it.
 pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
     let ProcessFault { rank_index, before, end, state, event } = fault;
     let mut sentence =
         format!("{}, which is not a rank, {}", text::capital(&name(case, *end)), predicate(case, *end, state));
-    let waits = case.graph.process_waits.iter().filter(|wait| wait.end() == *end).map(|wait| wait.waiter);
-    let waiters: Vec<usize> = waits.collect();
+    let waiters = waiters(case, *end);
     let who = Ranks::of(case, &waiters);
     let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));
-    sentence.push_str(&format!("; {} {} for it{through}{}", who.text(), who.number().waits(), case.place(*rank_index)));
+    let place = case.place(*rank_index);
+    sentence.push_str(&format!("; {} {} for it{through}{place}", who.text(), who.number().waits()));
     if let Some(event) = event {
-        let inside: Vec<usize> = case.graph.waiters_of(*event).to_vec();
-        let others: Vec<usize> = inside.into_iter().filter(|index| !waiters.contains(index)).collect();
+        let inside = case.graph.waiters_of(*event).iter().copied();
+        let others: Vec<usize> = inside.filter(|index| !waiters.contains(index)).collect();
         let others = Ranks::of(case, &others);
         let verb = others.number().waits();
         sentence.push_str(&format!("; {} {verb} for {} in {}", others.text(), who.text(), case.describe(*event)));
@@ -61,7 +61,9 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
 
 /// The line of evidence about a process.
 pub(super) fn state_line(case: &Case<'_>, fault: &ProcessFault) -> EvidenceLine {
-    let rank = case.view(fault.rank_index).rank;
+    let waiters = Ranks::of(case, &waiters(case, fault.end));
     let state = predicate(case, fault.end, &fault.state);
-    line(format!("{}, for which rank {rank} waits, {state}", name(case, fault.end)), vec![rank])
+    let verb = waiters.number().waits();
+    let text = format!("{}, for which {} {verb}, {state}", name(case, fault.end), waiters.text());
+    waiters.line(text)
 }

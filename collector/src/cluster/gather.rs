@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
 use xpu_timer_proto::{
     Message as _, lenient,
-    v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees},
+    v1::{DumpFile, Evidence, NodeDump, ProcessEvidence, RankEvidence, StackTrees},
 };
 
 use crate::{
@@ -101,6 +101,8 @@ struct Gather {
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
+    // The processes of all nodes that are no ranks.
+    processes: Vec<ProcessEvidence>,
     // Set after a verdict: the ranks are in the folder and no longer in `ranks`.
     written: bool,
     errors: Vec<String>,
@@ -116,6 +118,9 @@ struct IncomingFile {
     file: Option<fs::File>,
 }
 
+/// Maximum number of processes of a job that are no ranks. A node reports a few at most.
+const MAX_PROCESSES: usize = 1 << 16;
+
 /// A dump has some megabytes. Without this limit a node could fill the disk.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 
@@ -126,6 +131,7 @@ impl Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
             ranks: Ranks::default(),
+            processes: Vec::new(),
             written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
@@ -150,7 +156,10 @@ impl Gather {
             return;
         }
         match self.read(EVIDENCE).and_then(|bytes| lenient::decode::<Evidence>(&bytes).ok()) {
-            Some(evidence) => self.ranks.extend(evidence.ranks),
+            Some(evidence) => {
+                self.ranks.extend(evidence.ranks);
+                self.processes = evidence.processes;
+            }
             None => self.errors.push(format!("the earlier deliveries cannot be read from {EVIDENCE}")),
         }
     }
@@ -185,6 +194,8 @@ impl Gather {
         self.errors.extend(part.errors);
         self.reload_ranks();
         self.ranks.extend(part.ranks);
+        let room = MAX_PROCESSES.saturating_sub(self.processes.len());
+        self.processes.extend(part.processes.into_iter().take(room));
     }
 
     fn merge(
@@ -204,7 +215,8 @@ impl Gather {
         self.reload_ranks();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
-        let mut evidence = Evidence { world_size: self.setup.world_size, ..self.setup.plan.evidence() };
+        let processes = self.processes.clone();
+        let mut evidence = Evidence { world_size: self.setup.world_size, processes, ..self.setup.plan.evidence() };
         // The bytes are written first, so that they are not in memory together with what is decoded
         // from them.
         let written = self.write_evidence(&evidence);

@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{condense, condense_process, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     Message as _, lenient,
     server::Stacktrace,
-    v1::{NodeDump, RankEvidence, StackTree},
+    v1::{NodeDump, ProcessEvidence, RankEvidence, StackTree},
 };
 
 /// The node's part in its incident folder, where it survives a restart of either collector.
@@ -27,6 +27,7 @@ pub struct Part {
     native: PrefixTree,
     python: PrefixTree,
     ranks: Vec<RankEvidence>,
+    processes: Vec<ProcessEvidence>,
 }
 
 impl Part {
@@ -37,6 +38,11 @@ impl Part {
         self.ranks.push(condense(evidence, operations));
     }
 
+    /// Adds the processes that are no ranks.
+    pub fn add_processes(&mut self, processes: &[ProcessEvidence]) {
+        self.processes.extend(processes.iter().map(condense_process));
+    }
+
     /// Returns the merged part as one message.
     #[must_use]
     pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
@@ -45,6 +51,7 @@ impl Part {
             native: Some(self.native.to_message()),
             python: Some(self.python.to_message()),
             ranks: self.ranks,
+            processes: self.processes,
             last: true,
             errors,
         }
@@ -76,7 +83,7 @@ impl PartLocation {
 /// Splits a part into messages that the cluster collector accepts.
 #[must_use]
 pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
-    let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
+    let NodeDump { incident, native, python, ranks, processes, mut errors, .. } = part;
     let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
     let mut pieces = Vec::new();
     let mut fits = |tree: Option<StackTree>, name: &str| {
@@ -105,7 +112,7 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     }
     pieces.push(chunk);
     pieces.extend(trees);
-    pieces.push(NodeDump { last: true, errors, ..empty() });
+    pieces.push(NodeDump { last: true, errors, processes, ..empty() });
     pieces
 }
 

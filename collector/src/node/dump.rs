@@ -140,7 +140,9 @@ fn sample(
 }
 
 fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: RelatedProcesses) -> Evidence {
-    let processes = related.evidence(&taken, &task.node);
+    // The judge finds a process by its pid and the node of the rank that waits for it.
+    let node = task.subjects.first().map_or(&task.node, |subject| &subject.node);
+    let processes = related.evidence(&taken, node);
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {

@@ -229,6 +229,7 @@ fn part_of(found: &Findings, errors: Vec<String>) -> Option<Box<NodeDump>> {
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
         part.add(&file_of(subject, rank), rank, operations);
     }
+    part.add_processes(&evidence.processes);
     Some(Box::new(part.finish(&task.plan.head.id, errors)))
 }
 

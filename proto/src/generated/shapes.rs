@@ -414,12 +414,13 @@ static V1_STACK_TREES: [(u32, Field); 2] = [
 impl Shaped for crate::v1::StackTrees {
     const SHAPE: &'static Shape = &V1_STACK_TREES;
 }
-static V1_NODE_DUMP: [(u32, Field); 5] = [
+static V1_NODE_DUMP: [(u32, Field); 6] = [
     (1, Field::Text),
     (2, Field::Message(&V1_STACK_TREE)),
     (3, Field::Message(&V1_STACK_TREE)),
     (4, Field::Message(&V1_RANK_EVIDENCE)),
     (6, Field::Text),
+    (7, Field::Message(&V1_PROCESS_EVIDENCE)),
 ];
 impl Shaped for crate::v1::NodeDump {
     const SHAPE: &'static Shape = &V1_NODE_DUMP;

@@ -1181,6 +1181,9 @@ pub struct NodeDump {
     /// What the node failed to do.
     #[prost(string, repeated, tag = "6")]
     pub errors: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Condensed: facts in place of stacks.
+    #[prost(message, repeated, tag = "7")]
+    pub processes: ::prost::alloc::vec::Vec<ProcessEvidence>,
 }
 /// Requests the `.stacktrace` files of some ranks.
 #[derive(Clone, PartialEq, ::prost::Message)]
