@@ -7,7 +7,12 @@ use std::collections::BTreeSet;
 
 use xpu_timer_proto::v1::{Op, Operation};
 
-use crate::{explanation::Explanation, graph::Event, history::Deviation, verdict::Confidence};
+use crate::{
+    explanation::{CollectiveFault, Explanation, HostState},
+    graph::Event,
+    history::Deviation,
+    verdict::Confidence,
+};
 
 /// What a rule found about a suspect.
 #[derive(Debug, Clone)]
@@ -146,15 +151,32 @@ pub(crate) enum Conclusion {
 }
 
 impl Conclusion {
-    /// The processes that are no ranks and hold up the job, as indices, ascending.
+    /// The processes that belong to no rank and hold up the job, as indices.
     pub fn culprit_processes(&self) -> BTreeSet<usize> {
         let process = |finding: &Finding| match &finding.explanation {
-            Explanation::Process(fault) => Some(fault.end),
+            Explanation::Process(fault) if finding.culprits.is_empty() => Some(fault.end),
             _ => None,
         };
+        self.findings().iter().filter_map(process).collect()
+    }
+
+    /// The culprits that are late because they wait on their host, as rank indices.
+    pub fn ranks_that_wait(&self) -> BTreeSet<usize> {
+        let waits = |finding: &&Finding| match &finding.explanation {
+            Explanation::Process(_) | Explanation::Collective(CollectiveFault::Absent { .. }) => true,
+            Explanation::Host { state, .. } => matches!(
+                state,
+                HostState::WaitsForLoader | HostState::WaitsForLock { .. } | HostState::StuckInIo { .. }
+            ),
+            _ => false,
+        };
+        self.findings().iter().filter(waits).flat_map(|finding| finding.culprits.iter().copied()).collect()
+    }
+
+    fn findings(&self) -> &[Finding] {
         match self {
-            Conclusion::Explained { findings, .. } => findings.iter().filter_map(process).collect(),
-            _ => BTreeSet::new(),
+            Conclusion::Explained { findings, .. } => findings,
+            _ => &[],
         }
     }
 

@@ -145,11 +145,21 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     }
 }
 
-/// The processes of the culprits: of ranks, and those that are no ranks.
+/// The processes of the culprits. If a rank waits for a process of its own, such as a loader
+/// worker, that is the process; others belong to no rank.
 fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> {
-    let of_ranks = outcome.culprits.iter().filter_map(|index| report::process(case.view(*index)));
+    let waits = outcome.conclusion.ranks_that_wait();
+    let of_rank = |index: &usize| {
+        let view = case.view(*index);
+        let wait = case.graph.process_wait(*index).filter(|wait| wait.is_own && waits.contains(index));
+        match wait {
+            Some(wait) => Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank))),
+            None => report::process(view),
+        }
+    };
     let others = outcome.conclusion.culprit_processes().into_iter();
-    of_ranks.chain(others.map(|index| report::other_process(&case.world.processes[index]))).collect()
+    let others = others.map(|index| report::other_process(&case.world.processes[index], None));
+    outcome.culprits.iter().filter_map(of_rank).chain(others).collect()
 }
 
 /// What is missing in the evidence, and what opened the incident.

@@ -256,10 +256,11 @@ pub enum Activity {
     Running,
 }
 
-/// The process of a culprit: of a rank, or one that is no rank and for which ranks wait.
+/// The process of a culprit: of a rank, a process of a rank for which that rank waits (a loader
+/// worker, a child process), or one that belongs to no rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CulpritProcess {
-    /// Its rank in the job. Absent if it is no rank.
+    /// The rank that it belongs to. Absent if it belongs to none.
     pub rank: Option<u32>,
     /// Its process id on its node.
     pub pid: i32,
@@ -404,8 +405,8 @@ pub struct Verdict {
     /// Ranks that stopped the job, ascending. Empty if no rank is the culprit, or the evidence does
     /// not show which.
     pub culprits: Vec<u32>,
-    /// The processes of the culprits, as far as they are known. They include processes that are no
-    /// ranks. Absent in verdicts of earlier releases.
+    /// The processes of the culprits, as far as they are known. They include processes that belong
+    /// to no rank. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub culprit_processes: Vec<CulpritProcess>,
     /// Ranks that wait, ascending. A victim is never a culprit.

@@ -136,7 +136,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
         return None;
     }
     let state = state(case, wait);
-    if cause(&state) != wanted {
+    // What a rank does that waits for a process of its own says more than what that process does,
+    // unless it cannot run.
+    let is_explained_by_rank = wait.is_own && (!hard || matches!(state, ProcessState::Ended));
+    if cause(&state) != wanted || is_explained_by_rank {
         return None;
     }
     let confidence = match suspect {
@@ -151,5 +154,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let (end, before) = wait.chain.split_last()?;
     let event = case.main_event(suspect);
     let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, event };
-    Some(Finding { culprits: Vec::new(), explanation: Explanation::Process(fault), confidence, evidence })
+    Some(Finding {
+        culprits: if wait.is_own { vec![rank_index] } else { Vec::new() },
+        explanation: Explanation::Process(fault),
+        confidence,
+        evidence,
+    })
 }

@@ -20,6 +20,8 @@ pub(crate) struct ProcessWait {
     pub chain: Vec<usize>,
     /// At each step only one process has the other end.
     pub is_certain: bool,
+    /// All processes of the chain descend from the rank: its loader workers, its child processes.
+    pub is_own: bool,
 }
 
 impl ProcessWait {
@@ -63,7 +65,10 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
     for waiter in 0..world.views.len() {
         match chains.follow(waiter) {
             End::Rank(holder) => of_ranks.push(ResourceWait { waiter, holder }),
-            End::Process { chain, is_certain } => of_processes.push(ProcessWait { waiter, chain, is_certain }),
+            End::Process { chain, is_certain } => {
+                let is_own = chains.descend_from(waiter, &chain);
+                of_processes.push(ProcessWait { waiter, chain, is_certain, is_own });
+            }
             End::AtRest => at_rest.push(waiter),
             End::Unknown => {}
         }
@@ -130,6 +135,23 @@ impl Chains<'_, '_> {
             }
             current = next;
         }
+    }
+
+    /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
+    /// are known.
+    fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
+        let view = &self.world.views[waiter];
+        let mut family = HashSet::from([view.pid().unwrap_or(0)]);
+        let awaited = view.host.awaited.iter().flat_map(|awaited| &awaited.holders);
+        family.extend(awaited.filter(|holder| holder.child).map(|holder| holder.pid));
+        chain.iter().all(|index| {
+            let host = &self.world.processes[*index].host;
+            let belongs = family.contains(&host.pid) || family.contains(&host.parent_pid);
+            family.insert(host.pid);
+            let awaited = host.awaited.iter().flat_map(|awaited| &awaited.holders);
+            family.extend(awaited.filter(|holder| belongs && holder.child).map(|holder| holder.pid));
+            belongs
+        })
     }
 
     /// The process that a member waits for. Of several that have the other end, those that wait for

@@ -42,8 +42,12 @@ fn waiters(case: &Case<'_>, end: usize) -> Vec<usize> {
 /// The sentence about a process and the ranks that wait for it.
 pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
     let ProcessFault { rank_index, before, end, state, event } = fault;
-    let mut sentence =
-        format!("{}, which is not a rank, {}", text::capital(&name(case, *end)), predicate(case, *end, state));
+    let of_rank = case.graph.process_wait(*rank_index).filter(|wait| wait.is_own);
+    let what = match of_rank {
+        Some(_) => format!("of rank {}", case.view(*rank_index).rank),
+        None => "which is not a rank".to_owned(),
+    };
+    let mut sentence = format!("{}, {what}, {}", text::capital(&name(case, *end)), predicate(case, *end, state));
     let waiters = waiters(case, *end);
     let who = Ranks::of(case, &waiters);
     let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));

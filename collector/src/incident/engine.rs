@@ -308,6 +308,15 @@ impl Engine {
         }
     }
 
+    /// Removes an incident whose job is idle, and returns the job. `None` if another cause has come
+    /// up since it was opened.
+    pub fn discard_idle(&mut self, id: &str) -> Option<JobKey> {
+        let is_idle = |incident: &&Incident| incident.seen.iter().all(|cause| *cause == Cause::Idle);
+        let job = self.incidents.get(id).filter(is_idle)?.head.job.clone();
+        self.incidents.remove(id);
+        Some(job)
+    }
+
     /// Removes an incident without a dump.
     pub fn discard(&mut self, id: &str) {
         self.incidents.remove(id);

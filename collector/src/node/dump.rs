@@ -3,16 +3,17 @@
 
 use std::{
     collections::BTreeMap,
+    path::PathBuf,
     sync::{Condvar, Mutex},
     time::{Duration, Instant},
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::names_absent;
+use xpu_timer_analysis::{HangEvidence, Verdict, names_absent};
 use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
 use crate::{
-    incident::judging,
+    incident::{judging, part::PartLocation},
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, elsewhere, has_stacks},
@@ -62,7 +63,8 @@ pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outc
         error!("incident {incident}: its dump failed: {why}");
         let verdict = judging::unknown(&evidence, format!("There is no verdict, because the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
-        Outcome { incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
+        let nothing = (None, false, None);
+        outcome(incident, verdict, timeline_path, sampled_ns, nothing)
     })
 }
 
@@ -88,9 +90,23 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (task.plan.head.id.clone(), task.timeline_path.clone());
+    if task.may_be_idle && verdict.hang == HangEvidence::None {
+        let idle = outcome(incident, verdict, timeline_path, sampled_ns, (None, true, None));
+        return Outcome { is_idle: true, ..idle };
+    }
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
-    Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
+    outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part))
+}
+
+fn outcome(
+    incident: String,
+    verdict: Verdict,
+    timeline_path: PathBuf,
+    sampled_ns: u64,
+    (path, written, part): (Option<PathBuf>, bool, Option<PartLocation>),
+) -> Outcome {
+    Outcome { incident, path, verdict, is_idle: false, written, timeline_path, sampled_ns, part }
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.

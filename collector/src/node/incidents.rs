@@ -29,7 +29,7 @@ use crate::{
         inbox::Command,
         plan::{ClusterPart, DumpTask, Outcome, registered_subjects},
         reports::{IncidentReport, UnwrittenVerdict, VerdictSummary},
-        state::NodeState,
+        state::{IdleJob, NodeState},
     },
     os::{
         clock::{self, Now},
@@ -97,9 +97,35 @@ impl NodeState {
 
     fn note_opened(&mut self, id: &str) {
         let Some(incident) = self.engine.get(id) else { return };
-        info!("incident {id} opened for job {}: {:?}", incident.head.job, incident.head.trigger.kind());
-        self.opened += 1;
-        self.reports.insert(id.to_string(), IncidentReport::default());
+        let is_counted = !self.may_be_idle(incident);
+        if is_counted {
+            info!("incident {id} opened for job {}: {:?}", incident.head.job, incident.head.trigger.kind());
+            self.opened += 1;
+        } else {
+            info!("job {} has launched nothing for its idle timeout; it is examined as {id}", incident.head.job);
+        }
+        self.reports.insert(id.to_string(), IncidentReport { is_counted, ..IncidentReport::default() });
+    }
+
+    /// Whether an incident is only about a job that launches nothing, and no user has asked for a
+    /// report of idle jobs. A job of several nodes is examined by all of them together.
+    fn may_be_idle(&self, incident: &Incident) -> bool {
+        let ranks = self.registry.of_job(&incident.head.job);
+        incident.seen.iter().all(|cause| *cause == Cause::Idle)
+            && self.settings.cluster.is_none()
+            && !ranks.iter().any(|rank| rank.settings.reports_idle)
+    }
+
+    /// The examined job is idle: there is no incident. If something else has come up meanwhile, its
+    /// ranks are captured again.
+    fn found_idle(&mut self, outcome: &Outcome, now: Now) {
+        let id = &outcome.incident;
+        let Some(job) = self.engine.discard_idle(id) else { return self.capture_alone(id) };
+        info!("job {job} is idle: {} [{}]", outcome.verdict.sentence, outcome.verdict.cause);
+        self.reports.remove(id);
+        self.monitor.note_idle(&job, now.mono_ns);
+        let last_launch_ns = self.last_launch_ns(&job, now);
+        self.idle.insert(job, IdleJob { last_launch_ns, sentence: outcome.verdict.sentence.clone() });
     }
 
     pub(super) fn capture_alone(&mut self, id: &str) {
@@ -133,6 +159,7 @@ impl NodeState {
             record: Record { dumped_mono_ns: now.mono_ns, writer: own_stamp().into(), ..self.record_of(incident) },
             fallback_path: self.settings.fallback_path.clone(),
             for_cluster,
+            may_be_idle: self.may_be_idle(incident),
         };
         let (captures, shutdown, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.shutdown), self.inbox.clone());
         let (give, take) = mpsc::channel();
@@ -154,7 +181,13 @@ impl NodeState {
     }
 
     pub(super) fn dump_finished(&mut self, outcome: Outcome, now: Now) {
-        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part } = outcome;
+        if outcome.is_idle {
+            return self.found_idle(&outcome, now);
+        }
+        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, is_idle: _ } = outcome;
+        if self.reports.get(&id).is_some_and(|report| !report.is_counted) {
+            self.opened += 1;
+        }
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });

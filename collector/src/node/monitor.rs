@@ -49,6 +49,8 @@ pub struct Conditions {
 pub struct Monitor {
     silent: BTreeSet<RankId>,
     looked_ns: Option<u64>,
+    // When a job was last found idle.
+    idle_ns: BTreeMap<JobKey, u64>,
     // When all ranks of a job were last seen stopped, or could not be observed because this
     // collector stood still. No rank can have launched anything, and no watcher can have turned,
     // before that.
@@ -60,6 +62,11 @@ pub struct Monitor {
 const GAP: Duration = Duration::from_secs(4);
 
 impl Monitor {
+    /// A job was examined and found idle. It is examined again after another idle timeout.
+    pub fn note_idle(&mut self, job: &JobKey, now_ns: u64) {
+        self.idle_ns.insert(job.clone(), now_ns);
+    }
+
     /// Evaluates one observation of all living ranks.
     pub fn evaluate(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
         let before_ns = self.looked_ns.replace(now_ns);
@@ -72,7 +79,9 @@ impl Monitor {
             }
         }
         self.resumed_ns.retain(|job, _| jobs.contains(job));
+        self.idle_ns.retain(|job, _| jobs.contains(job));
         let resumed_ns = |job: &JobKey| self.resumed_ns.get(job).copied().unwrap_or(0);
+        let examined_ns = |job: &JobKey| resumed_ns(job).max(self.idle_ns.get(job).copied().unwrap_or(0));
 
         let silences =
             observations.iter().filter_map(|rank| Some((rank.id, silence(rank, resumed_ns(&rank.job), now_ns)?)));
@@ -82,7 +91,7 @@ impl Monitor {
         let stuck =
             silences.iter().filter(|(id, _)| self.silent.contains(id)).map(|(id, since)| (*id, *since)).collect();
         let idle =
-            jobs.into_iter().filter_map(|job| Some((job.clone(), idle(observations, job, resumed_ns(job), now_ns)?)));
+            jobs.into_iter().filter_map(|job| Some((job.clone(), idle(observations, job, examined_ns(job), now_ns)?)));
         let idle = idle.collect();
         self.silent = silences.into_keys().collect();
         Conditions { stuck, idle }

@@ -52,6 +52,8 @@ pub struct DumpTask {
     pub record: Record,
     /// What is kept for the cluster collector; `None` without one.
     pub for_cluster: Option<ClusterPart>,
+    /// Whether a job that shows no hang is idle, which is no incident.
+    pub may_be_idle: bool,
 }
 
 /// A part of a job-wide incident.
@@ -80,6 +82,8 @@ pub struct Outcome {
     pub path: Option<PathBuf>,
     /// The verdict.
     pub verdict: Verdict,
+    /// The job is idle, so there is no folder.
+    pub is_idle: bool,
     /// Whether its folder has the verdict.
     pub written: bool,
     /// The folder that should have got the incident folder.

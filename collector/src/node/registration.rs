@@ -192,7 +192,7 @@ impl NodeState {
             info!("incident {} was left open by an earlier collector", record.id);
             let known = match verdict {
                 Some(verdict) => IncidentReport::of(verdict, record.dumped_mono_ns),
-                None => IncidentReport { is_unfinished: true, ..IncidentReport::default() },
+                None => IncidentReport { is_unfinished: true, is_counted: true, ..IncidentReport::default() },
             };
             let report = || IncidentReport { path: Some(folder), ..known };
             self.reports.entry(record.id.clone()).or_insert_with(report);

@@ -71,6 +71,8 @@ pub struct JobSettings {
     pub timeline_path: PathBuf,
     /// Whether to end the ranks after the dump.
     pub hang_kill: bool,
+    /// Whether an idle job is an incident, even if nothing shows that it hangs.
+    pub reports_idle: bool,
 }
 
 impl JobSettings {
@@ -85,6 +87,7 @@ impl JobSettings {
                 path => path.into(),
             },
             hang_kill: hello.hang_kill,
+            reports_idle: hello.reports_idle,
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct IncidentReport {
     pub verdict: Option<Box<Verdict>>,
     /// A killed collector has left its folder unfinished.
     pub is_unfinished: bool,
+    /// It is in the number of opened incidents. A job that may be idle is not.
+    pub is_counted: bool,
 }
 
 impl IncidentReport {
@@ -40,6 +42,7 @@ impl IncidentReport {
         let judged = VerdictSummary::of(&verdict);
         IncidentReport {
             path: None,
+            is_counted: true,
             sentence: verdict.sentence,
             cause: verdict.cause.to_string(),
             culprits: verdict.culprits,

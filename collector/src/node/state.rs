@@ -47,6 +47,8 @@ pub struct NodeState {
     pub(super) reports: BTreeMap<String, IncidentReport>,
     /// Problems of the collector itself, for `/status`.
     pub problems: Vec<String>,
+    /// Jobs that were found idle.
+    pub idle: BTreeMap<JobKey, IdleJob>,
     /// Incidents opened so far.
     pub opened: u64,
     /// Pid of the supervisor, when there is one.
@@ -80,6 +82,15 @@ pub struct NodeState {
     pub(super) filtered: BTreeMap<RankId, u32>,
     // Time of the loop's last turn.
     pub(super) turned_ns: u64,
+}
+
+/// A job that was examined and found idle.
+#[derive(Debug)]
+pub struct IdleJob {
+    /// Its last launch, CLOCK_MONOTONIC.
+    pub last_launch_ns: u64,
+    /// The sentence of the verdict.
+    pub sentence: String,
 }
 
 /// A job whose ranks end one after the other gets this many timeouts: one rank may save a
@@ -116,6 +127,7 @@ impl NodeState {
             engine: Engine::default(),
             reports: BTreeMap::new(),
             problems: Vec::new(),
+            idle: BTreeMap::new(),
             opened: 0,
             supervisor: None,
             started: Now::get(),

@@ -24,6 +24,11 @@ pub fn status(state: &NodeState, now: Now) -> Value {
         "metrics_port": state.settings.metrics_port,
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(state.started.mono_ns)),
         "ranks": ranks.into_iter().map(|entry| rank(state, entry, now)).collect::<Vec<_>>(),
+        "idle": state.idle.iter().map(|(job, idle)| json!({
+            "job": job.to_string(),
+            "since": clock::rfc3339(now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(idle.last_launch_ns))),
+            "sentence": idle.sentence,
+        })).collect::<Vec<_>>(),
         "incidents": state.engine.incidents().map(|entry| incident(state, entry)).collect::<Vec<_>>(),
         "slow_ranks": state.slow.json(),
         "cluster": state.settings.cluster.as_ref().map(|url| json!({

@@ -105,10 +105,13 @@ impl NodeState {
         idle: &BTreeMap<JobKey, u64>,
         now: Now,
     ) {
+        self.idle.retain(|job, _| living.contains(job));
         for job in living {
             let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
-            let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
+            let last = last_launch_ns(&ranks);
             self.member.launched(&job, last);
+            // A job that has launched since it was examined is no longer idle.
+            self.idle.retain(|idle_job, idle| *idle_job != job || idle.last_launch_ns == last);
             let since_ns = idle.get(&job).filter(|_| !self.member.is_declined(&job, now));
             if let Some(since_ns) = since_ns.copied() {
                 let timeout = ranks.iter().map(|rank| rank.idle_timeout).max().unwrap_or_default();
@@ -123,6 +126,12 @@ impl NodeState {
         }
     }
 
+    /// When a job launched anything last, or a rank of it registered.
+    pub(super) fn last_launch_ns(&self, job: &JobKey, now: Now) -> u64 {
+        let observations = self.observe(&BTreeSet::from([job.clone()]), now);
+        last_launch_ns(&observations.iter().filter(|rank| rank.job == *job).collect::<Vec<_>>())
+    }
+
     /// Lifts the deaths of ranks that the job does not need: it still launches long after they
     /// died.
     pub(super) fn forgive_deaths(&mut self, job: &JobKey, last_launch_ns: u64, now: Now) {
@@ -135,6 +144,10 @@ impl NodeState {
             self.engine.clear_cause(job, &Cause::Death { pid }, now);
         }
     }
+}
+
+fn last_launch_ns(ranks: &[&Observation]) -> u64 {
+    ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0)
 }
 
 fn observation(rank: &Rank, words: &[u64; header::WORDS], now: Now) -> Observation {

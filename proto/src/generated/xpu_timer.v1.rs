@@ -578,6 +578,10 @@ pub struct Hello {
     pub timeline_path: ::prost::alloc::string::String,
     #[prost(bool, tag = "8")]
     pub hang_kill: bool,
+    /// XPU_TIMER_IDLE_TIMEOUT is set: a job that launches nothing for so long is an incident, even if
+    /// nothing shows that it hangs.
+    #[prost(bool, tag = "9")]
+    pub reports_idle: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Welcome {

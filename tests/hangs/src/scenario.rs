@@ -126,6 +126,12 @@ impl Scenario {
         self
     }
 
+    /// The job is reported even if it may be idle.
+    pub fn reported_if_idle(mut self) -> Self {
+        self.environment.push(("XPU_TIMER_IDLE_TIMEOUT", "10".into()));
+        self
+    }
+
     /// It hangs because of these ranks.
     pub fn is(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
         self.truth = Truth::Hang { causes, culprits: culprits.to_vec() };

@@ -2,6 +2,7 @@
 //! file. Their culprits are processes: pids in place of ranks.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::Path,
     process::Command,
@@ -104,15 +105,17 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
         Expected::Passes(time) => {
             let written = read(truth, ranks)?;
             quiet(job, ranks, time)?;
-            let causes = names(&written.causes);
-            let culprits = written.culprits.clone();
             let reported = named(job, &written.culprits)?;
-            let truth = if reported.is_none() {
-                Truth::Healthy
-            } else {
-                Truth::Passes { causes, culprits, stands_still: false }
-            };
-            Ok((truth, reported))
+            // A program that names nobody says only that nothing hangs, and a verdict with doubt may
+            // name the slow process.
+            let is_mild = |reported: &Reported| written.causes.is_empty() && reported.confidence != "high";
+            match reported.filter(|reported| !is_mild(reported)) {
+                None => Ok((Truth::Healthy, None)),
+                found => {
+                    let (causes, culprits) = (names(&written.causes), written.culprits);
+                    Ok((Truth::Passes { causes, culprits, stands_still: false }, found))
+                }
+            }
         }
     }
 }
@@ -157,7 +160,8 @@ fn quiet(job: &Job, ranks: &mut Process, time: Duration) -> Result<()> {
 }
 
 /// What was reported: a wrong accusation with high confidence, else the incident with the right
-/// culprits, else the first one that names any.
+/// culprits, else the first one that names any, with the culprits of all: each job has an incident
+/// of its own.
 fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
     let incidents = job.finished_incidents();
     let all: Vec<Reported> =
@@ -166,11 +170,10 @@ fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
         reported.confidence == "high" && reported.culprits.iter().any(|pid| !culprits.contains(pid))
     };
     let is_right = |reported: &&Reported| reported.culprits == culprits;
-    let found = all
-        .iter()
-        .find(is_mistake)
-        .or_else(|| all.iter().find(is_right))
-        .or_else(|| all.iter().find(|reported| !reported.culprits.is_empty()))
-        .or_else(|| all.first());
-    Ok(found.cloned())
+    if let Some(found) = all.iter().find(is_mistake).or_else(|| all.iter().find(is_right)) {
+        return Ok(Some(found.clone()));
+    }
+    let of_all: BTreeSet<u32> = all.iter().flat_map(|reported| reported.culprits.iter().copied()).collect();
+    let first = all.iter().find(|reported| !reported.culprits.is_empty()).or_else(|| all.first());
+    Ok(first.map(|first| Reported { culprits: of_all.into_iter().collect(), ..first.clone() }))
 }

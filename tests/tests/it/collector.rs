@@ -397,7 +397,7 @@ fn a_job_that_launches_nothing_is_noticed() {
     let _collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "idle", rank, 2)).collect();
     for hook in &mut hooks {
-        hook.hello.idle_timeout_ms = 1500;
+        (hook.hello.idle_timeout_ms, hook.hello.reports_idle) = (1500, true);
         hook.tell("launch on");
         hook.join(&job);
     }
@@ -660,7 +660,7 @@ fn a_job_whose_ranks_say_goodbye_and_stay_is_an_incident() {
     let _collector = collector(&job, &[]);
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "stays", rank, 2)).collect();
     for hook in &mut hooks {
-        hook.hello.idle_timeout_ms = 500;
+        (hook.hello.idle_timeout_ms, hook.hello.reports_idle) = (500, true);
         hook.tell("launch on");
         hook.join(&job);
     }

@@ -109,7 +109,8 @@ impl Config {
 
         let seconds = |name: &str, fallback: u64| source.seconds(name).unwrap_or(Duration::from_secs(fallback));
         let hang_timeout = seconds("XPU_TIMER_HANG_TIMEOUT", 300);
-        let idle_timeout = source.seconds("XPU_TIMER_IDLE_TIMEOUT").unwrap_or(hang_timeout * 2);
+        let own_idle_timeout = source.seconds("XPU_TIMER_IDLE_TIMEOUT");
+        let idle_timeout = own_idle_timeout.unwrap_or(hang_timeout * 2);
         // SAFETY: geteuid takes nothing and cannot fail.
         let uid = unsafe { libc::geteuid() };
         let socket = socket::of(&source, uid);
@@ -127,6 +128,7 @@ impl Config {
             sample_interval_ms: seconds("XPU_TIMER_SAMPLE_INTERVAL", 5).as_millis() as u64,
             timeline_path: timeline_path(&source, &mut problems),
             hang_kill: source.flag("XPU_TIMER_HANG_KILL"),
+            reports_idle: own_idle_timeout.is_some(),
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
         let disabled = source.flag("XPU_TIMER_DISABLE");

@@ -86,8 +86,11 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("wants-lock", 4, &["--trouble=keeps_lock@0", "--trouble=wants_lock@3"])
             .is(&["storage_io", "host_lock"], &[0]),
         // No rank differs: all wait for something outside of the job.
-        plain("all-ask-a-server", 4, &["--trouble=silent_server@0+1+2+3"]).is(&["unknown"], &[]),
-        hybrid("plain-all-read", 1, 1, 4).fault("fifo@0+1+2+3:load").is(&["data_loader", "storage_io"], &[]),
+        plain("all-ask-a-server", 4, &["--trouble=silent_server@0+1+2+3"]).reported_if_idle().is(&["unknown"], &[]),
+        hybrid("plain-all-read", 1, 1, 4)
+            .fault("fifo@0+1+2+3:load")
+            .reported_if_idle()
+            .is(&["data_loader", "storage_io"], &[]),
         plain("two-reasons", 8, &["--trouble=silent_server@1", "--trouble=starved_executor@6"])
             .is(&["host_lock", "missing_rank"], &[1, 6]),
         pipeline("blocking-sends", 4, 1, &["--blocking-sends"]).is(&["p2p_cycle"], &[2, 3]),
@@ -170,9 +173,9 @@ pub fn threads() -> Vec<Scenario> {
         beside("thread_and_sleep", 4, Some(0)).is(&["host_lock"], &[0]),
         beside("two_orders", 4, Some(1)).is(&["order_mismatch"], &[1]),
         // No process is stuck, and no verdict says that one is.
-        beside("idle_sleep", 4, None).is(IDLE, &[]),
-        beside("idle_server", 4, None).is(IDLE, &[]),
-        beside("idle_prompt", 3, None).is(IDLE, &[]),
+        beside("idle_sleep", 4, None).reported_if_idle().is(IDLE, &[]),
+        beside("idle_server", 4, None).reported_if_idle().is(IDLE, &[]),
+        beside("idle_prompt", 3, None).reported_if_idle().is(IDLE, &[]),
         replay("lock_order", 4, 1).is(&["host_lock"], &[1]),
         replay("own_shared_lock", 4, 2).is(LOCK, &[2]),
         replay("rwlock", 3, 0).is(LOCK, &[0]),

@@ -65,6 +65,7 @@ impl FakeHook {
             sample_interval_ms: 700,
             timeline_path: job.dir.join("timeline").display().to_string(),
             hang_kill: false,
+            reports_idle: false,
         };
         command.arg("-I").arg(tree().join("tests/tests/it/collector/fake_hook.py"));
         command.args([header::HEARTBEAT_NS, header::LAST_LAUNCH_NS, ring::offset::END].map(|word| word.to_string()));

@@ -224,6 +224,7 @@ fn write_verdict(folder: &Path, world: u32, ranks: Vec<RankEvidence>) {
         ranks,
         hang_timeout_ns: 300 * SECOND,
         sample_interval_ns: 5 * SECOND,
+        ..Default::default()
     };
     let mut verdict = judge(&evidence);
     verdict.timing.opened_at = Some("2026-11-21T03:04:12Z".into());
