@@ -223,16 +223,20 @@ impl<'a> Case<'a> {
 
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
     pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
-        self.view(rank_index).host.awaited.as_ref().filter(|awaited| match awaited.kind() {
-            AwaitedKind::File | AwaitedKind::Lock | AwaitedKind::Child | AwaitedKind::Mutex => true,
-            AwaitedKind::Socket => !awaited.name.is_empty() || !awaited.holders.is_empty(),
-            AwaitedKind::Pipe
-            | AwaitedKind::Event
-            | AwaitedKind::Several
-            | AwaitedKind::SharedMemory
-            | AwaitedKind::Semaphore
-            | AwaitedKind::MessageQueue => !awaited.holders.is_empty(),
-            AwaitedKind::Unspecified => false,
+        let view = self.view(rank_index);
+        view.host.awaited.as_ref().filter(|awaited| {
+            let has_others = awaited.holders.iter().any(|holder| Some(holder.pid) != view.pid());
+            match awaited.kind() {
+                AwaitedKind::File | AwaitedKind::Lock | AwaitedKind::Child | AwaitedKind::Mutex => true,
+                AwaitedKind::Socket => !awaited.name.is_empty() || has_others,
+                AwaitedKind::Pipe => !awaited.holders.is_empty(),
+                AwaitedKind::Event
+                | AwaitedKind::Several
+                | AwaitedKind::SharedMemory
+                | AwaitedKind::Semaphore
+                | AwaitedKind::MessageQueue => has_others,
+                AwaitedKind::Unspecified => false,
+            }
         })
     }
 

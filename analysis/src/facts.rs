@@ -80,8 +80,20 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
 }
 
 fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
-    let Host { pid, parent_pid, command, stack, state, observed, same_in_both, location, moved, d_sleep, awaited } =
-        stacks::read(dump, training);
+    let Host {
+        pid,
+        parent_pid,
+        ended_parent_pid,
+        command,
+        stack,
+        state,
+        observed,
+        same_in_both,
+        location,
+        moved,
+        d_sleep,
+        awaited,
+    } = stacks::read(dump, training);
     HostFacts {
         stack,
         state,
@@ -128,6 +140,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         pid,
         command,
         parent_pid,
+        ended_parent_pid,
     }
 }
 
@@ -151,6 +164,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
     Host {
         pid: facts.pid,
         parent_pid: facts.parent_pid,
+        ended_parent_pid: facts.ended_parent_pid,
         command: facts.command.clone(),
         stack: facts.stack,
         state: facts.state.clone(),

@@ -6,7 +6,11 @@ use std::collections::{HashMap, HashSet};
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::builder::ResourceWait;
-use crate::{stacks::Host, world::World};
+use crate::{
+    stacks::Host,
+    verdict::Activity,
+    world::{World, is_collective},
+};
 
 /// Start of the name of an awaited socket on which a process listens: it waits for a client.
 const LISTENS: &str = "anybody who connects";
@@ -117,6 +121,11 @@ impl Chains<'_, '_> {
             let is_stuck = host.stopped() || host.gone() || host.d_sleep.as_ref().is_some_and(|sleep| sleep.main);
             let awaited = host.awaited.as_ref().filter(|_| !is_stuck && host.same_in_both);
             let next = match awaited.map(|awaited| (awaited, self.next(current, awaited))) {
+                Some((awaited, next)) if chain.is_empty() && self.is_orphaned(current, awaited, &next) => {
+                    is_certain = false;
+                    let parent = (self.node(current), self.host(current).ended_parent_pid);
+                    self.by_pid.get(&parent).copied().unwrap_or(current)
+                }
                 Some((awaited, _)) if awaited.name.starts_with(LISTENS) && !chain.is_empty() => return End::AtRest,
                 Some((_, Next::Unknown)) => return End::Unknown,
                 Some((_, Next::One { member, is_only })) => {
@@ -130,6 +139,9 @@ impl Chains<'_, '_> {
                 return End::Unknown;
             }
             match next {
+                // A server that waits for the answer of a rank in a collective waits for the ranks
+                // of that collective, and one of these may be the rank at the beginning.
+                Member::Rank(holder) if !chain.is_empty() && self.waits_in_operation(holder) => return End::Unknown,
                 Member::Rank(holder) => return End::Rank(holder),
                 Member::Process(index) => chain.push(index),
             }
@@ -193,6 +205,24 @@ impl Chains<'_, '_> {
             [] => self.parent_of(current, &known).map_or(Next::Unknown, likely),
             _ => Next::Unknown,
         }
+    }
+
+    /// Whether a rank waits for the process that had started it and has ended: nobody has the other
+    /// end of its pipe or socket, except ranks that inherited it from the same parent.
+    fn is_orphaned(&self, current: Member, awaited: &Awaited, next: &Next) -> bool {
+        let parent = self.host(current).ended_parent_pid;
+        let is_sibling = |holder: &Holder| {
+            let member = self.by_pid.get(&(self.node(current), holder.pid));
+            member.is_some_and(|member| self.host(*member).ended_parent_pid == parent)
+        };
+        let is_stream = matches!(awaited.kind(), AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several);
+        let is_left = matches!(next, Next::Nobody) || awaited.holders.iter().all(is_sibling);
+        parent > 0 && is_stream && is_left && !awaited.name.starts_with(LISTENS)
+    }
+
+    fn waits_in_operation(&self, rank_index: usize) -> bool {
+        let view = &self.world.views[rank_index];
+        view.host.observed.activity == Activity::DeviceWait || view.pending().any(is_collective)
     }
 
     fn is_halted(&self, member: Member) -> bool {

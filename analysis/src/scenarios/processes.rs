@@ -306,10 +306,22 @@ fn a_chain_of_processes_is_followed_to_its_end() {
     let told = "rank 2 waits for it through process 1050 (python3 engine.py) at train.py:7";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     // It leads to a rank.
-    let mut job = behind_engine(Stack::sleep());
-    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1003]);
-    job.set_stack(3, Stack::checkpoint());
-    assert_eq!(job.judge().culprits, [3]);
+    let led = |enters: bool| {
+        let mut job = Job::with_world(4, 30);
+        for rank in if enters { vec![0, 1, 3] } else { vec![0, 1] } {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+        job.process(50, "engine", Stack::sleep());
+        chained(&mut job, 0, AwaitedKind::Pipe, "", &[1003]);
+        if !enters {
+            job.set_stack(3, Stack::checkpoint());
+        }
+        job.judge().culprits
+    };
+    assert_eq!(led(false), [3]);
+    // The engine waits for the answer of a rank that waits for rank 2 itself.
+    assert_eq!(led(true), [2]);
 }
 
 #[test]
@@ -373,6 +385,33 @@ fn a_server_at_rest_is_idle_and_a_stopped_one_is_not() {
         verdict.to_text()
     );
     assert_eq!(verdict.hang, crate::HangEvidence::WaitChain);
+}
+
+#[test]
+fn ranks_that_wait_for_their_ended_parent_are_not_to_blame() {
+    let orphaned = |holders: &[i32]| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, holders);
+        job.rank(2).dump.as_mut().expect("a dump").stacktrace[0].awaited.as_mut().expect("it waits").name.clear();
+        for rank in 0..4 {
+            job.rank(rank).dump.as_mut().expect("a dump").ended_parent_pid = 1050;
+        }
+        let dump = job.process(50, "", Stack::sleep());
+        *dump =
+            xpu_timer_proto::server::Stacktrace { pid: 1050, process_state: "X (dead)".into(), ..Default::default() };
+        job.judge()
+    };
+    // Rank 3 has inherited the other end.
+    for holders in [&[][..], &[1002], &[1003]] {
+        let verdict = orphaned(holders);
+        assert_eq!(
+            (verdict.cause, culprits(&verdict)),
+            (Cause::ProcessDead, vec![(None, 1050)]),
+            "{}",
+            verdict.to_text()
+        );
+        assert!(verdict.sentence.starts_with("Process 1050, which is not a rank, is dead; rank 2 waits for it"));
+    }
 }
 
 /// The training thread.

@@ -76,6 +76,8 @@ pub(crate) struct Host {
     pub pid: i32,
     /// Process id of its parent; 0 if unknown.
     pub parent_pid: i32,
+    /// Process id of the parent that started it, if that has ended; else 0.
+    pub ended_parent_pid: i32,
     /// Its command line, shortened.
     pub command: String,
     /// There is at least one stack of the main thread.

@@ -94,6 +94,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
+        ended_parent_pid: dump.ended_parent_pid,
         command: dump.command.chars().take(MAX_COMMAND).collect(),
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),

@@ -2,7 +2,7 @@
 //! folder, the viewer. Every step has a deadline. A failed step becomes an entry in the result.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{Condvar, Mutex},
     time::{Duration, Instant},
@@ -16,7 +16,7 @@ use crate::{
     incident::{judging, part::PartLocation},
     node::{
         captures::{Captures, Scope},
-        evidence::{RankCapture, elsewhere, has_stacks},
+        evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
         related::RelatedProcesses,
@@ -158,7 +158,9 @@ fn sample(
 fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: RelatedProcesses) -> Evidence {
     // The judge finds a process by its pid and the node of the rank that waits for it.
     let node = task.subjects.first().map_or(&task.node, |subject| &subject.node);
-    let processes = related.evidence(&taken, node);
+    let ended_parents: BTreeSet<i32> = task.subjects.iter().filter_map(Subject::ended_parent).collect();
+    let mut processes = related.evidence(&taken, node);
+    processes.extend(ended_parents.into_iter().map(|pid| of_ended_process(pid, node)));
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {

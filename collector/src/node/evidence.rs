@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use xpu_timer_capture::ProcessCapture;
 use xpu_timer_proto::{
+    procfs,
     server::{ChildProcess, ProcessSample, Stacktrace},
     v1::{FlightRecord, Presence, ProcessEvidence, RankEvidence, RankInfo},
 };
@@ -52,6 +53,14 @@ impl Subject {
         self.process.as_ref().filter(|process| !process.is_dead()).map(|process| process.pid)
     }
 
+    /// The process that started this one, if it has ended.
+    #[must_use]
+    pub fn ended_parent(&self) -> Option<i32> {
+        let (pid, start) = *self.process.as_ref()?.ancestors.first()?;
+        let lives = procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead());
+        (!lives).then_some(pid)
+    }
+
     /// Checks again whether the process runs: it may have ended since the trigger.
     pub fn refresh(&mut self) {
         let Some(process) = self.process.as_ref().filter(|process| process.is_dead()) else { return };
@@ -97,6 +106,7 @@ impl Subject {
         let dump = (first.is_some() || last.is_some()).then(|| Stacktrace {
             pid: self.process.as_ref().map_or(0, |process| process.pid),
             rank: self.rank as i32,
+            ended_parent_pid: self.ended_parent().unwrap_or(0),
             ..join_samples([first, last], &self.node, &mut errors)
         });
         RankEvidence {
@@ -142,6 +152,13 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
 #[must_use]
 pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
     let dump = join_samples(samples, node, &mut Vec::new());
+    ProcessEvidence { node: node.into(), dump: Some(dump), host: None }
+}
+
+/// The evidence of a process that is no rank and has ended.
+#[must_use]
+pub fn of_ended_process(pid: i32, node: &str) -> ProcessEvidence {
+    let dump = Stacktrace { pid, rank: -1, process_state: procfs::state_text('X'), ..Default::default() };
     ProcessEvidence { node: node.into(), dump: Some(dump), host: None }
 }
 

@@ -245,6 +245,9 @@ pub struct Stacktrace {
     /// Process id of its parent; 0 when unknown.
     #[prost(int32, tag = "106")]
     pub parent_pid: i32,
+    /// Process id of the parent that started it, if that has ended; else 0.
+    #[prost(int32, tag = "107")]
+    pub ended_parent_pid: i32,
 }
 /// How the stack of a thread was captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]

@@ -676,6 +676,9 @@ pub struct HostFacts {
     /// Process id of its parent; 0 when unknown.
     #[prost(int32, tag = "18")]
     pub parent_pid: i32,
+    /// Process id of the parent that started it, if that has ended; else 0.
+    #[prost(int32, tag = "19")]
+    pub ended_parent_pid: i32,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {

@@ -12,7 +12,7 @@ mod written;
 
 use std::{io::Write, path::PathBuf, process::ExitCode};
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use xpu_timer_analysis::judge;
 
 use crate::scenario::Scenario;
@@ -25,6 +25,9 @@ enum Command {
     Run {
         /// Only scenarios whose name contains this
         filter: Option<String>,
+        /// Only scenarios with ranks, or only those whose programs start all processes themselves
+        #[arg(long)]
+        kind: Option<Kind>,
         /// Number of jobs that run at the same time
         #[arg(long, default_value_t = 3)]
         jobs: usize,
@@ -64,6 +67,15 @@ enum Command {
     List,
 }
 
+/// How the processes of a scenario are started.
+#[derive(Clone, Copy, ValueEnum)]
+enum Kind {
+    /// As ranks, by a launcher of the corpus
+    Ranks,
+    /// By the program itself
+    Programs,
+}
+
 fn main() -> ExitCode {
     match work(Command::parse()) {
         Ok(true) => ExitCode::SUCCESS,
@@ -77,8 +89,14 @@ fn main() -> ExitCode {
 
 fn work(command: Command) -> anyhow::Result<bool> {
     match command {
-        Command::Run { filter, jobs, output, kill } => {
-            let scenarios = corpus::runnable(filter.as_deref())?;
+        Command::Run { filter, kind, jobs, output, kill } => {
+            let mut scenarios = corpus::runnable(filter.as_deref())?;
+            let is_wanted = |scenario: &Scenario| match kind {
+                Some(Kind::Ranks) => scenario.world > 0,
+                Some(Kind::Programs) => scenario.world == 0,
+                None => true,
+            };
+            scenarios.retain(is_wanted);
             let results = run::all(scenarios, jobs, &output, kill)?;
             Ok(score::report(&results, &output))
         }

@@ -175,5 +175,9 @@ fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
     }
     let of_all: BTreeSet<u32> = all.iter().flat_map(|reported| reported.culprits.iter().copied()).collect();
     let first = all.iter().find(|reported| !reported.culprits.is_empty()).or_else(|| all.first());
-    Ok(first.map(|first| Reported { culprits: of_all.into_iter().collect(), ..first.clone() }))
+    let mut found = first.cloned();
+    if let Some(found) = &mut found {
+        found.culprits = of_all.into_iter().collect();
+    }
+    Ok(found)
 }
