@@ -227,7 +227,9 @@ impl<'a> Case<'a> {
         view.host.awaited.as_ref().filter(|awaited| {
             let has_others = awaited.holders.iter().any(|holder| Some(holder.pid) != view.pid());
             match awaited.kind() {
-                AwaitedKind::File | AwaitedKind::Lock | AwaitedKind::Child | AwaitedKind::Mutex => true,
+                AwaitedKind::File | AwaitedKind::Lock | AwaitedKind::Child => true,
+                // Only a mutex of glibc has its owner where the capture reads it.
+                AwaitedKind::Mutex => stacks::is_mutex(self.native_function(rank_index)),
                 AwaitedKind::Socket => !awaited.name.is_empty() || has_others,
                 AwaitedKind::Pipe => !awaited.holders.is_empty(),
                 AwaitedKind::Event

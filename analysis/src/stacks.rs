@@ -12,7 +12,9 @@ mod read;
 mod sample;
 mod training;
 
-pub(crate) use classify::{is_file_lock, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect};
+pub(crate) use classify::{
+    is_file_lock, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
+};
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
 pub(crate) use host::{DSleep, Host, Movement, ObservedActivity};
 pub(crate) use names::base_name;

@@ -166,9 +166,8 @@ impl Chains<'_, '_> {
         })
     }
 
-    /// The process that a member waits for. Of several that have the other end, those that wait for
-    /// the same object cannot be it; a child is expected to answer before a parent, and a parent
-    /// before other processes.
+    /// The process that a member waits for. Several may have the other end of a pipe or socket,
+    /// because processes inherit descriptors.
     fn next(&self, current: Member, awaited: &Awaited) -> Next {
         let own = self.pid(current);
         let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
@@ -183,28 +182,34 @@ impl Chains<'_, '_> {
             let object = self.host(member).awaited.as_ref().map(|awaited| &awaited.object);
             object.is_some_and(|object| !object.is_empty() && *object == awaited.object)
         };
-        let known: Vec<(Member, bool)> = others
-            .iter()
-            .filter_map(|holder| Some((member(holder)?, holder.child)))
-            .filter(|(member, _)| !waits_alike(*member))
-            .collect();
-        let unknown = others.iter().filter(|holder| member(holder).is_none()).count();
-        match known.as_slice() {
-            [(only, _)] if unknown == 0 => return Next::One { member: *only, is_only: others.len() == 1 },
-            [] => return Next::Unknown,
-            _ => {}
+        if others.iter().any(|holder| member(holder).is_none()) {
+            return Next::Unknown;
         }
-        let halted: Vec<Member> = known.iter().map(|(member, _)| *member).filter(|one| self.is_halted(*one)).collect();
-        let likely = |member| Next::One { member, is_only: false };
-        if let [only] = halted[..] {
-            return likely(only);
+        let known: Vec<(Member, bool)> =
+            others.iter().filter_map(|holder| Some((member(holder)?, holder.child))).collect();
+        if let [(only, _)] = known[..] {
+            return if waits_alike(only) { Next::Unknown } else { Next::One { member: only, is_only: true } };
         }
-        let children: Vec<Member> = known.iter().filter(|(_, child)| *child).map(|(member, _)| *member).collect();
-        match children[..] {
-            [only] => likely(only),
-            [] => self.parent_of(current, &known).map_or(Next::Unknown, likely),
-            _ => Next::Unknown,
-        }
+        // A rank in a collective cannot be expected to answer.
+        let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        let able: Vec<(Member, bool)> =
+            known.into_iter().filter(|(member, _)| !waits_alike(*member) && !waits(*member)).collect();
+        let parent = self.host(current).parent_pid;
+        let is_parent = |member: Member| self.pid(member) == parent;
+        let choices: [&dyn Fn(&(Member, bool)) -> bool; 4] = [
+            &|(member, _)| self.is_halted(*member),
+            // A child answers its parent.
+            &|(_, child)| *child,
+            // A parent has both ends of the pipes that it makes for its children.
+            &|(member, _)| !is_parent(*member),
+            // Children inherit the ends of each other's pipes.
+            &|(member, _)| is_parent(*member),
+        ];
+        let only = |choice: &&dyn Fn(&(Member, bool)) -> bool| {
+            let mut chosen = able.iter().filter(|one| choice(one));
+            chosen.next().filter(|_| chosen.next().is_none())
+        };
+        choices.iter().find_map(only).map_or(Next::Unknown, |(member, _)| Next::One { member: *member, is_only: false })
     }
 
     /// Whether a rank waits for the process that had started it and has ended: nobody has the other
@@ -228,12 +233,6 @@ impl Chains<'_, '_> {
     fn is_halted(&self, member: Member) -> bool {
         let host = self.host(member);
         host.stopped() || host.gone()
-    }
-
-    /// The one of these members that started the others: their parent.
-    fn parent_of(&self, current: Member, among: &[(Member, bool)]) -> Option<Member> {
-        let parent = self.host(current).parent_pid;
-        among.iter().map(|(member, _)| *member).find(|member| self.pid(*member) == parent)
     }
 }
 

@@ -156,8 +156,8 @@ pub(super) fn hang_evidence(
         return HangEvidence::None;
     }
     // Within one rank the chain leads to a thread, a worker process or the kernel.
-    let inside = matches!(cause, Cause::DataLoader | Cause::DState | Cause::GilDeadlock | Cause::HostLock)
-        && confidence == Confidence::High;
+    let inside = cause == Cause::GilDeadlock
+        || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && confidence == Confidence::High;
     let processes = outcome.conclusion.culprit_processes();
     let is_known = !culprits.is_empty() || !processes.is_empty();
     let ends = is_known

@@ -11,6 +11,7 @@ use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
     causes::cannot_continue,
+    facts,
     graph::Suspect,
     verdict::Activity,
 };
@@ -67,6 +68,12 @@ const SUSPICIONS: &[Suspicion] = &[
         reason: "A rank that waits for another process that cannot continue is suspected, whatever the other ranks do.",
         scenario: "processes::a_server_at_rest_is_idle_and_a_stopped_one_is_not",
         find: stuck_process,
+    },
+    Suspicion {
+        name: "gil_deadlock",
+        reason: "A rank whose threads wait for the GIL while its holder is blocked is stuck, whatever its main thread does.",
+        scenario: "processes::a_gil_deadlock_is_found_although_the_main_thread_seems_idle",
+        find: gil_deadlock,
     },
     Suspicion {
         name: "outside_graph",
@@ -189,6 +196,13 @@ fn stuck_process(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let stuck: Vec<usize> =
         waits.iter().filter(|wait| cannot_continue(ranks.case, wait)).map(|wait| wait.waiter).collect();
     (!stuck.is_empty()).then(|| hosts(stuck, ranks.waiting.clone()))
+}
+
+fn gil_deadlock(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let is_deadlocked =
+        |index: &usize| ranks.case.view(*index).evidence.is_some_and(|evidence| facts::gil_holder(evidence).is_some());
+    let deadlocked: Vec<usize> = ranks.all().filter(is_deadlocked).collect();
+    (!deadlocked.is_empty()).then(|| hosts(deadlocked, ranks.waiting.clone()))
 }
 
 fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

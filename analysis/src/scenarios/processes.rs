@@ -558,6 +558,22 @@ fn a_blocked_gil_holder_is_a_deadlock_and_a_running_one_is_not() {
 }
 
 #[test]
+fn a_gil_deadlock_is_found_although_the_main_thread_seems_idle() {
+    let mut job = Job::with_world(1, 30);
+    job.trigger(TriggerKind::Idle);
+    job.set_stack(0, Stack::new(&[("serve", "/job/serve.py:9")], &["accept"]));
+    let waits = native_thread(5002, &["pthread_cond_timedwait", "take_gil"], "S (sleeping)", "", None, 9);
+    job.thread(0, waits, Some(python_thread(5002, "worker", &[("work", "/job/serve.py:20".to_owned())])));
+    assert_eq!(job.judge().hang, crate::HangEvidence::None, "a server that waits for a client");
+    let dump = job.rank(0).dump.as_mut().expect("a dump");
+    dump.py_stacktrace[0].owns_gil = true;
+    dump.first_sample.as_mut().expect("two samples").py_stacktrace[0].owns_gil = true;
+    let verdict = job.judge();
+    expect(&verdict, Cause::GilDeadlock, &[0], Confidence::Medium);
+    assert_eq!(verdict.hang, crate::HangEvidence::WaitChain);
+}
+
+#[test]
 fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions() {
     let judged = |insides: &str, caller: &str| {
         let mut job = gil(false);

@@ -337,6 +337,11 @@ pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == SHARED_LOCK
 }
 
+/// Whether a function of the C library locks a mutex.
+pub(crate) fn is_mutex(function: &str) -> bool {
+    function.contains("pthread_mutex") || function.contains("lll_lock")
+}
+
 /// Whether a witness of [`Activity::CommInit`] is a failing
 /// connection to the store.
 pub(crate) fn is_store_connect(witness: &str) -> bool {

@@ -35,7 +35,7 @@ enum Operation {
     Read,
     Write,
     Lock,
-    Connect,
+    Accept,
 }
 
 /// The thread whose call is examined, and what is shared by all searches of a capture.
@@ -56,6 +56,7 @@ pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles,
     };
     let search = Search { pid, wchan, open_files, deadline };
     match number {
+        libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
         libc::SYS_futex => futex::awaited(&search, arguments[0], arguments[1]),
         libc::SYS_wait4 | libc::SYS_waitid => search.child(number, arguments[0], arguments[1]),
         libc::SYS_semop | libc::SYS_semtimedop => ipc::semaphore(&search, arguments[0], arguments[1]),
@@ -67,9 +68,6 @@ pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles,
         _ => {
             let operation = operation_of(number, arguments[1])?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
-            if number == libc::SYS_connect {
-                return sockets::connection(&search, descriptor, arguments[1], arguments[2]);
-            }
             descriptor::awaited(&search, descriptor, operation)
         }
     }
@@ -90,7 +88,7 @@ fn operation_of(number: i64, second: u64) -> Option<Operation> {
         | libc::SYS_sendmsg
         | libc::SYS_mq_timedsend => Some(Operation::Write),
         libc::SYS_fsync | libc::SYS_fdatasync => Some(Operation::Write),
-        libc::SYS_connect | libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Connect),
+        libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Accept),
         libc::SYS_flock => Some(Operation::Lock),
         libc::SYS_fcntl => {
             let command = i32::try_from(second).unwrap_or(0);
@@ -305,8 +303,6 @@ mod tests {
         assert_eq!(holders, [(pid, "sleep", true)]);
     }
 
-    /// The pids of the processes that a thread waits for that reads from a Unix socket, whose other
-    /// end a child has.
     #[test]
     fn finds_the_child_at_the_other_end_of_a_unix_socket() {
         let (mut ours, theirs) = UnixStream::pair().expect("a pair");

@@ -73,7 +73,11 @@ pub fn scenarios() -> Vec<Scenario> {
         hybrid("start-fifo", 1, 1, 4).fault("fifo@2:start").is(INIT, &[2]),
         hybrid("start-killed", 1, 1, 4).fault("killed@3:start").is(&["process_dead", "comm_init"], &[3]),
         hybrid("start-sleep-3d", 2, 2, 2).fault("sleep@5:start").is(&["comm_init", "missing_rank"], &[5]),
-        hybrid("end-fifo", 1, 1, 4).option("--steps=40").fault("fifo@1:end").is(&["storage_io", "teardown"], &[1]),
+        hybrid("end-fifo", 1, 1, 4)
+            .option("--steps=40")
+            .fault("fifo@1:end")
+            .reported_if_idle()
+            .is(&["storage_io", "teardown"], &[1]),
     ]
 }
 

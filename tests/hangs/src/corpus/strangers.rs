@@ -39,7 +39,7 @@ const TROUBLES: &[(&str, &[&str])] = &[
     ("database_lock", &["missing_rank", "host_lock", "storage_io"]),
     ("barrier_of_threads", LOCK),
     ("semaphore", LOCK),
-    ("manager", MISSING),
+    ("manager", &["process_stopped", "missing_rank"]),
     ("event_loop", MISSING),
     ("backtracking", BUSY),
     ("loop_in_c", BUSY),

@@ -8,12 +8,12 @@ use std::{
 
 use xpu_timer_proto::{
     procfs::{LISTEN, find_tcp_socket},
-    server::{Awaited, AwaitedKind},
+    server::{Awaited, AwaitedKind, Holder},
 };
 
 use super::Search;
 use crate::{
-    kernel::{open_files::Descriptor, sock_diag},
+    kernel::sock_diag::{self, UnixSocket},
     memory,
 };
 
@@ -39,7 +39,7 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
 }
 
 /// What a call waits for that connects a socket to the address at `address`.
-pub(super) fn connection(search: &Search<'_>, _: Descriptor, address: u64, length: u64) -> Option<Awaited> {
+pub(super) fn connection(search: &Search<'_>, address: u64, length: u64) -> Option<Awaited> {
     let length = usize::try_from(length).ok()?.min(size_of::<libc::sockaddr_un>());
     let bytes = memory::read_exact(search.pid, address, length).ok()?;
     let family = i32::from(u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?));
@@ -51,21 +51,20 @@ pub(super) fn connection(search: &Search<'_>, _: Descriptor, address: u64, lengt
     }
     let remote = ip_address(family, &bytes)?;
     Some(socket(remote.to_string(), listeners(search, remote)))
-        .map(|found| Awaited { holders: search.holders(found.holders.into_iter().map(|holder| holder.pid)), ..found })
 }
 
-fn socket(name: String, holders: Vec<xpu_timer_proto::server::Holder>) -> Awaited {
+fn socket(name: String, holders: Vec<Holder>) -> Awaited {
     Awaited { kind: AwaitedKind::Socket.into(), object: String::new(), name, holders }
 }
 
 /// The processes that have a socket open.
-fn owners(search: &Search<'_>, inode: u64) -> Vec<xpu_timer_proto::server::Holder> {
+fn owners(search: &Search<'_>, inode: u64) -> Vec<Holder> {
     let (owners, _) = search.open_files.of(&format!("socket:[{inode}]"), search.deadline);
     search.holders(owners.iter().map(|owner| owner.pid))
 }
 
 /// The processes of this machine that listen at an address.
-fn listeners(search: &Search<'_>, address: SocketAddr) -> Vec<xpu_timer_proto::server::Holder> {
+fn listeners(search: &Search<'_>, address: SocketAddr) -> Vec<Holder> {
     let listener = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
         let local = socket.local().filter(|_| socket.state == LISTEN)?;
         (local.port() == address.port() && (local.ip() == address.ip() || local.ip().is_unspecified()))
@@ -101,19 +100,17 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
             if holders.iter().any(|holder| holder.pid != search.pid) {
                 holders.retain(|holder| holder.pid != search.pid);
             }
-            socket(found.peer_name(search), holders)
+            socket(name(&found, search), holders)
         }
         None if !found.path.is_empty() => socket(format!("anybody who connects to {}", found.path), Vec::new()),
         None => socket(String::new(), Vec::new()),
     }
 }
 
-impl sock_diag::UnixSocket {
-    /// The path of the other end, or of this one; empty if neither has one.
-    fn peer_name(&self, search: &Search<'_>) -> String {
-        let of_peer = self.peer.and_then(|peer| sock_diag::unix_socket(peer, search.deadline)).map(|peer| peer.path);
-        of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| self.path.clone())
-    }
+/// The path of the other end of a Unix socket, or of this one; empty if neither has one.
+fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
+    let of_peer = socket.peer.and_then(|peer| sock_diag::unix_socket(peer, search.deadline)).map(|peer| peer.path);
+    of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| socket.path.clone())
 }
 
 /// The inode of the socket that listens at a path.
