@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result};
 use zip::{CompressionMethod, DateTime, ZipArchive, ZipWriter, write::SimpleFileOptions};
 
-use crate::tree;
+use crate::tools::tree;
 
 /// Reads the files of an archive, by name.
 ///

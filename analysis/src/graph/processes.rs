@@ -185,31 +185,38 @@ impl Chains<'_, '_> {
         if others.iter().any(|holder| member(holder).is_none()) {
             return Next::Unknown;
         }
-        let known: Vec<(Member, bool)> =
-            others.iter().filter_map(|holder| Some((member(holder)?, holder.child))).collect();
-        if let [(only, _)] = known[..] {
-            return if waits_alike(only) { Next::Unknown } else { Next::One { member: only, is_only: true } };
+        let known =
+            others.iter().filter_map(|holder| Some(Candidate { member: member(holder)?, is_child: holder.child }));
+        let known: Vec<Candidate> = known.collect();
+        if let [only] = known[..] {
+            return if waits_alike(only.member) {
+                Next::Unknown
+            } else {
+                Next::One { member: only.member, is_only: true }
+            };
         }
         // A rank in a collective cannot be expected to answer.
         let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
-        let able: Vec<(Member, bool)> =
-            known.into_iter().filter(|(member, _)| !waits_alike(*member) && !waits(*member)).collect();
+        let able = known.into_iter().filter(|one| !waits_alike(one.member) && !waits(one.member));
+        self.likely(current, &able.collect::<Vec<_>>())
+            .map_or(Next::Unknown, |member| Next::One { member, is_only: false })
+    }
+
+    /// The one of several candidates that is likely to have the other end in use.
+    fn likely(&self, current: Member, candidates: &[Candidate]) -> Option<Member> {
         let parent = self.host(current).parent_pid;
-        let is_parent = |member: Member| self.pid(member) == parent;
-        let choices: [&dyn Fn(&(Member, bool)) -> bool; 4] = [
-            &|(member, _)| self.is_halted(*member),
-            // A child answers its parent.
-            &|(_, child)| *child,
-            // A parent has both ends of the pipes that it makes for its children.
-            &|(member, _)| !is_parent(*member),
-            // Children inherit the ends of each other's pipes.
-            &|(member, _)| is_parent(*member),
-        ];
-        let only = |choice: &&dyn Fn(&(Member, bool)) -> bool| {
-            let mut chosen = able.iter().filter(|one| choice(one));
-            chosen.next().filter(|_| chosen.next().is_none())
+        let is_parent = |candidate: &Candidate| self.pid(candidate.member) == parent;
+        let only = |choice: &dyn Fn(&Candidate) -> bool| {
+            let mut chosen = candidates.iter().filter(|candidate| choice(candidate));
+            chosen.next().filter(|_| chosen.next().is_none()).map(|candidate| candidate.member)
         };
-        choices.iter().find_map(only).map_or(Next::Unknown, |(member, _)| Next::One { member: *member, is_only: false })
+        only(&|candidate| self.is_halted(candidate.member))
+            // A child answers its parent.
+            .or_else(|| only(&|candidate| candidate.is_child))
+            // A parent has both ends of the pipes that it makes for its children.
+            .or_else(|| only(&|candidate| !is_parent(candidate)))
+            // Children inherit the ends of each other's pipes.
+            .or_else(|| only(&is_parent))
     }
 
     /// Whether a rank waits for the process that had started it and has ended: nobody has the other
@@ -234,6 +241,14 @@ impl Chains<'_, '_> {
         let host = self.host(member);
         host.stopped() || host.gone()
     }
+}
+
+/// A process that has the other end.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    member: Member,
+    /// It descends from the process that waits.
+    is_child: bool,
 }
 
 /// The next member of a chain.

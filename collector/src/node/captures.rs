@@ -120,9 +120,9 @@ impl Captures {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Captures processes, and their children too if `scope` says so. Returns shortly after the deadline at the latest,
-    /// whatever the capturer does, and on a busy machine within [`Options::longest`]. It returns
-    /// later only when captures of other incidents come first.
+    /// Captures processes, and their children too if `scope` says so. Returns shortly after the
+    /// deadline at the latest, whatever the capturer does, and on a busy machine within
+    /// [`Options::longest`]. It returns later only when captures of other incidents come first.
     ///
     /// # Errors
     /// When the capture did not end in time.

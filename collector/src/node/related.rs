@@ -85,7 +85,7 @@ impl RelatedProcesses {
         let all = ranks.values().flat_map(|taken| taken.samples.iter().flatten()).flat_map(with_children);
         let related = self.samples.values().flatten().flatten();
         let awaited: BTreeSet<i32> = all.chain(related).flat_map(awaited).collect();
-        let children = ranks.values().flat_map(|taken| children(taken)).filter(|(pid, _)| awaited.contains(pid));
+        let children = ranks.values().flat_map(children).filter(|(pid, _)| awaited.contains(pid));
         let children = children.map(|(_, [first, last])| of_process([first.cloned(), last.cloned()], node));
         children.chain(self.samples.into_values().map(|samples| of_process(samples, node))).collect()
     }

@@ -1,6 +1,6 @@
 """Inference servers on the simulated device, none of whose processes has a rank variable.
 
-    servers.py SCENARIO     serves requests until the trouble of the scenario begins, in batch TROUBLE
+    servers.py SCENARIO     serves requests until the trouble of the scenario, in batch TROUBLE
     servers.py --list       one line for each scenario: NAME hang|passes|idle|healthy SECONDS
 
 The command starts all other processes of the server. Before the trouble begins, whoever knows the

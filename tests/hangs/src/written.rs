@@ -106,7 +106,7 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
             let written = read(truth, ranks)?;
             quiet(job, ranks, time)?;
             let reported = named(job, &written.culprits)?;
-            // A program that names nobody says only that nothing hangs, and a verdict with doubt may
+            // A program that names nobody says only that nothing hangs. A verdict with doubt may
             // name the slow process.
             let is_mild = |reported: &Reported| written.causes.is_empty() && reported.confidence != "high";
             match reported.filter(|reported| !is_mild(reported)) {

@@ -217,3 +217,41 @@ fn a_job_that_is_stopped_and_continued_as_a_whole_is_not_an_incident() {
     wait_until(PATIENCE, "it goes on", || step(&ranks) > steps + 10);
     assert_eq!(job.incidents().len(), 0, "{}", job.logs());
 }
+
+/// An inference server without rank variables, whose processes start each other.
+fn serve(job: &Job, scenario: &str) -> Process {
+    let program = tree().join("tests/hangs/programs/servers.py");
+    let mut command = job.launch(python());
+    command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_HANGS_TRUTH", job.dir.join("truth.json"));
+    Process::spawn(command.arg(program).arg(scenario))
+}
+
+#[test]
+fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
+    let _server = serve(&job, "pipe_collector_stopped");
+    let incident = job.wait_incident(1, PATIENCE);
+    let truth = fs::read(job.dir.join("truth.json")).expect("the program writes the truth");
+    let truth: Value = serde_json::from_slice(&truth).expect("JSON");
+    let text = text(&incident);
+    assert_eq!(incident.verdict["cause"], "process_stopped", "{text}");
+    assert_eq!(culprits(&incident), &json!([]), "{text}");
+    let process = &incident.verdict["culprit_processes"][0];
+    assert_eq!((&process["rank"], &process["pid"]), (&Value::Null, &truth["culprits"][0]), "{text}");
+    assert_eq!(process["command"], "VLLM::Detokenizer", "{text}");
+    assert_eq!(incident.verdict["victims"], json!([0, 1, 2]), "{text}");
+    assert_ne!(incident.verdict["hang"], "none", "{text}");
+}
+
+#[test]
+fn an_idle_server_is_listed_as_idle_and_is_no_incident() {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
+    let _server = serve(&job, "http_idle");
+    let idle = || job.status().is_ok_and(|status| status["idle"].as_array().is_some_and(|jobs| !jobs.is_empty()));
+    wait_until(PATIENCE, "the server is idle", idle);
+    let status = job.status().expect("the collector answers");
+    let sentence = status["idle"][0]["sentence"].as_str().unwrap_or_default();
+    assert!(sentence.ends_with("the job may be idle."), "{status}");
+    assert!(status["idle"][0]["since"].as_str().is_some_and(|since| since.ends_with('Z')), "{status}");
+    assert_eq!((job.incidents().len(), &status["incidents"]), (0, &json!([])), "{}", job.logs());
+}

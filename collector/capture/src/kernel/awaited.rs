@@ -6,46 +6,28 @@
 mod descriptor;
 mod futex;
 mod ipc;
+mod search;
 mod sockets;
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::BTreeSet,
     time::{Duration, Instant},
 };
 
 use xpu_timer_proto::{
-    procfs::{self, Syscall, descendants_until},
-    server::{Awaited, AwaitedKind, Holder},
+    procfs::{self, Syscall},
+    server::{Awaited, AwaitedKind},
 };
 
 use super::open_files::{self, Descriptor, OpenFiles};
 use crate::memory;
+use search::{MAX_HOLDERS, Operation, Search};
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
 const TIMEOUT: Duration = Duration::from_millis(100);
-/// Maximum number of holders in the result.
-const MAX_HOLDERS: usize = 8;
 /// Maximum number of descriptors that one call waits for.
 const MAX_POLLED: usize = 64;
-
-/// What a call does with a descriptor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Operation {
-    Read,
-    Write,
-    Lock,
-    Accept,
-}
-
-/// The thread whose call is examined, and what is shared by all searches of a capture.
-struct Search<'a> {
-    pid: i32,
-    /// The kernel function that the thread sleeps in; may be empty.
-    wchan: &'a str,
-    open_files: &'a OpenFiles,
-    deadline: Instant,
-}
 
 /// What a thread waits for that sleeps in a system call. `None` if that is not known. The holders
 /// and the peer are missing if they are not found in time.
@@ -58,13 +40,13 @@ pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles,
     match number {
         libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
         libc::SYS_futex => futex::awaited(&search, arguments[0], arguments[1]),
-        libc::SYS_wait4 | libc::SYS_waitid => search.child(number, arguments[0], arguments[1]),
+        libc::SYS_wait4 | libc::SYS_waitid => child(&search, number, arguments[0], arguments[1]),
         libc::SYS_semop | libc::SYS_semtimedop => ipc::semaphore(&search, arguments[0], arguments[1]),
         libc::SYS_msgrcv => ipc::message_queue(&search, arguments[0], true),
         libc::SYS_msgsnd => ipc::message_queue(&search, arguments[0], false),
-        libc::SYS_poll | libc::SYS_ppoll => search.several(polled(pid, arguments[0], arguments[1])),
-        libc::SYS_select | libc::SYS_pselect6 => search.several(selected(pid, &arguments)),
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => search.several(watched(pid, arguments[0])),
+        libc::SYS_poll | libc::SYS_ppoll => several(&search, polled(pid, arguments[0], arguments[1])),
+        libc::SYS_select | libc::SYS_pselect6 => several(&search, selected(pid, &arguments)),
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => several(&search, watched(pid, arguments[0])),
         _ => {
             let operation = operation_of(number, arguments[1])?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
@@ -137,55 +119,41 @@ fn watched(pid: i32, epoll: u64) -> Vec<(i32, Operation)> {
     info.lines().filter_map(target).take(MAX_POLLED).collect()
 }
 
-impl Search<'_> {
-    /// A call that waits for any of these descriptors. Those whose other end only the process itself
-    /// has, such as the pipe that wakes an event loop, are left out, unless there is no other.
-    fn several(&self, descriptors: Vec<(i32, Operation)>) -> Option<Awaited> {
-        let found: Vec<Awaited> = descriptors
-            .into_iter()
-            .filter_map(|(number, operation)| {
-                descriptor::awaited(self, Descriptor { pid: self.pid, number }, operation)
-            })
-            .collect();
-        let is_own = |one: &Awaited| !one.holders.is_empty() && one.holders.iter().all(|holder| holder.pid == self.pid);
-        let (own, mut others): (Vec<Awaited>, Vec<Awaited>) = found.into_iter().partition(is_own);
-        if others.len() <= 1 {
-            return others.pop().or_else(|| own.into_iter().next());
+/// A call that waits for any of these descriptors. Those whose other end only the process itself
+/// has, such as the pipe that wakes an event loop, are left out, unless there is no other.
+fn several(search: &Search<'_>, descriptors: Vec<(i32, Operation)>) -> Option<Awaited> {
+    let found: Vec<Awaited> = descriptors
+        .into_iter()
+        .filter_map(|(number, operation)| {
+            descriptor::awaited(search, Descriptor { pid: search.pid, number }, operation)
+        })
+        .collect();
+    let is_own = |one: &Awaited| !one.holders.is_empty() && one.holders.iter().all(|holder| holder.pid == search.pid);
+    let (own, mut others): (Vec<Awaited>, Vec<Awaited>) = found.into_iter().partition(is_own);
+    if others.len() <= 1 {
+        return others.pop().or_else(|| own.into_iter().next());
+    }
+    let mut seen = BTreeSet::new();
+    let holders = others.into_iter().flat_map(|one| one.holders).filter(|holder| seen.insert(holder.pid));
+    let holders = holders.take(MAX_HOLDERS).collect();
+    Some(Awaited { kind: AwaitedKind::Several.into(), holders, ..Awaited::default() })
+}
+
+/// A call that waits for the end of a child.
+fn child(search: &Search<'_>, number: i64, first: u64, second: u64) -> Option<Awaited> {
+    let wanted = match number {
+        // 0 and negative numbers stand for any child, or any of a process group.
+        libc::SYS_wait4 => Some(first as i32).filter(|pid| *pid > 0),
+        _ if first == libc::P_PID as u64 => Some(second as i32),
+        _ if first == libc::P_PIDFD as u64 => {
+            let info = open_files::info(Descriptor { pid: search.pid, number: second as i32 });
+            procfs::field(&info, "Pid:").and_then(|pid| pid.parse().ok())
         }
-        let mut seen = BTreeSet::new();
-        let holders = others.into_iter().flat_map(|one| one.holders).filter(|holder| seen.insert(holder.pid));
-        let holders = holders.take(MAX_HOLDERS).collect();
-        Some(Awaited { kind: AwaitedKind::Several.into(), holders, ..Awaited::default() })
-    }
-
-    /// A call that waits for the end of a child.
-    fn child(&self, number: i64, first: u64, second: u64) -> Option<Awaited> {
-        let wanted = match number {
-            // 0 and negative numbers stand for any child, or any of a process group.
-            libc::SYS_wait4 => Some(first as i32).filter(|pid| *pid > 0),
-            _ if first == libc::P_PID as u64 => Some(second as i32),
-            _ if first == libc::P_PIDFD as u64 => {
-                let info = open_files::info(Descriptor { pid: self.pid, number: second as i32 });
-                procfs::field(&info, "Pid:").and_then(|pid| pid.parse().ok())
-            }
-            _ => None,
-        };
-        let children =
-            wanted.map_or_else(|| procfs::children(self.pid, usize::MAX).unwrap_or_default(), |pid| vec![pid]);
-        let holders = self.holders(children);
-        Some(Awaited { kind: AwaitedKind::Child.into(), holders, ..Awaited::default() })
-    }
-
-    /// Describes processes: children first, then the parent, then others.
-    fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
-        let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
-        let parent = procfs::stat(self.pid).map_or(0, |stat| stat.parent);
-        let mut pids: Vec<i32> = pids.into_iter().collect();
-        pids.sort_by_key(|pid| (!descendants.contains(pid), *pid != parent, *pid));
-        pids.dedup();
-        let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) };
-        pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
-    }
+        _ => None,
+    };
+    let children = wanted.map_or_else(|| procfs::children(search.pid, usize::MAX).unwrap_or_default(), |pid| vec![pid]);
+    let holders = search.holders(children);
+    Some(Awaited { kind: AwaitedKind::Child.into(), holders, ..Awaited::default() })
 }
 
 #[cfg(test)]
@@ -354,8 +322,10 @@ mod tests {
         // SAFETY: the mutex lives forever.
         assert_eq!(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }, 0);
         let own = nix::unistd::gettid().as_raw();
-        // SAFETY: as above.
-        let found = awaited(move || drop(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }));
+        let found = awaited(move || {
+            // SAFETY: as above.
+            let _ = unsafe { libc::pthread_mutex_lock(mutex.0.get()) };
+        });
         // SAFETY: this thread has locked it.
         unsafe { libc::pthread_mutex_unlock(mutex.0.get()) };
         assert_eq!((found.kind(), &*found.object), (AwaitedKind::Mutex, &*own.to_string()));

@@ -53,7 +53,8 @@ pub fn query(
     })
 }
 
-/// Sends a request, and passes each answer to `each`, which returns whether it is of the right kind.
+/// Sends a request, and passes each answer to `each`, which returns whether it is of the right
+/// kind.
 fn exchange(
     request: SockDiagMessage,
     scope: Scope,

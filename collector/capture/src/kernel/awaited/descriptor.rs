@@ -8,7 +8,10 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind},
 };
 
-use super::{Operation, Search, sockets};
+use super::{
+    search::{Operation, Search},
+    sockets,
+};
 use crate::kernel::open_files::{self, Descriptor};
 
 const EVENT: &str = "anon_inode:[eventfd]";

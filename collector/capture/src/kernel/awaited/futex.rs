@@ -8,7 +8,7 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::Search;
+use super::search::Search;
 use crate::memory;
 
 const PRIVATE: u64 = 128;
@@ -57,8 +57,8 @@ fn of_process(pid: i32, owner: i32) -> Option<Awaited> {
     Some(Awaited { kind, name, holders, object: owner.to_string() })
 }
 
-/// The thread that owns the lock at an address, if the lock is a mutex of glibc: its state, a count,
-/// the owner, and the number of users. The state of a robust or priority-inheriting mutex is the
+/// The thread that owns the lock at an address, if the lock is a mutex of glibc: its state, a
+/// count, the owner, and the number of users. The state of a robust or priority-inheriting mutex is the
 /// owner. Other locks may look like that, so the reader must know that the thread is in a function
 /// for mutexes.
 fn owner(pid: i32, address: u64, command: u64) -> Option<i32> {

@@ -4,7 +4,7 @@ use std::fs;
 
 use xpu_timer_proto::server::{Awaited, AwaitedKind};
 
-use super::Search;
+use super::search::Search;
 use crate::memory;
 
 /// What `semop` waits for. The process that changed the semaphore last has taken it.

@@ -11,7 +11,7 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::Search;
+use super::search::Search;
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,

@@ -1,0 +1,44 @@
+//! A search for what one thread waits for.
+
+use std::{collections::HashSet, time::Instant};
+
+use xpu_timer_proto::{
+    procfs::{self, descendants_until},
+    server::Holder,
+};
+
+use crate::kernel::open_files::OpenFiles;
+
+/// Maximum number of holders in a result.
+pub(super) const MAX_HOLDERS: usize = 8;
+
+/// What a call does with a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operation {
+    Read,
+    Write,
+    Lock,
+    Accept,
+}
+
+/// The thread whose call is examined, and what is shared by all searches of a capture.
+pub(super) struct Search<'a> {
+    pub pid: i32,
+    /// The kernel function that the thread sleeps in; may be empty.
+    pub wchan: &'a str,
+    pub open_files: &'a OpenFiles,
+    pub deadline: Instant,
+}
+
+impl Search<'_> {
+    /// Describes processes: children first, then the parent, then others.
+    pub fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
+        let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
+        let parent = procfs::stat(self.pid).map_or(0, |stat| stat.parent);
+        let mut pids: Vec<i32> = pids.into_iter().collect();
+        pids.sort_by_key(|pid| (!descendants.contains(pid), *pid != parent, *pid));
+        pids.dedup();
+        let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) };
+        pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
+    }
+}
