@@ -175,7 +175,8 @@ impl Chains<'_, '_> {
             return Next::Nobody;
         }
         let member = |holder: &&Holder| self.by_pid.get(&(self.node(current), holder.pid)).copied();
-        if awaited.kind() == AwaitedKind::Unspecified {
+        // A standard input comes from a person, or from a program that replaces one.
+        if matches!(awaited.kind(), AwaitedKind::Unspecified | AwaitedKind::File) {
             return Next::Unknown;
         }
         let waits_alike = |member: Member| {

@@ -58,9 +58,9 @@ fn of_process(pid: i32, owner: i32) -> Option<Awaited> {
 }
 
 /// The thread that owns the lock at an address, if the lock is a mutex of glibc: its state, a
-/// count, the owner, and the number of users. The state of a robust or priority-inheriting mutex is the
-/// owner. Other locks may look like that, so the reader must know that the thread is in a function
-/// for mutexes.
+/// count, the owner, and the number of users. The state of a robust or priority-inheriting mutex is
+/// the owner. Other locks may look like that, so the reader must know that the thread is in a
+/// function for mutexes.
 fn owner(pid: i32, address: u64, command: u64) -> Option<i32> {
     let bytes = memory::read_exact(pid, address, 16).ok()?;
     let word = |at: usize| bytes[at..at + 4].try_into().map(u32::from_ne_bytes).unwrap_or(0);
