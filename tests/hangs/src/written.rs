@@ -103,8 +103,9 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
             }
         }
         Expected::Passes(time) => {
-            let written = read(truth, ranks)?;
             quiet(job, ranks, time)?;
+            // The program may have replaced an earlier truth.
+            let written = read(truth, ranks)?;
             let reported = named(job, &written.culprits)?;
             // A program that names nobody says only that nothing hangs. A verdict with doubt may
             // name the slow process.
