@@ -3,7 +3,6 @@
 pub mod clock;
 pub(crate) mod descriptors;
 pub(crate) mod disk;
-pub(crate) mod pidfd;
 pub(crate) mod process;
 pub(crate) mod resources;
 pub(crate) mod ring_file;

@@ -84,6 +84,28 @@ pub fn keep_fuzz_corpus(target: &str, inputs: BTreeMap<String, Vec<u8>>) -> Resu
     write_archive(&path, &files)
 }
 
+/// The dumps of the real hang in `tests/fixtures/rank6.zip`, by name.
+///
+/// # Errors
+/// When the archive cannot be read.
+pub fn rank6_dumps() -> Result<BTreeMap<String, Vec<u8>>> {
+    let mut files = read_archive(&tree().join("tests/fixtures/rank6.zip"))?;
+    files.retain(|name, _| name.ends_with(".stacktrace"));
+    Ok(files)
+}
+
+/// Writes files into a folder that exists, in their order.
+///
+/// # Errors
+/// When a file cannot be written.
+pub fn write_files<'f>(folder: &Path, files: impl IntoIterator<Item = (&'f String, &'f Vec<u8>)>) -> Result<()> {
+    for (name, bytes) in files {
+        let path = folder.join(name);
+        fs::write(&path, bytes).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,7 +14,7 @@ mod pypi;
 mod set_up;
 mod tools;
 
-pub use archive::{fuzz_corpus, keep_fuzz_corpus, read_archive, write_archive};
+pub use archive::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, read_archive, write_archive, write_files};
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
 pub use distribution::{copy_stripped, old_enough, write_wheel};
 pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::{env, fs};
 
 use anyhow::{Context, Result, ensure};
-use xpu_timer_tests::{fuzz_corpus, keep_fuzz_corpus};
+use xpu_timer_tests::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, write_files};
 
 use crate::shell::{self, cargo, need};
 
@@ -126,7 +126,10 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
     // New inputs go to the first folder; the others are read.
     command.arg(&corpus).arg(unpacked(name)?);
     if ["decode", "folder"].contains(&name) {
-        command.arg(xpu_timer_tests::tree().join("tests/fixtures/rank6/in"));
+        let real = work.join("rank6");
+        empty(&real)?;
+        write_files(&real, &rank6_dumps()?)?;
+        command.arg(real);
     }
     shell::run(&mut command).with_context(|| format!("the input is in {}", work.display()))?;
     eprintln!("{name}: {} inputs, {before} before", count(&corpus));
@@ -159,10 +162,7 @@ fn keep(built: &Path, name: &str) -> Result<()> {
 fn unpacked(name: &str) -> Result<PathBuf> {
     let folder = work(name)?.join("kept");
     empty(&folder)?;
-    for (file, bytes) in fuzz_corpus(name)? {
-        let path = folder.join(file);
-        fs::write(&path, bytes).with_context(|| path.display().to_string())?;
-    }
+    write_files(&folder, &fuzz_corpus(name)?)?;
     Ok(folder)
 }
 

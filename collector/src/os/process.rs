@@ -23,7 +23,7 @@ use xpu_timer_proto::{
 
 use crate::{
     job::partition::{Member, ProcessId},
-    os::{clock, pidfd},
+    os::{clock, descriptors},
 };
 
 /// Nanoseconds since the start of a process with this start time (see [`Stat`]).
@@ -97,7 +97,7 @@ impl Handle {
     /// # Errors
     /// If there is no such process.
     pub fn open(pid: i32) -> io::Result<Handle> {
-        let fd = pidfd::open(pid)?;
+        let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
         // The start time belongs to this process only if the process still existed after the read.
@@ -141,7 +141,7 @@ impl Handle {
             return None;
         }
         let zombie = self.stat().filter(Stat::is_dead).map(|stat| stat.wait_status);
-        pidfd::reaped_status(&self.fd).or(zombie).map(describe)
+        descriptors::reaped_status(&self.fd).or(zombie).map(describe)
     }
 
     /// Why a killed process still exists: its state and, if readable, the kernel function in which
@@ -159,7 +159,7 @@ impl Handle {
     /// # Errors
     /// If the process has ended or belongs to another user.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
-        pidfd::send_signal(&self.fd, signal)
+        descriptors::send_signal(&self.fd, signal)
     }
 }
 

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 FAULTS = {}
@@ -62,6 +63,14 @@ def add(name, fault, promise, function, chance=False):
 DIR = Path(os.environ.get("XPU_CHAOS_DIR", "/nowhere"))
 BIN = Path(os.environ.get("XPU_CHAOS_BIN", "/nowhere"))
 TREE = Path(__file__).resolve().parents[3]
+
+
+def rank6():
+    """The dumps of a real hang, by file name."""
+    with zipfile.ZipFile(TREE / "tests/fixtures/rank6.zip") as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".stacktrace"))
+        return {name: archive.read(name) for name in names}
+
 EXAMPLES, PROGRAMS = TREE / "tests/examples", Path(__file__).resolve().parents[1] / "programs"
 PORT = int(os.environ.get("XPU_TIMER_BASEPORT", "0"))
 TIMELINE, LOGS = DIR / "timeline", DIR / "log"

@@ -154,12 +154,11 @@ def viewer_alone_out_of_memory():
 
 def dumps(count):
     """Creates a folder of dumps from the dumps of a real hang."""
-    source = Path(__file__).resolve().parents[3] / "tests/fixtures/rank6/in"
     folder = DIR / "dumps"
     folder.mkdir()
-    files = sorted(source.glob("*.stacktrace"))
+    files = list(rank6().values())
     for rank in range(count):
-        (folder / f"{rank:05}-{count:05}.stacktrace").write_bytes(files[rank % len(files)].read_bytes())
+        (folder / f"{rank:05}-{count:05}.stacktrace").write_bytes(files[rank % len(files)])
     return folder
 
 

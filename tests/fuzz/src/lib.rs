@@ -159,15 +159,11 @@ fn frames(svg: &[u8]) -> usize {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::path::Path;
     use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
 
-    fn files_of(folder: &str) -> Vec<Vec<u8>> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
-        let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-        paths.sort();
-        assert!(!paths.is_empty());
-        paths.iter().map(|path| std::fs::read(path).unwrap()).collect()
+    /// The dumps of a real hang.
+    fn real_dumps() -> Vec<Vec<u8>> {
+        xpu_timer_tests::rank6_dumps().unwrap().into_values().collect()
     }
 
     /// The kept corpus of a target.
@@ -253,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_real_hang_is_the_same_both_ways() {
-        let real = files_of("../fixtures/rank6/in");
+        let real = real_dumps();
         assert!(real.iter().all(|file| !file.windows(2).any(|window| window == NEXT_FILE)), "no file of it is split");
         folder(&real.join(&NEXT_FILE[..]));
         real.iter().for_each(|bytes| decode(bytes));
@@ -315,7 +311,7 @@ mod tests {
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
-            let bytes = files_of("../fixtures/rank6/in").swap_remove(rank);
+            let bytes = real_dumps().swap_remove(rank);
             decode(&changed(bytes, cut, &changes));
         }
     }

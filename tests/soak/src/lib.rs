@@ -70,6 +70,60 @@ while True:
     cuda.synchronize()
     time.sleep(0.05)
 ";
+/// Starts short processes; see [`short_processes`].
+const SHORT: &str = r#"
+/* Starts short processes, RATE a second, each of which launches a kernel on a device that does
+   nothing and ends: one half in order, the other half at once. At most AT_ONCE of them run at one
+   time, so that a machine that cannot keep up is not flooded.
+
+   Prints every second how many it has started and how many of these made their call and ended well.
+
+   usage: short RATE AT_ONCE */
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + time.tv_nsec / 1e9;
+}
+
+static void end_after_a_launch(int in_order) {
+    int code = cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+    if (in_order) exit(code);
+    _exit(code);
+}
+
+int main(int count, char **arguments) {
+    if (count != 3) return 2;
+    double rate = atof(arguments[1]), begun = now(), printed = begun;
+    long at_once = atol(arguments[2]), started = 0, ended = 0, well = 0;
+    for (;;) {
+        while (started < (now() - begun) * rate && started - ended < at_once) {
+            pid_t child = fork();
+            if (child < 0) break;
+            if (child == 0) end_after_a_launch(started % 2);
+            started++;
+        }
+        int status;
+        while (waitpid(-1, &status, WNOHANG) > 0) {
+            ended++;
+            well += status == 0;
+        }
+        if (now() > printed + 1) {
+            printed = now();
+            printf("%ld %ld\n", started, well);
+            fflush(stdout);
+        }
+        usleep(2000);
+    }
+}
+"#;
 /// Faults of every kind. Each job of a sequence has one of them.
 const FAULTS: [&[&str]; 5] = [
     &[],
@@ -139,9 +193,8 @@ fn short_processes(job: &Job, rate: f64) -> Result<Process> {
     let folder = job.dir.join("short");
     std::fs::create_dir_all(&folder)?;
     idle_library(&folder, "libcuda.so.1", "-DDRIVER");
-    let source = std::fs::read_to_string(tree().join("tests/soak/short.c"))?;
     let beside = format!("-L{}", folder.display());
-    let program = compile_c(&folder, "short", &source, &["-O2", &beside, "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
+    let program = compile_c(&folder, "short", SHORT, &["-O2", &beside, "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
     let mut command = job.launch(program);
     command.args([rate.to_string(), MOST_AT_ONCE.to_string()]);
     Ok(Process::spawn(command.env_remove("LD_LIBRARY_PATH")))

@@ -12,7 +12,7 @@ use std::{
 };
 
 use browser::{Browser, DOWN, ENTER, ESCAPE, RIGHT, browser};
-use xpu_timer_tests::{PATIENCE, Process, artifacts, tree, wait_until};
+use xpu_timer_tests::{PATIENCE, Process, artifacts, rank6_dumps, tree, wait_until, write_files};
 
 /// Runs the viewer on a folder; the report, and how long the viewer took.
 fn report_of(folder: &Path) -> (PathBuf, Duration) {
@@ -25,10 +25,7 @@ fn report_of(folder: &Path) -> (PathBuf, Duration) {
 
 fn rank6() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for entry in fs::read_dir(tree().join("tests/fixtures/rank6/in")).expect("the fixture is there") {
-        let entry = entry.expect("it can be listed");
-        fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("it can be copied");
-    }
+    write_files(folder.path(), &rank6_dumps().expect("the fixture is there")).expect("it can be written");
     folder
 }
 

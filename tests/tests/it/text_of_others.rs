@@ -242,8 +242,8 @@ fn an_invalid_utf8_name_does_not_cost_the_rank() {
         fs::write(folder.join(format!("{rank:05}-{:05}.stacktrace", places.len())), bytes).unwrap();
     }
     // One of the original tool, with a function whose name is Latin-1.
-    let original = xpu_timer_tests::tree().join("tests/fixtures/rank6/in/00000-00008.stacktrace");
-    let mut original = fs::read(original).expect("a dump of the original tool");
+    let mut originals = xpu_timer_tests::rank6_dumps().expect("dumps of the original tool");
+    let mut original = originals.remove("00000-00008.stacktrace").expect("rank 0");
     let at = original.windows(8).position(|window| window == b"<module>").expect("a Python stack");
     original[at + 1] = 0xe4;
     fs::write(folder.join("00099-00100.stacktrace"), original).unwrap();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
-use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, read_archive, skip, tree};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, rank6_dumps, read_archive, skip, tree, write_files};
 
 const FILES: [&str; 4] = ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg"];
 
@@ -112,15 +112,9 @@ fn assert_pictures_show_all(folder: &Path) {
 }
 
 fn copy_rank6(to: &Path, reversed: bool) {
-    let mut files: Vec<PathBuf> =
-        fs::read_dir(tree().join("tests/fixtures/rank6/in")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    files.sort();
-    if reversed {
-        files.reverse();
-    }
-    for file in files {
-        fs::copy(&file, to.join(file.file_name().unwrap())).unwrap();
-    }
+    let files = rank6_dumps().unwrap();
+    let written = if reversed { write_files(to, files.iter().rev()) } else { write_files(to, &files) };
+    written.unwrap();
 }
 
 #[test]
@@ -129,9 +123,11 @@ fn a_recorded_hang_matches_the_output_of_the_original_tool() {
     copy_rank6(dir.path(), false);
     let output = view_ok(dir.path());
     assert_eq!(output.stderr, "");
+    let golden = read_archive(&tree().join("tests/fixtures/rank6.zip")).unwrap();
     for (name, bytes) in [("cpp_stack", 89_136), ("py_stack", 6_009)] {
-        let golden = tree().join("tests/fixtures/rank6/golden").join(name);
-        assert_eq!(lines(&dir.path().join(name)), lines(&golden), "{name}");
+        let golden_file = dir.path().join(format!("golden_{name}"));
+        fs::write(&golden_file, &golden[name]).unwrap();
+        assert_eq!(lines(&dir.path().join(name)), lines(&golden_file), "{name}");
         assert_eq!(fs::metadata(dir.path().join(name)).unwrap().len(), bytes, "{name}");
         let svg = fs::read_to_string(dir.path().join(format!("{name}.svg"))).unwrap();
         let title = format!("merge stack in {}", name.strip_suffix("_stack").unwrap());
@@ -509,10 +505,7 @@ proptest! {
 
 fn rank6() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for entry in fs::read_dir(tree().join("tests/fixtures/rank6/in")).expect("the fixture is there") {
-        let entry = entry.expect("it can be listed");
-        fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("it can be copied");
-    }
+    copy_rank6(folder.path(), false);
     folder
 }
 

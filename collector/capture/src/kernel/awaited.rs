@@ -4,8 +4,7 @@
 //! answer.
 
 mod descriptor;
-mod futex;
-mod ipc;
+mod locks;
 mod search;
 mod sockets;
 
@@ -39,11 +38,11 @@ pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles,
     let search = Search { pid, wchan, open_files, deadline };
     match number {
         libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
-        libc::SYS_futex => futex::awaited(&search, arguments[0], arguments[1]),
+        libc::SYS_futex => locks::futex(&search, arguments[0], arguments[1]),
         libc::SYS_wait4 | libc::SYS_waitid => child(&search, number, arguments[0], arguments[1]),
-        libc::SYS_semop | libc::SYS_semtimedop => ipc::semaphore(&search, arguments[0], arguments[1]),
-        libc::SYS_msgrcv => ipc::message_queue(&search, arguments[0], true),
-        libc::SYS_msgsnd => ipc::message_queue(&search, arguments[0], false),
+        libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(&search, arguments[0], arguments[1]),
+        libc::SYS_msgrcv => locks::message_queue(&search, arguments[0], true),
+        libc::SYS_msgsnd => locks::message_queue(&search, arguments[0], false),
         libc::SYS_poll | libc::SYS_ppoll => several(&search, polled(pid, arguments[0], arguments[1])),
         libc::SYS_select | libc::SYS_pselect6 => several(&search, selected(pid, &arguments)),
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait => several(&search, watched(pid, arguments[0])),

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 use xpu_timer_proto::Message;
-use xpu_timer_tests::{PATIENCE, Process, python, tree};
+use xpu_timer_tests::{PATIENCE, Process, python, rank6_dumps, tree};
 
 /// Fails unless the files in `written` are the expected result of the dumps in `folder`; the names
 /// of the files that hold no dump.
@@ -54,7 +54,7 @@ fn the_reference_sees_every_kind_of_difference() {
 #[test]
 fn broken_files_are_skipped_according_to_the_wire_format() {
     let (dir, output) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let whole = fs::read(tree().join("tests/fixtures/rank6/in/00006-00008.stacktrace")).unwrap();
+    let whole = rank6_dumps().unwrap().remove("00006-00008.stacktrace").unwrap();
     let mut files: Vec<Vec<u8>> = Vec::new();
     // Cuts and changed bytes all over a real dump; some of them leave a shorter or another dump,
     // which is one still.

@@ -1,7 +1,8 @@
-//! What a thread waits for in `futex`: a mutex with its owner, or a lock, semaphore or condition in
-//! memory that processes share.
+//! What a thread waits for without a descriptor: in `futex`, a mutex with its owner, or a lock,
+//! semaphore or condition in memory that processes share; and semaphores and message queues of
+//! System V, for which the kernel names the process that used each last.
 
-use std::{collections::HashSet, time::Instant};
+use std::{collections::HashSet, fs, time::Instant};
 
 use xpu_timer_proto::{
     procfs::{self, Mapping, descendants_until},
@@ -26,7 +27,7 @@ const CONTENDED: u32 = 2;
 /// Maximum number of processes whose mappings are read.
 const MAX_PROCESSES: usize = 64;
 
-pub(super) fn awaited(search: &Search<'_>, address: u64, operation: u64) -> Option<Awaited> {
+pub(super) fn futex(search: &Search<'_>, address: u64, operation: u64) -> Option<Awaited> {
     let command = operation & COMMAND;
     if ![WAIT, LOCK_PI, WAIT_BITSET, LOCK_PI2].contains(&command) {
         return None;
@@ -97,4 +98,33 @@ fn sharers(search: &Search<'_>, object: &Mapping) -> Vec<i32> {
         Instant::now() < search.deadline && procfs::maps(*pid, *pid).is_ok_and(|maps| maps.iter().any(is_same))
     };
     relatives.filter(has_it).collect()
+}
+
+/// What `semop` waits for. The process that changed the semaphore last has taken it.
+#[allow(unsafe_code)]
+pub(super) fn semaphore(search: &Search<'_>, set: u64, operations: u64) -> Option<Awaited> {
+    let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/ipc")).ok();
+    if namespace("self")? != namespace(&search.pid.to_string())? {
+        return None;
+    }
+    // `struct sembuf` begins with the number of the semaphore.
+    let number = u16::from_ne_bytes(memory::read_exact(search.pid, operations, 2).ok()?.try_into().ok()?);
+    // SAFETY: GETPID takes no fourth argument, and reads only kernel memory.
+    let last = unsafe { libc::semctl(set as i32, i32::from(number), libc::GETPID) };
+    let holders = search.holders((last > 0 && last != search.pid).then_some(last));
+    let object = format!("semaphore {number} of set {set}");
+    Some(Awaited { kind: AwaitedKind::Semaphore.into(), name: String::new(), holders, object })
+}
+
+/// What `msgrcv` or `msgsnd` waits for: the process that sent to the queue last, or the one that
+/// received from it last.
+pub(super) fn message_queue(search: &Search<'_>, id: u64, receives: bool) -> Option<Awaited> {
+    // key msqid perms cbytes qnum lspid lrpid …
+    let table = fs::read_to_string("/proc/sysvipc/msg").ok()?;
+    let wanted = (id as i32).to_string();
+    let line = table.lines().find(|line| line.split_whitespace().nth(1) == Some(&*wanted))?;
+    let last: i32 = line.split_whitespace().nth(if receives { 5 } else { 6 })?.parse().ok()?;
+    let holders = search.holders((last > 0 && last != search.pid).then_some(last));
+    let object = format!("message queue {wanted}");
+    Some(Awaited { kind: AwaitedKind::MessageQueue.into(), name: String::new(), holders, object })
 }
