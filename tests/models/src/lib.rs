@@ -45,8 +45,8 @@ pub mod atomic {
         use super::Ordering;
 
         static BUSY: Mutex<()> = Mutex::new(());
-        /// The sites of orderings, as file, line and column. The second site of a compare-exchange is
-        /// that of its failure ordering.
+        /// The sites of orderings, as file, line and column. The second site of a compare-exchange
+        /// is that of its failure ordering.
         static SITES: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         static WEAKENED: Mutex<String> = Mutex::new(String::new());
 
@@ -100,11 +100,11 @@ pub mod atomic {
         ($($name:ident $value:ty;)*) => {$(
             /// Loom's atomic, and an additional word that every load writes.
             ///
-            /// Loom (0.7.3) compares an access only with the last dependent one, and treats two loads
-            /// as independent. A thread that loads a word and then stores to it hides the earlier load
-            /// of another thread: loom never runs the two in the opposite order. Stores to a second
-            /// word make loads of the first word dependent on each other, without any effect on memory
-            /// ordering.
+            /// Loom (0.7.3) compares an access only with the last dependent one, and treats two
+            /// loads as independent. A thread that loads a word and then stores to it hides the
+            /// earlier load of another thread: loom never runs the two in the opposite order.
+            /// Stores to a second word make loads of the first word dependent on each other,
+            /// without any effect on memory ordering.
             #[derive(Debug, Default)]
             pub struct $name(loom::sync::atomic::$name, loom::sync::atomic::AtomicU8);
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use browser::{Browser, DOWN, ENTER, ESCAPE, RIGHT, browser};
-use xpu_timer_tests::{PATIENCE, Process, artifacts, rank6_dumps, tree, wait_until, write_files};
+use xpu_timer_tests::{PATIENCE, Process, artifacts, rank6_dumps, wait_until, write_files};
 
 /// Runs the viewer on a folder; the report, and how long the viewer took.
 fn report_of(folder: &Path) -> (PathBuf, Duration) {
