@@ -134,7 +134,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
         culprit_processes: culprit_processes(case, &outcome),
         hang: hang_evidence(case, &outcome, confidence, victims.len()),
-        helpers_busy: helpers_busy(case, &outcome.culprits),
+        helpers_busy: helpers_busy(case, &outcome),
         victims: case.world.ranks(victims),
         evidence: lines,
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),

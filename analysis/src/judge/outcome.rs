@@ -187,11 +187,17 @@ pub(super) fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
     last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
 }
 
-/// The main thread of each culprit waits for a thread or child process that is busy. Like a busy
-/// main thread, that does not prove a hang.
-pub(super) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
-    let busy = |rank_index: &usize| case.view(*rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
-    !culprits.is_empty() && culprits.iter().all(|rank_index| !case.view(*rank_index).halted() && busy(rank_index))
+/// The main thread of each culprit waits for a thread or child process that is busy, or the culprit
+/// is a busy process that is no rank. Like a busy main thread, that does not prove a hang.
+pub(super) fn helpers_busy(case: &Case<'_>, outcome: &Outcome) -> bool {
+    let waits = |host: &Host| host.moved.is_some_and(|moved| moved.helper_busy);
+    let runs = |host: &Host| host.moved.is_some_and(Movement::is_progress);
+    let processes = outcome.conclusion.culprit_processes();
+    let hosts = processes.iter().map(|process| &case.world.processes[*process].host);
+    let is_known = !outcome.culprits.is_empty() || !processes.is_empty();
+    is_known
+        && outcome.culprits.iter().all(|index| !case.view(*index).halted() && waits(&case.view(*index).host))
+        && hosts.into_iter().all(|host| waits(host) || runs(host))
 }
 
 /// Its process is gone or stopped, or the two samples show that nothing moved.

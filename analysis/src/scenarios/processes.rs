@@ -297,6 +297,15 @@ fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
 }
 
 #[test]
+fn a_busy_process_is_no_proof_of_a_hang() {
+    let busy = behind_engine(Stack::sleep().busy(5 * SECOND)).judge();
+    assert_eq!((culprits(&busy), busy.helpers_busy), (vec![(None, 1050)], true), "{}", busy.to_text());
+    assert!(!behind_engine(Stack::sleep()).judge().helpers_busy);
+    let moves = behind_engine(Stack::sleep().moving_bytes(1 << 30)).judge();
+    assert_eq!((moves.cause, moves.hang), (Cause::LongStep, crate::HangEvidence::None), "{}", moves.to_text());
+}
+
+#[test]
 fn a_chain_of_processes_is_followed_to_its_end() {
     let mut job = behind_engine(Stack::sleep());
     chained(&mut job, 0, AwaitedKind::Socket, "", &[1051]);
