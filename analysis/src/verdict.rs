@@ -414,8 +414,8 @@ pub struct Verdict {
     /// What shows that the job hangs. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub hang: HangEvidence,
-    /// Each culprit waits for a thread or child process that is busy, or is a busy process that is no
-    /// rank. Not part of `verdict.json`.
+    /// Each culprit waits for a thread or child process that is busy, or is a busy process that is
+    /// no rank. Not part of `verdict.json`.
     #[serde(skip)]
     pub helpers_busy: bool,
     /// The facts that support the verdict, the strongest first. Then what the evidence lacks.
