@@ -31,10 +31,10 @@ pub(crate) struct Graph {
     pub suspects: Vec<Suspect>,
     /// Ranks that wait for a resource of another rank, where nothing else shows what they wait for.
     pub resource_waits: Vec<ResourceWait>,
-    /// Ranks that wait for a process that is no rank.
+    /// Ranks that wait for a process that is no rank, ascending.
     pub process_waits: Vec<ProcessWait>,
-    /// Ranks that wait for a process that waits for clients itself.
-    pub at_rest: Vec<usize>,
+    /// Ranks that wait for a process that waits for clients itself, ascending.
+    at_rest: Vec<usize>,
     /// Ranks for which others wait, and that are only assumed to wait themselves, because they have
     /// no stack.
     pub assumed: Vec<usize>,
@@ -43,7 +43,13 @@ pub(crate) struct Graph {
 impl Graph {
     /// The chain of processes for which a rank waits, if it waits for any.
     pub fn process_wait(&self, rank_index: usize) -> Option<&ProcessWait> {
-        self.process_waits.iter().find(|wait| wait.waiter == rank_index)
+        let index = self.process_waits.binary_search_by_key(&rank_index, |wait| wait.waiter).ok()?;
+        Some(&self.process_waits[index])
+    }
+
+    /// Whether a rank waits for a process that waits for clients itself.
+    pub fn is_at_rest(&self, rank_index: usize) -> bool {
+        self.at_rest.binary_search(&rank_index).is_ok()
     }
 
     /// The ranks inside an event, as indices.

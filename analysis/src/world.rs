@@ -78,7 +78,7 @@ impl<'a> RankView<'a> {
 
     /// Its process cannot run, whatever its stacks show.
     pub fn halted(&self) -> bool {
-        self.dead() || self.host.stopped() || self.host.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
+        self.dead() || self.host.halted()
     }
 
     /// Operations that have neither completed nor failed, oldest first.

@@ -118,8 +118,7 @@ impl Chains<'_, '_> {
         let (mut chain, mut is_certain) = (Vec::new(), true);
         loop {
             let host = self.host(current);
-            let is_stuck = host.stopped() || host.gone() || host.d_sleep.as_ref().is_some_and(|sleep| sleep.main);
-            let awaited = host.awaited.as_ref().filter(|_| !is_stuck && host.same_in_both);
+            let awaited = host.awaited.as_ref().filter(|_| !host.halted() && host.same_in_both);
             let next = match awaited.map(|awaited| (awaited, self.next(current, awaited))) {
                 Some((awaited, next)) if chain.is_empty() && self.is_orphaned(current, awaited, &next) => {
                     is_certain = false;

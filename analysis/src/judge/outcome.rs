@@ -108,7 +108,7 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
 /// request.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
-    case.graph.at_rest.contains(&rank_index)
+    case.graph.is_at_rest(rank_index)
         || case.graph.process_wait(rank_index).is_some_and(|wait| !cannot_continue(case, wait))
 }
 

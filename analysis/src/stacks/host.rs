@@ -109,6 +109,11 @@ impl Host {
         self.state.starts_with(['Z', 'X', 'x'])
     }
 
+    /// It cannot run, whatever its stacks show.
+    pub fn halted(&self) -> bool {
+        self.gone() || self.stopped() || self.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
+    }
+
     /// Nothing proves that it makes progress.
     pub fn frozen(&self) -> bool {
         !self.moved.is_some_and(Movement::is_progress)

@@ -1,5 +1,7 @@
 //! The sentence of a verdict: from its findings, or without any.
 
+use std::collections::HashSet;
+
 use super::{Number, Ranks, Statement, collectives, creations, cycles, hosts, processes, transfers};
 use crate::{
     case::Case,
@@ -76,10 +78,16 @@ fn predicates(case: &Case<'_>, findings: &[Finding]) -> Vec<String> {
     parts
 }
 
-/// The different sentences of findings, joined.
+/// The different sentences of findings, joined. All ranks that wait for one process have one
+/// sentence.
 fn sentences(case: &Case<'_>, findings: &[Finding]) -> String {
     let mut sentences: Vec<String> = Vec::new();
-    for finding in findings {
+    let mut processes = HashSet::new();
+    let is_new = |finding: &&Finding| match &finding.explanation {
+        Explanation::Process(fault) => processes.insert(fault.end),
+        _ => true,
+    };
+    for finding in findings.iter().filter(is_new) {
         let sentence = spelled(case, &statement(case, &finding.explanation), &finding.culprits);
         if !sentences.contains(&sentence) && sentences.len() < MAX_SPELLED {
             sentences.push(sentence);
