@@ -35,7 +35,7 @@ pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles,
     let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
         return None;
     };
-    let search = Search { pid, wchan, open_files, deadline };
+    let search = Search::new(pid, wchan, open_files, deadline);
     match number {
         libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
         libc::SYS_futex => locks::futex(&search, arguments[0], arguments[1]),
@@ -187,6 +187,11 @@ mod tests {
         loop {
             let own = std::process::id().cast_signed();
             let wchan = procfs::wchan(own, tid);
+            if let Some(late) = of_thread(own, tid, &wchan, &OpenFiles::default(), start) {
+                let needs_no_search =
+                    [AwaitedKind::Lock, AwaitedKind::Child, AwaitedKind::Mutex].contains(&late.kind());
+                assert!(late.holders.is_empty() || needs_no_search, "there was no time to look");
+            }
             let found = of_thread(own, tid, &wchan, &OpenFiles::default(), Instant::now() + Duration::from_secs(60));
             if let Some(awaited) = found.filter(&accept) {
                 return awaited;
@@ -270,14 +275,17 @@ mod tests {
         assert_eq!(holders, [(pid, "sleep", true)]);
     }
 
+    /// A Unix socket whose other end only a child has.
+    fn socket_of_child() -> (UnixStream, std::process::Child) {
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let mut sleep = std::process::Command::new("sleep");
+        sleep.arg("1000").stdin(std::process::Stdio::from(OwnedFd::from(theirs)));
+        (ours, sleep.spawn().expect("sleep starts"))
+    }
+
     #[test]
     fn finds_the_child_at_the_other_end_of_a_unix_socket() {
-        let (mut ours, theirs) = UnixStream::pair().expect("a pair");
-        let mut child = std::process::Command::new("sleep")
-            .arg("1000")
-            .stdin(std::process::Stdio::from(OwnedFd::from(theirs)))
-            .spawn()
-            .expect("sleep starts");
+        let (mut ours, mut child) = socket_of_child();
         let pid = child.id().cast_signed();
         let found = awaited_when(
             move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),
@@ -289,13 +297,8 @@ mod tests {
 
     #[test]
     fn finds_the_process_behind_any_of_several_descriptors() {
-        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let (ours, mut child) = socket_of_child();
         let (wake, _waker) = std::io::pipe().expect("a pipe");
-        let mut child = std::process::Command::new("sleep")
-            .arg("1000")
-            .stdin(std::process::Stdio::from(OwnedFd::from(theirs)))
-            .spawn()
-            .expect("sleep starts");
         let pid = child.id().cast_signed();
         let found = awaited_when(
             move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),

@@ -1,6 +1,6 @@
 //! A search for what one thread waits for.
 
-use std::{collections::HashSet, time::Instant};
+use std::{cell::OnceCell, collections::HashSet, time::Instant};
 
 use xpu_timer_proto::{
     procfs::{self, descendants_until},
@@ -28,15 +28,23 @@ pub(super) struct Search<'a> {
     pub wchan: &'a str,
     pub open_files: &'a OpenFiles,
     pub deadline: Instant,
+    /// The descendants and the parent, which one call may need for each of its descriptors.
+    relatives: OnceCell<(Vec<i32>, i32)>,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    pub fn new(pid: i32, wchan: &'a str, open_files: &'a OpenFiles, deadline: Instant) -> Self {
+        Search { pid, wchan, open_files, deadline, relatives: OnceCell::new() }
+    }
+
     /// Describes processes: children first, then the parent, then others.
     pub fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
-        let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
-        let parent = procfs::stat(self.pid).map_or(0, |stat| stat.parent);
+        let (descendants, parent) = self.relatives.get_or_init(|| {
+            let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
+            (descendants, procfs::stat(self.pid).map_or(0, |stat| stat.parent))
+        });
         let mut pids: Vec<i32> = pids.into_iter().collect();
-        pids.sort_by_key(|pid| (!descendants.contains(pid), *pid != parent, *pid));
+        pids.sort_by_key(|pid| (!descendants.contains(pid), pid != parent, *pid));
         pids.dedup();
         let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) };
         pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
