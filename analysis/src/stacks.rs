@@ -17,7 +17,7 @@ pub(crate) use classify::{
 };
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
 pub(crate) use host::{DSleep, Host, Movement, ObservedActivity};
-pub(crate) use names::base_name;
+pub(crate) use names::{base_name, shortened};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use read::read;
 pub(crate) use training::training_thread;

@@ -8,7 +8,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    stacks::base_name,
+    stacks::{base_name, shortened},
     verdict::{CommunicatorReport, OperationState, Verdict},
 };
 
@@ -165,15 +165,11 @@ pub fn operation_state(operation: &Operation) -> OperationState {
 
 /// `process 8176 (python3 engine.py)`, with the command shortened.
 pub(crate) fn process_name(pid: i32, command: &str) -> String {
-    /// Maximum length of a command, in characters.
-    const SHOWN: usize = 60;
     // The last parts of paths say more than their folders.
     let words: Vec<&str> =
         command.split(' ').map(|word| if word.starts_with('/') { base_name(word) } else { word }).collect();
-    let command = words.join(" ");
-    let shown: String = command.chars().take(SHOWN).collect();
-    let rest = if command.chars().nth(SHOWN).is_some() { "…" } else { "" };
-    if command.is_empty() { format!("process {pid}") } else { format!("process {pid} ({shown}{rest})") }
+    let command = shortened(&words.join(" "));
+    if command.is_empty() { format!("process {pid}") } else { format!("process {pid} ({command})") }
 }
 
 impl Verdict {

@@ -14,67 +14,41 @@ use crate::{
 
 /// `process_dead`: ranks wait for a process that is no rank, directly or through others, and it has
 /// ended.
-pub(super) const DEAD: Rule = Rule {
-    cause: Cause::ProcessDead,
-    explain: |case, suspect| explain(case, suspect, Cause::ProcessDead),
-    rule_out: never_ruled_out,
-};
+pub(super) const DEAD: Rule = rule(Cause::ProcessDead, |case, suspect| explain(case, suspect, Cause::ProcessDead));
 
 /// `process_stopped`: like [`DEAD`], of a process that a signal, a debugger or the freezer has
 /// stopped.
-pub(super) const STOPPED: Rule = Rule {
-    cause: Cause::ProcessStopped,
-    explain: |case, suspect| explain(case, suspect, Cause::ProcessStopped),
-    rule_out: never_ruled_out,
-};
+pub(super) const STOPPED: Rule =
+    rule(Cause::ProcessStopped, |case, suspect| explain(case, suspect, Cause::ProcessStopped));
 
 /// `d_state`: like [`DEAD`], of a process whose main thread sleeps uninterruptibly.
-pub(super) const D_STATE: Rule = Rule {
-    cause: Cause::DState,
-    explain: |case, suspect| explain(case, suspect, Cause::DState),
-    rule_out: never_ruled_out,
-};
+pub(super) const D_STATE: Rule = rule(Cause::DState, |case, suspect| explain(case, suspect, Cause::DState));
 
 /// `gil_deadlock`: like [`DEAD`], of a process in which a blocked thread holds the GIL.
-pub(super) const GIL_DEADLOCK: Rule = Rule {
-    cause: Cause::GilDeadlock,
-    explain: |case, suspect| explain(case, suspect, Cause::GilDeadlock),
-    rule_out: never_ruled_out,
-};
+pub(super) const GIL_DEADLOCK: Rule =
+    rule(Cause::GilDeadlock, |case, suspect| explain(case, suspect, Cause::GilDeadlock));
 
 /// `storage_io`: like [`DEAD`], of a process whose main thread is in a read, write or sync that
 /// does not progress, or waits for a lock on a file. The confidence is at most medium.
-pub(super) const STORAGE_IO: Rule = Rule {
-    cause: Cause::StorageIo,
-    explain: |case, suspect| explain(case, suspect, Cause::StorageIo),
-    rule_out: never_ruled_out,
-};
+pub(super) const STORAGE_IO: Rule = rule(Cause::StorageIo, |case, suspect| explain(case, suspect, Cause::StorageIo));
 
 /// `long_step`: like [`DEAD`], of a process that makes progress.
-pub(super) const LONG_STEP: Rule = Rule {
-    cause: Cause::LongStep,
-    explain: |case, suspect| explain(case, suspect, Cause::LongStep),
-    rule_out: never_ruled_out,
-};
+pub(super) const LONG_STEP: Rule = rule(Cause::LongStep, |case, suspect| explain(case, suspect, Cause::LongStep));
 
 /// `host_lock`: like [`DEAD`], of a process whose main thread waits for a lock. The confidence is
 /// at most medium.
-pub(super) const HOST_LOCK: Rule = Rule {
-    cause: Cause::HostLock,
-    explain: |case, suspect| explain(case, suspect, Cause::HostLock),
-    rule_out: never_ruled_out,
-};
+pub(super) const HOST_LOCK: Rule = rule(Cause::HostLock, |case, suspect| explain(case, suspect, Cause::HostLock));
 
 /// `missing_rank`: like [`DEAD`], of a process that is at another place: it sleeps, computes, or
 /// waits for something of which nothing is known. The confidence is at most medium.
 ///
 /// Without a rank that waits in an operation, a process counts only if it cannot run or holds the
 /// GIL. In all other states, it may be a server at rest.
-pub(super) const ELSEWHERE: Rule = Rule {
-    cause: Cause::MissingRank,
-    explain: |case, suspect| explain(case, suspect, Cause::MissingRank),
-    rule_out: never_ruled_out,
-};
+pub(super) const ELSEWHERE: Rule = rule(Cause::MissingRank, |case, suspect| explain(case, suspect, Cause::MissingRank));
+
+const fn rule(cause: Cause, explain: fn(&Case<'_>, &Suspect) -> Option<Finding>) -> Rule {
+    Rule { cause, explain, rule_out: never_ruled_out }
+}
 
 /// The state of the process at the end of a chain.
 fn state(case: &Case<'_>, wait: &ProcessWait) -> ProcessState {

@@ -9,7 +9,7 @@ use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
-    names::{base_name, frame_label, is_library, is_named, own_frame},
+    names::{base_name, frame_label, is_library, is_named, own_frame, shortened},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
 };
@@ -148,10 +148,7 @@ pub(super) fn worst_child(dump: &Stacktrace) -> Option<StuckHelper> {
 /// The name of a child process. A child forked by Python's multiprocessing has the command line of
 /// its parent, which says nothing.
 fn child_name(child: &ChildProcess) -> String {
-    /// Maximum length of a command line, in characters.
-    const SHOWN: usize = 60;
-    let command: String = child.command.chars().take(SHOWN).collect();
-    let rest = if child.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
+    let command = shortened(&child.command);
     let frames = child.samples.iter().flat_map(|sample| &sample.py_stacktrace).flat_map(|thread| &thread.frames);
     let worker = frames.into_iter().any(|frame| frame.file_name.contains("/multiprocessing/"));
     if worker {
@@ -159,7 +156,7 @@ fn child_name(child: &ChildProcess) -> String {
     } else if command.is_empty() {
         format!("child process {}", child.pid)
     } else {
-        format!("child process {} ({command}{rest})", child.pid)
+        format!("child process {} ({command})", child.pid)
     }
 }
 

@@ -12,6 +12,14 @@ pub(super) fn contains_any(text: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| text.contains(part))
 }
 
+/// A command line with at most 60 characters.
+pub(crate) fn shortened(command: &str) -> String {
+    const SHOWN: usize = 60;
+    let shown: String = command.chars().take(SHOWN).collect();
+    let rest = if command.chars().nth(SHOWN).is_some() { "…" } else { "" };
+    shown + rest
+}
+
 /// The last component of a path, with its line number.
 pub(crate) fn base_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
