@@ -1,19 +1,23 @@
 //! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
 //! for a server, which is stopped.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::builder::ResourceWait;
 use crate::{
-    stacks::Host,
+    facts,
+    stacks::{Host, ProcessState},
     verdict::Activity,
     world::{World, is_collective},
 };
 
 /// Start of the name of an awaited socket on which a process listens: it waits for a client.
 const LISTENS: &str = "anybody who connects";
+
+/// Maximum number of times that one chain continues through the other threads of a process.
+const MAX_INNER: usize = 3;
 
 /// A rank that waits for a process that is no rank, directly or through other processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +30,11 @@ pub(crate) struct ProcessWait {
     pub is_certain: bool,
     /// All processes of the chain descend from the rank: its loader workers, its child processes.
     pub is_own: bool,
+    /// The state of the process at the end.
+    pub state: ProcessState,
+    /// Nothing outside of the chain wakes the process at its end: it waits without a timeout for a
+    /// lock, or for processes of the chain, and none of its threads waits for anybody else.
+    pub is_closed: bool,
 }
 
 impl ProcessWait {
@@ -33,10 +42,15 @@ impl ProcessWait {
     pub fn end(&self) -> usize {
         self.chain.last().copied().unwrap_or_default()
     }
+
+    /// Whether the process at the end can never answer, even if no rank waits in an operation.
+    pub fn proves_hang(&self) -> bool {
+        self.state.cannot_continue() || self.is_closed
+    }
 }
 
 /// A member of a chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Member {
     Rank(usize),
     Process(usize),
@@ -67,14 +81,16 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
     let chains = Chains { world, by_pid };
     let (mut of_ranks, mut of_processes, mut at_rest) = (Vec::new(), Vec::new(), Vec::new());
     for waiter in 0..world.views.len() {
-        match chains.follow(waiter) {
+        match chains.follow(Member::Rank(waiter), &HashSet::new(), MAX_INNER) {
             End::Rank(holder) => of_ranks.push(ResourceWait { waiter, holder }),
-            End::Process { chain, is_certain } => {
+            End::Process { chain, is_certain, is_closed } => {
                 let is_own = chains.descend_from(waiter, &chain);
-                of_processes.push(ProcessWait { waiter, chain, is_certain, is_own });
+                let end = chain.last().copied().unwrap_or_default();
+                let state = chains.state(Member::Process(end));
+                of_processes.push(ProcessWait { waiter, chain, is_certain, is_own, state, is_closed });
             }
             End::AtRest => at_rest.push(waiter),
-            End::Unknown => {}
+            End::Start | End::Back | End::Unknown => {}
         }
     }
     Waits { of_ranks, of_processes, at_rest }
@@ -107,44 +123,133 @@ impl Chains<'_, '_> {
         }
     }
 
-    /// The end of the chain that begins at a rank. It is unknown if the rank waits for no process
-    /// that is known, if several are possible, or if the chain leads back.
-    fn follow(&self, waiter: usize) -> End {
-        let mut current = Member::Rank(waiter);
-        if self.world.views[waiter].halted() {
-            return End::Unknown;
+    fn state(&self, member: Member) -> ProcessState {
+        let holder = match member {
+            Member::Rank(index) => self.world.views[index].evidence.and_then(facts::gil_holder),
+            Member::Process(index) => self.world.processes[index].gil_holder.clone(),
+        };
+        ProcessState::of(self.host(member), holder.as_ref())
+    }
+
+    /// The end of the chain that begins at `start`. `before` has the members that lead to `start`.
+    /// The chain may pass through the other threads of a process at most `inner` times.
+    fn follow(&self, start: Member, before: &HashSet<Member>, inner: usize) -> End {
+        let mut current = start;
+        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) {
+            return End::Start;
         }
-        let mut seen = HashSet::from([current]);
-        let (mut chain, mut is_certain) = (Vec::new(), true);
+        let mut seen = before.clone();
+        seen.insert(start);
+        let mut chain: Vec<usize> = match start {
+            Member::Rank(_) => Vec::new(),
+            Member::Process(index) => vec![index],
+        };
+        let mut is_certain = true;
         loop {
             let host = self.host(current);
+            let is_first = current == start && before.is_empty();
             let awaited = host.awaited.as_ref().filter(|_| !host.halted() && host.same_in_both);
             let next = match awaited.map(|awaited| (awaited, self.next(current, awaited))) {
-                Some((awaited, next)) if chain.is_empty() && self.is_orphaned(current, awaited, &next) => {
+                Some((awaited, next)) if is_first && self.is_orphaned(current, awaited, &next) => {
                     is_certain = false;
                     let parent = (self.node(current), self.host(current).ended_parent_pid);
                     self.by_pid.get(&parent).copied().unwrap_or(current)
                 }
-                Some((awaited, _)) if awaited.name.starts_with(LISTENS) && !chain.is_empty() => return End::AtRest,
+                Some((awaited, _)) if awaited.name.starts_with(LISTENS) && !is_first => return End::AtRest,
                 Some((_, Next::Unknown)) => return End::Unknown,
                 Some((_, Next::One { member, is_only })) => {
                     is_certain &= is_only;
                     member
                 }
-                Some((_, Next::Nobody)) | None if chain.is_empty() => return End::Unknown,
-                Some((_, Next::Nobody)) | None => return End::Process { chain, is_certain },
+                Some((_, Next::Nobody)) | None => return self.follow_threads(current, chain, is_certain, &seen, inner),
             };
             if !seen.insert(next) {
-                return End::Unknown;
+                return End::Back;
             }
             match next {
                 // A server that waits for the answer of a rank in a collective waits for the ranks
                 // of that collective, and one of these may be the rank at the beginning.
-                Member::Rank(holder) if !chain.is_empty() && self.waits_in_operation(holder) => return End::Unknown,
+                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
                 Member::Rank(holder) => return End::Rank(holder),
                 Member::Process(index) => chain.push(index),
             }
             current = next;
+        }
+    }
+
+    /// The end of a chain at a process whose main thread waits for no other process. It may wait
+    /// for another thread of its process, which waits for another process: for a reply that a
+    /// reader thread puts into a queue.
+    fn follow_threads(
+        &self,
+        current: Member,
+        mut chain: Vec<usize>,
+        is_certain: bool,
+        seen: &HashSet<Member>,
+        inner: usize,
+    ) -> End {
+        let host = self.host(current);
+        let waits_in_operation = matches!(current, Member::Rank(index) if self.waits_in_operation(index));
+        let is_known = !host.halted() && host.same_in_both && !waits_in_operation && inner > 0;
+        let waits = if is_known { &host.thread_waits[..] } else { &[] };
+        let mut is_open = !is_known;
+        let mut nexts = BTreeSet::new();
+        for wait in waits {
+            match self.next(current, &wait.awaited) {
+                _ if wait.awaited.name.starts_with(LISTENS) => is_open = true,
+                Next::Unknown => is_open = true,
+                Next::Nobody => {}
+                Next::One { member, .. } => drop(nexts.insert(member)),
+            }
+        }
+        let only = nexts.len() == 1 && matches!(waits, [wait] if wait.own);
+        let mut ends = Vec::new();
+        for next in nexts.into_iter().filter(|next| !seen.contains(next)) {
+            match self.follow(next, seen, inner - 1) {
+                End::Back => {}
+                End::Start => ends.extend(Self::of_rank(next)),
+                end @ (End::Rank(_) | End::Process { .. }) => ends.push(end),
+                End::AtRest | End::Unknown => is_open = true,
+            }
+        }
+        // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
+        ends.retain(|end| only || self.state_at(end).is_some_and(|state| state.is_stuck()));
+        let halted = |end: &End| self.state_at(end).is_some_and(|state| state.cannot_continue());
+        if ends.iter().filter(|end| halted(end)).count() == 1 {
+            ends.retain(halted);
+        }
+        match (ends.pop(), ends.is_empty()) {
+            (Some(End::Process { chain: behind, is_closed, .. }), true) => {
+                chain.extend(behind);
+                return End::Process { chain, is_certain: false, is_closed };
+            }
+            (Some(end), true) => return end,
+            (Some(_), false) => is_open = true,
+            (None, _) => {}
+        }
+        if chain.is_empty() {
+            return End::Start;
+        }
+        let waits = matches!(self.state(current), ProcessState::WaitsForLock)
+            || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock);
+        let stands =
+            host.timed == Some(false) && host.moved.is_some_and(|moved| !moved.main_ran && !moved.is_progress());
+        End::Process { chain, is_certain, is_closed: waits && stands && !is_open }
+    }
+
+    fn of_rank(member: Member) -> Option<End> {
+        match member {
+            Member::Rank(index) => Some(End::Rank(index)),
+            Member::Process(_) => None,
+        }
+    }
+
+    /// The state of the process at an end.
+    fn state_at(&self, end: &End) -> Option<ProcessState> {
+        match end {
+            End::Rank(index) => Some(self.state(Member::Rank(*index))),
+            End::Process { chain, .. } => chain.last().map(|index| self.state(Member::Process(*index))),
+            _ => None,
         }
     }
 
@@ -267,8 +372,15 @@ enum End {
     Process {
         chain: Vec<usize>,
         is_certain: bool,
+        /// See [`ProcessWait::is_closed`].
+        is_closed: bool,
     },
+    /// The rank at the beginning: it waits for no process that is known.
+    Start,
+    /// The chain leads back to one of its members.
+    Back,
     /// A process that waits for clients.
     AtRest,
+    /// Several processes are possible, or nothing is known of the next one.
     Unknown,
 }

@@ -7,7 +7,6 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
     case::Case,
-    causes::cannot_continue,
     finding::{Conclusion, HealthyReason, KnownFacts},
     graph::Suspect,
     stacks::{Host, Movement},
@@ -108,8 +107,7 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
 /// request.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
-    case.graph.is_at_rest(rank_index)
-        || case.graph.process_wait(rank_index).is_some_and(|wait| !cannot_continue(case, wait))
+    case.graph.is_at_rest(rank_index) || case.graph.process_wait(rank_index).is_some_and(|wait| !wait.proves_hang())
 }
 
 /// Ranks inside an operation that needs others.

@@ -3,8 +3,9 @@
 use super::{Ranks, Statement, hosts, phrases};
 use crate::{
     case::{Case, Position},
-    explanation::{ProcessFault, ProcessState},
-    stacks, text,
+    explanation::ProcessFault,
+    stacks::{self, ProcessState},
+    text,
     verdict::EvidenceLine,
 };
 

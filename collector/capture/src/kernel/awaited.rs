@@ -9,7 +9,7 @@ mod search;
 mod sockets;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
     time::{Duration, Instant},
 };
 
@@ -28,28 +28,98 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum number of descriptors that one call waits for.
 const MAX_POLLED: usize = 64;
 
-/// What a thread waits for that sleeps in a system call. `None` if that is not known. The holders
-/// and the peer are missing if they are not found in time.
-pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles, deadline: Instant) -> Option<Awaited> {
+/// Maximum number of threads of one process, besides the main thread, that are examined.
+const MAX_THREADS: usize = 64;
+/// The thread of the hook. It waits for the collector and for the device.
+const WATCHER: &str = "xpu_timer_watch";
+
+/// A thread whose wait is examined.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sleeper<'a> {
+    pub tid: i32,
+    pub name: &'a str,
+    /// The kernel function that it sleeps in; may be empty.
+    pub wchan: &'a str,
+}
+
+/// The wait of one thread.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    /// What it waits for, if that is known. The holders and the peer are missing if they are not
+    /// found in time.
+    pub awaited: Option<Awaited>,
+    /// The call ends after a timeout. `None` if the thread was not examined.
+    pub timed: Option<bool>,
+}
+
+/// What the threads of a process wait for, by thread id. The other threads are examined only if the
+/// main thread waits for one of them, or for something of which nothing is known.
+pub(crate) fn of_process(
+    pid: i32,
+    threads: &[Sleeper<'_>],
+    open_files: &OpenFiles,
+    deadline: Instant,
+) -> HashMap<i32, Waits> {
+    let mut found = HashMap::new();
+    let Some(main) = threads.iter().find(|thread| thread.tid == pid) else { return found };
+    let Some(wait) = of_thread(pid, pid, main.wchan, open_files, deadline) else { return found };
+    let is_own =
+        |awaited: &Awaited| !awaited.holders.is_empty() && awaited.holders.iter().all(|holder| holder.pid == pid);
+    let others = if wait.awaited.as_ref().is_none_or(is_own) { MAX_THREADS } else { 0 };
+    found.insert(pid, wait);
+    let deadline = deadline.min(Instant::now() + TIMEOUT);
+    let is_other = |thread: &&Sleeper<'_>| thread.tid != pid && thread.name != WATCHER;
+    for thread in threads.iter().filter(is_other).take(others) {
+        found.extend(of_thread(pid, thread.tid, thread.wchan, open_files, deadline).map(|wait| (thread.tid, wait)));
+    }
+    found
+}
+
+/// The wait of a thread that sleeps in a system call. `None` if it does not.
+fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles, deadline: Instant) -> Option<Waits> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
     let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
         return None;
     };
     let search = Search::new(pid, wchan, open_files, deadline);
+    Some(Waits { awaited: awaited(&search, number, &arguments), timed: Some(has_timeout(number, &arguments)) })
+}
+
+/// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does
+/// not count.
+fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
     match number {
-        libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
-        libc::SYS_futex => locks::futex(&search, arguments[0], arguments[1]),
-        libc::SYS_wait4 | libc::SYS_waitid => child(&search, number, arguments[0], arguments[1]),
-        libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(&search, arguments[0], arguments[1]),
-        libc::SYS_msgrcv => locks::message_queue(&search, arguments[0], true),
-        libc::SYS_msgsnd => locks::message_queue(&search, arguments[0], false),
-        libc::SYS_poll | libc::SYS_ppoll => several(&search, polled(pid, arguments[0], arguments[1])),
-        libc::SYS_select | libc::SYS_pselect6 => several(&search, selected(pid, &arguments)),
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => several(&search, watched(pid, arguments[0])),
+        // A negative number of milliseconds is no timeout.
+        libc::SYS_poll => arguments[2] as i32 >= 0,
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => arguments[3] as i32 >= 0,
+        libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => arguments[3] != 0,
+        libc::SYS_ppoll | libc::SYS_rt_sigtimedwait => arguments[2] != 0,
+        libc::SYS_select | libc::SYS_pselect6 | libc::SYS_mq_timedreceive | libc::SYS_mq_timedsend => arguments[4] != 0,
+        // The kernel restarts a call with a timeout this way after a stop.
+        libc::SYS_nanosleep | libc::SYS_clock_nanosleep | libc::SYS_restart_syscall => true,
+        _ => false,
+    }
+}
+
+/// What a system call waits for.
+fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
+    let pid = search.pid;
+    match number {
+        libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
+        libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
+        libc::SYS_wait4 | libc::SYS_waitid => child(search, number, arguments[0], arguments[1]),
+        libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(search, arguments[0], arguments[1]),
+        libc::SYS_msgrcv => locks::message_queue(search, arguments[0], true),
+        libc::SYS_msgsnd => locks::message_queue(search, arguments[0], false),
+        libc::SYS_poll | libc::SYS_ppoll => several(search, polled(pid, arguments[0], arguments[1])),
+        libc::SYS_select | libc::SYS_pselect6 => several(search, selected(pid, arguments)),
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => {
+            several(search, watched(pid, arguments[0]))
+        }
         _ => {
             let operation = operation_of(number, arguments[1])?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
-            descriptor::awaited(&search, descriptor, operation)
+            descriptor::awaited(search, descriptor, operation)
         }
     }
 }
@@ -187,12 +257,13 @@ mod tests {
         loop {
             let own = std::process::id().cast_signed();
             let wchan = procfs::wchan(own, tid);
-            if let Some(late) = of_thread(own, tid, &wchan, &OpenFiles::default(), start) {
+            let wait = |deadline| of_thread(own, tid, &wchan, &OpenFiles::default(), deadline)?.awaited;
+            if let Some(late) = wait(start) {
                 let needs_no_search =
                     [AwaitedKind::Lock, AwaitedKind::Child, AwaitedKind::Mutex].contains(&late.kind());
                 assert!(late.holders.is_empty() || needs_no_search, "there was no time to look");
             }
-            let found = of_thread(own, tid, &wchan, &OpenFiles::default(), Instant::now() + Duration::from_secs(60));
+            let found = wait(Instant::now() + Duration::from_secs(60));
             if let Some(awaited) = found.filter(&accept) {
                 return awaited;
             }
