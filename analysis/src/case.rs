@@ -221,6 +221,14 @@ impl<'a> Case<'a> {
         self.view(rank_index).evidence.and_then(facts::stuck_helper)
     }
 
+    /// The stuck child process for which a rank waits: the rank waits for a loader or for a lock,
+    /// or nothing else is known of its wait.
+    pub fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
+        let waits_inside = self.does(rank_index, Activity::DataLoader) || self.does(rank_index, Activity::Lock);
+        let explains = |child: &StuckHelper| child.is_dead() || waits_inside || self.awaited(rank_index).is_none();
+        self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
+    }
+
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
     pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);

@@ -129,7 +129,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training)
-            .map(|helper| HostHelper { who: helper.name, place: helper.state }),
+            .map(|StuckHelper { name, state, pid, command }| HostHelper { who: name, place: state, pid, command }),
         gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, location, waiting }| HostGilHolder {
             thread,
             function,
@@ -214,7 +214,12 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
         Some(dump) => stacks::stuck_helper(dump, training(evidence)),
         None => {
             let helper = evidence.host.as_ref()?.stuck_helper.as_ref()?;
-            Some(StuckHelper { name: helper.who.clone(), state: helper.place.clone() })
+            Some(StuckHelper {
+                name: helper.who.clone(),
+                state: helper.place.clone(),
+                pid: helper.pid,
+                command: helper.command.clone(),
+            })
         }
     }
 }

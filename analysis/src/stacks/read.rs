@@ -12,7 +12,7 @@ use super::{
         serves_socket, within_library,
     },
     location::{locate, program},
-    names::{base_name, frame_label, own_frame},
+    names::{base_name, frame_label, own_frame, stored_command},
     patterns::{self, FREEZER_WCHAN},
     sample::{Sample, ThreadStacks, reporting_threads, samples},
 };
@@ -21,9 +21,6 @@ use crate::verdict::Activity;
 /// The kernel shows a process in a frozen control group as sleeping, so the judge uses a state of
 /// its own.
 const FROZEN: &str = "F (frozen)";
-
-/// Maximum length of a command line, in characters.
-const MAX_COMMAND: usize = 120;
 
 /// The kernel's name for the state of a waiting process.
 const SLEEPING: &str = "S (sleeping)";
@@ -96,7 +93,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
         ended_parent_pid: dump.ended_parent_pid,
-        command: dump.command.chars().take(MAX_COMMAND).collect(),
+        command: stored_command(&dump.command),
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),

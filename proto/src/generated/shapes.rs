@@ -255,9 +255,10 @@ static V1_HOST_SLEEP: [(u32, Field); 2] = [
 impl Shaped for crate::v1::HostSleep {
     const SHAPE: &'static Shape = &V1_HOST_SLEEP;
 }
-static V1_HOST_HELPER: [(u32, Field); 2] = [
+static V1_HOST_HELPER: [(u32, Field); 3] = [
     (1, Field::Text),
     (2, Field::Text),
+    (4, Field::Text),
 ];
 impl Shaped for crate::v1::HostHelper {
     const SHAPE: &'static Shape = &V1_HOST_HELPER;

@@ -733,6 +733,12 @@ pub struct HostHelper {
     pub who: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub place: ::prost::alloc::string::String,
+    /// Process id of a child process; 0 for a thread.
+    #[prost(int32, tag = "3")]
+    pub pid: i32,
+    /// Its command line, as in HostFacts.
+    #[prost(string, tag = "4")]
+    pub command: ::prost::alloc::string::String,
 }
 /// The holder of the GIL, blocked while others wait for the GIL.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
