@@ -6,7 +6,7 @@
 use xpu_timer_proto::v1::{DataType, Op, Operation};
 
 use crate::{
-    graph::Event,
+    graph::{Event, Mutual},
     history::Deviation,
     stacks::{GilHolder, ProcessState},
 };
@@ -79,6 +79,8 @@ pub(crate) struct ProcessFault {
     /// The process, as an index.
     pub end: usize,
     pub state: ProcessState,
+    /// Members of the chain wait for each other.
+    pub mutual: Option<Mutual>,
     /// The event in which others wait for the rank.
     pub event: Option<Event>,
 }

@@ -73,7 +73,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let state = wait.state.clone();
     // What a rank does that waits for a process of its own says more than what that process does,
     // unless it cannot run.
-    let is_explained_by_rank = wait.is_own && (!hard || matches!(state, ProcessState::Ended));
+    let is_explained_by_rank = wait.is_own && wait.mutual.is_none() && (!hard || matches!(state, ProcessState::Ended));
     if cause(&state) != wanted || is_explained_by_rank {
         return None;
     }
@@ -88,9 +88,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     evidence.push(Fact::Position(rank_index));
     let (end, before) = wait.chain.split_last()?;
     let event = case.main_event(suspect);
-    let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, event };
+    let mutual = wait.mutual.clone();
+    let is_rank = mutual.as_ref().map_or(wait.is_own, |mutual| mutual.rank);
+    let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, mutual, event };
     Some(Finding {
-        culprits: if wait.is_own { vec![rank_index] } else { Vec::new() },
+        culprits: if is_rank { vec![rank_index] } else { Vec::new() },
         explanation: Explanation::Process(fault),
         confidence,
         evidence,

@@ -21,6 +21,7 @@ use xpu_timer_proto::{
 use super::open_files::{self, Descriptor, OpenFiles};
 use crate::memory;
 use search::{MAX_HOLDERS, Operation, Search};
+use sockets::LISTENS;
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -52,37 +53,50 @@ pub(crate) struct Waits {
     pub timed: Option<bool>,
 }
 
-/// What the threads of a process wait for, by thread id. The other threads are examined only if the
-/// main thread waits for one of them, or for something of which nothing is known.
+/// What the threads of a process wait for, by thread id. The owner of a lock is looked for only if
+/// the main thread wants it.
 pub(crate) fn of_process(
     pid: i32,
     threads: &[Sleeper<'_>],
     open_files: &OpenFiles,
     deadline: Instant,
 ) -> HashMap<i32, Waits> {
-    let mut found = HashMap::new();
-    let Some(main) = threads.iter().find(|thread| thread.tid == pid) else { return found };
-    let Some(wait) = of_thread(pid, pid, main.wchan, open_files, deadline) else { return found };
-    let is_own =
-        |awaited: &Awaited| !awaited.holders.is_empty() && awaited.holders.iter().all(|holder| holder.pid == pid);
-    let others = if wait.awaited.as_ref().is_none_or(is_own) { MAX_THREADS } else { 0 };
-    found.insert(pid, wait);
+    let of = |thread: &Sleeper<'_>, deadline: Instant, what: Wanted| {
+        Some((thread.tid, of_thread(pid, thread, open_files, deadline, what)?))
+    };
+    let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
+    let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    // All others together have as much time as the main thread.
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let is_other = |thread: &&Sleeper<'_>| thread.tid != pid && thread.name != WATCHER;
-    for thread in threads.iter().filter(is_other).take(others) {
-        found.extend(of_thread(pid, thread.tid, thread.wchan, open_files, deadline).map(|wait| (thread.tid, wait)));
-    }
+    let others = others.into_iter().filter(|thread| thread.name != WATCHER).take(MAX_THREADS);
+    found.extend(others.filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
     found
 }
 
+/// What is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    All,
+    /// Not the owners of locks of threads: a process has many threads that wait for each other.
+    NoLocks,
+}
+
 /// The wait of a thread that sleeps in a system call. `None` if it does not.
-fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles, deadline: Instant) -> Option<Waits> {
+fn of_thread(
+    pid: i32,
+    thread: &Sleeper<'_>,
+    open_files: &OpenFiles,
+    deadline: Instant,
+    wanted: Wanted,
+) -> Option<Waits> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
+    let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, thread.tid) else {
         return None;
     };
-    let search = Search::new(pid, wchan, open_files, deadline);
-    Some(Waits { awaited: awaited(&search, number, &arguments), timed: Some(has_timeout(number, &arguments)) })
+    let search = Search::new(pid, thread.wchan, open_files, deadline);
+    let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
+    let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
+    Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)) })
 }
 
 /// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does
@@ -202,10 +216,12 @@ fn several(search: &Search<'_>, descriptors: Vec<(i32, Operation)>) -> Option<Aw
     if others.len() <= 1 {
         return others.pop().or_else(|| own.into_iter().next());
     }
+    // A server waits for clients, whatever else it waits for.
+    let name = others.iter().map(|one| &one.name).find(|name| name.starts_with(LISTENS)).cloned();
     let mut seen = BTreeSet::new();
     let holders = others.into_iter().flat_map(|one| one.holders).filter(|holder| seen.insert(holder.pid));
     let holders = holders.take(MAX_HOLDERS).collect();
-    Some(Awaited { kind: AwaitedKind::Several.into(), holders, ..Awaited::default() })
+    Some(Awaited { kind: AwaitedKind::Several.into(), name: name.unwrap_or_default(), holders, ..Awaited::default() })
 }
 
 /// A call that waits for the end of a child.
@@ -257,7 +273,8 @@ mod tests {
         loop {
             let own = std::process::id().cast_signed();
             let wchan = procfs::wchan(own, tid);
-            let wait = |deadline| of_thread(own, tid, &wchan, &OpenFiles::default(), deadline)?.awaited;
+            let thread = Sleeper { tid, name: "", wchan: &wchan };
+            let wait = |deadline| of_thread(own, &thread, &OpenFiles::default(), deadline, Wanted::All)?.awaited;
             if let Some(late) = wait(start) {
                 let needs_no_search =
                     [AwaitedKind::Lock, AwaitedKind::Child, AwaitedKind::Mutex].contains(&late.kind());
