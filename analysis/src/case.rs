@@ -287,9 +287,10 @@ impl<'a> Case<'a> {
         let helper = self.stuck_helper(rank_index);
         let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         let ran = host.moved.is_some_and(|moved| moved.main_ran);
+        let busy = host.moved.is_some_and(|moved| moved.helper_busy);
         let ends_by_itself = match host.observed.activity {
             Activity::Sleep | Activity::Running => true,
-            Activity::DataLoader => !stuck && host.awaited.is_none(),
+            Activity::DataLoader => !stuck && (host.awaited.is_none() || busy),
             Activity::Unknown => ran || self.waits_for_peer(rank_index) || helper.is_some() && !stuck,
             Activity::Io => ran,
             _ => false,
