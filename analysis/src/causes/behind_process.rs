@@ -1,5 +1,7 @@
 //! A rank waits for a process that is no rank, and that process holds up the job.
 
+use xpu_timer_proto::server::AwaitedKind;
+
 use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
@@ -72,8 +74,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     }
     let state = wait.state.clone();
     // What a rank does that waits for a process of its own says more than what that process does,
-    // unless it cannot run.
-    let is_explained_by_rank = wait.is_own && wait.mutual.is_none() && (!hard || matches!(state, ProcessState::Ended));
+    // unless it cannot run, or the rank waits for its end.
+    let other_is_stuck = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
+    let is_mutual = wait.mutual.is_some() && !other_is_stuck();
+    let waits_for_end = case.awaited(rank_index).is_some_and(|awaited| awaited.kind() == AwaitedKind::Child);
+    let says_more = if waits_for_end { state.is_stuck() } else { hard };
+    let is_explained_by_rank = wait.is_own && !is_mutual && (!says_more || matches!(state, ProcessState::Ended));
     if cause(&state) != wanted || is_explained_by_rank {
         return None;
     }

@@ -53,6 +53,8 @@ pub(super) struct Chain {
     pub is_certain: bool,
     /// Nothing outside of the chain wakes the process at its end.
     pub is_closed: bool,
+    /// The chain passes through a process that waits for clients too.
+    pub is_served: bool,
 }
 
 /// What all processes wait for.
@@ -168,7 +170,11 @@ impl Chains<'_, '_> {
                     let parent = (self.node(current), self.host(current).ended_parent_pid);
                     self.by_pid.get(&parent).copied().unwrap_or(current)
                 }
-                Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => return End::AtRest,
+                Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => {
+                    let candidates = self.of_threads(current);
+                    let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
+                    return any.unwrap_or(End::AtRest);
+                }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
                 Next::One(member) if !awaited.name.starts_with(LISTENS) => member,
@@ -220,8 +226,7 @@ impl Chains<'_, '_> {
         let in_operation = matches!(current, Member::Rank(index) if self.waits_in_operation(index));
         let is_inside = !host.halted() && host.same_in_both && !in_operation && self.may_wait_for_threads(current);
         let waits = if is_inside { &host.thread_waits[..] } else { &[] };
-        let candidates: Vec<Candidate> =
-            waits.iter().flat_map(|wait| self.next(current, &wait.awaited).candidates()).collect();
+        let candidates = if is_inside { self.of_threads(current) } else { Vec::new() };
         let reached = self.branches(&candidates, seen, branches);
         let only = matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
         // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
@@ -229,6 +234,10 @@ impl Chains<'_, '_> {
         match reached.likely_end(|state| only || state.is_stuck()) {
             Some(end) => end.after(chain),
             None if chain.processes.is_empty() => End::Start,
+            None if candidates.iter().any(|one| seen.contains(&one.member) && self.waits_for_child(one.member)) => {
+                let parent = candidates.iter().map(|one| one.member).find(|member| self.waits_for_child(*member));
+                self.back(parent.unwrap_or(current), chain, &HashSet::new(), seen)
+            }
             None => {
                 let waits_for_lock = matches!(self.state(current), ProcessState::WaitsForLock)
                     || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock);
@@ -238,13 +247,25 @@ impl Chains<'_, '_> {
         }
     }
 
+    /// The processes that the other threads of a process wait for.
+    fn of_threads(&self, member: Member) -> Vec<Candidate> {
+        let waits = self.host(member).thread_waits.iter();
+        waits.flat_map(|wait| self.next(member, &wait.awaited).candidates()).collect()
+    }
+
+    /// Whether the main thread of a process waits for the end of a child.
+    pub fn waits_for_child(&self, member: Member) -> bool {
+        let awaited = self.host(member).awaited.as_ref();
+        awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
+    }
+
     /// Whether the main thread of a process may wait for another thread: it waits for no process,
     /// and not for its device.
     fn may_wait_for_threads(&self, member: Member) -> bool {
         let host = self.host(member);
         let is_inner = |awaited: &Awaited| awaited.holders.iter().all(|holder| holder.pid == self.pid(member));
         !matches!(host.observed.activity, Activity::DeviceWait | Activity::CommInit)
-            && host.awaited.as_ref().is_none_or(|awaited| is_inner(awaited) && awaited.kind() != AwaitedKind::File)
+            && host.awaited.as_ref().is_none_or(is_inner)
     }
 
     /// The end of a chain at a process that waits for any of several processes, or the next member
@@ -264,7 +285,7 @@ impl Chains<'_, '_> {
         let leads_back = reached.ends.is_empty() && !reached.is_open;
         let inside = reached.inside.clone();
         if let Some(end) = reached.likely_end(|state| agree || state.is_stuck()) {
-            return Ok(end.after(chain));
+            return Ok(end.after(Chain { is_served: serves || chain.is_served, ..chain }));
         }
         let is_process = !chain.processes.is_empty();
         if serves {
@@ -334,8 +355,9 @@ impl Chains<'_, '_> {
         if others.is_empty() {
             return Next::Nobody;
         }
-        // A standard input comes from a person, or from a program that replaces one.
-        if matches!(awaited.kind(), AwaitedKind::Unspecified | AwaitedKind::File) {
+        // The standard input of a rank comes from a person, or from a program that replaces one.
+        let is_typed = awaited.kind() == AwaitedKind::File && matches!(current, Member::Rank(_));
+        if is_typed || awaited.kind() == AwaitedKind::Unspecified {
             return Next::Unknown;
         }
         let candidate = |holder: &&Holder| {
@@ -455,7 +477,8 @@ impl End {
         match self {
             End::Process(behind) => {
                 chain.processes.extend(behind.processes);
-                End::Process(Chain { is_certain: false, is_closed: behind.is_closed, ..chain })
+                let is_served = chain.is_served || behind.is_served;
+                End::Process(Chain { is_certain: false, is_closed: behind.is_closed, is_served, ..chain })
             }
             end => end,
         }

@@ -1,8 +1,6 @@
 //! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
 //! for a server, which is stopped.
 
-use xpu_timer_proto::server::AwaitedKind;
-
 use super::{
     builder::ResourceWait,
     chains::{Chain, Chains, End, Member},
@@ -25,6 +23,9 @@ pub(crate) struct ProcessWait {
     /// Nothing outside of the chain wakes the process at its end: it waits without a timeout for a
     /// lock, or for processes of the chain, and none of its threads waits for anybody else.
     pub is_closed: bool,
+    /// The chain passes through a process that waits for clients too, so the process at the end may
+    /// be another client.
+    pub is_served: bool,
     /// Members of the chain wait for each other.
     pub mutual: Option<Mutual>,
 }
@@ -46,7 +47,7 @@ impl ProcessWait {
 
     /// Whether the process at the end can never answer, even if no rank waits in an operation.
     pub fn proves_hang(&self) -> bool {
-        self.state.cannot_continue() || self.is_closed
+        !self.is_served && (self.state.cannot_continue() || self.is_closed)
     }
 }
 
@@ -66,6 +67,21 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
     let chains = Chains::new(world);
     let mut waits = Waits::default();
     for waiter in 0..world.views.len() {
+        if std::env::var_os("DBG").is_some() {
+            eprintln!(
+                "DBG rank {waiter} pid {:?} -> {:?}\n   {:?} {:?}",
+                world.views[waiter].pid(),
+                chains.of_rank(waiter),
+                world.views[waiter].host.awaited,
+                world.views[waiter].host.thread_waits
+            );
+            for p in &world.processes {
+                eprintln!(
+                    "  proc {} act {:?} same {} timed {:?} awaited {:?} threads {:?}",
+                    p.host.pid, p.host.observed, p.host.same_in_both, p.host.timed, p.host.awaited, p.host.thread_waits
+                );
+            }
+        }
         match chains.of_rank(waiter) {
             End::Rank(holder) => waits.of_ranks.push(ResourceWait { waiter, holder }),
             End::Process(chain) => waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, None)),
@@ -82,11 +98,11 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
 
 impl ProcessWait {
     fn new(chains: &Chains<'_, '_>, waiter: usize, chain: Chain, mutual: Option<Mutual>) -> Self {
-        let Chain { processes, is_certain, is_closed } = chain;
+        let Chain { processes, is_certain, is_closed, is_served } = chain;
         let end = processes.last().copied().unwrap_or_default();
         let is_own = chains.descend_from(waiter, &processes);
         let state = chains.state(Member::Process(end));
-        ProcessWait { waiter, chain: processes, is_certain, is_own, state, is_closed, mutual }
+        ProcessWait { waiter, chain: processes, is_certain, is_own, state, is_closed, is_served, mutual }
     }
 }
 
@@ -94,14 +110,10 @@ impl Mutual {
     /// Who is to blame in a cycle from this position of a chain on, or from the rank on. A process
     /// that waits for the end of another one must not expect that it ends while it needs something.
     fn of(chains: &Chains<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
-        let waits_for_child = |member: Member| {
-            let awaited = chains.host(member).awaited.as_ref();
-            awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
-        };
         let inside = &chain.processes[from.unwrap_or(0)..];
         let parents: Vec<usize> =
-            inside.iter().copied().filter(|index| waits_for_child(Member::Process(*index))).collect();
-        let is_parent = from.is_none() && waits_for_child(Member::Rank(waiter));
+            inside.iter().copied().filter(|index| chains.waits_for_child(Member::Process(*index))).collect();
+        let is_parent = from.is_none() && chains.waits_for_child(Member::Rank(waiter));
         if is_parent || !parents.is_empty() {
             return Mutual { rank: is_parent, processes: parents };
         }

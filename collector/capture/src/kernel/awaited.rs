@@ -120,6 +120,7 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
     let pid = search.pid;
     match number {
         libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
+        libc::SYS_sendto if arguments[4] != 0 => sockets::connection(search, arguments[4], arguments[5]),
         libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
         libc::SYS_wait4 | libc::SYS_waitid => child(search, number, arguments[0], arguments[1]),
         libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(search, arguments[0], arguments[1]),

@@ -41,7 +41,7 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
     }
 }
 
-/// What a call waits for that connects a socket to the address at `address`.
+/// What a call waits for that connects a socket to the address at `address`, or sends to it.
 pub(super) fn connection(search: &Search<'_>, address: u64, length: u64) -> Option<Awaited> {
     let length = usize::try_from(length).ok()?.min(size_of::<libc::sockaddr_un>());
     let bytes = memory::read_exact(search.pid, address, length).ok()?;
@@ -49,7 +49,7 @@ pub(super) fn connection(search: &Search<'_>, address: u64, length: u64) -> Opti
     if family == libc::AF_UNIX {
         let path: Vec<u8> = bytes[2..].iter().copied().take_while(|byte| *byte != 0).collect();
         let path = String::from_utf8_lossy(&path).into_owned();
-        let holders = unix_listener(search, &path).map_or_else(Vec::new, |inode| owners(search, inode));
+        let holders = unix_receiver(search, &path).map_or_else(Vec::new, |inode| owners(search, inode));
         return Some(socket(path, holders));
     }
     let remote = ip_address(family, &bytes)?;
@@ -116,12 +116,14 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
     of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| socket.path.clone())
 }
 
-/// The inode of the socket that listens at a path.
-fn unix_listener(search: &Search<'_>, path: &str) -> Option<u64> {
-    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000.
+/// The inode of the socket that listens or receives datagrams at a path.
+fn unix_receiver(search: &Search<'_>, path: &str) -> Option<u64> {
+    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000, and a
+    // datagram socket the type 2.
     let table = fs::read_to_string(format!("/proc/{}/net/unix", search.pid)).ok()?;
     table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        (fields.get(3) == Some(&"00010000") && fields.get(7) == Some(&path)).then(|| fields[6].parse().ok())?
+        let receives = fields.get(3) == Some(&"00010000") || fields.get(4) == Some(&"0002");
+        (receives && fields.get(7) == Some(&path)).then(|| fields[6].parse().ok())?
     })
 }
