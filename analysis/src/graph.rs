@@ -36,6 +36,8 @@ pub(crate) struct Graph {
     pub process_waits: Vec<ProcessWait>,
     /// Ranks that wait for a process that waits for clients itself, ascending.
     at_rest: Vec<usize>,
+    /// Ranks that wait for a process of which too little is known, ascending.
+    on_unknown: Vec<usize>,
     /// Ranks for which others wait, and that are only assumed to wait themselves, because they have
     /// no stack.
     pub assumed: Vec<usize>,
@@ -51,6 +53,12 @@ impl Graph {
     /// Whether a rank waits for a process that waits for clients itself.
     pub fn is_at_rest(&self, rank_index: usize) -> bool {
         self.at_rest.binary_search(&rank_index).is_ok()
+    }
+
+    /// Whether a rank waits for a process of which too little is known: it was not found in time,
+    /// or is on another machine.
+    pub fn waits_for_unknown(&self, rank_index: usize) -> bool {
+        self.on_unknown.binary_search(&rank_index).is_ok()
     }
 
     /// The ranks inside an event, as indices.
@@ -77,6 +85,7 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
         resource_waits: builder.resource_waits,
         process_waits: waits.of_processes,
         at_rest: waits.at_rest,
+        on_unknown: waits.on_unknown,
         assumed,
     }
 }

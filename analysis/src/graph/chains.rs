@@ -253,6 +253,15 @@ impl Chains<'_, '_> {
         waits.flat_map(|wait| self.next(member, &wait.awaited).candidates()).collect()
     }
 
+    /// Whether a rank waits for a message, and the sender is not known.
+    pub fn has_unknown_peer(&self, rank_index: usize) -> bool {
+        let awaited = self.host(Member::Rank(rank_index)).awaited.as_ref();
+        awaited.is_some_and(|awaited| {
+            use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
+            matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue) && awaited.holders.is_empty()
+        })
+    }
+
     /// Whether the main thread of a process waits for the end of a child.
     pub fn waits_for_child(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();

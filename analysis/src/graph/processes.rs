@@ -60,6 +60,8 @@ pub(super) struct Waits {
     pub of_processes: Vec<ProcessWait>,
     /// Ranks that wait for a process that waits for clients itself.
     pub at_rest: Vec<usize>,
+    /// Ranks that wait for a process of which too little is known.
+    pub on_unknown: Vec<usize>,
 }
 
 /// Finds what ranks wait for.
@@ -90,7 +92,9 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
                 waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, Some(mutual)));
             }
             End::AtRest => waits.at_rest.push(waiter),
-            End::Start | End::Back | End::Unknown => {}
+            End::Unknown => waits.on_unknown.push(waiter),
+            End::Start if chains.has_unknown_peer(waiter) => waits.on_unknown.push(waiter),
+            End::Start | End::Back => {}
         }
     }
     waits

@@ -105,9 +105,12 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 }
 
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
-/// request.
+/// request. Of an unknown process, nothing else is known, unless the rank has a stuck helper.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
-    case.graph.is_at_rest(rank_index) || case.graph.process_wait(rank_index).is_some_and(|wait| !wait.proves_hang())
+    let is_helped = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
+    case.graph.is_at_rest(rank_index)
+        || case.graph.waits_for_unknown(rank_index) && !is_helped()
+        || case.graph.process_wait(rank_index).is_some_and(|wait| !wait.proves_hang())
 }
 
 /// Ranks inside an operation that needs others.

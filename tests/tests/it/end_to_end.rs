@@ -242,3 +242,20 @@ fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
     assert_eq!(incident.verdict["victims"], json!([0, 1, 2]), "{text}");
     assert_ne!(incident.verdict["hang"], "none", "{text}");
 }
+
+#[test]
+fn an_idle_server_is_listed_as_idle_and_is_no_incident() {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
+    let _server = serve(&job, "http_idle");
+    let idle = || job.status().is_ok_and(|status| status["idle"].as_array().is_some_and(|jobs| !jobs.is_empty()));
+    let start = Instant::now();
+    while !idle() {
+        assert!(start.elapsed() < PATIENCE, "the server is not listed as idle:\n{}", job.logs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let status = job.status().expect("the collector answers");
+    let sentence = status["idle"][0]["sentence"].as_str().unwrap_or_default();
+    assert!(sentence.ends_with("the job may be idle."), "{status}\n{}", job.logs());
+    assert!(status["idle"][0]["since"].as_str().is_some_and(|since| since.ends_with('Z')), "{status}");
+    assert_eq!((job.incidents().len(), &status["incidents"]), (0, &json!([])), "{}", job.logs());
+}
