@@ -19,6 +19,7 @@ use crate::{
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
     report,
+    stacks::StuckHelper,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::RankView,
@@ -156,10 +157,14 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
             return report::process(view);
         }
         let wait = wait.filter(|wait| wait.is_own && waits.contains(index));
-        let helper = || case.stuck_child(*index).filter(|_| waits.contains(index));
-        match wait {
-            Some(wait) => Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank))),
-            None => helper().map(|child| report::child_process(view, child)).or_else(|| report::process(view)),
+        let helper = case.stuck_child(*index).filter(|_| waits.contains(index));
+        let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
+        match (wait, helper) {
+            (Some(wait), _) if wait.state.is_stuck() || !is_helper_stuck => {
+                Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank)))
+            }
+            (_, Some(child)) => Some(report::child_process(view, child)),
+            _ => report::process(view),
         }
     };
     let others = outcome.conclusion.culprit_processes().into_iter();

@@ -150,7 +150,7 @@ impl Chains<'_, '_> {
     /// The chain may branch at most `branches` times.
     fn follow(&self, start: Member, before: &HashSet<Member>, branches: usize) -> End {
         let mut current = start;
-        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) {
+        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) || self.in_creation(start) {
             return End::Start;
         }
         let mut seen = before.clone();
@@ -197,6 +197,8 @@ impl Chains<'_, '_> {
                 // of that collective, and one of these may be the rank at the beginning.
                 Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
                 Member::Rank(holder) => return End::Rank(holder),
+                // It may be a rank of another job.
+                Member::Process(_) if self.in_operation_of_its_own(next) => return End::Unknown,
                 Member::Process(index) => chain.processes.push(index),
             }
             current = next;
@@ -251,6 +253,22 @@ impl Chains<'_, '_> {
     fn of_threads(&self, member: Member) -> Vec<Candidate> {
         let waits = self.host(member).thread_waits.iter();
         waits.flat_map(|wait| self.next(member, &wait.awaited).candidates()).collect()
+    }
+
+    /// Whether a process that is no rank of this job waits in an operation.
+    fn in_operation_of_its_own(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let waits = matches!(host.observed.activity, Activity::DeviceWait | Activity::CommInit);
+        waits && !self.state(member).cannot_continue()
+    }
+
+    /// Whether a rank creates a communicator. It waits for the other ranks, and not for the one in
+    /// whose process their store runs, unless that cannot answer.
+    fn in_creation(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let awaited = host.awaited.as_ref().filter(|_| host.observed.activity == Activity::CommInit);
+        let next = awaited.map(|awaited| self.next(member, awaited));
+        matches!(next, Some(Next::One(store @ Member::Rank(_))) if !self.state(store).cannot_continue())
     }
 
     /// Whether a rank waits for a message, and the sender is not known.

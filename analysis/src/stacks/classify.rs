@@ -1,6 +1,6 @@
 //! The activity of a thread, by the names on its stacks.
 
-use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::server::{Holder, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::{
     host::ObservedActivity,
@@ -170,6 +170,14 @@ fn compiles(thread: &Thread<'_>) -> Option<String> {
 
 fn loads_data(thread: &Thread<'_>) -> Option<String> {
     let frames = thread.python();
+    // A loader is a thread or a child of the rank.
+    let awaited = thread.native.and_then(|native| native.awaited.as_ref());
+    let is_foreign = |holders: &[Holder], pid: u32| {
+        !holders.is_empty() && holders.iter().all(|holder| !holder.child && u32::try_from(holder.pid) != Ok(pid))
+    };
+    if awaited.zip(thread.native).is_some_and(|(awaited, native)| is_foreign(&awaited.holders, native.pid)) {
+        return None;
+    }
     let of_loader = |frame: &&PySpyFrame| {
         let file = frame.file_name.to_ascii_lowercase();
         patterns::LOADER_FUNCTIONS.contains(&unqualified(&frame.func_name))
