@@ -81,6 +81,8 @@ pub(crate) struct ProcessFault {
     pub state: ProcessState,
     /// Members of the chain wait for each other.
     pub mutual: Option<Mutual>,
+    /// The rank is missing, and this process is not yet a rank.
+    pub is_to_come: bool,
     /// The event in which others wait for the rank.
     pub event: Option<Event>,
 }

@@ -174,6 +174,14 @@ impl Conclusion {
         self.findings().iter().filter(waits).flat_map(|finding| finding.culprits.iter().copied()).collect()
     }
 
+    /// Whether a rank is a culprit because it and other processes wait for each other.
+    pub fn is_in_cycle(&self, wanted: usize) -> bool {
+        self.findings().iter().any(|finding| {
+            matches!(&finding.explanation,
+                Explanation::Process(ProcessFault { rank_index, mutual: Some(_), .. }) if *rank_index == wanted)
+        })
+    }
+
     fn findings(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,

@@ -152,10 +152,10 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
     let waits = outcome.conclusion.ranks_that_wait();
     let of_rank = |index: &usize| {
         let view = case.view(*index);
-        let wait = case.graph.process_wait(*index);
-        if wait.is_some_and(|wait| wait.mutual.is_some()) {
+        if outcome.conclusion.is_in_cycle(*index) {
             return report::process(view);
         }
+        let wait = case.graph.process_wait(*index);
         let wait = wait.filter(|wait| wait.is_own && waits.contains(index));
         let helper = case.stuck_child(*index).filter(|_| waits.contains(index));
         let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);

@@ -226,7 +226,7 @@ fn other_node(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
         matches!(suspect, Suspect::Host { rank_index, guess: true, .. }
             if case.view(*rank_index).presence == Presence::Unspecified)
     };
-    findings.retain(|ruling| !is_elsewhere(ruling.suspect));
+    findings.retain(|ruling| ruling.finding.culprits.is_empty() || !is_elsewhere(ruling.suspect));
 }
 
 fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {

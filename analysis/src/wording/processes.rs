@@ -43,7 +43,10 @@ fn waiters(case: &Case<'_>, end: usize) -> Vec<usize> {
 
 /// The sentence about a process and the ranks that wait for it.
 pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
-    let ProcessFault { rank_index, before, end, state, mutual, event } = fault;
+    let ProcessFault { rank_index, before, end, state, mutual, is_to_come, event } = fault;
+    if *is_to_come {
+        return to_come(case, fault);
+    }
     let of_rank = case.graph.process_wait(*rank_index).filter(|wait| wait.is_own);
     let what = match of_rank {
         Some(_) => format!("of rank {}", case.view(*rank_index).rank),
@@ -67,6 +70,21 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
         let others = Ranks::of(case, &others);
         let verb = others.number().waits();
         sentence.push_str(&format!("; {} {verb} for {} in {}", others.text(), who.text(), case.describe(*event)));
+    }
+    Statement::Sentence(sentence)
+}
+
+/// The sentence about a process that should become a missing rank, or start it.
+fn to_come(case: &Case<'_>, fault: &ProcessFault) -> Statement {
+    let process = text::capital(&name(case, fault.end));
+    let state = predicate(case, fault.end, &fault.state);
+    let rank = case.view(fault.rank_index).rank;
+    let mut sentence =
+        format!("{process}, which is related to the ranks and is none yet, {state}; rank {rank} is missing");
+    if let Some(event) = fault.event {
+        let inside = Ranks::of(case, case.graph.waiters_of(event));
+        let verb = inside.number().waits();
+        sentence.push_str(&format!(", and {} {verb} for it in {}", inside.text(), case.describe(event)));
     }
     Statement::Sentence(sentence)
 }

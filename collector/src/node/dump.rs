@@ -19,7 +19,7 @@ use crate::{
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
-        related::RelatedProcesses,
+        related::{RelatedProcesses, family},
     },
     os::clock::Now,
 };
@@ -77,12 +77,13 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     let mut related = RelatedProcesses::default();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
-    related.sample(0, captures, &taken, CAPTURE_DEADLINE);
+    let family = family_of_missing(&task);
+    related.sample(0, captures, &taken, &family, CAPTURE_DEADLINE);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
     shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
     sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
-    related.sample(1, captures, &taken, CAPTURE_DEADLINE);
+    related.sample(1, captures, &taken, &[], CAPTURE_DEADLINE);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
 
     let evidence = evidence(&task, taken, related);
@@ -97,6 +98,14 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
     outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part))
+}
+
+/// The processes that may be about to become a missing rank.
+fn family_of_missing(task: &DumpTask) -> Vec<i32> {
+    let pids: Vec<i32> = task.subjects.iter().filter_map(Subject::pid).collect();
+    let (world_size, _) = world(&task.subjects);
+    let is_complete = usize::try_from(world_size).is_ok_and(|size| task.subjects.len() >= size);
+    if is_complete { Vec::new() } else { family(&pids) }
 }
 
 fn outcome(

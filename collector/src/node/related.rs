@@ -18,6 +18,8 @@ use crate::node::{
 
 /// Maximum number of such processes of one incident.
 const MAX_PROCESSES: usize = 32;
+/// Maximum number of parents, and of their children, that are captured because a rank is missing.
+const MAX_FAMILY: usize = 16;
 /// Maximum number of processes between a rank and the end of a chain.
 const MAX_CHAIN: usize = 8;
 
@@ -28,13 +30,15 @@ pub struct RelatedProcesses {
 }
 
 impl RelatedProcesses {
-    /// Captures the processes that the sample `which` of the ranks leads to, until no new one is
-    /// found or the time is up. Those of the first sample are captured again in the second.
+    /// Captures the processes that the sample `which` of the ranks leads to, and `others`, until no
+    /// new one is found or the time is up. Those of the first sample are captured again in the
+    /// second.
     pub fn sample(
         &mut self,
         which: usize,
         captures: &Captures,
         ranks: &BTreeMap<u32, RankCapture>,
+        others: &[i32],
         deadline: Duration,
     ) {
         let until = Instant::now() + deadline;
@@ -45,6 +49,7 @@ impl RelatedProcesses {
         let captured: BTreeSet<i32> = of_ranks.iter().map(|process| process.pid).collect();
         let mut wanted: BTreeSet<i32> = self.samples.keys().copied().collect();
         wanted.extend(of_ranks.iter().flat_map(|process| awaited(process)));
+        wanted.extend(others);
         for _ in 0..MAX_CHAIN {
             let is_new = |pid: &i32| {
                 let is_known =
@@ -89,6 +94,17 @@ impl RelatedProcesses {
         let children = children.map(|(_, [first, last])| of_process([first.cloned(), last.cloned()], node));
         children.chain(self.samples.into_values().map(|samples| of_process(samples, node))).collect()
     }
+}
+
+/// The parents of ranks and the other children of these parents. One of them may be about to become
+/// a rank that is missing.
+#[must_use]
+pub fn family(ranks: &[i32]) -> Vec<i32> {
+    let parents: BTreeSet<i32> =
+        ranks.iter().filter_map(|pid| procfs::stat(*pid).ok()).map(|stat| stat.parent).filter(|pid| *pid > 1).collect();
+    let children = parents.iter().flat_map(|parent| procfs::children(*parent, MAX_FAMILY).unwrap_or_default());
+    let children: BTreeSet<i32> = children.filter(|pid| !ranks.contains(pid)).take(MAX_FAMILY).collect();
+    parents.iter().copied().take(MAX_FAMILY).chain(children).collect()
 }
 
 fn with_children(process: &ProcessCapture) -> Vec<&ProcessCapture> {
