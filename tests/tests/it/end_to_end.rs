@@ -245,7 +245,7 @@ fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
 
 #[test]
 fn an_idle_server_is_listed_as_idle_and_is_no_incident() {
-    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
+    let job = Job::new().with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
     let _server = serve(&job, "http_idle");
     let idle = || job.status().is_ok_and(|status| status["idle"].as_array().is_some_and(|jobs| !jobs.is_empty()));
     let start = Instant::now();
