@@ -698,3 +698,58 @@ fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions()
     assert_ne!(judged("/usr/bin/python3.11", "PyThread_acquire_lock_timed"), Cause::GilDeadlock);
     assert_ne!(judged("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
 }
+
+#[test]
+fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
+    let judged = |change: &dyn Fn(&mut Job)| {
+        let mut job = Job::new(3);
+        for rank in 0..2 {
+            job.creates(0x77, 3, rank, rank as i32);
+            job.set_stack(rank, Stack::init());
+            job.rank(rank).dump.as_mut().expect("a dump").parent_pid = 1040;
+        }
+        job.lost(2);
+        job.process(40, "zygote", Stack::sleep()).parent_pid = 1;
+        change(&mut job);
+        job.judge()
+    };
+    let stopped = judged(&|job| {
+        job.evidence.processes.clear();
+        job.process(40, "zygote", Stack::sleep().state("T (stopped)", "")).parent_pid = 1;
+    });
+    assert_eq!(
+        (stopped.cause, culprits(&stopped)),
+        (Cause::ProcessStopped, vec![(None, 1040)]),
+        "{}",
+        stopped.to_text()
+    );
+    let told = "Process 1040 (zygote), which is related to the ranks and is none yet, is stopped";
+    assert!(stopped.sentence.starts_with(told), "{}", stopped.sentence);
+    // A worker that has not come so far, beside a monitor.
+    let locked = judged(&|job| {
+        job.process(51, "worker 2", Stack::lock()).parent_pid = 1040;
+        job.process(52, "monitor", Stack::sleep()).parent_pid = 1040;
+    });
+    assert_eq!((locked.cause, culprits(&locked)), (Cause::HostLock, vec![(None, 1051)]), "{}", locked.to_text());
+    // A helper that waits for its tasks.
+    let helper = judged(&|job| {
+        job.process(51, "tracker", Stack::checkpoint()).parent_pid = 1040;
+        chained(job, 1, AwaitedKind::Pipe, "", &[1000]);
+    });
+    assert_eq!(helper.cause, Cause::CommInit, "{}", helper.to_text());
+    assert!(!culprits(&helper).contains(&(None, 1051)), "{}", helper.to_text());
+}
+
+#[test]
+fn a_rank_that_waits_for_the_store_does_not_wait_for_the_rank_that_runs_it() {
+    let mut job = behind(2, Stack::init());
+    awaits(&mut job, 2, "c10d::TCPStore::doWait", AwaitedKind::Socket, &[1000]);
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+}
+
+#[test]
+fn a_rank_of_another_job_in_an_operation_is_no_end_of_a_chain() {
+    let verdict = behind_engine(Stack::device_wait()).judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
+}

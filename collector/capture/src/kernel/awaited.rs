@@ -250,7 +250,7 @@ mod tests {
         net::{TcpListener, TcpStream},
         os::{
             fd::{AsFd, OwnedFd},
-            unix::net::UnixStream,
+            unix::net::{UnixDatagram, UnixStream},
         },
     };
 
@@ -382,6 +382,43 @@ mod tests {
         );
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Socket);
+    }
+
+    #[test]
+    fn finds_who_has_not_accepted_a_connection_and_who_reads_no_datagrams() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let own = std::process::id().cast_signed();
+        let is_own = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
+        let path = folder.path().join("accepts.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+        let mut client = UnixStream::connect(&path).expect("it connects");
+        let found = awaited_when(is_own, move || drop(client.read(&mut [0])));
+        drop(listener);
+        assert_eq!(found.kind(), AwaitedKind::Socket);
+        let path = folder.path().join("receives.sock");
+        let receiver = UnixDatagram::bind(&path).expect("a socket");
+        let address = path.clone();
+        let found = awaited_when(is_own, move || {
+            let sender = UnixDatagram::unbound().expect("a socket");
+            while sender.send_to(&[0; 64], &address).is_ok() {}
+        });
+        drop(receiver);
+        assert_eq!(found.name, path.display().to_string());
+    }
+
+    #[test]
+    fn a_call_with_a_timeout_is_known() {
+        let call = |place: usize, value: u64| {
+            let mut arguments = [0; 6];
+            arguments[place] = value;
+            arguments
+        };
+        assert!(has_timeout(libc::SYS_poll, &call(2, 500)));
+        assert!(!has_timeout(libc::SYS_poll, &call(2, u64::MAX)), "minus one milliseconds");
+        assert!(has_timeout(libc::SYS_futex, &call(3, 0x7fff_0000)));
+        assert!(!has_timeout(libc::SYS_futex, &call(3, 0)));
+        assert!(has_timeout(libc::SYS_clock_nanosleep, &[0; 6]));
+        assert!(!has_timeout(libc::SYS_recvfrom, &[0; 6]));
     }
 
     #[test]
