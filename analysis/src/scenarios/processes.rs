@@ -753,3 +753,27 @@ fn a_rank_of_another_job_in_an_operation_is_no_end_of_a_chain() {
     let verdict = behind_engine(Stack::device_wait()).judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
 }
+
+#[test]
+fn a_worker_that_computes_clears_its_rank_for_two_timeouts() {
+    let judged = |hang_timeout_ns: u64| {
+        let mut job = behind(2, Stack::loader());
+        job.evidence.hang_timeout_ns = hang_timeout_ns;
+        job.child(2, "python3 train.py", "R (running)");
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        let holders = vec![Holder { pid: 4242, child: true, ..Default::default() }];
+        dump.stacktrace[0].awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
+        let last = &mut dump.children[0].samples[1];
+        (last.captured_unix_ns, last.cpu_time_ns) = (2 * SECOND, 2 * SECOND);
+        let verdict = job.judge();
+        assert_eq!(
+            (verdict.cause, verdict.confidence),
+            (Cause::DataLoader, Confidence::Medium),
+            "{}",
+            verdict.to_text()
+        );
+        verdict.hang
+    };
+    assert_eq!(judged(40 * SECOND), crate::HangEvidence::None);
+    assert_eq!(judged(20 * SECOND), crate::HangEvidence::PendingOperation);
+}
