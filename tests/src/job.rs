@@ -13,8 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{sys::signal::Signal, unistd::Pid};
+use nix::{
+    sys::signal::{SigSet, Signal},
+    unistd::Pid,
+};
 use serde_json::Value;
+use xpu_timer_proto::procfs;
 
 use crate::artifacts::artifacts;
 use crate::process::Process;
@@ -227,17 +231,42 @@ impl Job {
 
     /// Ends every process of this job and waits until none is left.
     pub fn end(&self) {
-        let start = Instant::now();
-        while start.elapsed() < Duration::from_secs(10) {
-            let left = self.processes();
-            if left.is_empty() {
-                return;
-            }
-            for pid in left {
-                let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
-            }
-            std::thread::sleep(Duration::from_millis(20));
+        end_all(|| self.processes());
+    }
+}
+
+/// Ends the processes of all jobs of this process, and then this process, on SIGINT, SIGTERM or
+/// SIGHUP. Call it before any other thread exists.
+///
+/// # Panics
+/// The signals cannot be blocked.
+pub fn end_jobs_on_signal() {
+    let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
+    signals.thread_block().expect("signals can be blocked");
+    std::thread::spawn(move || {
+        let Ok(signal) = signals.wait() else { return };
+        let marker = format!("{LAUNCHED_BY}={}-", std::process::id());
+        let is_ours = |pid: &i32| {
+            let environ = procfs::environ(*pid).unwrap_or_default();
+            environ.split(|byte| *byte == 0).any(|entry| entry.starts_with(marker.as_bytes()))
+        };
+        end_all(|| procfs::pids().filter(is_ours).collect());
+        std::process::exit(128 + signal as i32);
+    });
+}
+
+/// Ends the processes that `find` finds, until it finds none.
+fn end_all(find: impl Fn() -> Vec<i32>) {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(10) {
+        let left = find();
+        if left.is_empty() {
+            return;
         }
+        for pid in left {
+            let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -14,6 +14,7 @@ use std::{io::Write, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, ValueEnum};
 use xpu_timer_analysis::judge;
+use xpu_timer_tests::end_jobs_on_signal;
 
 use crate::scenario::Scenario;
 
@@ -90,6 +91,7 @@ fn main() -> ExitCode {
 fn work(command: Command) -> anyhow::Result<bool> {
     match command {
         Command::Run { filter, kind, jobs, output, kill } => {
+            end_jobs_on_signal();
             let mut scenarios = corpus::runnable(filter.as_deref())?;
             let is_wanted = |scenario: &Scenario| match kind {
                 Some(Kind::Ranks) => scenario.world > 0,
