@@ -36,6 +36,7 @@ pub(crate) const RULES: &[Rule] = &[
     halted::DEAD,
     halted::STOPPED,
     halted::D_STATE,
+    behind_process::RANK_CYCLE,
     behind_process::DEAD,
     behind_process::STOPPED,
     behind_process::D_STATE,

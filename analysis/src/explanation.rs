@@ -25,6 +25,8 @@ pub(crate) enum Explanation {
     ShutDownInstead { culprits: Vec<usize>, differ: Differ },
     /// Ranks of a wait cycle that finalize their library, while others wait in other events.
     ShutDownInCycle { culprits: Vec<usize>, others: Vec<Event> },
+    /// These ranks wait for resources of each other.
+    HoldEachOther(Vec<usize>),
     /// A process that is no rank, and for which ranks wait.
     Process(ProcessFault),
     /// A collective.

@@ -174,6 +174,17 @@ impl Conclusion {
         self.findings().iter().filter(waits).flat_map(|finding| finding.culprits.iter().copied()).collect()
     }
 
+    /// Whether the culprits wait for each other and not in an operation.
+    pub fn is_cycle(&self) -> bool {
+        let is_cycle = |finding: &Finding| {
+            matches!(
+                finding.explanation,
+                Explanation::HoldEachOther(_) | Explanation::Process(ProcessFault { mutual: Some(_), .. })
+            )
+        };
+        self.findings().iter().any(is_cycle)
+    }
+
     /// Whether a rank is a culprit because it and other processes wait for each other.
     pub fn is_in_cycle(&self, wanted: usize) -> bool {
         self.findings().iter().any(|finding| {

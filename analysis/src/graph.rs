@@ -32,6 +32,9 @@ pub(crate) struct Graph {
     pub suspects: Vec<Suspect>,
     /// Ranks that wait for a resource of another rank, where nothing else shows what they wait for.
     pub resource_waits: Vec<ResourceWait>,
+    /// Ranks that wait for resources of each other, each cycle ascending, if nothing outside wakes
+    /// any of them.
+    pub rank_cycles: Vec<Vec<usize>>,
     /// Ranks that wait for a process that is no rank, ascending.
     pub process_waits: Vec<ProcessWait>,
     /// Ranks that wait for a process that waits for clients itself, ascending.
@@ -83,6 +86,7 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
         waiters: builder.waiters,
         suspects,
         resource_waits: builder.resource_waits,
+        rank_cycles: waits.cycles,
         process_waits: waits.of_processes,
         at_rest: waits.at_rest,
         on_unknown: waits.on_unknown,

@@ -49,6 +49,21 @@ pub(super) const HOST_LOCK: Rule = rule(Cause::HostLock, |case, suspect| explain
 /// rest.
 pub(super) const ELSEWHERE: Rule = rule(Cause::MissingRank, |case, suspect| explain(case, suspect, Cause::MissingRank));
 
+/// `missing_rank`: ranks of a silent job wait for messages of each other, and nothing outside wakes
+/// any of them. The confidence is medium.
+pub(super) const RANK_CYCLE: Rule = rule(Cause::MissingRank, rank_cycle);
+
+fn rank_cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let rank_index = case.host_rank(suspect).filter(|_| case.graph.events.is_empty())?;
+    let cycle = case.graph.rank_cycles.iter().find(|cycle| cycle.contains(&rank_index))?;
+    Some(Finding {
+        culprits: cycle.clone(),
+        explanation: Explanation::HoldEachOther(cycle.clone()),
+        confidence: Confidence::Medium,
+        evidence: std::iter::once(Fact::Explained).chain(cycle.iter().map(|index| Fact::Position(*index))).collect(),
+    })
+}
+
 const fn rule(cause: Cause, explain: fn(&Case<'_>, &Suspect) -> Option<Finding>) -> Rule {
     Rule { cause, explain, rule_out: never_ruled_out }
 }

@@ -360,7 +360,7 @@ impl Chains<'_, '_> {
 
     /// Whether nothing outside of `members` wakes a process: it waits without a timeout, and its
     /// threads wait only for these.
-    fn is_closed(&self, member: Member, members: &HashSet<Member>) -> bool {
+    pub fn is_closed(&self, member: Member, members: &HashSet<Member>) -> bool {
         let host = self.host(member);
         let is_inside = |awaited: &Awaited| {
             let next = self.next(member, awaited);
@@ -429,9 +429,13 @@ impl Chains<'_, '_> {
     /// end of its pipe or socket, except ranks that inherited it from the same parent.
     fn is_orphaned(&self, current: Member, awaited: &Awaited, next: &Next) -> bool {
         let parent = self.host(current).ended_parent_pid;
+        // The orphans of one parent have the same new parent.
+        let new_parent = self.host(current).parent_pid;
         let is_sibling = |holder: &Holder| {
             let member = self.by_pid.get(&(self.node(current), holder.pid));
-            member.is_some_and(|member| self.host(*member).ended_parent_pid == parent)
+            member.map(|member| self.host(*member)).is_some_and(|host| {
+                host.ended_parent_pid == parent || host.ended_parent_pid == 0 && host.parent_pid == new_parent
+            })
         };
         let is_stream = matches!(awaited.kind(), AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several);
         let is_left = matches!(next, Next::Nobody) || awaited.holders.iter().all(is_sibling);

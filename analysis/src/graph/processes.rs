@@ -1,6 +1,8 @@
 //! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
 //! for a server, which is stopped.
 
+use std::collections::HashSet;
+
 use super::{
     builder::ResourceWait,
     chains::{Chain, Chains, End, Member},
@@ -56,6 +58,8 @@ impl ProcessWait {
 pub(super) struct Waits {
     /// Ranks that wait for a resource of another rank.
     pub of_ranks: Vec<ResourceWait>,
+    /// Ranks that wait for each other, each cycle ascending, if nothing outside wakes any of them.
+    pub cycles: Vec<Vec<usize>>,
     /// Ranks that wait for a process that is no rank.
     pub of_processes: Vec<ProcessWait>,
     /// Ranks that wait for a process that waits for clients itself.
@@ -97,7 +101,34 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
             End::Start | End::Back => {}
         }
     }
+    waits.cycles = cycles(&chains, &waits.of_ranks);
     waits
+}
+
+/// The cycles of ranks that wait for resources of each other and that nothing else wakes.
+fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
+    let holder = |waiter: usize| {
+        let index = waits.binary_search_by_key(&waiter, |wait| wait.waiter).ok()?;
+        Some(waits[index].holder)
+    };
+    let mut seen = HashSet::new();
+    let mut cycles = Vec::new();
+    for wait in waits {
+        let mut path = Vec::new();
+        let mut next = Some(wait.waiter);
+        while let Some(rank_index) = next.filter(|rank_index| seen.insert(*rank_index)) {
+            path.push(rank_index);
+            next = holder(rank_index);
+        }
+        let Some(from) = path.iter().position(|rank_index| Some(*rank_index) == next) else { continue };
+        let mut cycle = path.split_off(from);
+        cycle.sort_unstable();
+        let members: HashSet<Member> = cycle.iter().map(|rank_index| Member::Rank(*rank_index)).collect();
+        if members.iter().all(|member| chains.is_closed(*member, &members)) {
+            cycles.push(cycle);
+        }
+    }
+    cycles
 }
 
 impl ProcessWait {

@@ -158,6 +158,7 @@ pub(super) fn hang_evidence(
     }
     // Within one rank the chain leads to a thread, a worker process or the kernel.
     let inside = cause == Cause::GilDeadlock
+        || outcome.conclusion.is_cycle()
         || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && confidence == Confidence::High;
     let processes = outcome.conclusion.culprit_processes();
     let is_known = !culprits.is_empty() || !processes.is_empty();

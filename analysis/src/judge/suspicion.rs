@@ -69,6 +69,12 @@ const SUSPICIONS: &[Suspicion] = &[
         find: stuck_process,
     },
     Suspicion {
+        name: "rank_cycle",
+        reason: "Ranks that wait for messages of each other, and for nobody else, never continue.",
+        scenario: "processes::ranks_of_a_silent_job_that_wait_for_each_other_hang",
+        find: rank_cycle,
+    },
+    Suspicion {
         name: "gil_deadlock",
         reason: "A rank whose threads wait for the GIL while its holder is blocked is stuck, whatever its main thread does.",
         scenario: "processes::a_gil_deadlock_is_found_although_the_main_thread_seems_idle",
@@ -194,6 +200,11 @@ fn stuck_process(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let waits = &ranks.case.graph.process_waits;
     let stuck: Vec<usize> = waits.iter().filter(|wait| wait.proves_hang()).map(|wait| wait.waiter).collect();
     (!stuck.is_empty()).then(|| hosts(stuck, ranks.waiting.clone()))
+}
+
+fn rank_cycle(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let first: Vec<usize> = ranks.case.graph.rank_cycles.iter().filter_map(|cycle| cycle.first().copied()).collect();
+    (!first.is_empty()).then(|| hosts(first, ranks.waiting.clone()))
 }
 
 fn gil_deadlock(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

@@ -777,3 +777,33 @@ fn a_worker_that_computes_clears_its_rank_for_two_timeouts() {
     assert_eq!(judged(40 * SECOND), crate::HangEvidence::None);
     assert_eq!(judged(20 * SECOND), crate::HangEvidence::PendingOperation);
 }
+
+#[test]
+fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
+    let judged = |timed: bool, ranks: u32| {
+        let mut job = Job::with_world(ranks, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..ranks {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[if rank == 1 { 1000 } else { 1001 }]);
+            job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(timed);
+        }
+        job.judge()
+    };
+    for (ranks, victims) in [(2, &[][..]), (3, &[2][..])] {
+        let hangs = judged(false, ranks);
+        assert_eq!((&hangs.culprits[..], &hangs.victims[..]), (&[0, 1][..], victims), "{}", hangs.to_text());
+        assert_eq!((hangs.hang, hangs.confidence), (crate::HangEvidence::WaitChain, Confidence::Medium));
+        assert!(hangs.sentence.starts_with("Ranks 0-1 wait for each other: rank 0 is at"), "{}", hangs.sentence);
+    }
+    assert_eq!(judged(true, 3).hang, crate::HangEvidence::None);
+    // A job of one rank, and a process.
+    let mut job = Job::with_world(1, 30);
+    job.trigger(TriggerKind::Idle);
+    awaits(&mut job, 0, "recv", AwaitedKind::Socket, &[1050]);
+    job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
+    job.process(50, "engine", Stack::sleep()).stacktrace[0].timed = Some(false);
+    chained(&mut job, 0, AwaitedKind::Socket, "", &[1000]);
+    let hangs = job.judge();
+    assert_eq!(culprits(&hangs), [(Some(0), 1000), (None, 1050)], "{}", hangs.to_text());
+    assert_eq!(hangs.hang, crate::HangEvidence::WaitChain);
+}

@@ -39,7 +39,7 @@ fn explained(case: &Case<'_>, explanation: &Explanation) -> Vec<EvidenceLine> {
         Explanation::GoneAfter { gone, .. } => {
             gone.iter().map(|rank_index| hosts::ended_line(case, *rank_index)).collect()
         }
-        Explanation::HoldsUp { .. } => Vec::new(),
+        Explanation::HoldsUp { .. } | Explanation::HoldEachOther(_) => Vec::new(),
         Explanation::Process(fault) => vec![processes::state_line(case, fault)],
         Explanation::ShutDownInstead { differ, .. } => collectives::differ_lines(case, differ),
         Explanation::ShutDownInCycle { others, .. } => {

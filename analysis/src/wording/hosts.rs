@@ -189,6 +189,19 @@ fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement
     })
 }
 
+/// Ranks that wait for each other: `Ranks 0-1 wait for each other: rank 0 is at a.py:7 in pull, and
+/// waits for …`.
+pub(super) fn hold_each_other(case: &Case<'_>, cycle: &[usize]) -> Statement {
+    const SHOWN: usize = 4;
+    let one = |rank_index: &usize| {
+        let rank = case.view(*rank_index).rank;
+        format!("rank {rank} is{}{}", case.place(*rank_index), case.own_wait_clause(*rank_index, Number::One))
+    };
+    let places: Vec<String> = cycle.iter().take(SHOWN).map(one).collect();
+    let who = Ranks::of(case, cycle).capital();
+    Statement::Sentence(format!("{who} wait for each other: {}", places.join("; ")))
+}
+
 /// A rank that has a resource for which another rank waits. `inside` is the event in which the
 /// holder waits itself.
 pub(super) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Option<Event>) -> Statement {

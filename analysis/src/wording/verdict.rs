@@ -37,6 +37,7 @@ fn statement(case: &Case<'_>, explanation: &Explanation) -> Statement {
         Explanation::HoldsUp { holder, waiter, inside } => hosts::holds_up(case, *holder, *waiter, *inside),
         Explanation::ShutDownInstead { culprits, differ } => hosts::shut_down_instead(case, culprits, differ),
         Explanation::ShutDownInCycle { culprits, others } => hosts::shut_down_in_cycle(case, culprits, others),
+        Explanation::HoldEachOther(cycle) => hosts::hold_each_other(case, cycle),
         Explanation::Process(fault) => processes::statement(case, fault),
         Explanation::Collective(fault) => collectives::statement(case, fault),
         Explanation::Creation(fault) => creations::statement(case, fault),
