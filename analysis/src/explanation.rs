@@ -277,6 +277,8 @@ pub(crate) enum TransferFault {
     FewerInGroups { fewer: Vec<usize>, others: Vec<usize>, counts: GroupCounts },
     /// A rank receives from any rank, and no rank can send to it.
     NobodySends { rank_index: usize, event: Event },
+    /// A rank is in a transfer, and all other members have launched a collective that it has not.
+    InsteadOfCollective { rank_index: usize, event: Event, collective: Event },
     /// The tags of a send and its receive differ. `blamed` is the end that changed, or both.
     TagsDiffer { ends: [(usize, Event); 2], blamed: Vec<usize> },
     /// A send and its receive differ in a property.

@@ -24,8 +24,9 @@ use crate::{
 /// waits for, such as a child process. Other forms:
 ///
 /// - The peer waits in a collective for the very rank that waits for it: the two made different
-///   plans. The peer is named, with medium confidence, because the other rank could have made a
-///   call too many. The same holds for the one rank of a cycle of transfers that is in none of
+///   plans. If all other members, at least two, have launched that collective, and the rank in
+///   the transfer had made only collectives before, that rank is named. Else the peer is named, with medium confidence, because the other rank could
+///   have made a call too many. The same holds for the one rank of a cycle of transfers that is in none of
 ///   them.
 /// - Groups of transfers match and do not complete: the members that have made fewer transfers in
 ///   as many groups as most members are named.
@@ -67,7 +68,7 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 return Some(found);
             }
             match elsewhere(case, events) {
-                Some(event) => no_counterpart(case, suspect, event),
+                Some(event) => instead_of_collective(case, event).or_else(|| no_counterpart(case, suspect, event)),
                 None => only_open_end(case, events),
             }
         }
@@ -87,6 +88,28 @@ fn no_counterpart(case: &Case<'_>, suspect: &Suspect, event: Event) -> Option<Fi
     let fault = TransferFault::NoCounterpart { culprit, waiter, recv, event, waits_itself };
     let explanation = Explanation::Transfer(fault);
     Some(Finding { culprits: vec![culprit], explanation, confidence, evidence })
+}
+
+/// The first transfer of a rank that has made some collectives, and has not launched one which all
+/// other members, at least two, have launched.
+fn instead_of_collective(case: &Case<'_>, event: Event) -> Option<Finding> {
+    const SOME: u64 = 3;
+    let Event::PointToPoint { comm, rank_index, .. } = event else { return None };
+    let launched = case.comms[comm].member(rank_index)?.launched;
+    let is_first = case.view(rank_index).operations().filter(|operation| is_p2p(operation)).count() == 1;
+    if !is_first || launched < SOME {
+        return None;
+    }
+    let members = &case.comms[comm].members;
+    let mut others = members.iter().filter(|member| member.rank_index != rank_index);
+    if members.len() < 3 || members.len() != case.comms[comm].size as usize {
+        return None;
+    }
+    let collective = Event::Collective { comm, seq: launched + 1 };
+    let is_inside = others.all(|member| member.launched > launched) && !case.graph.waiters_of(collective).is_empty();
+    let explanation = Explanation::Transfer(TransferFault::InsteadOfCollective { rank_index, event, collective });
+    let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
+    is_inside.then(|| Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
 }
 
 /// Members that have made fewer transfers than most others, although all are in their group of the

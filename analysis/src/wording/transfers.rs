@@ -22,6 +22,9 @@ pub(super) fn statement(case: &Case<'_>, fault: &TransferFault) -> Statement {
         }
         TransferFault::FewerInGroups { fewer, others, counts } => fewer_in_groups(case, fewer, others, *counts),
         TransferFault::NobodySends { rank_index, event } => nobody_sends(case, *rank_index, *event),
+        TransferFault::InsteadOfCollective { rank_index, event, collective } => {
+            instead_of_collective(case, *rank_index, *event, *collective)
+        }
         TransferFault::TagsDiffer { ends, blamed } => tags_differ(case, *ends, blamed),
         TransferFault::EndsDiffer { ends, property, blamed } => {
             let [one, two] = &**ends;
@@ -42,6 +45,7 @@ pub(super) fn lines(case: &Case<'_>, fault: &TransferFault) -> Vec<EvidenceLine>
             vec![fewer_in_groups_line(case, fewer, others, *counts)]
         }
         TransferFault::NobodySends { rank_index, event } => vec![nobody_sends_line(case, *rank_index, *event)],
+        TransferFault::InsteadOfCollective { .. } => Vec::new(),
         TransferFault::TagsDiffer { ends, .. } => tags_differ_lines(case, *ends),
         TransferFault::EndsDiffer { ends, property, .. } => {
             vec![ends_differ_line(case, [ends[0].0, ends[1].0], *property)]
@@ -132,6 +136,18 @@ fn fewer_in_groups_line(case: &Case<'_>, fewer: &[usize], others: &[usize], coun
         each(counts.most, others.number()),
     );
     who.line(text)
+}
+
+/// `Rank 1 is in a recv from rank 0 at a.py:7, where all other ranks have called all_reduce 31 of …`.
+fn instead_of_collective(case: &Case<'_>, rank_index: usize, event: Event, collective: Event) -> Statement {
+    let rank = case.view(rank_index).rank;
+    let (transfer, called, place) = (case.describe(event), case.describe(collective), case.place(rank_index));
+    let waiting = Ranks::of(case, case.graph.waiters_of(collective));
+    let verb = waiting.number().waits();
+    Statement::Sentence(format!(
+        "Rank {rank} is in {transfer}{place}, where all other ranks have called {called}; {} {verb} for it there",
+        waiting.text()
+    ))
 }
 
 /// A rank receives from any rank, and no rank can send to it.
