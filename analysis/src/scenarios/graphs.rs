@@ -212,6 +212,13 @@ fn a_receive_whose_sender_waits_in_a_collective_for_it() {
     expect(&judge(2), Cause::P2pUnmatched, &[0], Confidence::Medium);
     // With a past to compare, the rank is named that has never received before.
     expect(&judge(5), Cause::P2pUnmatched, &[1], Confidence::Medium);
+    // The collective is new as well.
+    let mut job = Job::with_world(4, 5);
+    job.transfer(0x77, 1, Op::Recv, 0);
+    for rank in [0, 2, 3] {
+        job.enter(0x77, rank, Op::Gather);
+    }
+    expect(&job.judge(), Cause::P2pUnmatched, &[1], Confidence::Medium);
 }
 
 #[test]
