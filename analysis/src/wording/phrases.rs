@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::server::{AwaitedKind, Holder};
 
-use super::Number;
+use super::{Number, missing_keys};
 use crate::{
     case::{Case, Position, STANDARD_INPUT},
     graph::{Event, Suspect},
@@ -155,8 +155,12 @@ impl<'a> Case<'a> {
             }
             Event::Init { comm } => format!("the creation of {}", of_comm(comm)),
             Event::Split { comm } => match self.operation(event).map(|operation| operation.function.as_str()) {
-                // MPI has several calls that make a communicator from another one.
-                Some(function) if function.starts_with("MPI_") => format!("{function} of {}", of_comm(comm)),
+                // MPI has several calls that make a communicator from another one, and NCCL has calls
+                // that all ranks make together and that create none, such as the registration of a
+                // window.
+                Some(function) if !function.is_empty() && !function.ends_with("CommSplit") => {
+                    format!("{function} of {}", of_comm(comm))
+                }
                 _ => format!("a split of {}", of_comm(comm)),
             },
         }
@@ -215,10 +219,14 @@ impl<'a> Case<'a> {
             self.world.ranks(self.stack_waiters.iter().copied().filter(|rank_index| !culprits.contains(rank_index)));
         let place =
             self.stack_waiters.first().map_or("", |rank_index| self.view(*rank_index).host.observed.witness.as_str());
+        // The key, unless the sentence already names it.
+        let in_store = self.stack_waiters.iter().all(|rank_index| self.uses_store(*rank_index));
+        let keys = missing_keys(self).filter(|keys| in_store && !sentence.contains(keys));
+        let keys = keys.map_or(String::new(), |keys| format!(" for {keys}"));
         match waiters.len() {
             0 => String::new(),
-            1 => format!("; {} waits in {place}", ranks(&waiters)),
-            _ => format!("; {} wait in {place}", ranks(&waiters)),
+            1 => format!("; {} waits in {place}{keys}", ranks(&waiters)),
+            _ => format!("; {} wait in {place}{keys}", ranks(&waiters)),
         }
     }
 }

@@ -705,6 +705,18 @@ fn a_child_communicator_without_a_handle_is_known_once_its_parent_is_ready() {
 }
 
 #[test]
+fn asynchronous_errors_and_registrations_are_recorded() {
+    for record in check("asynchronous_error", 2, &[("XPU_SIM_FAULT", "async_error:code=6")]) {
+        let errors: Vec<u32> = record.communicators.iter().map(|comm| comm.async_error).collect();
+        assert_eq!(errors, [6]);
+        let named = record.operations.iter().filter(|call| call.op() == Op::Unspecified);
+        let named: Vec<_> = named.map(|call| (call.function.as_str(), call.status())).collect();
+        let completed = |name| (name, OpStatus::Completed);
+        assert_eq!(named, [completed("ncclMemAlloc"), completed("ncclCommRegister")]);
+    }
+}
+
+#[test]
 fn an_aborted_operation_is_not_completed() {
     let records = check("abort", 2, &[]);
     let aborted = records[0].operations.iter().filter(|operation| operation.status() == OpStatus::Aborted);

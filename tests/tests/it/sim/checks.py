@@ -1042,6 +1042,18 @@ def one_process_all_devices():
     assert cuda.nccl.ncclGroupEnd() == 5, "there is no group to end"
 
 
+def asynchronous_error():
+    """Run with a fault that reports a remote error."""
+    comm, stream = world()
+    buffer = cuda.Buffer(4).fill(1)
+    nccl("ncclAllReduce", buffer.pointer, buffer.pointer, c_size_t(4), 7, 0, comm.handle, stream.handle)
+    stream.synchronize()
+    assert comm.async_error() == 6
+    memory, handle = c_void_p(), c_void_p()
+    nccl("ncclMemAlloc", byref(memory), c_size_t(4096))
+    nccl("ncclCommRegister", comm.handle, memory, c_size_t(4096), byref(handle))
+
+
 def recorded_on(device, stream):
     # An event belongs to the device that was current when it was made.
     before = cuda.get_device()
