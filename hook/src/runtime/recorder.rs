@@ -34,7 +34,7 @@ pub(crate) mod operations;
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
-/// The shape of a matrix product; see [`xpu_timer_proto::v1::Matmul`].
+/// The shape of a matrix product or of an attention; see [`xpu_timer_proto::v1::Operation`].
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
 pub struct MatmulShape {
@@ -72,7 +72,8 @@ pub struct NewOperation {
     pub stream: usize,
     /// Key into the name table.
     pub function: u64,
-    /// Only for a matrix product, which has no communicator, sequence number or count.
+    /// Only for a matrix product or an attention, which have no communicator, sequence number or
+    /// count.
     pub matmul: Option<MatmulShape>,
 }
 

@@ -92,7 +92,9 @@ pub struct Operation {
     /// Group of ncclGroupStart/End it was launched in; 0 for none.
     #[prost(uint64, tag = "20")]
     pub group: u64,
-    /// Only for OP_MATMUL. `dtype` is then the type of A, and `function` the called C function.
+    /// Only for OP_MATMUL: `dtype` is then the type of A, and `function` the called C function. And
+    /// for OP_ATTENTION: `batch` is then the batch times the number of heads, `m` and `n` the numbers
+    /// of queries and keys, `k` the size of a head, and `trans_a` 1 in the backward pass.
     #[prost(message, optional, tag = "21")]
     pub matmul: ::core::option::Option<Matmul>,
     /// Tag of an MPI or gloo send or receive, or of a gloo collective; -1 matches any. Absent if the
@@ -328,6 +330,8 @@ pub enum Op {
     Graph = 41,
     /// A matrix product of cuBLAS or a similar library; its kind is KERNEL.
     Matmul = 42,
+    /// A kernel of flash attention; its kind is KERNEL.
+    Attention = 43,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -357,6 +361,7 @@ impl Op {
             Self::Kernel => "OP_KERNEL",
             Self::Graph => "OP_GRAPH",
             Self::Matmul => "OP_MATMUL",
+            Self::Attention => "OP_ATTENTION",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -383,6 +388,7 @@ impl Op {
             "OP_KERNEL" => Some(Self::Kernel),
             "OP_GRAPH" => Some(Self::Graph),
             "OP_MATMUL" => Some(Self::Matmul),
+            "OP_ATTENTION" => Some(Self::Attention),
             _ => None,
         }
     }

@@ -209,7 +209,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     };
     // The words of a matrix product's shape are those of a collective's fields. All are 0 if the
     // shape is unknown.
-    let is_product = op == Op::Matmul;
+    let is_product = matches!(op, Op::Matmul | Op::Attention);
     let is_told = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].iter().any(|word| words[*word] != 0);
     let matmul = (is_product && is_told).then(shape);
     let of_collective = |word: usize| if is_product { 0 } else { words[word] };
