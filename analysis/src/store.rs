@@ -35,7 +35,7 @@ pub(crate) struct OtherNumber {
 }
 
 /// The call in which a rank waits for keys.
-fn key_wait<'a>(view: &RankView<'a>) -> Option<&'a Operation> {
+pub(crate) fn key_wait<'a>(view: &RankView<'a>) -> Option<&'a Operation> {
     let waits = |operation: &&Operation| operation.kind() == OpKind::HostCall && !operation.store_keys.is_empty();
     view.pending().filter(|_| !view.dead()).find(waits)
 }

@@ -13,6 +13,8 @@ mod processes;
 mod transfers;
 pub(crate) mod verdict;
 
+use xpu_timer_proto::v1::Operation;
+
 use crate::{case::Case, stacks, text, verdict::EvidenceLine};
 
 /// How a finding becomes a sentence.
@@ -150,6 +152,11 @@ fn keys<'k>(keys: impl IntoIterator<Item = &'k str>, count: usize) -> String {
     let rest = count.saturating_sub(shown.len());
     let (word, list) = (Number::of(count).word("key", "keys"), shown.join(", "));
     if rest > 0 { format!("the {word} {list} and {rest} more") } else { format!("the {word} {list}") }
+}
+
+/// The keys that a call waits for.
+fn awaited_keys(call: &Operation) -> String {
+    keys(call.store_keys.iter().map(String::as_str), call.store_key_count as usize)
 }
 
 /// The keys that ranks wait for in the store and that nobody has set, if they are known.

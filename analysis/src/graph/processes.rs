@@ -127,6 +127,13 @@ impl Chains<'_, '_> {
                 }
                 Some((awaited, _)) if awaited.name.starts_with(LISTENS) && !chain.is_empty() => return End::AtRest,
                 Some((_, Next::Unknown)) => return End::Unknown,
+                // A member in the store waits for whoever sets its key, and not for the process that
+                // has the store, unless that cannot answer.
+                Some((_, Next::One { member, .. }))
+                    if host.observed.activity == Activity::CommInit && !self.is_halted(member) =>
+                {
+                    return End::Unknown;
+                }
                 Some((_, Next::One { member, is_only })) => {
                     is_certain &= is_only;
                     member

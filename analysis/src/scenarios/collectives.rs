@@ -6,7 +6,10 @@ use crate::{
     Cause, Confidence,
     testing::{Job, SECOND, Stack},
 };
-use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, OpKind, OpStatus, Operation, Presence, TriggerKind};
+use xpu_timer_proto::{
+    server::{Awaited, AwaitedKind, Holder},
+    v1::{CommunicatorState, DataType, Op, OpKind, OpStatus, Operation, Presence, TriggerKind},
+};
 
 fn all_enter(world: u32, odd: u32, op: Op, change: impl Fn(&mut Operation)) -> Job {
     let mut job = Job::with_world(world, 30);
@@ -659,4 +662,33 @@ fn a_registration_that_all_ranks_make_together_has_its_own_name() {
     assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
     assert!(verdict.sentence.contains("ncclCommWindowRegister of communicator 0x77"), "{}", verdict.sentence);
     assert!(!verdict.sentence.contains("split"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_rank_that_waits_for_a_key_does_not_wait_for_the_rank_that_has_the_store() {
+    // Rank 0 has the store, and all ranks are connected to it.
+    let store = |job: &mut Job, rank: u32| {
+        let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
+        let holders = vec![Holder { pid: 1000, name: "python3".into(), child: false }];
+        let name = "127.0.0.1:29500".into();
+        thread.awaited = Some(Awaited { kind: AwaitedKind::Socket.into(), name, holders, ..Default::default() });
+    };
+    let mut job = Job::with_world(4, 9);
+    for rank in 0..4 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+        job.awaits_keys(rank, &[if rank == 2 { "barrier/17" } else { "barrier/18" }]);
+        store(&mut job, rank);
+    }
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+    // The others wait for a collective, and nobody sets the key.
+    let mut job = Job::with_world(3, 9);
+    [0, 2].into_iter().for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+    for rank in 0..3 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    job.awaits_keys(1, &["dataset-raedy"]);
+    store(&mut job, 1);
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("waits for the key \"dataset-raedy\" in the store"), "{}", verdict.sentence);
 }

@@ -4,12 +4,15 @@ use std::collections::HashSet;
 
 use xpu_timer_proto::v1::{Op, OpKind, Operation, Presence};
 
-use super::{Number, Ranks, about, collectives, creations, cycles, detail, hosts, keys, line, processes, transfers};
+use super::{
+    Number, Ranks, about, awaited_keys, collectives, creations, cycles, detail, hosts, line, processes, transfers,
+};
 use crate::{
     case::Case,
     explanation::Explanation,
     finding::{EvidenceGap, Exclusion, Fact, Finding, JobFact, RankFact},
     graph::Event,
+    store::key_wait,
     text::{communicator, op_name, shape},
     verdict::EvidenceLine,
 };
@@ -60,6 +63,8 @@ fn of_rank(case: &Case<'_>, rank_index: usize, fact: &RankFact) -> Option<Eviden
         RankFact::Witness => inside(),
         RankFact::WitnessUnlessShown if is_shown(case, rank_index) => return None,
         RankFact::WitnessUnlessShown => inside(),
+        // Another line has the keys that ranks wait for.
+        RankFact::Awaited if key_wait(view).is_some() => return None,
         RankFact::StuckHelper => detail(case, rank_index, &case.helper_text(rank_index)?),
         RankFact::Awaited => line(
             format!("a system call of rank {} waits for {}", view.rank, case.awaited_text(rank_index)?),
@@ -246,8 +251,7 @@ fn error_name(error: u32) -> String {
 /// The keys that ranks wait for in a store.
 fn waits_for_keys(case: &Case<'_>, waiters: &[usize], call: &Operation) -> EvidenceLine {
     let who = Ranks::of(case, waiters);
-    let keys = keys(call.store_keys.iter().map(String::as_str), call.store_key_count as usize);
-    let text = format!("{} {} for {keys} in {}", who.text(), who.number().waits(), call.function);
+    let text = format!("{} {} for {} in {}", who.text(), who.number().waits(), awaited_keys(call), call.function);
     who.line(text)
 }
 

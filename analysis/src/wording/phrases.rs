@@ -2,11 +2,12 @@
 
 use xpu_timer_proto::server::{AwaitedKind, Holder};
 
-use super::{Number, missing_keys};
+use super::{Number, awaited_keys, missing_keys};
 use crate::{
     case::{Case, Position, STANDARD_INPUT},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
+    store::key_wait,
     text::{self, communicator, rank_count, ranks},
     world::RankView,
 };
@@ -66,6 +67,9 @@ impl<'a> Case<'a> {
     /// The object that the system call of a rank's main thread waits for: `the lock on x.lock, held
     /// by rank 3 (process 77)`.
     pub(super) fn awaited_text(&self, rank_index: usize) -> Option<String> {
+        if let Some(call) = key_wait(self.view(rank_index)) {
+            return Some(format!("{} in the store", awaited_keys(call)));
+        }
         let awaited = self.awaited(rank_index)?;
         let own = |holder: &Holder| self.view(rank_index).pid() == Some(holder.pid);
         let others: Vec<String> = awaited

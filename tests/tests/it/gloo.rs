@@ -253,19 +253,20 @@ fn debian_ranks_wait_for_a_key_that_one_of_them_has_to_set() {
         assert!(!text(&incident).contains("creation of"), "{}", text(&incident));
         flight(&incident, 3)
     };
-    waits("store", "has not set the key \"from 2\" that the others wait for in the store");
-    let record = waits("store_barrier", "has not set the key \"done.2\" that the others wait for in the store");
+    waits("store", "has not set the key \"default_pg/from 2\" that the others wait for in the store");
+    let record =
+        waits("store_barrier", "has not set the key \"default_pg/done.2\" that the others wait for in the store");
     let is_pending = |operation: &&Operation| operation.status() == OpStatus::Pending;
     let waits = record.operations.iter().find(is_pending).expect("the wait is pending");
-    let keys = ["done.0", "done.1", "done.2", "done.3"];
-    assert_eq!((&waits.store_keys[..], waits.store_key_count), (&keys.map(String::from)[..], 4));
+    let keys: Vec<String> = (0..RANKS).map(|rank| format!("default_pg/done.{rank}")).collect();
+    assert_eq!((&waits.store_keys, waits.store_key_count), (&keys, RANKS));
     assert_eq!(waits.function, "c10d::TCPStore::wait");
 }
 
 #[test]
 fn a_debian_rank_waits_for_the_key_of_another_step() {
     let Some(torch) = debian() else { return };
-    let incident = verdict_of(&torch, "store_step");
+    let (_job, incident) = verdict_of(&torch, "store_step");
     assert_eq!(incident.verdict["cause"], "missing_rank", "{}", text(&incident));
     assert_eq!(incident.verdict["culprits"], json!([2]), "{}", text(&incident));
     for key in ["step/17", "step/18"] {
@@ -277,19 +278,19 @@ fn a_debian_rank_waits_for_the_key_of_another_step() {
 fn a_debian_rank_that_gloo_ends_is_not_to_blame_for_the_size_of_another() {
     let Some(torch) = debian() else { return };
     for (fault, cause) in [("size", "size_mismatch"), ("dtype", "dtype_mismatch")] {
-        let incident = verdict_of(&torch, fault);
+        let (_job, incident) = verdict_of(&torch, fault);
         assert_eq!(incident.verdict["cause"], cause, "{}", text(&incident));
         assert_eq!(incident.verdict["culprits"], json!([2]), "{}", text(&incident));
     }
 }
 
 /// The verdict on a fault of rank 2.
-fn verdict_of(torch: &Torch, fault: &str) -> Incident {
+fn verdict_of(torch: &Torch, fault: &str) -> (Job, Incident) {
     let job = job();
     let ranks = torch.ranks(&job, &["--fault", fault, "--fault-rank", "2"]);
     let incident = wait_hang(&job);
     drop(ranks);
-    incident
+    (job, incident)
 }
 
 #[test]
