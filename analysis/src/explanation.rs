@@ -96,6 +96,8 @@ pub(crate) enum Absence {
     Guess,
     /// It has launched the collective and does not wait for it, so no library runs it.
     NotWaiting,
+    /// It is inside the call of the collective, which has launched nothing on the device yet.
+    InCall,
     /// It has not launched the collective.
     NotEntered,
 }

@@ -250,6 +250,10 @@ pub(crate) enum JobFact {
     Gap(EvidenceGap, Vec<usize>),
     /// This rank reported the first timeout, of this operation. A rank number, not an index.
     SignalledFirst { rank: u32, operation: Box<Operation> },
+    /// NCCL reported this asynchronous error of a communicator to these ranks.
+    AsyncError { communicator: u64, error: u32, reported_to: Vec<usize> },
+    /// These ranks wait for keys in a store, in this call.
+    WaitsForKeys { waiters: Vec<usize>, call: Box<Operation> },
     /// The oldest pending operation is younger than the hang timeout.
     YoungerThanTimeout { oldest_ns: u64, timeout_ns: u64 },
 }

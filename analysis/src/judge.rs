@@ -5,7 +5,7 @@ mod arbitration;
 mod outcome;
 mod suspicion;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::{Evidence, TriggerKind};
 
@@ -27,6 +27,10 @@ use crate::{
 
 /// Maximum number of lines of evidence. Those about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
+
+/// Maximum numbers of lines about waits for keys, and about asynchronous errors.
+const MOST_KEY_WAITS: usize = 8;
+const MOST_ASYNC_ERRORS: usize = 8;
 
 /// Judges one incident: which ranks stopped the job, where, and why.
 ///
@@ -189,12 +193,33 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<JobFact> {
             facts.push(JobFact::Gap(gap, who));
         }
     }
+    facts.extend(async_errors(case).take(MOST_ASYNC_ERRORS));
+    facts.extend(
+        case.key_waits()
+            .into_iter()
+            .take(MOST_KEY_WAITS)
+            .map(|wait| JobFact::WaitsForKeys { waiters: wait.waiters, call: Box::new(wait.operation.clone()) }),
+    );
     if let Some(trigger) = &case.evidence.trigger
         && let (Some(operation), Ok(rank)) = (&trigger.operation, u32::try_from(trigger.rank))
     {
         facts.push(JobFact::SignalledFirst { rank, operation: Box::new(operation.clone()) });
     }
     facts
+}
+
+/// The asynchronous errors of all communicators.
+fn async_errors(case: &Case<'_>) -> impl Iterator<Item = JobFact> {
+    let mut errors: BTreeMap<(u64, u32), Vec<usize>> = BTreeMap::new();
+    for (rank_index, view) in case.world.views.iter().enumerate() {
+        for communicator in view.flight.into_iter().flat_map(|flight| &flight.communicators) {
+            if communicator.async_error != 0 {
+                errors.entry((communicator.id, communicator.async_error)).or_default().push(rank_index);
+            }
+        }
+    }
+    let fact = |((communicator, error), reported_to)| JobFact::AsyncError { communicator, error, reported_to };
+    errors.into_iter().map(fact)
 }
 
 fn is_known(view: &RankView<'_>) -> bool {

@@ -23,6 +23,7 @@ mod report;
 #[cfg(test)]
 mod scenarios;
 mod stacks;
+mod store;
 pub mod stragglers;
 #[cfg(test)]
 mod testing;

@@ -409,6 +409,21 @@ impl Job {
         self.set_stack(rank, Stack::init());
     }
 
+    /// The rank waits for keys in the store, outside the creation of a communicator.
+    pub fn awaits_keys(&mut self, rank: u32, keys: &[&str]) {
+        let operation = Operation {
+            kind: OpKind::HostCall.into(),
+            returned_ns: 0,
+            dtype: 0,
+            function: "c10d::TCPStore::wait".into(),
+            store_keys: keys.iter().map(|key| (*key).to_owned()).collect(),
+            store_key_count: keys.len() as u32,
+            ..Self::operation(0, 0, Op::Unspecified)
+        };
+        self.push(rank, operation);
+        self.set_stack(rank, Stack::new(&[("finish", "/job/train.py:150")], &["recv", "c10d::TCPStore::wait"]));
+    }
+
     /// Both samples of the rank show this stack.
     pub fn set_stack(&mut self, rank: u32, stack: Stack) {
         let entry = self.rank(rank);

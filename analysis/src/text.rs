@@ -84,6 +84,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
         Op::Kernel => "kernel",
         Op::Graph => "graph_launch",
         Op::Matmul => "matmul",
+        Op::Attention => "flash_attention",
     }
 }
 
@@ -149,7 +150,7 @@ pub(crate) fn shape(operation: &Operation) -> String {
 pub fn operation_state(operation: &Operation) -> OperationState {
     OperationState {
         op: match operation.op() {
-            Op::Kernel | Op::Graph | Op::Matmul | Op::Unspecified if !operation.function.is_empty() => {
+            Op::Kernel | Op::Graph | Op::Matmul | Op::Attention | Op::Unspecified if !operation.function.is_empty() => {
                 operation.function.clone()
             }
             op => op_name(op).to_owned(),

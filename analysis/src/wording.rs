@@ -13,7 +13,9 @@ mod processes;
 mod transfers;
 pub(crate) mod verdict;
 
-use crate::{case::Case, text, verdict::EvidenceLine};
+use xpu_timer_proto::v1::Operation;
+
+use crate::{case::Case, stacks, text, verdict::EvidenceLine};
 
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,6 +143,27 @@ fn detail(case: &Case<'_>, rank_index: usize, sentence: &str) -> EvidenceLine {
 /// `2 of its members are unknown`.
 fn unknown_members(members: u32) -> String {
     format!("{members} of its members {} unknown", Number::of(members as usize).is())
+}
+
+/// `the key "ready"`, or `the keys "done.0", "done.1" and 5 more`, of `count` keys.
+fn keys<'k>(keys: impl IntoIterator<Item = &'k str>, count: usize) -> String {
+    const MOST: usize = 3;
+    let shown: Vec<String> = keys.into_iter().take(MOST).map(|key| format!("\"{}\"", stacks::shortened(key))).collect();
+    let rest = count.saturating_sub(shown.len());
+    let (word, list) = (Number::of(count).word("key", "keys"), shown.join(", "));
+    if rest > 0 { format!("the {word} {list} and {rest} more") } else { format!("the {word} {list}") }
+}
+
+/// The keys that a call waits for.
+fn awaited_keys(call: &Operation) -> String {
+    keys(call.store_keys.iter().map(String::as_str), call.store_key_count as usize)
+}
+
+/// The keys that ranks wait for in the store and that nobody has set, if they are known.
+fn missing_keys(case: &Case<'_>) -> Option<String> {
+    let missing = case.missing_keys();
+    let text = || keys(missing.iter().map(|missing| missing.key.as_str()), missing.len());
+    (!missing.is_empty()).then(text)
 }
 
 /// The place of a rank, if it is alone.

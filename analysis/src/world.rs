@@ -7,7 +7,8 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     facts,
-    stacks::{GilHolder, Host},
+    stacks::{self, GilHolder, Host},
+    verdict::Activity,
 };
 
 /// Maximum number of absent ranks with an entry of their own: for any job, and for each known rank
@@ -79,6 +80,11 @@ impl<'a> RankView<'a> {
     /// Its process cannot run, whatever its stacks show.
     pub fn halted(&self) -> bool {
         self.dead() || self.host.halted()
+    }
+
+    /// Its main thread uses a CPU in the host code of NCCL.
+    pub fn busy_in_nccl(&self) -> bool {
+        self.host.observed.activity == Activity::Running && stacks::is_busy_in_nccl(&self.host.observed.witness)
     }
 
     /// Operations that have neither completed nor failed, oldest first.

@@ -8,6 +8,8 @@ pub(crate) mod bracket;
 /// CUDA and the runtimes of AMD and MetaX: launches, graphs, copies and allocations.
 pub(crate) mod cuda {
     #[allow(unsafe_code)]
+    pub(crate) mod attention;
+    #[allow(unsafe_code)]
     pub(crate) mod functions;
     #[allow(unsafe_code)]
     pub(crate) mod graphs;

@@ -7,8 +7,10 @@ Faults, on --fault-rank: it stays away from the collective of that name; `recv`:
 the rank before it receives; `recv_any`: the same without a name; `send`: it never receives a large
 message; `group`: it stays away from an all_reduce of its half of the job; `init`: it never joins
 (rank 0 would be the host of the store); `new_group`: it stays away from the making of another
-group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only
-before the first restart. Without a fault all rounds are run and the job ends.
+group; `store`: it never sets the key that the others wait for; `store_barrier`: it never sets its
+own key, and the others wait for the keys of all ranks; `store_step`: it waits for the key of
+another step; `size`, `dtype`: its all_reduce differs from that of the others; `once`: as
+all_reduce, but only before the first restart. Without a fault all rounds are run and the job ends.
 """
 
 import argparse
@@ -70,8 +72,8 @@ def rarer_collectives():
     swapped = torch.zeros(SIZE)
     dist.all_to_all_single(swapped, torch.full((SIZE,), float(RANK)))
     check("what was swapped", swapped.tolist(), list(map(float, range(SIZE))))
-    for _ in range(2):
-        dist.all_reduce(torch.ones(7))
+    for reduction in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
+        dist.all_reduce(torch.ones(7), op=reduction)
     dist.broadcast_object_list([RANK], src=0)
     dist.barrier()
     dist.barrier()
@@ -89,8 +91,26 @@ def evaluate_forever():
     signal.pause()
 
 
+def reduce_unequally(fault, differs):
+    """gloo ends the process that receives more bytes than it expects. The others keep running."""
+    size, dtype = 64, torch.float32
+    if differs and fault == "size":
+        size = 4096
+    elif differs:
+        dtype = torch.float64
+    try:
+        dist.all_reduce(torch.ones(size, dtype=dtype))
+    except RuntimeError:
+        evaluate_forever()
+
+
 def fail(fault, culprit, group):
-    if RANK == culprit:
+    store = dist.distributed_c10d._get_default_store()
+    if fault in ("size", "dtype"):
+        reduce_unequally(fault, RANK == culprit)
+    elif fault == "store_step":
+        store.wait([f"step/{17 if RANK == culprit else 18}"])
+    elif RANK == culprit:
         evaluate_forever()
     elif fault in ("all_reduce", "once"):
         dist.all_reduce(torch.ones(4096))
@@ -111,7 +131,10 @@ def fail(fault, culprit, group):
     elif fault == "new_group":
         dist.new_group(list(range(SIZE)))
     elif fault == "store":
-        dist.distributed_c10d._get_default_store().wait([f"from {culprit}"])
+        store.wait([f"from {culprit}"])
+    elif fault == "store_barrier":
+        store.set(f"done.{RANK}", "1")
+        store.wait([f"done.{rank}" for rank in range(SIZE)])
     dist.barrier()
 
 
@@ -119,7 +142,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     collectives = ["all_reduce", "broadcast", "barrier", "all_gather_object", "monitored_barrier"]
-    parser.add_argument("--fault", choices=[*collectives, "recv", "recv_any", "send", "group", "init", "new_group", "store", "once"])
+    others = ["recv", "recv_any", "send", "group", "init", "new_group", "once"]
+    stores = ["store", "store_barrier", "store_step"]
+    parser.add_argument("--fault", choices=[*collectives, *others, *stores, "size", "dtype"])
     parser.add_argument("--fault-rank", type=int, default=2)
     options = parser.parse_args()
     fault = options.fault

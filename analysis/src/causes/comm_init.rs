@@ -47,7 +47,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             .or_else(|| returned_alone(case, events))
             .or_else(|| wait_for_each_other(case, events)),
         Suspect::Host { rank_index, .. } => before_communicators(case, suspect)
-            .or_else(|| few_inside(case, suspect, *rank_index))
+            .or_else(|| few_inside(case, suspect, *rank_index, false))
             .or_else(|| missing_in_creation(case, suspect, *rank_index)),
         _ => None,
     }
@@ -112,8 +112,9 @@ fn all_inside(case: &Case<'_>, event: Event) -> Finding {
 }
 
 /// Few ranks wait in a collective for the others. By their stacks, the others are all in the
-/// creation of a communicator, which the few have left out.
-fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<Finding> {
+/// creation of a communicator, which the few have left out. Or, with `in_store`, they all wait in
+/// the store for something else.
+pub(super) fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize, in_store: bool) -> Option<Finding> {
     if !case.does(rank_index, Activity::CommInit) || case.graph.suspects.len() > MOST {
         return None;
     }
@@ -123,6 +124,9 @@ fn few_inside(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
     let outside: Vec<usize> = members.filter(|rank_index| inside.binary_search(rank_index).is_err()).collect();
     let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit) && !case.view(*rank_index).halted();
     if inside.is_empty() || inside.len() >= outside.len() || !outside.iter().all(creates) {
+        return None;
+    }
+    if outside.iter().all(|rank_index| case.uses_store(*rank_index)) != in_store {
         return None;
     }
     let both: Vec<usize> = inside.iter().chain(&outside).copied().collect();

@@ -17,6 +17,7 @@ use crate::{
     graph::{Event, Suspect},
     text::{self, name},
     verdict::{Cause, Confidence},
+    world::{Exit, is_collective},
 };
 
 /// `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
@@ -39,7 +40,9 @@ pub(super) const OPERATION: Rule =
 /// Like [`OPERATION`], with the same operation and different types. It comes before
 /// `size_mismatch`, because a rank that sends the same bytes as another type differs in both. Ranks
 /// that differed in the same way before, in an operation that completed, may do so. The rule also
-/// covers a send and its receive.
+/// covers a send and its receive, and a rank that gloo aborted in the collective: gloo ends the
+/// process that receives more bytes than fit, which is mostly not the one that differs. Then the
+/// confidence is at most medium.
 pub(super) const TYPE: Rule = Rule { cause: Cause::DtypeMismatch, explain: types_differ, rule_out: never_ruled_out };
 
 /// `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
@@ -104,16 +107,15 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = ends_differ(case, suspect, Property::Type, differ, key) {
         return Some(found);
     }
-    let collective = Collective::of(case, suspect)?;
+    let (collective, most) = entered_or_aborted(case, suspect)?;
     if collective.dissent(case, operation_key).is_some() {
         return None;
     }
     let dissent = collective.new_dissent(case, |operation| operation.dtype)?;
     let op = collective.operations.first()?.1.op();
-    Some(finding(case, &collective, dissent, |dtype: &i32| OperationVariant::Type {
-        op,
-        dtype: DataType::try_from(*dtype).unwrap_or_default(),
-    }))
+    let variant = |dtype: &i32| OperationVariant::Type { op, dtype: DataType::try_from(*dtype).unwrap_or_default() };
+    let found = finding(case, &collective, dissent, variant);
+    Some(Finding { confidence: found.confidence.min(most), ..found })
 }
 
 fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -122,13 +124,33 @@ fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = ends_differ(case, suspect, Property::Size, differ, |operation| operation.count) {
         return Some(found);
     }
-    let collective = Collective::of(case, suspect)?;
-    if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op())) {
+    let (collective, most) = entered_or_aborted(case, suspect)?;
+    if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op()))
+        || collective.dissent(case, operation_key).is_some()
+    {
         return None;
     }
     let dissent = collective.new_dissent(case, |operation| operation.count)?;
     let op = collective.operations.first()?.1.op();
-    Some(finding(case, &collective, dissent, |count: &u64| OperationVariant::Elements { op, count: *count }))
+    let found = finding(case, &collective, dissent, |count: &u64| OperationVariant::Elements { op, count: *count });
+    Some(Finding { confidence: found.confidence.min(most), ..found })
+}
+
+/// The collective of a suspect that all members have entered, or in which gloo aborted a suspect,
+/// and the highest confidence of a finding about it.
+fn entered_or_aborted<'a>(case: &Case<'a>, suspect: &Suspect) -> Option<(Collective<'a>, Confidence)> {
+    let entered = Collective::of(case, suspect).map(|collective| (collective, Confidence::High));
+    entered.or_else(|| {
+        let view = case.view(case.host_rank(suspect)?);
+        if view.exit() != Exit::Signal("SIGABRT") || view.has_device() {
+            return None;
+        }
+        let last = view.operations().filter(|operation| is_collective(operation)).last()?;
+        let comm = case.comms.iter().position(|comm| comm.id == last.communicator)?;
+        let event = Event::Collective { comm, seq: last.seq };
+        let aborted = last.status() != OpStatus::Completed;
+        Some((Collective::of(case, &Suspect::Complete(event)).filter(|_| aborted)?, Confidence::Medium))
+    })
 }
 
 /// Whether all ranks that differ from the right group finalize their library. That is `teardown`.

@@ -110,6 +110,7 @@ fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usiz
     };
     let absence = match (guess, launched) {
         (true, _) => Absence::Guess,
+        (false, true) if view.busy_in_nccl() => Absence::InCall,
         (false, true) => Absence::NotWaiting,
         (false, false) => Absence::NotEntered,
     };
@@ -118,11 +119,9 @@ fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usiz
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
-    let confidence = if case.does(rank_index, Activity::DeviceWait) || case.waits_for_peer(rank_index) {
-        confidence.min(Confidence::Medium)
-    } else {
-        confidence
-    };
+    let may_wait =
+        case.does(rank_index, Activity::DeviceWait) || view.busy_in_nccl() || case.waits_for_peer(rank_index);
+    let confidence = if may_wait { confidence.min(Confidence::Medium) } else { confidence };
     let mut evidence: Vec<_> = event.map(|event| Fact::Counters { rank_index, event }).into_iter().collect();
     evidence.push(RankFact::StuckHelper.of(rank_index));
     if case.polls(rank_index) {

@@ -150,7 +150,7 @@ impl Chains<'_, '_> {
     /// The chain may branch at most `branches` times.
     fn follow(&self, start: Member, before: &HashSet<Member>, branches: usize) -> End {
         let mut current = start;
-        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) || self.in_creation(start) {
+        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) || self.in_store(start) {
             return End::Start;
         }
         let mut seen = before.clone();
@@ -262,13 +262,13 @@ impl Chains<'_, '_> {
         waits && !self.state(member).cannot_continue()
     }
 
-    /// Whether a rank creates a communicator. It waits for the other ranks, and not for the one in
-    /// whose process their store runs, unless that cannot answer.
-    fn in_creation(&self, member: Member) -> bool {
+    /// Whether a member waits in the store of its job. It waits for whoever sets its key, and not for
+    /// the process that has the store, unless that cannot answer.
+    fn in_store(&self, member: Member) -> bool {
         let host = self.host(member);
         let awaited = host.awaited.as_ref().filter(|_| host.observed.activity == Activity::CommInit);
         let next = awaited.map(|awaited| self.next(member, awaited));
-        matches!(next, Some(Next::One(store @ Member::Rank(_))) if !self.state(store).cannot_continue())
+        matches!(next, Some(Next::One(store)) if !self.state(store).cannot_continue())
     }
 
     /// Whether a rank waits for a message, and the sender is not known.

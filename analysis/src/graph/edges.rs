@@ -9,7 +9,7 @@ use super::builder::{Builder, Event, Node};
 use crate::{
     matching::{Member, certainly_absent},
     verdict::Activity,
-    world::{RankView, World, is_init},
+    world::{RankView, World, is_collective, is_init},
 };
 
 /// Collectives.
@@ -65,7 +65,8 @@ impl Builder<'_, '_> {
             let blocked = seqs.partition_point(|seq| *seq <= started);
             if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
                 let event = self.event(Event::Collective { comm, seq: *seq });
-                let host = view.halted() || runs_on_host(view);
+                let in_call = view.busy_in_nccl() && is_in_call(view, comms[comm].id, *seq);
+                let host = view.halted() || runs_on_host(view) || in_call;
                 let to = if host { Node::Host(member.rank_index) } else { Node::Device(member.rank_index) };
                 self.edge(event, to);
                 has_blocker |= blocked == 0;
@@ -111,6 +112,15 @@ impl Builder<'_, '_> {
 fn runs_on_host(view: &RankView<'_>) -> bool {
     let under_way = |operation: &Operation| operation.kind() == OpKind::Collective && operation.started_ns != 0;
     !view.has_device() && !view.pending().any(under_way)
+}
+
+/// Whether the host is inside the call of a collective, by the record. The device cannot start what
+/// the host has not launched yet.
+fn is_in_call(view: &RankView<'_>, communicator: u64, seq: u64) -> bool {
+    let of_call = |operation: &&Operation| {
+        is_collective(operation) && (operation.communicator, operation.seq) == (communicator, seq)
+    };
+    view.pending().find(of_call).is_some_and(|operation| operation.returned_ns == 0 && operation.started_ns == 0)
 }
 
 /// The creation and the split of communicators.

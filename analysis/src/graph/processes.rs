@@ -73,21 +73,6 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
     let chains = Chains::new(world);
     let mut waits = Waits::default();
     for waiter in 0..world.views.len() {
-        if std::env::var_os("DBG").is_some() {
-            eprintln!(
-                "DBG rank {waiter} pid {:?} -> {:?}\n   {:?} {:?}",
-                world.views[waiter].pid(),
-                chains.of_rank(waiter),
-                world.views[waiter].host.awaited,
-                world.views[waiter].host.thread_waits
-            );
-            for p in &world.processes {
-                eprintln!(
-                    "  proc {} act {:?} same {} timed {:?} awaited {:?} threads {:?}",
-                    p.host.pid, p.host.observed, p.host.same_in_both, p.host.timed, p.host.awaited, p.host.thread_waits
-                );
-            }
-        }
         match chains.of_rank(waiter) {
             End::Rank(holder) => waits.of_ranks.push(ResourceWait { waiter, holder }),
             End::Process(chain) => waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, None)),

@@ -101,6 +101,13 @@ const ARBITRATIONS: &[Arbitration] = &[
         apply: ended_by_the_agent,
     },
     Arbitration {
+        name: "mismatch",
+        reason: "When gloo aborts a rank because a message does not fit, the other ranks notice, and may end as well.",
+        scenario: "collectives::a_rank_that_gloo_aborted_is_not_to_blame_for_the_size_of_another",
+        leaves_doubt: false,
+        apply: mismatch,
+    },
+    Arbitration {
         name: "killed",
         reason: "A rank that ended with an error may have reacted to the death of a rank that was killed.",
         scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
@@ -266,6 +273,16 @@ fn progress(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
 
 fn ended_by_the_agent(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     keep_deaths(findings, |finding| !finding.culprits.iter().all(|index| ended_by_agent(case, *index)));
+}
+
+fn mismatch(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
+    let of_dead = |ruling: &Ruling<'_>| {
+        matches!(ruling.cause(), Cause::SizeMismatch | Cause::DtypeMismatch)
+            && matches!(ruling.suspect, Suspect::Host { .. })
+    };
+    if findings.iter().any(of_dead) {
+        findings.retain(|ruling| ruling.cause() != Cause::ProcessDead);
+    }
 }
 
 fn killed(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {

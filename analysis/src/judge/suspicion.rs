@@ -12,6 +12,7 @@ use crate::{
     case::{Case, Position},
     facts,
     graph::Suspect,
+    store::OtherNumber,
     verdict::Activity,
 };
 
@@ -91,6 +92,18 @@ const SUSPICIONS: &[Suspicion] = &[
         reason: "A kernel or graph that was pending when the incident opened may be stuck.",
         scenario: "devices::a_job_of_one_rank",
         find: pending_kernel,
+    },
+    Suspicion {
+        name: "key_owner",
+        reason: "Ranks wait for a key in the store, and the key names the rank that has to set it.",
+        scenario: "collectives::a_key_in_the_store_may_name_its_rank",
+        find: key_owner,
+    },
+    Suspicion {
+        name: "other_number",
+        reason: "If all ranks wait for keys that differ in a number, the few with another number are suspected.",
+        scenario: "collectives::ranks_that_wait_for_another_number_of_a_barrier",
+        find: other_number,
     },
     Suspicion {
         name: "not_waiting",
@@ -227,6 +240,25 @@ fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let device = |rank_index| Suspect::Device { rank_index, events: Vec::new() };
     let suspects: Vec<Suspect> = ranks.all().filter(has_kernel).map(device).collect();
     (!suspects.is_empty() && !ranks.manual).then(|| Suspects { suspects, waiters: ranks.waiting.clone() })
+}
+
+fn key_owner(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let case = ranks.case;
+    if ranks.waiting.is_empty() || ranks.manual || !ranks.waiting.iter().all(|index| case.uses_store(*index)) {
+        return None;
+    }
+    let owners = case.key_owners();
+    (!owners.is_empty() && owners.iter().all(|owner| ranks.others.contains(owner)))
+        .then(|| hosts(owners, ranks.waiting.clone()))
+}
+
+fn other_number(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let case = ranks.case;
+    if !ranks.others.is_empty() || ranks.manual || !ranks.waiting.iter().all(|index| case.uses_store(*index)) {
+        return None;
+    }
+    let OtherNumber { few, most } = case.other_number()?;
+    (few.len() + most.len() == ranks.waiting.len()).then(|| hosts(few, most))
 }
 
 fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

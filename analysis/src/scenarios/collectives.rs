@@ -6,7 +6,10 @@ use crate::{
     Cause, Confidence,
     testing::{Job, SECOND, Stack},
 };
-use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, OpStatus, Operation, Presence};
+use xpu_timer_proto::{
+    server::{Awaited, AwaitedKind, Holder},
+    v1::{CommunicatorState, DataType, Op, OpKind, OpStatus, Operation, Presence, TriggerKind},
+};
 
 fn all_enter(world: u32, odd: u32, op: Op, change: impl Fn(&mut Operation)) -> Job {
     let mut job = Job::with_world(world, 30);
@@ -535,4 +538,157 @@ fn a_collective_that_other_ranks_completed_among_themselves_is_in_order() {
     job.enter(0x23, 2, Op::AllReduce);
     let verdict = job.judge();
     assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+}
+
+#[test]
+fn a_key_in_the_store_may_name_its_rank() {
+    let waits = |keys: &[&str], waiters: &[u32]| {
+        let mut job = Job::with_world(4, 9);
+        for rank in 0..4 {
+            job.set_stack(rank, Stack::sleep());
+        }
+        for rank in waiters {
+            job.awaits_keys(*rank, keys);
+        }
+        job.judge()
+    };
+    // Ranks 1 and 2 are at one place, and the key names one of them.
+    let verdict = waits(&["results/rank_2"], &[0, 3]);
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 3]);
+    let told = "Rank 2 has not set the key \"results/rank_2\" that the others wait for in the store";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let line = "ranks 0, 3 wait for the key \"results/rank_2\" in c10d::TCPStore::wait";
+    assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
+    // Every rank sets a key of its own and waits for all of them.
+    let verdict = waits(&["done.0", "done.1", "done.2", "done.3"], &[0, 1, 3]);
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("has not set the key \"done.2\""), "{}", verdict.sentence);
+    // A key that names no rank. The number of a step is no rank.
+    let verdict = waits(&["step/1"], &[0, 2, 3]);
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert_eq!(waits(&["step/1"], &[0, 3]).culprits, [1, 2]);
+}
+
+#[test]
+fn a_rank_that_reads_its_shards_is_not_to_blame_for_a_key_alone() {
+    // The cause of the missing key is what the rank does.
+    let mut job = Job::with_world(4, 9);
+    [0, 1, 3].into_iter().for_each(|rank| job.awaits_keys(rank, &["done"]));
+    job.set_stack(2, Stack::checkpoint());
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::StorageIo, &[2][..]), "{}", verdict.to_text());
+    assert!(verdict.sentence.contains("wait in c10d::TCPStore::wait for the key \"done\""), "{}", verdict.sentence);
+}
+
+#[test]
+fn ranks_that_wait_for_another_number_of_a_barrier() {
+    let mut job = Job::with_world(4, 9);
+    for rank in 0..4 {
+        job.awaits_keys(rank, &[if rank == 2 { "barrier/17" } else { "barrier/18" }]);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    let line = "rank 2 waits for the key \"barrier/17\" in c10d::TCPStore::wait";
+    assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
+}
+
+#[test]
+fn few_in_a_collective_while_most_wait_for_a_key() {
+    let mut job = Job::with_world(4, 9);
+    job.enter(0x77, 3, Op::AllReduce);
+    (0..3).for_each(|rank| job.awaits_keys(rank, &["shards"]));
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[3], Confidence::Medium);
+    let told = "Rank 3 has not set the key \"shards\" that ranks 0-2 wait for in the store, and waits in all_reduce 10";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(!verdict.to_text().contains("creation of a communicator"), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_rank_that_gloo_aborted_is_not_to_blame_for_the_size_of_another() {
+    let aborts = |change: fn(&mut Operation)| {
+        let mut job = Job::with_world(4, 9);
+        job.trigger(TriggerKind::Death);
+        for rank in 0..4 {
+            job.flight(rank).operations.iter_mut().for_each(|operation| operation.stream = 0);
+            job.enter_with(0x77, rank, Op::AllReduce, |operation| {
+                operation.stream = 0;
+                if rank == 2 {
+                    change(operation);
+                }
+            });
+        }
+        job.dies(1, "killed by SIGABRT (core dumped)");
+        job.dies(3, "exit code 1");
+        job
+    };
+    let verdict = aborts(|operation| operation.count = 4096).judge();
+    expect(&verdict, Cause::SizeMismatch, &[2], Confidence::Medium);
+    let verdict = aborts(|operation| operation.dtype = DataType::Float64.into()).judge();
+    expect(&verdict, Cause::DtypeMismatch, &[2], Confidence::Medium);
+    // All sizes agree, or a device ran the collective: another reason aborted the rank.
+    let verdict = aborts(|_| ()).judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::ProcessDead, &[1][..]), "{}", verdict.to_text());
+    let mut job = aborts(|operation| operation.count = 4096);
+    job.flight(1).operations.iter_mut().for_each(|operation| operation.stream = 0x10);
+    assert_eq!(job.judge().cause, Cause::ProcessDead);
+}
+
+#[test]
+fn an_asynchronous_error_of_a_communicator_is_evidence() {
+    let mut job = all_enter(4, 9, Op::AllReduce, |_| ());
+    for rank in [1, 2] {
+        job.flight(rank).communicators[0].async_error = 6;
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::NetworkStall, &[], Confidence::High);
+    let line = "NCCL reported to ranks 1-2 the asynchronous error 6 (remote error) of communicator 0x77";
+    assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_registration_that_all_ranks_make_together_has_its_own_name() {
+    let mut job = Job::with_world(4, 9);
+    for rank in [0, 1, 3] {
+        let operation = Job::operation(0x77, 1, Op::CommSplit);
+        let function = "ncclCommWindowRegister".into();
+        job.push(rank, Operation { kind: OpKind::HostCall.into(), returned_ns: 0, dtype: 0, function, ..operation });
+        job.set_stack(rank, Stack::new(&[("register", "/job/train.py:20")], &["poll", "ncclCommWindowRegister"]));
+    }
+    job.set_stack(2, Stack::sleep());
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+    assert!(verdict.sentence.contains("ncclCommWindowRegister of communicator 0x77"), "{}", verdict.sentence);
+    assert!(!verdict.sentence.contains("split"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_rank_that_waits_for_a_key_does_not_wait_for_the_rank_that_has_the_store() {
+    // Rank 0 has the store, and all ranks are connected to it.
+    let store = |job: &mut Job, rank: u32| {
+        let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
+        let holders = vec![Holder { pid: 1000, name: "python3".into(), child: false }];
+        let name = "127.0.0.1:29500".into();
+        thread.awaited = Some(Awaited { kind: AwaitedKind::Socket.into(), name, holders, ..Default::default() });
+    };
+    let mut job = Job::with_world(4, 9);
+    for rank in 0..4 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+        job.awaits_keys(rank, &[if rank == 2 { "barrier/17" } else { "barrier/18" }]);
+        store(&mut job, rank);
+    }
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+    // The others wait for a collective, and nobody sets the key.
+    let mut job = Job::with_world(3, 9);
+    [0, 2].into_iter().for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+    for rank in 0..3 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    job.awaits_keys(1, &["dataset-raedy"]);
+    store(&mut job, 1);
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("waits for the key \"dataset-raedy\" in the store"), "{}", verdict.sentence);
 }

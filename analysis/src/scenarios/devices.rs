@@ -230,3 +230,23 @@ fn a_rank_whose_record_ends_early_is_behind() {
     expect(&verdict, Cause::MissingRank, &[0], Confidence::Medium);
     assert!(verdict.sentence.contains("recorded nothing after entering all_reduce 13"), "{}", verdict.sentence);
 }
+
+#[test]
+fn a_host_that_is_busy_inside_nccl_does_not_wait_for_its_device() {
+    let mut job = Job::with_world(4, 30);
+    for rank in [0, 1, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    let native = ["ncclLocalOpAppend", "ncclProxySaveOp", "ncclLaunchKernelAfter_NoCuda", "ncclAllReduce"];
+    job.set_stack(2, Stack::new(&[("step", "/job/train.py:88")], &native).busy(5 * SECOND));
+    job.queue(0x77, 2, Op::AllReduce);
+    job.flight(2).operations.last_mut().expect("it was just added").returned_ns = 0;
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    for part in ["Rank 2 has called all_reduce 31", "the call has not returned", "ncclLocalOpAppend", "busy on a CPU"] {
+        assert!(verdict.sentence.contains(part), "{part} in {}", verdict.sentence);
+    }
+    // The call has returned, and the device does not start the collective.
+    job.flight(2).operations.last_mut().expect("it was just added").returned_ns = 1;
+    assert_eq!(job.judge().cause, Cause::KernelHang, "{}", job.judge().to_text());
+}

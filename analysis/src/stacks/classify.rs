@@ -1,6 +1,6 @@
 //! The activity of a thread, by the names on its stacks.
 
-use xpu_timer_proto::server::{Holder, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::server::{Holder, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::{
     host::ObservedActivity,
@@ -28,6 +28,7 @@ pub(super) fn classify_without(
     const MATCHERS: &[(Activity, Matcher)] = &[
         (Activity::Gil, waits_for_gil),
         (Activity::CommInit, initializes),
+        (Activity::Running, runs_in_nccl),
         (Activity::DeviceWait, waits_for_device),
         (Activity::Teardown, tears_down),
         (Activity::Gc, collects),
@@ -146,6 +147,24 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
         };
         thread.python().iter().take(4).find(of_wrapper).map(frame_label)
     })
+}
+
+/// Whether a function belongs to NCCL or a library like it, by its name.
+fn is_nccl(function: &str) -> bool {
+    let lower = function.to_ascii_lowercase();
+    patterns::NCCL_PREFIXES.iter().any(|prefix| lower.starts_with(prefix))
+}
+
+/// A thread that uses a CPU in the host code of NCCL. It does not wait for the device: then it would
+/// be in a function of the device.
+fn runs_in_nccl(thread: &Thread<'_>) -> Option<String> {
+    runs(thread)?;
+    let inside =
+        |frame: &&PstackFrame| is_nccl(&frame.func_name) || contains_any(&frame.module, patterns::NCCL_LIBRARIES);
+    let frames = thread.native?.frames.iter().skip_while(|frame| in_c_library(frame)).take_while(inside);
+    let found = frames.map(|frame| frame.func_name.as_str()).find(|function| is_nccl(function))?;
+    let ends = thread.functions().any(|function| contains_any(function, patterns::TEARDOWN_NATIVE));
+    (!ends).then(|| found.to_owned())
 }
 
 fn collects(thread: &Thread<'_>) -> Option<String> {
@@ -345,6 +364,11 @@ pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == SHARED_LOCK
 }
 
+/// Whether a witness of [`Activity::Running`] is a function of NCCL.
+pub(crate) fn is_busy_in_nccl(witness: &str) -> bool {
+    is_nccl(witness)
+}
+
 /// Whether a function of the C library locks a mutex.
 pub(crate) fn is_mutex(function: &str) -> bool {
     function.contains("pthread_mutex") || function.contains("lll_lock")
@@ -373,8 +397,6 @@ pub(crate) fn is_sleep(function: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::server::PstackFrame;
-
     use super::*;
 
     #[test]
@@ -384,6 +406,36 @@ mod tests {
         let native = PstackStacktrace { frames, ..Default::default() };
         let doing = classify(Some(&native), None);
         assert_eq!((doing.activity, doing.witness.as_str()), (Activity::DeviceWait, "cuStreamSynchronize"));
+    }
+
+    #[test]
+    fn a_thread_that_uses_a_cpu_inside_nccl_does_not_wait_for_the_device() {
+        let does = |state: &str, frames: &[(&str, &str)]| {
+            let frame = |(function, module): &(&str, &str)| PstackFrame {
+                func_name: (*function).into(),
+                module: (*module).into(),
+                ..Default::default()
+            };
+            let frames = frames.iter().map(frame).collect();
+            let native = PstackStacktrace { frames, state: state.into(), ..Default::default() };
+            let doing = classify(Some(&native), None);
+            (doing.activity, doing.witness)
+        };
+        let (libc, nccl) = ("/usr/lib/x86_64-linux-gnu/libc.so.6", "/opt/venv/lib/libnccl.so.2");
+        let appends =
+            [("sched_yield", libc), ("ncclLocalOpAppend", nccl), ("ncclProxySaveOp", nccl), ("ncclAllReduce", nccl)];
+        assert_eq!(does("R (running)", &appends), (Activity::Running, "ncclLocalOpAppend".into()));
+        // The library has only its public names.
+        assert_eq!(
+            does("R (running)", &[("??", nccl), ("ncclAllReduce", nccl)]),
+            (Activity::Running, "ncclAllReduce".into())
+        );
+        assert_eq!(does("S (sleeping)", &appends).0, Activity::DeviceWait);
+        // It polls the device, or is in a function that waits for it.
+        let polls = [("cuEventQuery", "/usr/lib/libcuda.so.1"), ("ncclGroupEnd", nccl)];
+        assert_eq!(does("R (running)", &polls).0, Activity::DeviceWait);
+        assert_eq!(does("R (running)", &[("ncclCommDestroy", nccl)]).0, Activity::Teardown);
+        assert_eq!(does("R (running)", &[("ncclCommInitRank", nccl)]).0, Activity::CommInit);
     }
 
     #[test]

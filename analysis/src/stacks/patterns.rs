@@ -112,6 +112,10 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "c10d::reducer",
     "c10d::work",
 ];
+/// Prefixes of the functions of NCCL and of libraries like it, in lower case, and parts of the paths
+/// of these libraries, whose own functions often have no names.
+pub(super) const NCCL_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl"];
+pub(super) const NCCL_LIBRARIES: &[&str] = &["/libnccl.so", "/librccl.so", "/libmccl.so"];
 /// Prefixes of the C functions of collective libraries.
 pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl", "mpi_", "pmpi_"];
 /// Python functions that wait for the device or in a collective. They count only inside `torch/` or

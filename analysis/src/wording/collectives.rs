@@ -80,6 +80,10 @@ fn absent(case: &Case<'_>, rank_index: usize, event: Option<Event>, absence: Abs
                     "{has} launched {what} and {does} not wait for it, so the library does not run it{location}{busy}{own_wait}"
                 )
             }
+            Absence::InCall => {
+                let call = number.word("the call has not returned", "the calls have not returned");
+                format!("{has} called {what}, and {call}{location}{busy}{own_wait}")
+            }
             Absence::NotEntered => format!("{has} not entered {what}{location}{busy}{own_wait}"),
         }
     })

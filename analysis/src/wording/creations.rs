@@ -1,8 +1,8 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
 use super::{
-    Number, Ranks, Statement, collectives::inside_line, hosts, location_of_one, named_location, place_of_one,
-    unknown_members,
+    Number, Ranks, Statement, collectives::inside_line, hosts, location_of_one, missing_keys, named_location,
+    place_of_one, unknown_members,
 };
 use crate::{
     case::Case,
@@ -50,10 +50,13 @@ pub(super) fn lines(case: &Case<'_>, fault: &CreationFault) -> Vec<EvidenceLine>
 /// only just started.
 fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
     let what = match missed {
-        MissedStep::Key => "not set the key that the others wait for in the store",
-        MissedStep::Left => "left the creation of a communicator that the others are still in",
-        MissedStep::JoinAndDevice => "not joined the communicator or made any device call",
-        MissedStep::Join => "not joined the communicator",
+        MissedStep::Key => match missing_keys(case) {
+            Some(keys) => format!("not set {keys} that the others wait for in the store"),
+            None => "not set the key that the others wait for in the store".to_owned(),
+        },
+        MissedStep::Left => "left the creation of a communicator that the others are still in".to_owned(),
+        MissedStep::JoinAndDevice => "not joined the communicator or made any device call".to_owned(),
+        MissedStep::Join => "not joined the communicator".to_owned(),
     };
     let progress = |number: Number| match still_starting {
         true => number.word(
@@ -83,11 +86,16 @@ fn all_inside(case: &Case<'_>, event: Event, unnamed: u32) -> Statement {
 fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Event) -> Statement {
     let (who, most) = (Ranks::of(case, few), Ranks::of(case, creating));
     let number = who.number();
+    let step = if waits_in_store(case, creating) {
+        let keys = missing_keys(case).unwrap_or_else(|| "the key".to_owned());
+        format!("set {keys} that {} wait for in the store", most.text())
+    } else {
+        format!("joined the creation of a communicator that {} are in", most.text())
+    };
     Statement::Sentence(format!(
-        "{} {} not joined the creation of a communicator that {} are in, and {} in {}{}.",
+        "{} {} not {step}, and {} in {}{}.",
         who.capital(),
         number.has(),
-        most.text(),
         number.waits(),
         case.describe(event),
         place_of_one(case, few)
@@ -96,8 +104,15 @@ fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Even
 
 fn creating_line(case: &Case<'_>, creating: &[usize]) -> EvidenceLine {
     let who = Ranks::of(case, creating);
-    let text = format!("{} are in the creation of a communicator", who.text());
+    let place =
+        if waits_in_store(case, creating) { "wait in the store" } else { "are in the creation of a communicator" };
+    let text = format!("{} {place}", who.text());
     who.line(text)
+}
+
+/// Whether ranks wait in the store, outside the creation of a communicator.
+fn waits_in_store(case: &Case<'_>, rank_indices: &[usize]) -> bool {
+    rank_indices.iter().all(|rank_index| case.uses_store(*rank_index))
 }
 
 fn creates(number: Number) -> &'static str {

@@ -2,14 +2,17 @@
 
 use std::collections::HashSet;
 
-use xpu_timer_proto::v1::{Operation, Presence};
+use xpu_timer_proto::v1::{Op, OpKind, Operation, Presence};
 
-use super::{Number, Ranks, about, collectives, creations, cycles, detail, hosts, line, processes, transfers};
+use super::{
+    Number, Ranks, about, awaited_keys, collectives, creations, cycles, detail, hosts, line, processes, transfers,
+};
 use crate::{
     case::Case,
     explanation::Explanation,
     finding::{EvidenceGap, Exclusion, Fact, Finding, JobFact, RankFact},
     graph::Event,
+    store::key_wait,
     text::{communicator, op_name, shape},
     verdict::EvidenceLine,
 };
@@ -60,6 +63,8 @@ fn of_rank(case: &Case<'_>, rank_index: usize, fact: &RankFact) -> Option<Eviden
         RankFact::Witness => inside(),
         RankFact::WitnessUnlessShown if is_shown(case, rank_index) => return None,
         RankFact::WitnessUnlessShown => inside(),
+        // Another line has the keys that ranks wait for.
+        RankFact::Awaited if key_wait(view).is_some() => return None,
         RankFact::StuckHelper => detail(case, rank_index, &case.helper_text(rank_index)?),
         RankFact::Awaited => line(
             format!("a system call of rank {} waits for {}", view.rank, case.awaited_text(rank_index)?),
@@ -130,6 +135,7 @@ fn position(case: &Case<'_>, rank_index: usize) -> Vec<EvidenceLine> {
         let text = format!("used {share:.0} % of a core and read or wrote {bytes} bytes between the samples");
         lines.push(about(case, rank_index, &text));
     }
+    lines.extend(named_call(case, rank_index));
     if !host.stack {
         let why = view.evidence.map(|evidence| evidence.errors.join("; ")).filter(|why| !why.is_empty());
         let why = why.map_or(String::new(), |why| format!(": {why}"));
@@ -140,6 +146,20 @@ fn position(case: &Case<'_>, rank_index: usize) -> Vec<EvidenceLine> {
         lines.push(line(format!("there is no {what} rank {}{why}", view.rank), vec![view.rank]));
     }
     lines
+}
+
+/// The call of a library, known by its name only, in which a thread of a rank is.
+fn named_call(case: &Case<'_>, rank_index: usize) -> Option<EvidenceLine> {
+    let view = case.view(rank_index);
+    let is_named = |operation: &&Operation| {
+        operation.kind() == OpKind::HostCall
+            && operation.op() == Op::Unspecified
+            && operation.store_keys.is_empty()
+            && !operation.function.is_empty()
+    };
+    let call = view.pending().filter(|_| !view.dead()).find(is_named)?;
+    let seconds = view.flight?.read_ns.saturating_sub(call.entered_ns) / 1_000_000_000;
+    Some(about(case, rank_index, &format!("has been in a call of {} for {seconds} s", call.function)))
 }
 
 /// The counters of a rank beside those of the ranks inside a collective. `None` for other events.
@@ -167,6 +187,16 @@ pub(crate) fn job_line(case: &Case<'_>, fact: &JobFact) -> EvidenceLine {
     match fact {
         JobFact::Gap(gap, rank_indices) => gap_line(case, *gap, rank_indices),
         JobFact::SignalledFirst { rank, operation } => signalled_first(*rank, operation),
+        JobFact::AsyncError { communicator: id, error, reported_to } => {
+            let text = format!(
+                "{} {} of communicator {}",
+                reported(&Ranks::of(case, reported_to)),
+                error_name(*error),
+                communicator(*id)
+            );
+            Ranks::of(case, reported_to).line(text)
+        }
+        JobFact::WaitsForKeys { waiters, call } => waits_for_keys(case, waiters, call),
         JobFact::YoungerThanTimeout { oldest_ns, timeout_ns } => line(
             format!(
                 "the oldest operation has been pending for {} s, less than the hang timeout of {} s",
@@ -193,6 +223,35 @@ fn gap_line(case: &Case<'_>, gap: EvidenceGap, rank_indices: &[usize]) -> Eviden
             format!("{watchers} of {ranks} {} stuck inside a driver call", number.is())
         }
     };
+    who.line(text)
+}
+
+/// `NCCL reported to ranks 0-1`.
+fn reported(ranks: &Ranks) -> String {
+    format!("NCCL reported to {} the asynchronous error", ranks.text())
+}
+
+/// The name of an `ncclResult_t`, with its number.
+fn error_name(error: u32) -> String {
+    const NAMES: [&str; 7] = [
+        "success",
+        "unhandled CUDA error",
+        "system error",
+        "internal error",
+        "invalid argument",
+        "invalid usage",
+        "remote error",
+    ];
+    match NAMES.get(error as usize) {
+        Some(name) => format!("{error} ({name})"),
+        None => error.to_string(),
+    }
+}
+
+/// The keys that ranks wait for in a store.
+fn waits_for_keys(case: &Case<'_>, waiters: &[usize], call: &Operation) -> EvidenceLine {
+    let who = Ranks::of(case, waiters);
+    let text = format!("{} {} for {} in {}", who.text(), who.number().waits(), awaited_keys(call), call.function);
     who.line(text)
 }
 

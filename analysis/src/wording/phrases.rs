@@ -2,11 +2,12 @@
 
 use xpu_timer_proto::server::{AwaitedKind, Holder};
 
-use super::Number;
+use super::{Number, awaited_keys, missing_keys};
 use crate::{
     case::{Case, Position, STANDARD_INPUT},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
+    store::key_wait,
     text::{self, communicator, rank_count, ranks},
     world::RankView,
 };
@@ -66,6 +67,9 @@ impl<'a> Case<'a> {
     /// The object that the system call of a rank's main thread waits for: `the lock on x.lock, held
     /// by rank 3 (process 77)`.
     pub(super) fn awaited_text(&self, rank_index: usize) -> Option<String> {
+        if let Some(call) = key_wait(self.view(rank_index)) {
+            return Some(format!("{} in the store", awaited_keys(call)));
+        }
         let awaited = self.awaited(rank_index)?;
         let own = |holder: &Holder| self.view(rank_index).pid() == Some(holder.pid);
         let others: Vec<String> = awaited
@@ -155,8 +159,12 @@ impl<'a> Case<'a> {
             }
             Event::Init { comm } => format!("the creation of {}", of_comm(comm)),
             Event::Split { comm } => match self.operation(event).map(|operation| operation.function.as_str()) {
-                // MPI has several calls that make a communicator from another one.
-                Some(function) if function.starts_with("MPI_") => format!("{function} of {}", of_comm(comm)),
+                // MPI has several calls that make a communicator from another one, and NCCL has calls
+                // that all ranks make together and that create none, such as the registration of a
+                // window.
+                Some(function) if !function.is_empty() && !function.ends_with("CommSplit") => {
+                    format!("{function} of {}", of_comm(comm))
+                }
                 _ => format!("a split of {}", of_comm(comm)),
             },
         }
@@ -215,10 +223,14 @@ impl<'a> Case<'a> {
             self.world.ranks(self.stack_waiters.iter().copied().filter(|rank_index| !culprits.contains(rank_index)));
         let place =
             self.stack_waiters.first().map_or("", |rank_index| self.view(*rank_index).host.observed.witness.as_str());
+        // The key, unless the sentence already names it.
+        let in_store = self.stack_waiters.iter().all(|rank_index| self.uses_store(*rank_index));
+        let keys = missing_keys(self).filter(|keys| in_store && !sentence.contains(keys));
+        let keys = keys.map_or(String::new(), |keys| format!(" for {keys}"));
         match waiters.len() {
             0 => String::new(),
-            1 => format!("; {} waits in {place}", ranks(&waiters)),
-            _ => format!("; {} wait in {place}", ranks(&waiters)),
+            1 => format!("; {} waits in {place}{keys}", ranks(&waiters)),
+            _ => format!("; {} wait in {place}{keys}", ranks(&waiters)),
         }
     }
 }

@@ -97,7 +97,7 @@ fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, 
     Key { family: Family::Collective, labels }
 }
 
-/// Series and amount of a completed matrix product.
+/// Series and amount of a completed matrix product or flash attention.
 #[must_use]
 pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Measurement)> {
     let shape = operation.matmul.as_ref()?;
@@ -107,10 +107,15 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     let done = Measurement {
         at_ns: operation.completed_ns,
         us: operation.device_ns as f64 / 1e3,
-        amount: flops(shape, operation.dtype()),
+        amount: match operation.op() {
+            Op::Attention => attention_flops(shape),
+            _ => flops(shape, operation.dtype()),
+        },
     };
     let dtype = dtype_name(operation.dtype());
-    let mut labels = vec![("dtype", dtype.to_string()), ("operation", "Matmul".to_string())];
+    // The original tool's name.
+    let name = if operation.op() == Op::Attention { "FA" } else { "Matmul" };
+    let mut labels = vec![("dtype", dtype.to_string()), ("operation", name.to_string())];
     if let Some((_, levels)) = settings.levels {
         let tflops = Family::Matmul.performance(done.amount, done.us);
         labels.push(("level", matmul_level(tflops, peak_tflops(&settings.device, dtype), levels).to_string()));
@@ -125,6 +130,14 @@ pub fn flops(shape: &Matmul, dtype: DataType) -> f64 {
     let of_term = if matches!(dtype, DataType::Complex64 | DataType::Complex128) { 8.0 } else { 2.0 };
     // A product without a batch count is a batch of one.
     of_term * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
+}
+
+/// Floating-point operations of a flash attention, as the original tool counts them: 4 b s s h
+/// forward and 8 b s s h backward, whatever the mask.
+#[must_use]
+pub fn attention_flops(shape: &Matmul) -> f64 {
+    let of_term = if shape.trans_a == 1 { 8.0 } else { 4.0 };
+    of_term * f64::from(shape.batch) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
 }
 
 /// Bytes that count for the bus bandwidth of a collective, computed from the count that each rank
@@ -411,7 +424,17 @@ mod tests {
         assert_eq!(Family::Matmul.performance(1.0, 0.0), 0.0);
         let h100 = MetricsSettings { device: "H100".into(), ..settings() };
         assert_eq!(labels(&matmul(&operation, &h100).unwrap().0), "dtype=bf16,operation=Matmul,level=3");
-        assert!(matmul(&Operation { matmul: None, ..operation }, &settings()).is_none());
+        assert!(matmul(&Operation { matmul: None, ..operation.clone() }, &settings()).is_none());
+        // A flash attention of 2 x 16 heads of 64 elements, 2048 queries and keys.
+        let shape = Matmul { batch: 32, m: 2048, n: 2048, k: 64, ..Default::default() };
+        let attention = |trans_a: u32| {
+            let matmul = Some(Matmul { trans_a, ..shape });
+            Operation { op: Op::Attention.into(), matmul, ..operation.clone() }
+        };
+        let (key, forward) = super::matmul(&attention(0), &settings()).unwrap();
+        assert_eq!(labels(&key), "dtype=bf16,operation=FA,level=2");
+        assert_eq!(forward.amount, 4.0 * 2.0 * 2048.0 * 2048.0 * 1024.0);
+        assert_eq!(super::matmul(&attention(1), &settings()).unwrap().1.amount, 2.0 * forward.amount);
     }
 
     #[test]

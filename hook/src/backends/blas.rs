@@ -273,7 +273,7 @@ fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<Ma
 
 /// Whether this product gets events.
 #[inline]
-fn is_timed(recorder: &Recorder) -> bool {
+pub fn is_timed(recorder: &Recorder) -> bool {
     let mode = recorder.bracket.load(Ordering::Relaxed);
     if mode == Bracket::All as u32 || mode == Bracket::Matmuls as u32 {
         return true;

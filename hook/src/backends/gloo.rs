@@ -18,18 +18,18 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        gloo::group::{Tensors, creating, known, tensor_shape},
+        gloo::group::{Keys, NEW_STRING, OLD_STRING, Tensors, creating, known, tensor_shape},
         host_call::BlockingCall,
         request_table::{RequestOperation, forget, recall, remember},
     },
     interpose::hooked::{AfterCall, around},
     runtime::{
-        abi::Word,
+        abi::{SUCCESS, Word},
         linker::function::{Function, Wrapper},
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
         recorder::{
             self, NewOperation, Recorder,
-            host_operations::{close, mark_started, queue},
+            host_operations::{close, mark_started, queue, set_first_tag},
         },
     },
 };
@@ -43,7 +43,40 @@ thread_local! {
     static LAUNCHING: Cell<usize> = const { Cell::new(0) };
 }
 
-fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: Tensors) -> Option<NewOperation> {
+/// The arguments of a method that are recorded.
+#[derive(Clone, Copy)]
+struct Call {
+    op: Op,
+    /// Root or peer.
+    peer: i32,
+    /// Reduce operation, in NCCL's numbers.
+    reduce: u8,
+    tensors: Tensors,
+}
+
+fn call(op: Op, tensors: Tensors) -> Call {
+    Call { op, peer: NOBODY, reduce: 0, tensors }
+}
+
+impl Call {
+    fn with_peer(self, peer: i32) -> Self {
+        Call { peer, ..self }
+    }
+
+    /// A reduction with `AllreduceOptions` or `ReduceScatterOptions`.
+    fn reduced_by(self, options: Word) -> Self {
+        Call { reduce: reduce_kind(options), ..self }
+    }
+
+    /// A reduction with `ReduceOptions`.
+    fn reduced_to_root(self, options: Word) -> Self {
+        let (reduce, peer) = rooted_reduce(options);
+        Call { reduce, peer, ..self }
+    }
+}
+
+fn begin(recorder: &'static Recorder, group: Word, call: Call) -> Option<NewOperation> {
+    let Call { op, peer, reduce, tensors } = call;
     let (index, communicator) = known(recorder, group)?;
     let transfer = matches!(op, Op::Send | Op::Recv);
     let counter = if transfer { comm::POINT_TO_POINT } else { comm::LAUNCHED };
@@ -59,6 +92,7 @@ fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: T
         count,
         dtype,
         peer,
+        reduce,
         ..NewOperation::new(OpKind::Collective, op)
     })
 }
@@ -69,8 +103,8 @@ struct Launched {
     slot: Option<usize>,
 }
 
-fn launched(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: Tensors) -> Launched {
-    let slot = begin(recorder, group, op, peer, tensors).and_then(|what| queue(recorder, &what));
+fn launched(recorder: &'static Recorder, group: Word, call: Call) -> Launched {
+    let slot = begin(recorder, group, call).and_then(|what| queue(recorder, &what));
     LAUNCHING.set(slot.map_or(0, |slot| slot + 1));
     Launched { recorder, slot }
 }
@@ -116,6 +150,18 @@ fn slot_of(recorder: &'static Recorder, work: usize) -> Option<usize> {
 fn enqueued(recorder: &'static Recorder, work: Word) {
     if let Some(slot) = LAUNCHING.take().checked_sub(1) {
         recorder.slots[slot].context.store(pointee(work), Ordering::Release);
+    }
+}
+
+/// The method takes a tag, by which the collectives of the members match. A method that takes
+/// several uses them for one collective; the first counts.
+struct Tagged;
+
+impl AfterCall for Tagged {
+    fn after(self, recorder: &'static Recorder, tag: c_int) {
+        if let Some(slot) = LAUNCHING.get().checked_sub(1) {
+            set_first_tag(recorder, slot, tag as u32);
+        }
     }
 }
 
@@ -167,7 +213,7 @@ fn transfer(
     (peer, tag): (Word, Word),
     tensors: Word,
 ) -> Transfer {
-    let what = begin(recorder, group, op, peer as i32, Tensors::Many(tensors));
+    let what = begin(recorder, group, call(op, Tensors::Many(tensors)).with_peer(peer as i32));
     Transfer { what: what.map(|what| NewOperation { tag: Some(tag as i32), ..what }), work }
 }
 
@@ -204,7 +250,7 @@ impl AfterCall for Waited {
 
 /// A method that finishes its work before it returns.
 fn direct(recorder: &'static Recorder, group: Word, op: Op) -> BlockingCall {
-    let what = begin(recorder, group, op, NOBODY, Tensors::None);
+    let what = begin(recorder, group, call(op, Tensors::None));
     what.map_or_else(|| BlockingCall::new(recorder), |what| BlockingCall::new(recorder).with(&what))
 }
 
@@ -215,28 +261,68 @@ fn root(options: Word) -> i32 {
     unsafe { (options as *const i32).as_ref() }.map_or(NOBODY, |root| *root)
 }
 
-/// The root of `ReduceOptions`. Its first member is the reduce operation: an object of 32 bytes, or
-/// of 40 where reference counts are two words. The last two words of that object are its kind and a
-/// pointer. The root follows, then a number that is always 0, then the timeout in milliseconds, -1
-/// for none. If the memory does not match this layout, the root is unknown.
-fn reduce_root(options: Word) -> i32 {
+/// The reduce operation of some options, and the place of the word behind it. It is the first member
+/// of the options: an object of 32 bytes, or of 40 where reference counts are two words. The last
+/// two words of that object are its kind and a pointer. `None` if the memory does not match this
+/// layout; older versions had only the kind. `fits` checks the words behind the object.
+fn reduce_operation(options: Word, fits: impl Fn(&dyn Fn(usize) -> u64, usize) -> bool) -> Option<(u8, usize)> {
     const KINDS: u64 = 16;
-    const LIMITS_MS: std::ops::Range<u64> = 1000..1 << 48;
+    if options == 0 {
+        return None;
+    }
     // SAFETY: the caller's options. Words after those of the shorter object are read only if the
     // shorter layout does not match.
     let word = |index: usize| unsafe { (options as *const u64).add(index).read_unaligned() };
-    let is_limit = |ms: u64| ms == u64::MAX || LIMITS_MS.contains(&ms);
     // The object begins with the address of its virtual table. Its own pointer may be null.
     let is_address = |word: u64| word >> 12 != 0;
     let is_object = |place: usize| {
         let pointer = word(place - 1);
         is_address(word(0)) && word(place - 2) & 0xff < KINDS && (pointer == 0 || is_address(pointer))
     };
-    let root_at = |place: usize| {
-        let fits = is_object(place) && word(place + 1) == 0 && is_limit(word(place + 2));
-        i32::try_from(word(place)).ok().filter(|_| fits)
+    let place = [4, 5].into_iter().find(|place| is_object(*place) && fits(&word, *place))?;
+    Some((word(place - 2) as u8, place))
+}
+
+/// Whether a word is a timeout in milliseconds, -1 for none.
+fn is_limit(ms: u64) -> bool {
+    const LIMITS_MS: std::ops::Range<u64> = 1000..1 << 48;
+    ms == u64::MAX || LIMITS_MS.contains(&ms)
+}
+
+/// What a reduction with a root computes, and the root. In its options, the root, a number that is
+/// always 0 and the timeout follow the operation. A sum without a known root if the layout is not
+/// known.
+fn rooted_reduce(options: Word) -> (u8, i32) {
+    let fits = |word: &dyn Fn(usize) -> u64, place: usize| {
+        i32::try_from(word(place)).is_ok() && word(place + 1) == 0 && is_limit(word(place + 2))
     };
-    if options == 0 { NOBODY } else { [4, 5].into_iter().find_map(root_at).unwrap_or(NOBODY) }
+    let Some((kind, place)) = reduce_operation(options, fits) else { return (0, NOBODY) };
+    // SAFETY: the caller's options, which have this word.
+    let root = unsafe { (options as *const u64).add(place).read_unaligned() };
+    (reduce_number(kind), root as i32)
+}
+
+/// The number of a `c10d::ReduceOp`, in NCCL's numbers as far as NCCL has it.
+fn reduce_number(kind: u8) -> u8 {
+    /// Sum, average, product, minimum, maximum, the bitwise and, or and xor, sum with a factor.
+    const NUMBERS: [u8; 9] = [0, 4, 1, 3, 2, 5, 6, 7, 8];
+    NUMBERS.get(usize::from(kind)).copied().unwrap_or(u8::MAX)
+}
+
+/// What a reduction without a root computes: the timeout follows the operation. A sum if the layout
+/// of the options is not known.
+fn reduce_kind(options: Word) -> u8 {
+    reduce_operation(options, |word, place| is_limit(word(place))).map_or(0, |(kind, _)| reduce_number(kind))
+}
+
+/// The tensors of an all-to-all. Without split sizes, all members exchange equal parts.
+fn exchanged(input: Word, splits: [Word; 2]) -> Tensors {
+    let is_empty = |vector: Word| {
+        // SAFETY: the caller's vector, which begins with the addresses of its first element and of
+        // its end.
+        unsafe { (vector as *const [Word; 2]).as_ref() }.is_some_and(|[first, end]| first == end)
+    };
+    if splits.into_iter().all(is_empty) { Tensors::One(input) } else { Tensors::None }
 }
 
 /// The row whose original is in the library that has PyTorch's other functions.
@@ -244,11 +330,22 @@ fn allreduce() -> &'static Function {
     &_ZN4c10d16ProcessGroupGloo9allreduceERSt6vectorIN2at6TensorESaIS3_EERKNS_16AllreduceOptionsE::FUNCTION
 }
 
+/// The functions report no errors. They throw.
+fn succeeded(_: Word) -> c_int {
+    SUCCESS
+}
+
+/// A function that returns a number.
+fn number(answer: Word) -> c_int {
+    answer as c_int
+}
+
 /// Defines hooked C++ functions from rows: the symbol, its arguments as words, and the code that
 /// runs before it. `bypass` determines whether calls inside other hooked collectives are recorded
 /// too. If `when` is false, a call goes straight to the original and does not start the hook.
+/// `result` converts the value that the original returned to the result that the code after it gets.
 macro_rules! symbols {
-    ($(bypass $bypass:expr, when $when:expr => { $($name:ident($($arg:ident),*) => $before:expr;)* })*) => {
+    ($(bypass $bypass:expr, when $when:expr, result $result:expr => { $($name:ident($($arg:ident),*) => $before:expr;)* })*) => {
         $($(
             #[allow(non_snake_case, missing_docs)]
             pub mod $name {
@@ -300,7 +397,7 @@ macro_rules! symbols {
                     let mut call = || {
                         // SAFETY: the caller's arguments.
                         answer = unsafe { real($($arg),*) };
-                        0
+                        $result(answer)
                     };
                     if $when {
                         around((&FUNCTION, slot), (IN_COLLECTIVES, $bypass), $before, call);
@@ -316,56 +413,56 @@ macro_rules! symbols {
 }
 
 symbols! {
-    bypass IN_COLLECTIVES | IN_HOOK, when true => {
+    bypass IN_COLLECTIVES | IN_HOOK, when true, result succeeded => {
         _ZN4c10d16ProcessGroupGlooC1ERKN3c1013intrusive_ptrINS_5StoreENS1_6detail34intrusive_target_default_null_typeIS3_EEEEiiNS2_INS0_7OptionsENS5_ISA_EEEE(this, store, rank, size, options)
             => |recorder, _| creating(recorder, this, rank, size);
         _ZN4c10d16ProcessGroupGlooC2ERKN3c1013intrusive_ptrINS_5StoreENS1_6detail34intrusive_target_default_null_typeIS3_EEEEiiNS2_INS0_7OptionsENS5_ISA_EEEE(this, store, rank, size, options)
             => |recorder, _| creating(recorder, this, rank, size);
 
         _ZN4c10d16ProcessGroupGloo9allreduceERSt6vectorIN2at6TensorESaIS3_EERKNS_16AllreduceOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::AllReduce, NOBODY, Tensors::Many(tensors));
+            => |recorder, _| launched(recorder, this, call(Op::AllReduce, Tensors::Many(tensors)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo16allreduce_sparseERSt6vectorIN2at6TensorESaIS3_EERKNS_16AllreduceOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::AllReduce, NOBODY, Tensors::None);
+            => |recorder, _| launched(recorder, this, call(Op::AllReduce, Tensors::None).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo19allreduce_coalescedERSt6vectorIN2at6TensorESaIS3_EERKNS_25AllreduceCoalescedOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::AllReduce, NOBODY, Tensors::Many(tensors));
+            => |recorder, _| launched(recorder, this, call(Op::AllReduce, Tensors::Many(tensors)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo9broadcastERSt6vectorIN2at6TensorESaIS3_EERKNS_16BroadcastOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::Broadcast, root(options), Tensors::Many(tensors));
+            => |recorder, _| launched(recorder, this, call(Op::Broadcast, Tensors::Many(tensors)).with_peer(root(options)));
         _ZN4c10d16ProcessGroupGloo6reduceERSt6vectorIN2at6TensorESaIS3_EERKNS_13ReduceOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::Reduce, reduce_root(options), Tensors::Many(tensors));
+            => |recorder, _| launched(recorder, this, call(Op::Reduce, Tensors::Many(tensors)).reduced_to_root(options));
         _ZN4c10d16ProcessGroupGloo9allgatherERSt6vectorIS1_IN2at6TensorESaIS3_EESaIS5_EERS5_RKNS_16AllgatherOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::Many(inputs));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::Many(inputs)));
         _ZN4c10d16ProcessGroupGloo15_allgather_baseERN2at6TensorES3_RKNS_16AllgatherOptionsE(work, this, output, input, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::One(input));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::One(input)));
         _ZN4c10d16ProcessGroupGloo17all_gather_singleERN2at6TensorES3_RKNS_16AllgatherOptionsE(work, this, output, input, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::One(input));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::One(input)));
         _ZN4c10d16ProcessGroupGloo19allgather_coalescedERSt6vectorIS1_IN2at6TensorESaIS3_EESaIS5_EERS5_RKNS_16AllgatherOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::Many(inputs));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::Many(inputs)));
         _ZN4c10d16ProcessGroupGloo31allgather_into_tensor_coalescedERSt6vectorIN2at6TensorESaIS3_EES6_RKNS_16AllgatherOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::Many(inputs));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::Many(inputs)));
         _ZN4c10d16ProcessGroupGloo27all_gather_single_coalescedERSt6vectorIN2at6TensorESaIS3_EES6_RKNS_16AllgatherOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::Many(inputs));
+            => |recorder, _| launched(recorder, this, call(Op::AllGather, Tensors::Many(inputs)));
         _ZN4c10d16ProcessGroupGloo6gatherERSt6vectorIS1_IN2at6TensorESaIS3_EESaIS5_EERS5_RKNS_13GatherOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::Gather, root(options), Tensors::Many(inputs));
+            => |recorder, _| launched(recorder, this, call(Op::Gather, Tensors::Many(inputs)).with_peer(root(options)));
         _ZN4c10d16ProcessGroupGloo7scatterERSt6vectorIN2at6TensorESaIS3_EERS1_IS5_SaIS5_EERKNS_14ScatterOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::Scatter, root(options), Tensors::Many(outputs));
+            => |recorder, _| launched(recorder, this, call(Op::Scatter, Tensors::Many(outputs)).with_peer(root(options)));
         _ZN4c10d16ProcessGroupGloo14reduce_scatterERSt6vectorIN2at6TensorESaIS3_EERS1_IS5_SaIS5_EERKNS_20ReduceScatterOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::ReduceScatter, NOBODY, Tensors::Many(outputs));
+            => |recorder, _| launched(recorder, this, call(Op::ReduceScatter, Tensors::Many(outputs)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo20_reduce_scatter_baseERN2at6TensorES3_RKNS_20ReduceScatterOptionsE(work, this, output, input, options)
-            => |recorder, _| launched(recorder, this, Op::ReduceScatter, NOBODY, Tensors::One(output));
+            => |recorder, _| launched(recorder, this, call(Op::ReduceScatter, Tensors::One(output)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo21reduce_scatter_singleERN2at6TensorES3_RKNS_20ReduceScatterOptionsE(work, this, output, input, options)
-            => |recorder, _| launched(recorder, this, Op::ReduceScatter, NOBODY, Tensors::One(output));
+            => |recorder, _| launched(recorder, this, call(Op::ReduceScatter, Tensors::One(output)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo31reduce_scatter_tensor_coalescedERSt6vectorIN2at6TensorESaIS3_EES6_RKNS_20ReduceScatterOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::ReduceScatter, NOBODY, Tensors::Many(outputs));
+            => |recorder, _| launched(recorder, this, call(Op::ReduceScatter, Tensors::Many(outputs)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo31reduce_scatter_single_coalescedERSt6vectorIN2at6TensorESaIS3_EES6_RKNS_20ReduceScatterOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::ReduceScatter, NOBODY, Tensors::Many(outputs));
+            => |recorder, _| launched(recorder, this, call(Op::ReduceScatter, Tensors::Many(outputs)).reduced_by(options));
         _ZN4c10d16ProcessGroupGloo13alltoall_baseERN2at6TensorES3_RSt6vectorIlSaIlEES7_RKNS_15AllToAllOptionsE(work, this, output, input, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllToAll, NOBODY, Tensors::None);
+            => |recorder, _| launched(recorder, this, call(Op::AllToAll, exchanged(input, [outputs, inputs])));
         _ZN4c10d16ProcessGroupGloo17all_to_all_singleERN2at6TensorES3_RSt6vectorIlSaIlEES7_RKNS_15AllToAllOptionsE(work, this, output, input, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllToAll, NOBODY, Tensors::None);
+            => |recorder, _| launched(recorder, this, call(Op::AllToAll, exchanged(input, [outputs, inputs])));
         _ZN4c10d16ProcessGroupGloo8alltoallERSt6vectorIN2at6TensorESaIS3_EES6_RKNS_15AllToAllOptionsE(work, this, outputs, inputs, options)
-            => |recorder, _| launched(recorder, this, Op::AllToAll, NOBODY, Tensors::None);
+            => |recorder, _| launched(recorder, this, call(Op::AllToAll, Tensors::None));
         _ZN4c10d16ProcessGroupGloo7barrierERKNS_14BarrierOptionsE(work, this, options)
-            => |recorder, _| launched(recorder, this, Op::Barrier, NOBODY, Tensors::None);
+            => |recorder, _| launched(recorder, this, call(Op::Barrier, Tensors::None));
         _ZN4c10d16ProcessGroupGloo16monitoredBarrierERKNS_14BarrierOptionsEb(this, options, all)
             => |recorder, _| direct(recorder, this, Op::Barrier);
 
@@ -382,8 +479,14 @@ symbols! {
 
     }
 
+    // Called inside the methods above.
+    bypass IN_HOOK, when LAUNCHING.get() != 0, result number => {
+        _ZN4c10d16ProcessGroupGloo7nextTagEv(this)
+            => |_, _| Tagged;
+    }
+
     // Called inside the methods above, and on gloo threads.
-    bypass IN_HOOK, when true => {
+    bypass IN_HOOK, when true, result succeeded => {
         _ZN4c10d16ProcessGroupGloo7enqueueEN3c1013intrusive_ptrINS0_9AsyncWorkENS1_6detail34intrusive_target_default_null_typeIS3_EEEE(this, work)
             => |recorder, _| enqueued(recorder, work);
         _ZN4c10d16ProcessGroupGloo9AsyncWork7executeERKN3c1013intrusive_ptrIS1_NS2_6detail34intrusive_target_default_null_typeIS1_EEEE(work)
@@ -398,7 +501,7 @@ symbols! {
     }
 
     // Many processes that are not ranks use stores, such as the agent of torchrun.
-    bypass IN_HOOK, when group::needs_identity() => {
+    bypass IN_HOOK, when group::needs_identity(), result succeeded => {
         _ZN4c10d8TCPStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
             => |recorder, _| group::store_key_set(recorder, key);
         _ZN4c10d9FileStore3setERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt6vectorIhSaIhEE(this, key, value)
@@ -413,26 +516,44 @@ symbols! {
             => |recorder, _| group::store_key_set(recorder, key);
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when group::is_rank() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when group::is_member(), result succeeded => {
         _ZN4c10d8TCPStoreC1ENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKNS_15TCPStoreOptionsE(this, host, options)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore", Keys::None);
         _ZN4c10d8TCPStoreC1ESsRKNS_15TCPStoreOptionsE(this, host, options)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore", Keys::None);
         _ZN4c10d8TCPStore3getERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(answer, this, key)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get", Keys::One(key));
         _ZN4c10d8TCPStore3getERKSs(answer, this, key)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::get", Keys::One(key));
+        _ZN4c10d9FileStore3getERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(answer, this, key)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::get", Keys::One(key));
+        _ZN4c10d9FileStore3getERKSs(answer, this, key)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::get", Keys::One(key));
+        _ZN4c10d8TCPStore8queuePopERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEEb(answer, this, key, block)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::queuePop", Keys::One(key));
+        _ZN4c10d8TCPStore7barrierERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEElRKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, key, size, timeout)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::barrier", Keys::One(key));
+        _ZN4c10d8TCPStore8multiGetERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(answer, this, keys)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::multiGet", Keys::Many(keys, NEW_STRING));
     }
 
-    bypass IN_COLLECTIVES | IN_HOOK, when group::is_main_thread_of_rank() => {
+    bypass IN_COLLECTIVES | IN_HOOK, when group::is_main_thread_of_member(), result succeeded => {
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(this, keys)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait", Keys::Many(keys, NEW_STRING));
         _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait", Keys::Many(keys, NEW_STRING));
         _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEE(this, keys)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait", Keys::Many(keys, OLD_STRING));
         _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
-            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait");
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::TCPStore::wait", Keys::Many(keys, OLD_STRING));
+        _ZN4c10d9FileStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(this, keys)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::wait", Keys::Many(keys, NEW_STRING));
+        _ZN4c10d9FileStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::wait", Keys::Many(keys, NEW_STRING));
+        _ZN4c10d9FileStore4waitERKSt6vectorISsSaISsEE(this, keys)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::wait", Keys::Many(keys, OLD_STRING));
+        _ZN4c10d9FileStore4waitERKSt6vectorISsSaISsEERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
+            => |recorder, _| group::waiting_in_store(recorder, "c10d::FileStore::wait", Keys::Many(keys, OLD_STRING));
     }
 }
 
@@ -447,7 +568,40 @@ mod tests {
         // As many words as the longest layout has.
         let mut words = [0xdead_beef_dead_beef; 10];
         words[..options.len()].copy_from_slice(options);
-        reduce_root(words.as_ptr() as Word)
+        rooted_reduce(words.as_ptr() as Word).1
+    }
+
+    #[test]
+    fn what_a_reduction_computes_is_read_behind_either_object() {
+        let of = |options: &[u64], rooted: bool| {
+            let mut words = [0xdead_beef_dead_beef; 10];
+            words[..options.len()].copy_from_slice(options);
+            let options = words.as_ptr() as Word;
+            if rooted { rooted_reduce(options).0 } else { reduce_kind(options) }
+        };
+        // c10d counts sum, average, product, minimum, maximum, the bitwise and, or and xor.
+        for (kind, number) in [0, 4, 1, 3, 2, 5, 6, 7].into_iter().enumerate() {
+            let kind = kind as u64;
+            for count in [0, 1] {
+                assert_eq!(of(&[TABLE, count, kind, 0, NO_LIMIT], false), number);
+                assert_eq!(of(&[TABLE, count, count, kind, 0, 30_000], false), number);
+                assert_eq!(of(&[TABLE, count, kind, 0, 3, 0, NO_LIMIT], true), number);
+                assert_eq!(of(&[TABLE, count, count, kind, 0, 3, 0, NO_LIMIT], true), number);
+            }
+        }
+        // Another layout.
+        assert_eq!(of(&[3, NO_LIMIT], false), 0);
+        assert_eq!((of(&[TABLE, 1, 4, 0, 5], false), reduce_kind(0)), (0, 0));
+    }
+
+    #[test]
+    fn an_exchange_has_a_size_if_all_parts_are_equal() {
+        let (empty, filled) = ([0x100usize, 0x100], [0x100usize, 0x110]);
+        let exchanged_size = |splits: [&[usize; 2]; 2]| {
+            matches!(exchanged(0x200, splits.map(|split| split.as_ptr() as Word)), Tensors::One(0x200))
+        };
+        assert!(exchanged_size([&empty, &empty]));
+        assert!(!exchanged_size([&empty, &filled]) && !exchanged_size([&filled, &empty]));
     }
 
     #[test]
@@ -466,7 +620,7 @@ mod tests {
 
     #[test]
     fn the_root_of_a_reduce_in_another_layout_is_unknown() {
-        assert_eq!(reduce_root(0), NOBODY);
+        assert_eq!(rooted_reduce(0), (0, NOBODY));
         // Older versions had only the kind.
         assert_eq!(root_of(&[0, 3, 0, NO_LIMIT]), NOBODY);
         // A longer object, a root of another type, an additional member, a timeout in another unit.

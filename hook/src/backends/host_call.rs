@@ -10,7 +10,7 @@ use crate::{
         abi::SUCCESS,
         recorder::{
             self, NewOperation, Recorder,
-            host_operations::{close, follow, grant_startup_grace, leave, open},
+            host_operations::{await_keys, close, follow, grant_startup_grace, leave, open},
         },
     },
 };
@@ -41,6 +41,14 @@ impl BlockingCall {
     pub fn with_startup_grace(self, recorder: &'static Recorder, starting: bool) -> Self {
         if let Some(leader) = self.leader.filter(|_| starting) {
             grant_startup_grace(recorder, leader);
+        }
+        self
+    }
+
+    /// Adds the keys that the call waits for in a store.
+    pub fn with_keys<'a>(self, recorder: &'static Recorder, keys: impl Iterator<Item = &'a [u8]>) -> Self {
+        if let Some(leader) = self.leader {
+            await_keys(recorder, leader, keys);
         }
         self
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    ring::{MAGIC, VERSION, coverage, header, lane, name, offset, op},
+    ring::{MAGIC, VERSION, coverage, header, lane, name, offset, op, store_wait},
     v1::{DataType, Op, OpKind},
 };
 
@@ -34,7 +34,7 @@ pub(crate) mod operations;
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
-/// The shape of a matrix product; see [`xpu_timer_proto::v1::Matmul`].
+/// The shape of a matrix product or of an attention; see [`xpu_timer_proto::v1::Operation`].
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
 pub struct MatmulShape {
@@ -66,13 +66,14 @@ pub struct NewOperation {
     pub count: u64,
     /// Root or peer, -1 for none.
     pub peer: i32,
-    /// Tag of a send or receive, -1 for any. `None` if the operation has no tag.
+    /// Tag, -1 for any. `None` if the operation has no tag.
     pub tag: Option<i32>,
     /// Stream, as the caller passed it.
     pub stream: usize,
     /// Key into the name table.
     pub function: u64,
-    /// Only for a matrix product, which has no communicator, sequence number or count.
+    /// Only for a matrix product or an attention, which have no communicator, sequence number or
+    /// count.
     pub matmul: Option<MatmulShape>,
 }
 
@@ -275,7 +276,7 @@ pub fn store_text(words: &[AtomicU64], text: &[u8]) {
 }
 
 /// Operations that can be open and watched at the same time. Further ones are only recorded.
-pub const OPEN_CALL_CELLS: usize = 256;
+pub const OPEN_CALL_CELLS: usize = store_wait::SLOTS;
 
 /// The open operations of the process. A cell contains a slot plus one, 0 for none.
 pub struct OpenCalls {

@@ -11,9 +11,10 @@ static V1_RANK_INFO: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankInfo {
     const SHAPE: &'static Shape = &V1_RANK_INFO;
 }
-static V1_OPERATION: [(u32, Field); 2] = [
+static V1_OPERATION: [(u32, Field); 3] = [
     (19, Field::Text),
     (21, Field::Message(&V1_MATMUL)),
+    (23, Field::Text),
 ];
 impl Shaped for crate::v1::Operation {
     const SHAPE: &'static Shape = &V1_OPERATION;

@@ -59,7 +59,7 @@ pub struct Operation {
     pub count: u64,
     #[prost(enumeration = "DataType", tag = "7")]
     pub dtype: i32,
-    /// ncclRedOp_t; meaningful for reductions only.
+    /// ncclRedOp_t; meaningful for reductions only. For gloo, 5 to 7 are the bitwise and, or and xor.
     #[prost(uint32, tag = "8")]
     pub reduce_op: u32,
     /// Root of a rooted collective, peer of a send or receive, -1 otherwise; a rank within the
@@ -92,12 +92,21 @@ pub struct Operation {
     /// Group of ncclGroupStart/End it was launched in; 0 for none.
     #[prost(uint64, tag = "20")]
     pub group: u64,
-    /// Only for OP_MATMUL. `dtype` is then the type of A, and `function` the called C function.
+    /// Only for OP_MATMUL: `dtype` is then the type of A, and `function` the called C function. And
+    /// for OP_ATTENTION: `batch` is then the batch times the number of heads, `m` and `n` the numbers
+    /// of queries and keys, `k` the size of a head, and `trans_a` 1 in the backward pass.
     #[prost(message, optional, tag = "21")]
     pub matmul: ::core::option::Option<Matmul>,
-    /// Tag of an MPI or gloo send or receive; -1 matches any. Absent if the library has no tags.
+    /// Tag of an MPI or gloo send or receive, or of a gloo collective; -1 matches any. Absent if the
+    /// library has no tags.
     #[prost(int32, optional, tag = "22")]
     pub tag: ::core::option::Option<i32>,
+    /// Only for a host call: the keys that it waits for in PyTorch's store, as many as fit.
+    #[prost(string, repeated, tag = "23")]
+    pub store_keys: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Number of all these keys.
+    #[prost(uint32, tag = "24")]
+    pub store_key_count: u32,
 }
 /// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit into 32
 /// bits is clamped to the maximum.
@@ -158,6 +167,10 @@ pub struct Communicator {
     /// `id` comes from a random id, so no communicator of another job has it.
     #[prost(bool, tag = "14")]
     pub unique: bool,
+    /// The last error that ncclCommGetAsyncError returned for it, in the numbers of ncclResult_t; 0
+    /// for none.
+    #[prost(uint32, tag = "15")]
+    pub async_error: u32,
 }
 /// A device stream on which something was launched.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -317,6 +330,8 @@ pub enum Op {
     Graph = 41,
     /// A matrix product of cuBLAS or a similar library; its kind is KERNEL.
     Matmul = 42,
+    /// A kernel of flash attention; its kind is KERNEL.
+    Attention = 43,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -346,6 +361,7 @@ impl Op {
             Self::Kernel => "OP_KERNEL",
             Self::Graph => "OP_GRAPH",
             Self::Matmul => "OP_MATMUL",
+            Self::Attention => "OP_ATTENTION",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -372,6 +388,7 @@ impl Op {
             "OP_KERNEL" => Some(Self::Kernel),
             "OP_GRAPH" => Some(Self::Graph),
             "OP_MATMUL" => Some(Self::Matmul),
+            "OP_ATTENTION" => Some(Self::Attention),
             _ => None,
         }
     }

@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -117,7 +117,7 @@ pub mod op {
     pub const FUNCTION: usize = 13;
     /// NCCL group it was launched in; 0 for none.
     pub const GROUP: usize = 14;
-    /// Tag of a send or receive as i32 in the low half, and 1 in the high half when it has one.
+    /// Tag as i32 in the low half, and 1 in the high half when the operation has one.
     pub const TAG: usize = 15;
     /// Number of words in a slot.
     pub const WORDS: usize = 16;
@@ -167,6 +167,8 @@ pub mod comm {
     /// 1 if the identity comes from a random id, which no other job has. Otherwise other jobs may
     /// have communicators with this identity.
     pub const UNIQUE: usize = 11;
+    /// The last asynchronous error that the library returned for it, an ncclResult_t; 0 for none.
+    pub const ASYNC_ERROR: usize = 12;
     /// Number of words in an entry.
     pub const WORDS: usize = 16;
     /// Number of entries.
@@ -199,6 +201,22 @@ pub mod name {
     pub const WORDS: usize = 32;
     /// Number of entries.
     pub const SLOTS: usize = 2048;
+}
+
+/// Words of the entry with the keys that a call waits for in a store. An open call has an entry of
+/// its own.
+pub mod store_wait {
+    /// Ticket of the call plus one, published last; 0 is a free entry.
+    pub const TICKET: usize = 0;
+    /// Number of keys.
+    pub const KEYS: usize = 1;
+    /// First word of the keys: UTF-8 bytes, each key ended by a zero byte, as many keys as fit into
+    /// 8 x 30 bytes. The first one is cut if it does not fit.
+    pub const TEXT: usize = 2;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 32;
+    /// Number of entries: one for each call that can be open and watched at the same time.
+    pub const SLOTS: usize = 256;
 }
 
 /// Words of a coverage entry: a function that the hook knows.
@@ -285,7 +303,7 @@ pub mod lane {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, lane, name, op, stream};
+    use super::{comm, coverage, header, lane, name, op, store_wait, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -302,8 +320,10 @@ pub mod offset {
     pub const LANE_STREAMS: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
     /// Calls counted by the lanes.
     pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
+    /// Keys that open calls wait for.
+    pub const STORE_WAITS: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
+    pub const END: usize = STORE_WAITS + store_wait::SLOTS * store_wait::WORDS * 8;
 }
 
 /// Packs [`op::WHAT`].
@@ -349,6 +369,13 @@ pub(super) fn read_words(
 pub(super) fn text(words: &[u64]) -> String {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// The texts in words that end each text with a zero byte.
+pub(super) fn texts(words: &[u64]) -> Vec<String> {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let texts = bytes.split(|byte| *byte == 0).take_while(|text| !text.is_empty());
+    texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect()
 }
 
 pub(super) fn low(word: u64) -> u32 {

@@ -5,7 +5,7 @@ use std::{collections::HashMap, io};
 use super::lane;
 use super::layout::{
     MAGIC, VERSION, WATCHER_CALLS, comm, coverage, entries, header, high, low, matmul, name, offset, op, read_words,
-    stream, text,
+    store_wait, stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Matmul, Op, OpKind, OpStatus,
@@ -117,6 +117,14 @@ pub fn read(
         .iter()
         .map(|words| operation(words, name_of(words[op::FUNCTION])))
         .collect();
+    let waits = entries::<{ store_wait::WORDS }>(&read_at, offset::STORE_WAITS, store_wait::SLOTS)?;
+    let waits: HashMap<u64, _> = waits.iter().map(|words| (words[store_wait::TICKET] - 1, words)).collect();
+    for operation in operations.iter_mut().filter(|operation| operation.kind() == OpKind::HostCall) {
+        if let Some(words) = waits.get(&operation.ticket) {
+            operation.store_keys = texts(&words[store_wait::TEXT..]);
+            operation.store_key_count = words[store_wait::KEYS].min(u64::from(u32::MAX)) as u32;
+        }
+    }
     // Tickets are in chronological order only within a thread.
     operations.sort_by_key(|operation| (operation.entered_ns, operation.ticket));
     let finished = operations.iter().filter(|operation| operation.status() != OpStatus::Pending).count();
@@ -201,7 +209,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     };
     // The words of a matrix product's shape are those of a collective's fields. All are 0 if the
     // shape is unknown.
-    let is_product = op == Op::Matmul;
+    let is_product = matches!(op, Op::Matmul | Op::Attention);
     let is_told = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].iter().any(|word| words[*word] != 0);
     let matmul = (is_product && is_told).then(shape);
     let of_collective = |word: usize| if is_product { 0 } else { words[word] };
@@ -228,6 +236,8 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         group: words[op::GROUP],
         matmul,
         tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
+        store_keys: Vec::new(),
+        store_key_count: 0,
     }
 }
 
@@ -247,6 +257,7 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
         created_ns: words[comm::CREATED_NS],
         alias: words[comm::ALIAS],
         unique: words[comm::UNIQUE] == 1,
+        async_error: words[comm::ASYNC_ERROR].min(u64::from(u32::MAX)) as u32,
     }
 }
 
@@ -308,6 +319,28 @@ mod tests {
         assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
         assert_eq!((operation.function.as_str(), operation.tag), ("kernel", Some(-1)));
         assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
+    }
+
+    #[test]
+    fn a_store_wait_is_read_with_its_keys() {
+        let mut ring = Ring::new();
+        for ticket in [7, 8] {
+            let mut words = [0; op::WORDS];
+            words[op::TICKET] = ticket + 1;
+            words[op::WHAT] = pack_what(OpKind::HostCall, Op::Unspecified, DataType::Unspecified, 0, 1);
+            ring.put(offset::OPS, ticket as usize, &words);
+        }
+        let mut words = [0; store_wait::WORDS];
+        (words[store_wait::TICKET], words[store_wait::KEYS]) = (8 + 1, 40);
+        words[store_wait::TEXT] = u64::from_le_bytes(*b"done.0\0d");
+        words[store_wait::TEXT + 1] = u64::from_le_bytes(*b"one.1\0\0\0");
+        ring.put(offset::STORE_WAITS, 3, &words);
+        let operations = ring.read().unwrap().operations;
+        assert!(operations[0].store_keys.is_empty() && operations[0].store_key_count == 0);
+        assert_eq!(
+            (&operations[1].store_keys[..], operations[1].store_key_count),
+            (&["done.0".into(), "done.1".into()][..], 40)
+        );
     }
 
     #[test]

@@ -14,7 +14,7 @@ use serde_json::json;
 use xpu_timer_proto::{
     Message,
     server::Stacktrace,
-    v1::{DataType, FlightRecord, Op, OpStatus},
+    v1::{DataType, FlightRecord, Op, OpStatus, Operation},
 };
 use xpu_timer_tests::{
     DEBIAN_PYTHON, Incident, Job, PATIENCE, Process, artifacts, forky_with_torch, lacks, skip, tree, wait_until,
@@ -158,7 +158,7 @@ fn flight(incident: &Incident, rank: u32) -> FlightRecord {
 
 /// What one step of the example is in each rank's record, and that the groups are the same ones on
 /// all their ranks.
-fn check_records(incident: &Incident, tells_sizes: bool) {
+fn check_records(incident: &Incident) {
     let record = flight(incident, 0);
     let health = record.health.as_ref().expect("health");
     assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
@@ -180,9 +180,24 @@ fn check_records(incident: &Incident, tells_sizes: bool) {
     let [only] = pending[..] else { panic!("one operation is pending: {pending:?}") };
     assert_eq!((only.op(), only.seq, only.started_ns != 0), (Op::AllReduce, BEFORE + 1, true));
     assert!(record.operations.iter().all(|operation| operation.status() != OpStatus::Failed));
-    if tells_sizes {
-        assert_eq!((only.count, only.dtype()), (4096, DataType::Float32));
-    }
+    assert_eq!((only.count, only.dtype()), (4096, DataType::Float32));
+    // gloo numbers the collectives of a group from 0.
+    assert_eq!(only.tag, Some(BEFORE as i32));
+    let rare = |op: Op| {
+        let mut found = record.operations.iter().filter(|operation| operation.op() == op);
+        found.next().map(|operation| (operation.count, operation.dtype(), operation.peer))
+    };
+    assert_eq!(rare(Op::Gather), Some((2, DataType::Float32, 1)));
+    assert_eq!(rare(Op::Scatter), Some((3, DataType::Float32, 2)));
+    assert_eq!(rare(Op::Reduce), Some((5, DataType::Float32, 3)));
+    assert_eq!(rare(Op::AllToAll), Some((4, DataType::Float32, -1)));
+    // The largest of 7 numbers, and the sums.
+    let reductions = |count: u64| {
+        let own = record.operations.iter().filter(move |operation| operation.op() == Op::AllReduce);
+        own.filter(move |operation| operation.count == count).map(|operation| operation.reduce_op).collect::<Vec<_>>()
+    };
+    assert_eq!(reductions(7), [2, 0]);
+    assert!(reductions(1024).iter().all(|reduction| *reduction == 0));
     let calls =
         |name: &str| record.coverage.iter().filter(|row| row.name.contains(name)).map(|row| row.calls).sum::<u64>();
     assert_eq!(calls("ProcessGroupGloo::allreduce"), 2 * STEPS + 2 + 1);
@@ -192,7 +207,7 @@ fn check_records(incident: &Incident, tells_sizes: bool) {
     }
     assert_eq!(calls("ProcessGroupGloo::recvAnysource"), 3);
     let tag = |op: Op| record.operations.iter().find(|operation| operation.op() == op).and_then(|found| found.tag);
-    assert_eq!((tag(Op::Recv), tag(Op::Send), tag(Op::AllReduce)), (Some(0), Some(0), None));
+    assert_eq!((tag(Op::Recv), tag(Op::Send)), (Some(0), Some(0)));
 }
 
 #[test]
@@ -201,7 +216,7 @@ fn debian_ranks_missing_from_a_collective() {
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
     assert_eq!(incident.verdict["confidence"], "high", "{}", text(&incident));
-    check_records(&incident, false);
+    check_records(&incident);
     expect(&torch, "broadcast", "missing_rank", &["has not entered broadcast"]);
     expect(&torch, "barrier", "missing_rank", &["has not entered barrier", "ranks 0-1, 3 wait"]);
 }
@@ -225,10 +240,57 @@ fn debian_ranks_missing_from_their_group() {
 }
 
 #[test]
-fn debian_ranks_without_a_store_host_or_a_store_key() {
+fn debian_ranks_without_a_store_host() {
     let Some(torch) = debian() else { return };
     expect_of(&torch, 0, "init", "comm_init", &["has not joined the communicator", "ranks 1-3 wait in"]);
-    expect(&torch, "store", "comm_init", &["has not set the key", "ranks 0-1, 3 wait"]);
+}
+
+#[test]
+fn debian_ranks_wait_for_a_key_that_one_of_them_has_to_set() {
+    let Some(torch) = debian() else { return };
+    let waits = |fault: &str, part: &str| {
+        let (_job, incident) = expect(&torch, fault, "missing_rank", &[part, "ranks 0-1, 3 wait"]);
+        assert!(!text(&incident).contains("creation of"), "{}", text(&incident));
+        flight(&incident, 3)
+    };
+    waits("store", "has not set the key \"default_pg/from 2\" that the others wait for in the store");
+    let record =
+        waits("store_barrier", "has not set the key \"default_pg/done.2\" that the others wait for in the store");
+    let is_pending = |operation: &&Operation| operation.status() == OpStatus::Pending;
+    let waits = record.operations.iter().find(is_pending).expect("the wait is pending");
+    let keys: Vec<String> = (0..RANKS).map(|rank| format!("default_pg/done.{rank}")).collect();
+    assert_eq!((&waits.store_keys, waits.store_key_count), (&keys, RANKS));
+    assert_eq!(waits.function, "c10d::TCPStore::wait");
+}
+
+#[test]
+fn a_debian_rank_waits_for_the_key_of_another_step() {
+    let Some(torch) = debian() else { return };
+    let (_job, incident) = verdict_of(&torch, "store_step");
+    assert_eq!(incident.verdict["cause"], "missing_rank", "{}", text(&incident));
+    assert_eq!(incident.verdict["culprits"], json!([2]), "{}", text(&incident));
+    for key in ["step/17", "step/18"] {
+        assert!(text(&incident).contains(key), "{}", text(&incident));
+    }
+}
+
+#[test]
+fn a_debian_rank_that_gloo_ends_is_not_to_blame_for_the_size_of_another() {
+    let Some(torch) = debian() else { return };
+    for (fault, cause) in [("size", "size_mismatch"), ("dtype", "dtype_mismatch")] {
+        let (_job, incident) = verdict_of(&torch, fault);
+        assert_eq!(incident.verdict["cause"], cause, "{}", text(&incident));
+        assert_eq!(incident.verdict["culprits"], json!([2]), "{}", text(&incident));
+    }
+}
+
+/// The verdict on a fault of rank 2.
+fn verdict_of(torch: &Torch, fault: &str) -> (Job, Incident) {
+    let job = job();
+    let ranks = torch.ranks(&job, &["--fault", fault, "--fault-rank", "2"]);
+    let incident = wait_hang(&job);
+    drop(ranks);
+    (job, incident)
 }
 
 #[test]
@@ -252,7 +314,7 @@ fn forky_ranks_missing_from_a_collective() {
     let Some(torch) = forky() else { return };
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
-    check_records(&incident, true);
+    check_records(&incident);
     stay_away_from_the_others(&torch);
     expect_of(&torch, 0, "init", "comm_init", &["has not joined the communicator", "ranks 1-3 wait in"]);
 }
@@ -319,7 +381,7 @@ fn torch_of_pypi_on_gloo() {
     let Some((torch, _turn)) = on_cpu() else { return };
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
-    check_records(&incident, true);
+    check_records(&incident);
     stay_away_from_the_others(&torch);
     healthy(&torch);
 }

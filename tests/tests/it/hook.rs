@@ -14,7 +14,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
-use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, OpKind, OpStatus, Operation};
+use xpu_timer_proto::v1::{Communicator, CommunicatorState, DataType, FlightRecord, Op, OpKind, OpStatus, Operation};
 use xpu_timer_tests::{
     FakeCollector, Output, PATIENCE, Process, RECONNECT, ReadMode, artifacts, compile_c, python, tree, wait_until,
 };
@@ -701,6 +701,36 @@ fn a_child_communicator_without_a_handle_is_known_once_its_parent_is_ready() {
     for record in &records {
         let calls: Vec<_> = record.operations.iter().filter(|call| call.op() == Op::CommSplit).collect();
         assert_eq!(calls.iter().map(|call| call.status()).collect::<Vec<_>>(), [OpStatus::Completed; 2], "{calls:?}");
+    }
+}
+
+#[test]
+fn kernels_of_flash_attention_are_timed_with_their_sizes() {
+    let [record] = &check("attention", 1, &[("XPU_TIMER_BRACKET", "matmuls")])[..] else { panic!("one record") };
+    let timed: Vec<_> = record.operations.iter().filter(|one| one.op() == Op::Attention).collect();
+    let shapes: Vec<_> = timed
+        .iter()
+        .map(|one| {
+            let shape = one.matmul.expect("its sizes");
+            (shape.batch, shape.m, shape.n, shape.k, shape.trans_a, one.dtype())
+        })
+        .collect();
+    let forward = (32, 1024, 2048, 64, 0, DataType::Float16);
+    let backward = (32, 1024, 2048, 64, 1, DataType::Bfloat16);
+    assert_eq!(shapes, [forward, forward, backward, backward]);
+    assert!(timed.iter().all(|one| one.status() == OpStatus::Completed && one.device_ns > 0), "{timed:?}");
+    assert_eq!(record.kernels_launched, 9);
+}
+
+#[test]
+fn asynchronous_errors_and_registrations_are_recorded() {
+    for record in check("asynchronous_error", 2, &[("XPU_SIM_FAULT", "async_error:code=6")]) {
+        let errors: Vec<u32> = record.communicators.iter().map(|comm| comm.async_error).collect();
+        assert_eq!(errors, [6]);
+        let named = record.operations.iter().filter(|call| call.op() == Op::Unspecified);
+        let named: Vec<_> = named.map(|call| (call.function.as_str(), call.status())).collect();
+        let completed = |name| (name, OpStatus::Completed);
+        assert_eq!(named, [completed("ncclMemAlloc"), completed("ncclCommRegister")]);
     }
 }
 

@@ -19,7 +19,10 @@ use xpu_timer_proto::{
 use crate::{
     backends::{
         bracket::{self, OpenOperation},
-        cuda::graphs::{self, GraphChange, capture_ending},
+        cuda::{
+            attention,
+            graphs::{self, GraphChange, capture_ending},
+        },
     },
     interpose::hooked::{AfterCall, Site, hooked},
     runtime::{
@@ -33,7 +36,10 @@ use crate::{
             clock,
             thread_state::{self, IN_BLAS, IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME, ThreadState},
         },
-        recorder::{NewOperation, Recorder},
+        recorder::{
+            NewOperation, Recorder,
+            names::{ATTENTION, AttentionKernel},
+        },
     },
 };
 
@@ -54,20 +60,20 @@ hooked! {
 
     cuLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, stream as usize);
     cuLaunchKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(stream));
     cuLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), driver_stream(config) as usize);
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, driver_stream(config) as usize);
     cuLaunchKernelEx_ptsz(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(driver_stream(config)));
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(driver_stream(config)));
     cuLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, stream as usize);
     cuLaunchCooperativeKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(stream));
     cuGraphLaunch(graph: GraphExec, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
@@ -196,6 +202,40 @@ pub enum Launch {
     Kernel(usize),
     /// An instantiated graph.
     Graph(usize),
+}
+
+/// The launch of a kernel whose arguments are known.
+#[inline]
+fn kernel_launched(
+    recorder: &'static Recorder,
+    inside: u8,
+    function: Kernel,
+    parameters: Data,
+    stream: usize,
+) -> Option<OpenOperation> {
+    match ATTENTION.find(function as u64) {
+        Some(kernel) => attention_launched(recorder, inside, (function, kernel), parameters, stream),
+        None => by_driver(recorder, inside, Launch::Kernel(function as usize), stream),
+    }
+}
+
+#[inline(never)]
+fn attention_launched(
+    recorder: &'static Recorder,
+    inside: u8,
+    (function, kernel): (Kernel, AttentionKernel),
+    parameters: Data,
+    stream: usize,
+) -> Option<OpenOperation> {
+    let counted = || by_driver(recorder, inside, Launch::Kernel(function as usize), stream);
+    let (false, Some(what)) = (inside & IN_COLLECTIVES != 0, attention::timed(recorder, kernel, parameters)) else {
+        return counted();
+    };
+    let (thread, now) = (thread_state::current(), clock::coarse_now_ns());
+    thread.seen_by_driver.set(true);
+    recorder.on_stream(thread, stream, function as u64, now);
+    recorder.launched(thread, header::KERNELS, now);
+    bracketed(recorder, stream, NewOperation { function: function as u64, ..what })
 }
 
 /// A launch on the driver layer. One function for all wrappers with everything inlined into it,

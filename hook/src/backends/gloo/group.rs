@@ -7,8 +7,9 @@
 //! is equal on all members and differs between groups.
 //!
 //! Many processes that are not ranks use stores, such as the agent of torchrun, so only calls of
-//! ranks count. Other threads may legitimately wait in a store for as long as the job runs, so
-//! `wait` counts on the main thread only.
+//! ranks count: processes with a rank's variables, or with a communicator. Other threads may
+//! legitimately wait in a store for as long as the job runs, so `wait` counts on the main thread
+//! only.
 
 use std::{
     cell::Cell,
@@ -139,9 +140,7 @@ pub fn needs_identity() -> bool {
 /// group.
 pub fn store_key_set(recorder: &'static Recorder, key: Word) {
     let Some(creation) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
-    // SAFETY: in both ABIs of libstdc++, a std::string begins with a pointer to its terminated
-    // characters.
-    let key = unsafe { CStr::from_ptr(*(key as *const *const c_char)) }.to_bytes();
+    let key = characters(key);
     let common = key.iter().rposition(|byte| *byte == b'/').map_or(&key[..0], |slash| &key[..slash]);
     let id = if common.is_empty() { local_id() } else { hash(&[b"gloo", common]) };
     let comm = recorder.create_comm(&NewCommunicator {
@@ -163,7 +162,7 @@ pub fn store_key_set(recorder: &'static Recorder, key: Word) {
 
 /// Whether torchrun's variables make this process one of several ranks. Determined at the first
 /// call.
-pub fn is_rank() -> bool {
+fn is_rank() -> bool {
     static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
     *IS_RANK.get_or_init(|| {
         let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
@@ -171,16 +170,61 @@ pub fn is_rank() -> bool {
     })
 }
 
+/// Whether this process is a rank: by its variables, or because it has a communicator.
+pub fn is_member() -> bool {
+    is_rank() || recorder::running().is_some_and(|recorder| recorder.comms.used() > 0)
+}
+
 /// Whether this is the main thread of such a process.
-pub fn is_main_thread_of_rank() -> bool {
-    thread_state::with(|thread| thread.tid()) == std::process::id() && is_rank()
+pub fn is_main_thread_of_member() -> bool {
+    thread_state::with(|thread| thread.tid()) == std::process::id() && is_member()
+}
+
+/// How an argument contains the keys that a call of a store waits for.
+#[derive(Debug, Clone, Copy)]
+pub enum Keys {
+    /// There are none.
+    None,
+    /// `const std::string&`.
+    One(Word),
+    /// `const std::vector<std::string>&`, and the size of a string, which differs between the two
+    /// ABIs of libstdc++.
+    Many(Word, usize),
+}
+
+/// Size of a std::string in the old ABI of libstdc++ and in the new one.
+pub const OLD_STRING: usize = 8;
+pub const NEW_STRING: usize = 32;
+
+/// The characters of a std::string: in both ABIs, it begins with a pointer to them, and they are
+/// terminated.
+fn characters<'a>(string: Word) -> &'a [u8] {
+    // SAFETY: the caller's string, which lives during the call.
+    unsafe { CStr::from_ptr(*(string as *const *const c_char)) }.to_bytes()
+}
+
+impl Keys {
+    fn each<'a>(self) -> impl Iterator<Item = &'a [u8]> {
+        let (first, end, size) = match self {
+            Keys::One(key) if key != 0 => (key, key + 1, NEW_STRING),
+            Keys::Many(keys, size) if keys != 0 => {
+                // SAFETY: the caller's vector, which begins with the addresses of its first element
+                // and of its end.
+                let [first, end] = unsafe { *(keys as *const [Word; 2]) };
+                (first, end, size)
+            }
+            _ => (0, 0, NEW_STRING),
+        };
+        (first..end).step_by(size).map(characters)
+    }
 }
 
 /// Called before a call of the store that returns when other ranks have arrived.
-pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str) -> BlockingCall {
+pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str, keys: Keys) -> BlockingCall {
     BlockingCall::new(recorder)
         .with(&named_host_call(recorder, name))
         .with_startup_grace(recorder, recorder.comms.used() == 0)
+        .with_keys(recorder, keys.each())
 }
 
 /// How an argument contains the tensor that determines the size of an operation.
@@ -225,9 +269,27 @@ where
     (unsafe { getter(tensor, &mut answer) } == 0).then_some(answer)
 }
 
-/// Element count and type of a tensor, through PyTorch's stable C interface (from 2.1 on). Zero and
-/// unspecified if unknown, as in older versions. The interface is looked up in the
-/// library of the original of `beside`.
+/// Element count and type of a tensor of PyTorch 1.13 or 2.0, from the words of its implementation
+/// (`c10::TensorImpl`). `None` if the words do not fit together, as in another layout, or if the
+/// tensor has more dimensions than fit into the implementation itself.
+fn shape_in_memory(implementation: Word) -> Option<(u64, c_int)> {
+    const DIMENSIONS: usize = 9;
+    const SIZES: usize = 10;
+    const MOST_DIMENSIONS: u64 = 5;
+    const ELEMENTS: usize = 21;
+    const TYPE: usize = 22;
+    // SAFETY: the implementation of the caller's tensor. It has more than 22 words in all versions
+    // without the C interface.
+    let word = |index: usize| unsafe { *(implementation as *const u64).add(index) };
+    let dimensions = Some(word(DIMENSIONS)).filter(|dimensions| *dimensions <= MOST_DIMENSIONS)?;
+    let sizes = (0..dimensions as usize).map(|dimension| word(SIZES + dimension));
+    let elements = sizes.into_iter().try_fold(1u64, u64::checked_mul)?;
+    (elements == word(ELEMENTS)).then_some((elements, c_int::from(word(TYPE) as u16)))
+}
+
+/// Element count and type of a tensor: through PyTorch's stable C interface (from 2.1 on), which is
+/// looked up in the library of the original of `beside`, or from the tensor's memory. Zero and
+/// unspecified if unknown.
 pub fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
     let tensor = match tensors {
         Tensors::None => 0,
@@ -240,16 +302,61 @@ pub fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
         },
         Tensors::Many(_) => 0,
     };
-    // SAFETY: a tensor consists of a pointer to its implementation. Without an implementation there
-    // is nothing to query.
-    if tensor == 0 || unsafe { *(tensor as *const Word) } == 0 {
+    // SAFETY: null, or a tensor, which consists of a pointer to its implementation.
+    let implementation = unsafe { (tensor as *const Word).as_ref() }.map_or(0, |pointer| *pointer);
+    // Without an implementation there is nothing to query.
+    if implementation == 0 {
         return Default::default();
     }
     let count: Option<i64> = tensor_property(beside, c"aoti_torch_get_numel", 0, tensor);
     let dtype: Option<c_int> = tensor_property(beside, c"aoti_torch_get_dtype", 1, tensor);
-    let dtype = SCALAR_TYPES
-        .iter()
-        .find(|(number, _)| Some(*number) == dtype)
-        .map_or(DataType::Unspecified, |(_, dtype)| *dtype);
-    (count.unwrap_or(0).max(0) as u64, dtype)
+    let told = count.zip(dtype).map(|(count, dtype)| (count.max(0) as u64, dtype));
+    let (count, number) = told.or_else(|| shape_in_memory(implementation)).unwrap_or((0, -1));
+    let dtype = SCALAR_TYPES.iter().find(|(known, _)| *known == number);
+    (count, dtype.map_or(DataType::Unspecified, |(_, dtype)| *dtype))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shape_of_a_tensor_is_read_from_memory_only_if_it_fits() {
+        let shape = |sizes: &[u64], elements: u64, dtype: u64| {
+            let mut words = [0u64; 24];
+            words[9] = sizes.len() as u64;
+            words[10..10 + sizes.len().min(10)].copy_from_slice(&sizes[..sizes.len().min(10)]);
+            // The bytes beside the type are flags.
+            (words[21], words[22]) = (elements, 0x141ff_0001_0000 | dtype);
+            shape_in_memory(words.as_ptr() as Word)
+        };
+        assert_eq!(shape(&[3, 7, 5], 105, 6), Some((105, 6)));
+        assert_eq!(shape(&[], 1, 7), Some((1, 7)));
+        assert_eq!(shape(&[0], 0, 15), Some((0, 15)));
+        assert_eq!(shape(&[3, 7, 5], 104, 6), None);
+        assert_eq!(shape(&[u64::MAX, 2], u64::MAX - 1, 6), None);
+        assert_eq!(shape(&[1, 1, 1, 1, 1, 1], 1, 6), None);
+    }
+
+    #[test]
+    fn the_keys_of_a_wait_are_read_in_both_forms() {
+        let texts = [c"done.0", c"done.1", c""];
+        let read = |keys: Keys| -> Vec<Vec<u8>> { keys.each().map(<[u8]>::to_vec).collect() };
+        let old: [Word; 3] = texts.map(|text| text.as_ptr() as Word);
+        let mut new = [[0; NEW_STRING / 8]; 3];
+        new.iter_mut().zip(old).for_each(|(string, pointer)| string[0] = pointer);
+        let vector = |first: Word, bytes: usize| [first, first + bytes];
+        let expected = texts.map(|text| text.to_bytes().to_vec());
+        let of_old = vector(old.as_ptr() as Word, size_of_val(&old));
+        assert_eq!(read(Keys::Many(of_old.as_ptr() as Word, OLD_STRING)), expected);
+        let of_new = vector(new.as_ptr() as Word, size_of_val(&new));
+        assert_eq!(read(Keys::Many(of_new.as_ptr() as Word, NEW_STRING)), expected);
+        assert_eq!(read(Keys::One(old[1..].as_ptr() as Word)), [b"done.1"]);
+        let empty: [Word; 2] = [0, 0];
+        for none in
+            [Keys::None, Keys::One(0), Keys::Many(0, NEW_STRING), Keys::Many(empty.as_ptr() as Word, OLD_STRING)]
+        {
+            assert!(read(none).is_empty(), "{none:?}");
+        }
+    }
 }

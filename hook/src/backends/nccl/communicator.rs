@@ -12,6 +12,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    backends::host_call::BlockingCall,
     interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::{Comm, NCCL_IN_PROGRESS, SUCCESS},
@@ -21,6 +22,7 @@ use crate::{
             NewOperation, Recorder,
             communicator_table::local_id,
             communicators::NewCommunicator,
+            host_operations::named_host_call,
             operations::{chain, close_all},
         },
     },
@@ -107,6 +109,20 @@ pub fn host_call(
         ..NewOperation::new(OpKind::HostCall, op)
     };
     recorder.begin(&what)
+}
+
+/// A call that needs no other rank, and that may block nevertheless, for example in the driver.
+pub struct Alone(BlockingCall);
+
+/// Called before such a call. It is recorded under its name.
+pub fn alone(recorder: &'static Recorder, site: Site) -> Alone {
+    Alone(BlockingCall::new(recorder).with(&named_host_call(recorder, site.function.text())))
+}
+
+impl AfterCall for Alone {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        self.0.after(recorder, if result == NCCL_IN_PROGRESS { SUCCESS } else { result });
+    }
 }
 
 /// Calls a function of the collective library that takes a communicator and returns an int.

@@ -358,6 +358,9 @@ impl AfterCall for Polled {
         if state == NCCL_IN_PROGRESS {
             return;
         }
+        if state != SUCCESS {
+            recorder.comm_word(comm, comm_words::ASYNC_ERROR).store(u64::from(state as u32), Ordering::Relaxed);
+        }
         if state == SUCCESS && recorder.comm_state(comm) == CommunicatorState::Initializing {
             ready(recorder, self.site, comm, self.comm);
         }

@@ -17,7 +17,7 @@ use crate::{
         bracket::OpenOperation,
         nccl::{
             collective::{Call, NOBODY, collective, tagged},
-            communicator::{HandleAfter, aborted, destroyed, finalized, version_number},
+            communicator::{HandleAfter, aborted, alone, destroyed, finalized, version_number},
             creation::{self, async_error, bytes_of_words, grow, init, init_all, shrink, split, subset, together},
             group::{group_end, group_simulated, group_start},
         },
@@ -195,6 +195,11 @@ hooked! {
         => |recorder, site| together(recorder, site, comm);
     ncclCommWindowDeregister(comm: Comm, window: Data) => |recorder, site| together(recorder, site, comm);
     ncclDevCommCreate(comm: Comm, wanted: Data, new: Data) => |recorder, site| together(recorder, site, comm);
+    ncclCommRegister | mcclCommRegister(comm: Comm, buffer: Data, bytes: usize, handle: *mut Data)
+        => |recorder, site| alone(recorder, site);
+    ncclCommDeregister | mcclCommDeregister(comm: Comm, handle: Data) => |recorder, site| alone(recorder, site);
+    ncclMemAlloc | mcclMemAlloc(address: *mut Data, bytes: usize) => |recorder, site| alone(recorder, site);
+    ncclMemFree | mcclMemFree(address: Data) => |recorder, site| alone(recorder, site);
     ncclCommSuspend(comm: Comm, flags: c_int) => |recorder, site| together(recorder, site, comm);
     ncclCommResume(comm: Comm) => |recorder, site| together(recorder, site, comm);
 }

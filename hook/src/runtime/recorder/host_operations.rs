@@ -8,14 +8,14 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use xpu_timer_proto::{
-    ring::{comm, header, op},
+    ring::{comm, header, offset, op, pack_halves, store_wait},
     v1::{OpKind, OpStatus},
 };
 
 use crate::runtime::{
     lock_free::slot::state,
     os::{clock, thread_state},
-    recorder::{NewOperation, Recorder, operations::members},
+    recorder::{NewOperation, Recorder, operations::members, store_text},
 };
 
 /// Begins an operation that a host thread executes. Its age counts from now.
@@ -97,6 +97,41 @@ pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOp
     }
 }
 
+/// Bytes of the keys in an entry.
+const KEY_BYTES: usize = (store_wait::WORDS - store_wait::TEXT) * 8;
+
+/// Records the keys that an open call waits for in a store: their number, and the first of them that
+/// fit, each ended by a zero byte.
+pub fn await_keys<'a>(recorder: &'static Recorder, slot: usize, keys: impl Iterator<Item = &'a [u8]>) {
+    let Some(cell) = recorder.slots[slot].output.load(Ordering::Relaxed).checked_sub(1) else { return };
+    let entry = recorder.ring.entry(offset::STORE_WAITS, cell, store_wait::WORDS);
+    let mut bytes = [0; KEY_BYTES];
+    let (mut used, mut count, mut is_full) = (0, 0, false);
+    for key in keys {
+        count += 1;
+        is_full |= used > 0 && key.len() >= KEY_BYTES.saturating_sub(used);
+        if !is_full {
+            // The last byte stays zero.
+            let length = key.len().min(KEY_BYTES - 1);
+            bytes[used..used + length].copy_from_slice(&key[..length]);
+            used += length + 1;
+        }
+    }
+    entry[store_wait::TICKET].store(0, Ordering::Relaxed);
+    std::sync::atomic::fence(Ordering::Release);
+    entry[store_wait::KEYS].store(count, Ordering::Relaxed);
+    store_text(&entry[store_wait::TEXT..], &bytes);
+    entry[store_wait::TICKET].store(recorder.ring.op(slot)[op::TICKET].load(Ordering::Relaxed), Ordering::Release);
+}
+
+/// Sets the tag of a recorded operation that has none yet.
+pub fn set_first_tag(recorder: &'static Recorder, slot: usize, tag: u32) {
+    let word = &recorder.ring.op(slot)[op::TAG];
+    if word.load(Ordering::Relaxed) == 0 {
+        word.store(pack_halves(tag, 1), Ordering::Relaxed);
+    }
+}
+
 /// A thread that has not polled for this long has stopped polling.
 pub const POLLING_STOPPED_NS: u64 = 3_000_000_000;
 
@@ -172,6 +207,32 @@ mod tests {
         }
         assert_eq!(recorder.open_calls.slots().count(), 0);
         assert_eq!(recorder.ring.header(header::DROPPED).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn the_keys_of_an_open_call_are_recorded_as_far_as_they_fit() {
+        let recorder = Recorder::for_test();
+        let entry = |slot: usize| {
+            let cell = recorder.slots[slot].output.load(Ordering::Relaxed) - 1;
+            let entry = recorder.ring.entry(offset::STORE_WAITS, cell, store_wait::WORDS);
+            let words: Vec<u64> = entry.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+            let bytes: Vec<u8> = words[store_wait::TEXT..].iter().flat_map(|word| word.to_le_bytes()).collect();
+            (words[store_wait::TICKET], words[store_wait::KEYS], bytes)
+        };
+        let slot = open(recorder, &NewOperation::barrier_for_test(1)).unwrap();
+        await_keys(recorder, slot, [&b"done.0"[..], b"done.1"].into_iter());
+        let (ticket, count, bytes) = entry(slot);
+        assert_eq!((ticket, count), (recorder.ring.op(slot)[op::TICKET].load(Ordering::Relaxed), 2));
+        assert!(bytes.starts_with(b"done.0\0done.1\0\0"), "{bytes:?}");
+        // The second key does not fit, and the third one, which would, does not take its place.
+        let long = [b'x'; KEY_BYTES];
+        await_keys(recorder, slot, [&b"first"[..], &long, b"third"].into_iter());
+        let (_, count, bytes) = entry(slot);
+        assert_eq!((count, &bytes[..7]), (3, &b"first\0\0"[..]));
+        await_keys(recorder, slot, std::iter::once(&long[..]));
+        let (_, count, bytes) = entry(slot);
+        assert_eq!((count, bytes.iter().position(|byte| *byte == 0)), (1, Some(KEY_BYTES - 1)));
+        close(recorder, slot, OpStatus::Completed, 0);
     }
 
     #[test]

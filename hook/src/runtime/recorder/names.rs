@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_void,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
 use xpu_timer_proto::ring::{header, name, offset};
@@ -88,6 +88,94 @@ fn name_function(recorder: &Recorder, function: u64) {
     // SAFETY: a function that is being launched is valid, also while its name is copied.
     let name = device().and_then(|device| unsafe { device.name_of(function as *mut c_void, by_runtime) });
     if let Some(name) = name {
+        ATTENTION.see(function, name.to_bytes());
         recorder.add_name(function, name.to_bytes());
+    }
+}
+
+/// Number of kernels of flash attention that are known. There is one for each size of a head, type
+/// and kind of mask.
+const ATTENTION_KERNELS: usize = 64;
+
+/// A kernel of flash attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionKernel {
+    /// It computes gradients.
+    pub is_backward: bool,
+    /// Its element type is bfloat16, else float16.
+    pub is_bfloat16: bool,
+}
+
+/// The kernels of flash attention by their handles, which are addresses. The low bits of an entry
+/// say what kind of kernel it is.
+pub struct AttentionKernels {
+    entries: [AtomicU64; ATTENTION_KERNELS],
+    used: AtomicUsize,
+}
+
+/// Those of this process.
+pub static ATTENTION: AttentionKernels = AttentionKernels::new();
+
+impl AttentionKernels {
+    const BACKWARD: u64 = 1;
+    const BFLOAT16: u64 = 2;
+    const KIND: u64 = 3;
+
+    const fn new() -> Self {
+        AttentionKernels { entries: [const { AtomicU64::new(0) }; ATTENTION_KERNELS], used: AtomicUsize::new(0) }
+    }
+
+    /// Adds a kernel if its name is one of flash attention. Called once for each kernel. The
+    /// auxiliary kernels of the backward pass do not count.
+    fn see(&self, function: u64, name: &[u8]) {
+        let contains = |part: &str| name.windows(part.len()).any(|window| window == part.as_bytes());
+        let is_backward = contains("flash_bwd_dq_dk_dv_loop");
+        if !is_backward && !(contains("flash_fwd_kernel") || contains("flash_fwd_splitkv_kernel"))
+            || function & Self::KIND != 0
+        {
+            return;
+        }
+        let index = self.used.fetch_add(1, Ordering::Relaxed);
+        if let Some(entry) = self.entries.get(index) {
+            let kind = u64::from(is_backward) * Self::BACKWARD + u64::from(contains("bfloat16")) * Self::BFLOAT16;
+            entry.store(function | kind, Ordering::Relaxed);
+        }
+    }
+
+    /// The kernel with this handle, if it is one of flash attention.
+    #[inline]
+    pub fn find(&self, function: u64) -> Option<AttentionKernel> {
+        let used = self.used.load(Ordering::Relaxed);
+        if used == 0 { None } else { self.search(function, used) }
+    }
+
+    #[inline(never)]
+    fn search(&self, function: u64, used: usize) -> Option<AttentionKernel> {
+        let mut known = self.entries.iter().take(used).map(|entry| entry.load(Ordering::Relaxed));
+        let entry = known.find(|entry| entry & !Self::KIND == function)?;
+        Some(AttentionKernel { is_backward: entry & Self::BACKWARD != 0, is_bfloat16: entry & Self::BFLOAT16 != 0 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_of_flash_attention_are_known_by_their_names() {
+        let kernels = AttentionKernels::new();
+        let names = [
+            "_ZN13pytorch_flash16flash_fwd_kernelI23Flash_fwd_kernel_traitsILi64EN7cutlass10bfloat16_tEEEvNS_16Flash_fwd_paramsE",
+            "flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::half_t>(flash::Flash_bwd_params)",
+            "flash_bwd_dot_do_o_kernel",
+            "ampere_sgemm_128x64_tn",
+        ];
+        for (index, name) in names.iter().enumerate() {
+            kernels.see(0x1000 + 16 * index as u64, name.as_bytes());
+        }
+        let find = |index: u64| kernels.find(0x1000 + 16 * index);
+        assert_eq!(find(0), Some(AttentionKernel { is_backward: false, is_bfloat16: true }));
+        assert_eq!(find(1), Some(AttentionKernel { is_backward: true, is_bfloat16: false }));
+        assert_eq!([find(2), find(3), kernels.find(0)], [None; 3]);
     }
 }

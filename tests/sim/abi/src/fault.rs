@@ -29,6 +29,8 @@ pub enum Kind {
     InitSkip,
     /// SIGKILL instead of a collective.
     Kill,
+    /// `ncclCommGetAsyncError` reports the error `code` for every communicator that is ready.
+    AsyncError,
 }
 
 const KINDS: &[(&str, Kind, &str)] = &[
@@ -41,12 +43,13 @@ const KINDS: &[(&str, Kind, &str)] = &[
     ("stall", Kind::Stall, "bytes"),
     ("init_skip", Kind::InitSkip, ""),
     ("kill", Kind::Kill, "n"),
+    ("async_error", Kind::AsyncError, "code"),
 ];
 
 /// The faults of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// The kind, and the value of `n`, `ms` or `bytes`; 0 if it has none.
+    /// The kind, and the value of `n`, `ms`, `bytes` or `code`; 0 if it has none.
     list: Vec<(Kind, u64)>,
 }
 

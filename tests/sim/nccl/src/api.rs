@@ -179,7 +179,8 @@ nccl_api! {
 
     fn ncclCommGetAsyncError / pncclCommGetAsyncError(communicator: CommHandle, result: Out<i32>) {
         let communicator = Communicator::find(communicator)?;
-        Ok(result.set(communicator.result().map_or_else(|error| error.0, |()| 0))?)
+        let fault = || fault::faults(false).value(Kind::AsyncError).map_or(0, |code| code as i32);
+        Ok(result.set(communicator.result().map_or_else(|error| error.0, |()| fault()))?)
     }
 
     fn ncclCommCount / pncclCommCount(communicator: CommHandle, count: Out<i32>) {

@@ -1042,6 +1042,38 @@ def one_process_all_devices():
     assert cuda.nccl.ncclGroupEnd() == 5, "there is no group to end"
 
 
+def attention():
+    """Kernels with the names of flash attention, and their argument."""
+    cuda.set_device(0)
+    driver, module = cuda.driver, c_void_p()
+    assert driver.cuModuleLoadData(byref(module), ctypes.create_string_buffer(b"\x7fELF")) == 0
+    stream = cuda.Stream()
+    numbers = {96: 16, 100: 4, 104: 4, 176: 2, 180: 1024, 184: 2048, 192: 64, 196: 1024, 200: 2048, 204: 64}
+    argument = ctypes.create_string_buffer(1024)
+    for offset, number in numbers.items():
+        ctypes.memmove(ctypes.addressof(argument) + offset, byref(c_int(number)), 4)
+    arguments = (c_void_p * 1)(ctypes.addressof(argument))
+    for name in [b"flash_fwd_kernel_half", b"flash_bwd_dq_dk_dv_loop_bfloat16", b"flash_bwd_dot_do_o_kernel"]:
+        function = c_void_p()
+        assert driver.cuModuleGetFunction(byref(function), module, name) == 0
+        # The first launch shows the name.
+        for _ in range(3):
+            assert driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream.handle, arguments, None) == 0
+    stream.synchronize()
+
+
+def asynchronous_error():
+    """Run with a fault that reports a remote error."""
+    comm, stream = world()
+    buffer = cuda.Buffer(4).fill(1)
+    nccl("ncclAllReduce", buffer.pointer, buffer.pointer, c_size_t(4), 7, 0, comm.handle, stream.handle)
+    stream.synchronize()
+    assert comm.async_error() == 6
+    memory, handle = c_void_p(), c_void_p()
+    nccl("ncclMemAlloc", byref(memory), c_size_t(4096))
+    nccl("ncclCommRegister", comm.handle, memory, c_size_t(4096), byref(handle))
+
+
 def recorded_on(device, stream):
     # An event belongs to the device that was current when it was made.
     before = cuda.get_device()
