@@ -221,6 +221,14 @@ impl<'a> Case<'a> {
         self.view(rank_index).evidence.and_then(facts::stuck_helper)
     }
 
+    /// The stuck child process for which a rank waits: the rank waits for a loader or for a lock,
+    /// or nothing else is known of its wait.
+    pub fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
+        let waits_inside = self.does(rank_index, Activity::DataLoader) || self.does(rank_index, Activity::Lock);
+        let explains = |child: &StuckHelper| child.is_dead() || waits_inside || self.awaited(rank_index).is_none();
+        self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
+    }
+
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
     pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);
@@ -279,9 +287,10 @@ impl<'a> Case<'a> {
         let helper = self.stuck_helper(rank_index);
         let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         let ran = host.moved.is_some_and(|moved| moved.main_ran);
+        let busy = host.moved.is_some_and(|moved| moved.helper_busy);
         let ends_by_itself = match host.observed.activity {
             Activity::Sleep | Activity::Running => true,
-            Activity::DataLoader => !stuck && host.awaited.is_none(),
+            Activity::DataLoader => !stuck && (host.awaited.is_none() || busy),
             Activity::Unknown => ran || self.waits_for_peer(rank_index) || helper.is_some() && !stuck,
             Activity::Io => ran,
             _ => false,

@@ -22,7 +22,6 @@ mod rule;
 mod teardown;
 mod wait_cycle;
 
-pub(crate) use behind_process::cannot_continue;
 pub(crate) use halted::{ended_by_agent, ended_by_signal};
 pub(crate) use missing_rank::alone_in;
 pub(crate) use rule::Rule;

@@ -5,7 +5,11 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation};
 
-use crate::{graph::Event, history::Deviation, stacks::GilHolder};
+use crate::{
+    graph::{Event, Mutual},
+    history::Deviation,
+    stacks::{GilHolder, ProcessState},
+};
 
 /// Why the culprits hold up the others.
 #[derive(Debug, Clone)]
@@ -75,29 +79,10 @@ pub(crate) struct ProcessFault {
     /// The process, as an index.
     pub end: usize,
     pub state: ProcessState,
+    /// Members of the chain wait for each other.
+    pub mutual: Option<Mutual>,
     /// The event in which others wait for the rank.
     pub event: Option<Event>,
-}
-
-/// What holds a process that is no rank.
-#[derive(Debug, Clone)]
-pub(crate) enum ProcessState {
-    /// It has ended.
-    Ended,
-    /// A signal, a debugger or the freezer of its control group has stopped it.
-    Stopped,
-    /// It is in uninterruptible sleep in a kernel function, whose name may be empty.
-    SleepsUninterruptibly { wchan: String },
-    /// A blocked thread holds its GIL.
-    DeadlockedOnGil(GilHolder),
-    /// It makes progress.
-    MakesProgress,
-    /// Its main thread waits for a lock.
-    WaitsForLock,
-    /// Its main thread is inside a read, write or sync, or waits for a lock on a file.
-    StuckInIo,
-    /// It is at another place.
-    Elsewhere,
 }
 
 /// How a rank is absent from a collective.

@@ -6,13 +6,13 @@ use std::collections::HashSet;
 use xpu_timer_proto::{
     server::Stacktrace,
     v1::{
-        FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, OpStatus,
-        ProcessEvidence, RankEvidence,
+        FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, HostThreadWait,
+        OpStatus, ProcessEvidence, RankEvidence,
     },
 };
 
 use crate::{
-    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper},
+    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper, ThreadWait},
     verdict::{Activity, Location},
 };
 
@@ -93,6 +93,8 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         moved,
         d_sleep,
         awaited,
+        thread_waits,
+        timed,
     } = stacks::read(dump, training);
     HostFacts {
         stack,
@@ -127,7 +129,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training)
-            .map(|helper| HostHelper { who: helper.name, place: helper.state }),
+            .map(|StuckHelper { name, state, pid, command }| HostHelper { who: name, place: state, pid, command }),
         gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, location, waiting }| HostGilHolder {
             thread,
             function,
@@ -136,6 +138,11 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         }),
         compiler: stacks::compiler_child(dump),
         awaited,
+        thread_waits: thread_waits
+            .into_iter()
+            .map(|ThreadWait { awaited, own }| HostThreadWait { awaited: Some(awaited), own })
+            .collect(),
+        timed,
         caller: location.caller,
         pid,
         command,
@@ -177,6 +184,8 @@ fn host_of_facts(facts: &HostFacts) -> Host {
             native: facts.native.clone(),
         },
         awaited: facts.awaited.clone(),
+        thread_waits: facts.thread_waits.iter().filter_map(thread_wait).collect(),
+        timed: facts.timed,
         moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,
@@ -195,13 +204,22 @@ fn host_of_facts(facts: &HostFacts) -> Host {
     }
 }
 
+fn thread_wait(facts: &HostThreadWait) -> Option<ThreadWait> {
+    Some(ThreadWait { awaited: facts.awaited.clone()?, own: facts.own })
+}
+
 /// See [`stacks::stuck_helper`].
 pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
     match &evidence.dump {
         Some(dump) => stacks::stuck_helper(dump, training(evidence)),
         None => {
             let helper = evidence.host.as_ref()?.stuck_helper.as_ref()?;
-            Some(StuckHelper { name: helper.who.clone(), state: helper.place.clone() })
+            Some(StuckHelper {
+                name: helper.who.clone(),
+                state: helper.place.clone(),
+                pid: helper.pid,
+                command: helper.command.clone(),
+            })
         }
     }
 }

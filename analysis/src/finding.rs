@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use xpu_timer_proto::v1::{Op, Operation};
 
 use crate::{
-    explanation::{CollectiveFault, Explanation, HostState},
+    explanation::{CollectiveFault, Explanation, HostState, ProcessFault},
     graph::Event,
     history::Deviation,
     verdict::Confidence,
@@ -153,11 +153,12 @@ pub(crate) enum Conclusion {
 impl Conclusion {
     /// The processes that belong to no rank and hold up the job, as indices.
     pub fn culprit_processes(&self) -> BTreeSet<usize> {
-        let process = |finding: &Finding| match &finding.explanation {
-            Explanation::Process(fault) if finding.culprits.is_empty() => Some(fault.end),
-            _ => None,
+        let processes = |finding: &Finding| match &finding.explanation {
+            Explanation::Process(ProcessFault { mutual: Some(mutual), .. }) => mutual.processes.clone(),
+            Explanation::Process(fault) if finding.culprits.is_empty() => vec![fault.end],
+            _ => Vec::new(),
         };
-        self.findings().iter().filter_map(process).collect()
+        self.findings().iter().flat_map(processes).collect()
     }
 
     /// The culprits that are late because they wait on their host, as rank indices.

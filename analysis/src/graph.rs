@@ -8,6 +8,7 @@
 //! waits for number 8.
 
 mod builder;
+mod chains;
 mod edges;
 mod processes;
 mod suspects;
@@ -15,7 +16,7 @@ mod transfers;
 
 use builder::{Builder, ResourceWait};
 pub(crate) use builder::{Event, Suspect};
-pub(crate) use processes::ProcessWait;
+pub(crate) use processes::{Mutual, ProcessWait};
 pub(crate) use transfers::tags_meet;
 
 use crate::{matching::Comm, world::World};

@@ -151,10 +151,15 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
     let waits = outcome.conclusion.ranks_that_wait();
     let of_rank = |index: &usize| {
         let view = case.view(*index);
-        let wait = case.graph.process_wait(*index).filter(|wait| wait.is_own && waits.contains(index));
+        let wait = case.graph.process_wait(*index);
+        if wait.is_some_and(|wait| wait.mutual.is_some()) {
+            return report::process(view);
+        }
+        let wait = wait.filter(|wait| wait.is_own && waits.contains(index));
+        let helper = || case.stuck_child(*index).filter(|_| waits.contains(index));
         match wait {
             Some(wait) => Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank))),
-            None => report::process(view),
+            None => helper().map(|child| report::child_process(view, child)).or_else(|| report::process(view)),
         }
     };
     let others = outcome.conclusion.culprit_processes().into_iter();

@@ -7,6 +7,7 @@ use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
 use crate::{
     case::Case,
     graph::Event,
+    stacks::StuckHelper,
     text::{communicator, operation_state},
     verdict::{
         Activity, CommunicatorGroup, CommunicatorReport, CulpritProcess, HookReport, Location, OperationState,
@@ -49,6 +50,12 @@ pub(crate) fn process(view: &RankView<'_>) -> Option<CulpritProcess> {
 pub(crate) fn other_process(process: &ProcessView, rank: Option<u32>) -> CulpritProcess {
     let (pid, command) = (process.host.pid, process.host.command.clone());
     CulpritProcess { rank, pid, node: process.node.clone(), command }
+}
+
+/// A child process of a rank.
+pub(crate) fn child_process(view: &RankView<'_>, child: StuckHelper) -> CulpritProcess {
+    let node = view.node().unwrap_or_default().to_owned();
+    CulpritProcess { rank: Some(view.rank), pid: child.pid, node, command: child.command }
 }
 
 /// The name of a presence, such as `present`.

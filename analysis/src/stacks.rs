@@ -8,6 +8,7 @@ mod host;
 mod location;
 mod names;
 mod patterns;
+mod process_state;
 mod read;
 mod sample;
 mod training;
@@ -16,8 +17,9 @@ pub(crate) use classify::{
     is_file_lock, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
 };
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
-pub(crate) use host::{DSleep, Host, Movement, ObservedActivity};
+pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, ThreadWait};
 pub(crate) use names::{base_name, shortened};
 pub use patterns::FREEZER_WCHAN;
+pub(crate) use process_state::ProcessState;
 pub(crate) use read::read;
 pub(crate) use training::training_thread;

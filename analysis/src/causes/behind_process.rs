@@ -1,15 +1,13 @@
 //! A rank waits for a process that is no rank, and that process holds up the job.
 
-use xpu_timer_proto::server::AwaitedKind;
-
 use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
-    explanation::{Explanation, ProcessFault, ProcessState},
+    explanation::{Explanation, ProcessFault},
     finding::{Fact, Finding},
-    graph::{ProcessWait, Suspect},
-    stacks::Movement,
-    verdict::{Activity, Cause, Confidence},
+    graph::Suspect,
+    stacks::ProcessState,
+    verdict::{Cause, Confidence},
 };
 
 /// `process_dead`: ranks wait for a process that is no rank, directly or through others, and it has
@@ -42,50 +40,13 @@ pub(super) const HOST_LOCK: Rule = rule(Cause::HostLock, |case, suspect| explain
 /// `missing_rank`: like [`DEAD`], of a process that is at another place: it sleeps, computes, or
 /// waits for something of which nothing is known. The confidence is at most medium.
 ///
-/// Without a rank that waits in an operation, a process counts only if it cannot run or holds the
-/// GIL. In all other states, it may be a server at rest.
+/// Without a rank that waits in an operation, a process counts only if it can never answer; see
+/// [`ProcessWait::proves_hang`](crate::graph::ProcessWait::proves_hang). Else it may be a server at
+/// rest.
 pub(super) const ELSEWHERE: Rule = rule(Cause::MissingRank, |case, suspect| explain(case, suspect, Cause::MissingRank));
 
 const fn rule(cause: Cause, explain: fn(&Case<'_>, &Suspect) -> Option<Finding>) -> Rule {
     Rule { cause, explain, rule_out: never_ruled_out }
-}
-
-/// The state of the process at the end of a chain.
-fn state(case: &Case<'_>, wait: &ProcessWait) -> ProcessState {
-    let process = &case.world.processes[wait.end()];
-    let host = &process.host;
-    if host.gone() {
-        return ProcessState::Ended;
-    }
-    if host.stopped() {
-        return ProcessState::Stopped;
-    }
-    if let Some(sleep) = host.d_sleep.as_ref().filter(|sleep| sleep.main) {
-        return ProcessState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
-    }
-    if let Some(holder) = &process.gil_holder {
-        return ProcessState::DeadlockedOnGil(holder.clone());
-    }
-    let kind = host.awaited.as_ref().map(|awaited| awaited.kind());
-    let progresses = |moved: Movement| moved.io || moved.own_frame || moved.helper_progressed;
-    match host.observed.activity {
-        _ if host.moved.is_some_and(progresses) => ProcessState::MakesProgress,
-        Activity::Lock => ProcessState::WaitsForLock,
-        Activity::Io if kind != Some(AwaitedKind::Socket) => ProcessState::StuckInIo,
-        _ if kind == Some(AwaitedKind::Lock) => ProcessState::StuckInIo,
-        _ => ProcessState::Elsewhere,
-    }
-}
-
-/// Whether the process at the end of a chain cannot continue by itself, whatever it waits for.
-pub(crate) fn cannot_continue(case: &Case<'_>, wait: &ProcessWait) -> bool {
-    matches!(
-        state(case, wait),
-        ProcessState::Ended
-            | ProcessState::Stopped
-            | ProcessState::SleepsUninterruptibly { .. }
-            | ProcessState::DeadlockedOnGil(_)
-    )
 }
 
 fn cause(state: &ProcessState) -> Cause {
@@ -105,14 +66,14 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let rank_index = case.host_rank(suspect)?;
     let wait = case.graph.process_wait(rank_index)?;
     let moved = case.view(rank_index).host.moved.is_some_and(|moved| moved.own_frame);
-    let hard = cannot_continue(case, wait);
-    if moved || case.graph.events.is_empty() && !hard {
+    let hard = wait.state.cannot_continue();
+    if moved || case.graph.events.is_empty() && !wait.proves_hang() {
         return None;
     }
-    let state = state(case, wait);
+    let state = wait.state.clone();
     // What a rank does that waits for a process of its own says more than what that process does,
     // unless it cannot run.
-    let is_explained_by_rank = wait.is_own && (!hard || matches!(state, ProcessState::Ended));
+    let is_explained_by_rank = wait.is_own && wait.mutual.is_none() && (!hard || matches!(state, ProcessState::Ended));
     if cause(&state) != wanted || is_explained_by_rank {
         return None;
     }
@@ -127,9 +88,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     evidence.push(Fact::Position(rank_index));
     let (end, before) = wait.chain.split_last()?;
     let event = case.main_event(suspect);
-    let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, event };
+    let mutual = wait.mutual.clone();
+    let is_rank = mutual.as_ref().map_or(wait.is_own, |mutual| mutual.rank);
+    let fault = ProcessFault { rank_index, before: before.to_vec(), end: *end, state, mutual, event };
     Some(Finding {
-        culprits: if wait.is_own { vec![rank_index] } else { Vec::new() },
+        culprits: if is_rank { vec![rank_index] } else { Vec::new() },
         explanation: Explanation::Process(fault),
         confidence,
         evidence,

@@ -7,7 +7,6 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
     case::Case,
-    causes::cannot_continue,
     finding::{Conclusion, HealthyReason, KnownFacts},
     graph::Suspect,
     stacks::{Host, Movement},
@@ -108,8 +107,7 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
 /// request.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
-    case.graph.is_at_rest(rank_index)
-        || case.graph.process_wait(rank_index).is_some_and(|wait| !cannot_continue(case, wait))
+    case.graph.is_at_rest(rank_index) || case.graph.process_wait(rank_index).is_some_and(|wait| !wait.proves_hang())
 }
 
 /// Ranks inside an operation that needs others.
@@ -166,6 +164,15 @@ pub(super) fn hang_evidence(
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
 }
 
+/// Whether a rank waits for a loader with a worker that computes, and has not done so for two hang
+/// timeouts. Up to then it may be a large batch. After that, it may be an endless loop.
+fn waits_for_busy_worker(case: &Case<'_>, rank_index: usize) -> bool {
+    let is_busy = case.view(rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
+    let first = case.graph.waiters.iter().flatten().next();
+    let waited_ns = first.map_or(0, |waiter| case.view(*waiter).oldest_pending_ns());
+    is_busy && case.does(rank_index, Activity::DataLoader) && waited_ns < 2 * case.evidence.hang_timeout_ns
+}
+
 /// The program of this rank made progress between the samples (it reached another line, bytes
 /// flowed, or a thread or child process that it may wait for made progress), or its device worked
 /// within the timeout.
@@ -173,7 +180,7 @@ fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
     let progressed =
         |moved: Movement| moved.own_frame || moved.io || moved.helper_progressed || moved.library_progressed;
-    let moved = view.host.moved.is_some_and(progressed);
+    let moved = view.host.moved.is_some_and(progressed) || waits_for_busy_worker(case, rank_index);
     !view.halted() && (moved || uses_device(case, rank_index))
 }
 

@@ -10,7 +10,6 @@ use xpu_timer_proto::v1::{OpKind, TriggerKind};
 use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
-    causes::cannot_continue,
     facts,
     graph::Suspect,
     verdict::Activity,
@@ -193,8 +192,7 @@ fn halted(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 
 fn stuck_process(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let waits = &ranks.case.graph.process_waits;
-    let stuck: Vec<usize> =
-        waits.iter().filter(|wait| cannot_continue(ranks.case, wait)).map(|wait| wait.waiter).collect();
+    let stuck: Vec<usize> = waits.iter().filter(|wait| wait.proves_hang()).map(|wait| wait.waiter).collect();
     (!stuck.is_empty()).then(|| hosts(stuck, ranks.waiting.clone()))
 }
 

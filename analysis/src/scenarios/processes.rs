@@ -339,14 +339,109 @@ fn a_chain_without_a_certain_end_accuses_no_other_process() {
     let mut job = behind_engine(Stack::sleep());
     chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to 127.0.0.1:8000", &[]);
     assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
-    // It waits for the rank that waits for it.
-    let mut job = behind_engine(Stack::sleep());
-    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
-    assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
     // Nothing is known of the process behind it.
     let mut job = behind_engine(Stack::sleep());
     chained(&mut job, 0, AwaitedKind::Pipe, "", &[1099]);
     assert_eq!(culprits(&job.judge()), [(Some(2), 1002)]);
+}
+
+#[test]
+fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
+    let mut job = behind_engine(Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
+    let verdict = job.judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1002), (None, 1050)], "{}", verdict.to_text());
+    assert_eq!(verdict.confidence, Confidence::Medium);
+    let told = "Rank 2 at train.py:7 in fetch_index (C function recv) and process 1050 (python3 engine.py)";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(" wait for each other; "), "{}", verdict.sentence);
+    // A rank that waits for the end of a child must not expect it while the child needs the rank.
+    let mut job = behind(2, Stack::sleep());
+    awaits(&mut job, 2, "wait4", AwaitedKind::Child, &[1050]);
+    job.process(50, "writer", Stack::sleep());
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
+    let verdict = job.judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
+    assert!(verdict.sentence.contains("waits for the end of process 1050 (writer), which waits for it"), "{verdict:?}");
+}
+
+/// The main thread of a process waits for another thread of the process, which waits for others.
+fn reader_thread(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
+    let dump = job.evidence.processes[index].dump.as_mut().expect("a dump");
+    let mut reader = dump.stacktrace[0].clone();
+    let holders = holders.iter().map(|pid| Holder { pid: *pid, ..Default::default() }).collect();
+    reader.pid += 500;
+    reader.timed = Some(false);
+    reader.awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
+    dump.stacktrace[0].timed = Some(false);
+    let mut python = dump.py_stacktrace[0].clone();
+    python.os_thread_id = reader.pid;
+    python.thread_name = "reader".into();
+    dump.py_stacktrace.push(python);
+    for sample in [&mut dump.first_sample, &mut dump.last_sample].into_iter().flatten() {
+        if !sample.stacktrace.is_empty() {
+            sample.stacktrace.push(reader.clone());
+        }
+    }
+    dump.stacktrace.push(reader);
+}
+
+#[test]
+fn the_other_threads_of_a_process_show_whom_it_waits_for() {
+    let behind_reader = |state: &'static str| {
+        let mut job = behind_engine(Stack::lock());
+        job.process(51, "environment", Stack::sleep().state(state, ""));
+        reader_thread(&mut job, 0, AwaitedKind::Socket, "", &[1051]);
+        job.judge()
+    };
+    let verdict = behind_reader("T (stopped)");
+    assert_eq!(
+        (verdict.cause, culprits(&verdict)),
+        (Cause::ProcessStopped, vec![(None, 1051)]),
+        "{}",
+        verdict.to_text()
+    );
+    // Several threads wait for processes of which only one is stuck.
+    let mut job = behind_engine(Stack::lock());
+    job.process(51, "actor 0", Stack::sleep());
+    job.process(52, "actor 1", Stack::lock());
+    chained(&mut job, 1, AwaitedKind::Socket, "", &[1050]);
+    reader_thread(&mut job, 0, AwaitedKind::Socket, "", &[1051]);
+    reader_thread(&mut job, 0, AwaitedKind::Socket, "", &[1052]);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::HostLock, vec![(None, 1052)]), "{}", verdict.to_text());
+    // All of them wait for the process.
+    chained(&mut job, 2, AwaitedKind::Socket, "", &[1050]);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::HostLock, vec![(None, 1050)]), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_silent_job_hangs_only_if_nobody_outside_can_wake_the_process_it_waits_for() {
+    let silent = |change: &dyn Fn(&mut Job)| {
+        let mut job = Job::with_world(2, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..2 {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+        }
+        job.process(50, "engine", Stack::lock());
+        change(&mut job);
+        job.judge()
+    };
+    let hangs = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, "", &[1000, 1001]));
+    assert_eq!((hangs.cause, culprits(&hangs)), (Cause::HostLock, vec![(None, 1050)]), "{}", hangs.to_text());
+    assert_eq!((hangs.hang, hangs.confidence), (crate::HangEvidence::WaitChain, Confidence::Medium));
+    let is_idle = |verdict: &crate::Verdict| culprits(verdict).is_empty() && verdict.hang == crate::HangEvidence::None;
+    // A thread of the engine waits for a client, for a process outside, or for some time.
+    for (name, holders) in [("anybody who connects to 127.0.0.1:8000", &[][..]), ("", &[1099])] {
+        let idle = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, name, holders));
+        assert!(is_idle(&idle), "{}", idle.to_text());
+    }
+    let timed = silent(&|job| {
+        reader_thread(job, 0, AwaitedKind::Socket, "", &[1000]);
+        job.evidence.processes[0].dump.as_mut().expect("a dump").stacktrace[1].timed = Some(true);
+    });
+    assert!(is_idle(&timed), "{}", timed.to_text());
 }
 
 #[test]

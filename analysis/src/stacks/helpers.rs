@@ -9,7 +9,7 @@ use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
-    names::{base_name, frame_label, is_library, is_named, own_frame, shortened},
+    names::{base_name, frame_label, is_library, is_named, own_frame, shortened, stored_command},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
 };
@@ -28,9 +28,21 @@ pub(crate) struct StuckHelper {
     pub name: String,
     /// Its state, as a predicate: `is dead`, or `is inside read at …`.
     pub state: String,
+    /// Process id of a child process; 0 for a thread.
+    pub pid: i32,
+    /// The command line of a child process, shortened.
+    pub command: String,
 }
 
 impl StuckHelper {
+    fn thread(name: &str, state: String) -> Self {
+        StuckHelper { name: format!("thread {name}"), state, pid: 0, command: String::new() }
+    }
+
+    fn child(child: &ChildProcess, state: String) -> Self {
+        StuckHelper { name: child_name(child), state, pid: child.pid, command: stored_command(&child.command) }
+    }
+
     /// Whether its process is dead.
     pub fn is_dead(&self) -> bool {
         self.state == DEAD
@@ -49,9 +61,7 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
     let (first, last) = samples(dump);
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     worst_child(dump)
-        .or_else(|| {
-            stuck_thread(first, last, main).map(|(name, state)| StuckHelper { name: format!("thread {name}"), state })
-        })
+        .or_else(|| stuck_thread(first, last, main).map(|(name, state)| StuckHelper::thread(&name, state)))
         .or_else(|| awaited_child(dump, last, training))
         .or_else(|| dump.children.iter().find_map(busy_child))
 }
@@ -61,7 +71,7 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     let (first, last) = (child.samples.first()?, child.samples.last()?);
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
     let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
-    busy.then(|| StuckHelper { name: child_name(child), state: "is busy on a CPU".to_owned() })
+    busy.then(|| StuckHelper::child(child, "is busy on a CPU".to_owned()))
 }
 
 /// What the threads and child processes that the main thread may wait for did between the samples.
@@ -135,7 +145,7 @@ fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> 
         return None;
     }
     let child = dump.children.iter().rfind(|child| child.parent_pid == dump.pid)?;
-    Some(StuckHelper { name: child_name(child), state: "has not ended".to_owned() })
+    Some(StuckHelper::child(child, "has not ended".to_owned()))
 }
 
 /// A stuck child process. A dead one comes first, because it explains what the others wait for.
@@ -162,21 +172,20 @@ fn child_name(child: &ChildProcess) -> String {
 
 fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     let last = child.samples.last()?;
-    let name = child_name(child);
     if last.process_state.starts_with(['Z', 'X', 'x']) {
-        return Some(StuckHelper { name, state: DEAD.to_owned() });
+        return Some(StuckHelper::child(child, DEAD.to_owned()));
     }
     // A tracer in only one sample is the capture itself.
     let traced = child.samples.iter().all(|sample| sample.process_state.starts_with('t')) && child.samples.len() > 1;
     if last.process_state.starts_with('T') || traced {
-        return Some(StuckHelper { name, state: STOPPED.to_owned() });
+        return Some(StuckHelper::child(child, STOPPED.to_owned()));
     }
     let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
     let last = of_process(last);
     let (_, state) = stuck_thread(first, last, 0)
         .or_else(|| waiting_thread(first, last))
         .or_else(|| standing_thread(first, last))?;
-    Some(StuckHelper { name, state })
+    Some(StuckHelper::child(child, state))
 }
 
 /// A thread of a worker that is in the user's own code, inside the worker's task, at the same

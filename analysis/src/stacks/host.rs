@@ -96,6 +96,18 @@ pub(crate) struct Host {
     pub d_sleep: Option<DSleep>,
     /// The object that the system call of the main thread waits for.
     pub awaited: Option<Awaited>,
+    /// The other threads that wait for another process, if the main thread waits for none.
+    pub thread_waits: Vec<ThreadWait>,
+    /// The main thread or another thread of the program waits with a timeout. `None` if unknown.
+    pub timed: Option<bool>,
+}
+
+/// What a thread other than the main thread waits for.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct ThreadWait {
+    pub awaited: Awaited,
+    /// The thread runs the program's own code.
+    pub own: bool,
 }
 
 impl Host {

@@ -12,6 +12,14 @@ pub(super) fn contains_any(text: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| text.contains(part))
 }
 
+/// Maximum length of a stored command line, in characters.
+const MAX_COMMAND: usize = 120;
+
+/// A command line as it is stored.
+pub(super) fn stored_command(command: &str) -> String {
+    command.chars().take(MAX_COMMAND).collect()
+}
+
 /// A command line with at most 60 characters.
 pub(crate) fn shortened(command: &str) -> String {
     const SHOWN: usize = 60;

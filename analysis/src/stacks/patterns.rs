@@ -41,6 +41,27 @@ pub(super) const TAKES_GIL_NATIVE: &[&str] = &[
     "Py_HandlePending",
 ];
 
+/// Starts of the names of libraries whose threads serve a device, a communicator or the hook.
+pub(super) const RUNTIME_LIBRARIES: &[&str] = &[
+    "libcuda.so",
+    "libcudart",
+    "libnccl",
+    "librccl",
+    "libmccl",
+    "libhccl",
+    "libhsa-runtime",
+    "libamdhip64",
+    "libgloo",
+    "libtorch",
+    "libc10",
+    "libmpi",
+    "libopen-pal",
+    "libopen-rte",
+    "libucp",
+    "libuct",
+    "libxpu_timer_hook",
+];
+
 /// Parts of the paths of the C library and its companions.
 pub(super) const C_LIBRARY: &[&str] =
     &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];

@@ -2,17 +2,17 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace};
+use xpu_timer_proto::server::{AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace};
 
 use super::{
     classify::{classify_without, receives},
     helpers,
     host::{
-        BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, in_same_function, movement, serves_socket,
-        within_library,
+        BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, ThreadWait, in_same_function, movement,
+        serves_socket, within_library,
     },
     location::{locate, program},
-    names::frame_label,
+    names::{base_name, frame_label, own_frame, stored_command},
     patterns::{self, FREEZER_WCHAN},
     sample::{Sample, ThreadStacks, reporting_threads, samples},
 };
@@ -21,9 +21,6 @@ use crate::verdict::Activity;
 /// The kernel shows a process in a frozen control group as sleeping, so the judge uses a state of
 /// its own.
 const FROZEN: &str = "F (frozen)";
-
-/// Maximum length of a command line, in characters.
-const MAX_COMMAND: usize = 120;
 
 /// The kernel's name for the state of a waiting process.
 const SLEEPING: &str = "S (sleeping)";
@@ -91,11 +88,12 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
     });
+    let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
     Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
         ended_parent_pid: dump.ended_parent_pid,
-        command: dump.command.chars().take(MAX_COMMAND).collect(),
+        command: stored_command(&dump.command),
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
@@ -104,8 +102,51 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
+        thread_waits,
+        timed,
         observed,
     }
+}
+
+/// What the threads other than the main thread wait for, except what only the process itself has,
+/// and whether the main thread or an own thread waits with a timeout. If the main thread wants a
+/// mutex, only its owner counts.
+fn waits_of_threads(
+    sample: Sample<'_>,
+    pid: i32,
+    (native, python): ThreadStacks<'_>,
+) -> (Vec<ThreadWait>, Option<bool>) {
+    let main = native.map(|thread| thread.pid).or(python.map(|thread| thread.os_thread_id));
+    let mutex = native.and_then(|thread| thread.awaited.as_ref()).filter(|one| one.kind() == AwaitedKind::Mutex);
+    let owner: Option<u32> = mutex.and_then(|mutex| mutex.object.parse().ok());
+    let runs_own_code = |tid: u32| {
+        let frames = sample.python.iter().find(|thread| thread.os_thread_id == tid).map(|thread| &thread.frames);
+        frames.is_some_and(|frames| own_frame(frames).is_some())
+    };
+    let mut waits = Vec::new();
+    let mut timed = native.and_then(|thread| thread.timed);
+    for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_of_runtime(thread)) {
+        let own = sample.python.is_empty() || runs_own_code(thread.pid);
+        if own {
+            timed = timed.zip(thread.timed).map(|(one, other)| one || other);
+        }
+        let Some(awaited) = thread.awaited.as_ref().filter(|_| owner.is_none_or(|owner| owner == thread.pid)) else {
+            continue;
+        };
+        let is_inner = !awaited.holders.is_empty() && awaited.holders.iter().all(|holder| holder.pid == pid);
+        if !is_inner {
+            waits.push(ThreadWait { awaited: awaited.clone(), own });
+        }
+    }
+    (waits, timed)
+}
+
+/// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such
+/// threads wait for other ranks and for drivers all the time.
+fn is_of_runtime(thread: &PstackStacktrace) -> bool {
+    let of_runtime =
+        |frame: &PstackFrame| patterns::RUNTIME_LIBRARIES.iter().any(|name| base_name(&frame.module).starts_with(name));
+    thread.frames.iter().any(of_runtime)
 }
 
 /// The state of a process that is traced in the last sample. A debugger holds it only if it did so

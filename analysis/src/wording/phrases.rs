@@ -57,7 +57,7 @@ impl<'a> Case<'a> {
         // If a pipe has no other end, the dead helper that had it explains the wait.
         let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
         let helper = self.stuck_helper(rank_index).filter(explains);
-        if let Some(StuckHelper { name, state }) = helper {
+        if let Some(StuckHelper { name, state, .. }) = helper {
             clause.push_str(&format!(", and {} {name} {state}", number.its()));
         }
         clause
@@ -116,7 +116,7 @@ impl<'a> Case<'a> {
 
     /// The stuck helper of a rank: `thread saver is inside write at …`.
     pub(super) fn helper_text(&self, rank_index: usize) -> Option<String> {
-        let StuckHelper { name, state } = self.stuck_helper(rank_index)?;
+        let StuckHelper { name, state, .. } = self.stuck_helper(rank_index)?;
         Some(format!("{name} {state}"))
     }
 

@@ -3,8 +3,10 @@
 use super::{Ranks, Statement, hosts, phrases};
 use crate::{
     case::{Case, Position},
-    explanation::{ProcessFault, ProcessState},
-    stacks, text,
+    explanation::ProcessFault,
+    graph::Mutual,
+    stacks::{self, ProcessState},
+    text,
     verdict::EvidenceLine,
 };
 
@@ -41,18 +43,24 @@ fn waiters(case: &Case<'_>, end: usize) -> Vec<usize> {
 
 /// The sentence about a process and the ranks that wait for it.
 pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
-    let ProcessFault { rank_index, before, end, state, event } = fault;
+    let ProcessFault { rank_index, before, end, state, mutual, event } = fault;
     let of_rank = case.graph.process_wait(*rank_index).filter(|wait| wait.is_own);
     let what = match of_rank {
         Some(_) => format!("of rank {}", case.view(*rank_index).rank),
         None => "which is not a rank".to_owned(),
     };
-    let mut sentence = format!("{}, {what}, {}", text::capital(&name(case, *end)), predicate(case, *end, state));
     let waiters = waiters(case, *end);
     let who = Ranks::of(case, &waiters);
-    let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));
     let place = case.place(*rank_index);
-    sentence.push_str(&format!("; {} {} for it{through}{place}", who.text(), who.number().waits()));
+    let mut sentence = match mutual {
+        Some(mutual) => mutual_wait(case, fault, mutual),
+        None => {
+            let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));
+            let state = predicate(case, *end, state);
+            let waiting = format!("{} {} for it{through}{place}", who.text(), who.number().waits());
+            format!("{}, {what}, {state}; {waiting}", text::capital(&name(case, *end)))
+        }
+    };
     if let Some(event) = event {
         let inside = case.graph.waiters_of(*event).iter().copied();
         let others: Vec<usize> = inside.filter(|index| !waiters.contains(index)).collect();
@@ -61,6 +69,28 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
         sentence.push_str(&format!("; {} {verb} for {} in {}", others.text(), who.text(), case.describe(*event)));
     }
     Statement::Sentence(sentence)
+}
+
+/// The members of a cycle, with their places: `Rank 1 at a.py:7 in send and process 4242 (serve)
+/// at b.py:9 in reply wait for each other`.
+fn mutual_wait(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual) -> String {
+    let rank = case.view(fault.rank_index).rank;
+    let rank_text = format!("rank {rank}{}", case.place(fault.rank_index));
+    let process = |index: &usize| {
+        let place = phrases::place(Position::of(&case.world.processes[*index].host.location));
+        format!("{}{place}", name(case, *index))
+    };
+    let in_rank = mutual.rank.then_some(rank_text.clone());
+    let members: Vec<String> = in_rank.into_iter().chain(mutual.processes.iter().map(process)).collect();
+    if let [only] = &members[..] {
+        let child = fault.before.first().filter(|_| mutual.rank).unwrap_or(&fault.end);
+        return format!("{} waits for the end of {}, which waits for it", text::capital(only), name(case, *child));
+    }
+    let mut sentence = format!("{} wait for each other", text::capital(&members.join(" and ")));
+    if !mutual.rank {
+        sentence.push_str(&format!("; {rank_text} waits for them"));
+    }
+    sentence
 }
 
 /// The line of evidence about a process.

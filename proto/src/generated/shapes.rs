@@ -218,7 +218,7 @@ static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
 }
-static V1_HOST_FACTS: [(u32, Field); 13] = [
+static V1_HOST_FACTS: [(u32, Field); 14] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -232,9 +232,16 @@ static V1_HOST_FACTS: [(u32, Field); 13] = [
     (14, Field::Message(&SERVER_AWAITED)),
     (15, Field::Text),
     (17, Field::Text),
+    (20, Field::Message(&V1_HOST_THREAD_WAIT)),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
+}
+static V1_HOST_THREAD_WAIT: [(u32, Field); 1] = [
+    (1, Field::Message(&SERVER_AWAITED)),
+];
+impl Shaped for crate::v1::HostThreadWait {
+    const SHAPE: &'static Shape = &V1_HOST_THREAD_WAIT;
 }
 static V1_HOST_MOVEMENT: [(u32, Field); 0] = [
 ];
@@ -248,9 +255,10 @@ static V1_HOST_SLEEP: [(u32, Field); 2] = [
 impl Shaped for crate::v1::HostSleep {
     const SHAPE: &'static Shape = &V1_HOST_SLEEP;
 }
-static V1_HOST_HELPER: [(u32, Field); 2] = [
+static V1_HOST_HELPER: [(u32, Field); 3] = [
     (1, Field::Text),
     (2, Field::Text),
+    (4, Field::Text),
 ];
 impl Shaped for crate::v1::HostHelper {
     const SHAPE: &'static Shape = &V1_HOST_HELPER;

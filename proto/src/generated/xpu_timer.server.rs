@@ -60,9 +60,13 @@ pub struct PstackStacktrace {
     /// Number of the system call that the thread is in; -1 for none, absent when unknown.
     #[prost(int64, optional, tag = "107")]
     pub syscall: ::core::option::Option<i64>,
-    /// What that system call waits for. Only for main threads, and only if the call names one file.
+    /// What that system call waits for: for the main thread, and for all threads of a process whose
+    /// main thread waits for another thread of the process.
     #[prost(message, optional, tag = "108")]
     pub awaited: ::core::option::Option<Awaited>,
+    /// That system call ends after a timeout. Known for the same threads.
+    #[prost(bool, optional, tag = "109")]
+    pub timed: ::core::option::Option<bool>,
 }
 /// What a system call waits for, from the kernel's tables and the memory of the process. A file is
 /// never accessed.

@@ -679,6 +679,20 @@ pub struct HostFacts {
     /// Process id of the parent that started it, if that has ended; else 0.
     #[prost(int32, tag = "19")]
     pub ended_parent_pid: i32,
+    /// The other threads that wait for another process, if the main thread waits for none.
+    #[prost(message, repeated, tag = "20")]
+    pub thread_waits: ::prost::alloc::vec::Vec<HostThreadWait>,
+    /// The main thread or another thread of the program waits with a timeout; absent when unknown.
+    #[prost(bool, optional, tag = "21")]
+    pub timed: ::core::option::Option<bool>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct HostThreadWait {
+    #[prost(message, optional, tag = "1")]
+    pub awaited: ::core::option::Option<super::server::Awaited>,
+    /// The thread runs the program's own code.
+    #[prost(bool, tag = "2")]
+    pub own: bool,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {
@@ -719,6 +733,12 @@ pub struct HostHelper {
     pub who: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub place: ::prost::alloc::string::String,
+    /// Process id of a child process; 0 for a thread.
+    #[prost(int32, tag = "3")]
+    pub pid: i32,
+    /// Its command line, as in HostFacts.
+    #[prost(string, tag = "4")]
+    pub command: ::prost::alloc::string::String,
 }
 /// The holder of the GIL, blocked while others wait for the GIL.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -9,7 +9,7 @@ mod search;
 mod sockets;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
     time::{Duration, Instant},
 };
 
@@ -21,6 +21,7 @@ use xpu_timer_proto::{
 use super::open_files::{self, Descriptor, OpenFiles};
 use crate::memory;
 use search::{MAX_HOLDERS, Operation, Search};
+use sockets::LISTENS;
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -28,28 +29,111 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum number of descriptors that one call waits for.
 const MAX_POLLED: usize = 64;
 
-/// What a thread waits for that sleeps in a system call. `None` if that is not known. The holders
-/// and the peer are missing if they are not found in time.
-pub(crate) fn of_thread(pid: i32, tid: i32, wchan: &str, open_files: &OpenFiles, deadline: Instant) -> Option<Awaited> {
+/// Maximum number of threads of one process, besides the main thread, that are examined.
+const MAX_THREADS: usize = 64;
+/// The thread of the hook. It waits for the collector and for the device.
+const WATCHER: &str = "xpu_timer_watch";
+
+/// A thread whose wait is examined.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sleeper<'a> {
+    pub tid: i32,
+    pub name: &'a str,
+    /// The kernel function that it sleeps in; may be empty.
+    pub wchan: &'a str,
+}
+
+/// The wait of one thread.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    /// What it waits for, if that is known. The holders and the peer are missing if they are not
+    /// found in time.
+    pub awaited: Option<Awaited>,
+    /// The call ends after a timeout. `None` if the thread was not examined.
+    pub timed: Option<bool>,
+}
+
+/// What the threads of a process wait for, by thread id. The owner of a lock is looked for only if
+/// the main thread wants it.
+pub(crate) fn of_process(
+    pid: i32,
+    threads: &[Sleeper<'_>],
+    open_files: &OpenFiles,
+    deadline: Instant,
+) -> HashMap<i32, Waits> {
+    let of = |thread: &Sleeper<'_>, deadline: Instant, what: Wanted| {
+        Some((thread.tid, of_thread(pid, thread, open_files, deadline, what)?))
+    };
+    let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
+    let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    // All others together have as much time as the main thread.
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
+    let others = others.into_iter().filter(|thread| thread.name != WATCHER).take(MAX_THREADS);
+    found.extend(others.filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
+    found
+}
+
+/// What is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    All,
+    /// Not the owners of locks of threads: a process has many threads that wait for each other.
+    NoLocks,
+}
+
+/// The wait of a thread that sleeps in a system call. `None` if it does not.
+fn of_thread(
+    pid: i32,
+    thread: &Sleeper<'_>,
+    open_files: &OpenFiles,
+    deadline: Instant,
+    wanted: Wanted,
+) -> Option<Waits> {
+    let deadline = deadline.min(Instant::now() + TIMEOUT);
+    let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, thread.tid) else {
         return None;
     };
-    let search = Search::new(pid, wchan, open_files, deadline);
+    let search = Search::new(pid, thread.wchan, open_files, deadline);
+    let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
+    let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
+    Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)) })
+}
+
+/// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does
+/// not count.
+fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
     match number {
-        libc::SYS_connect => sockets::connection(&search, arguments[1], arguments[2]),
-        libc::SYS_futex => locks::futex(&search, arguments[0], arguments[1]),
-        libc::SYS_wait4 | libc::SYS_waitid => child(&search, number, arguments[0], arguments[1]),
-        libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(&search, arguments[0], arguments[1]),
-        libc::SYS_msgrcv => locks::message_queue(&search, arguments[0], true),
-        libc::SYS_msgsnd => locks::message_queue(&search, arguments[0], false),
-        libc::SYS_poll | libc::SYS_ppoll => several(&search, polled(pid, arguments[0], arguments[1])),
-        libc::SYS_select | libc::SYS_pselect6 => several(&search, selected(pid, &arguments)),
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => several(&search, watched(pid, arguments[0])),
+        // A negative number of milliseconds is no timeout.
+        libc::SYS_poll => arguments[2] as i32 >= 0,
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => arguments[3] as i32 >= 0,
+        libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => arguments[3] != 0,
+        libc::SYS_ppoll | libc::SYS_rt_sigtimedwait => arguments[2] != 0,
+        libc::SYS_select | libc::SYS_pselect6 | libc::SYS_mq_timedreceive | libc::SYS_mq_timedsend => arguments[4] != 0,
+        // The kernel restarts a call with a timeout this way after a stop.
+        libc::SYS_nanosleep | libc::SYS_clock_nanosleep | libc::SYS_restart_syscall => true,
+        _ => false,
+    }
+}
+
+/// What a system call waits for.
+fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
+    let pid = search.pid;
+    match number {
+        libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
+        libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
+        libc::SYS_wait4 | libc::SYS_waitid => child(search, number, arguments[0], arguments[1]),
+        libc::SYS_semop | libc::SYS_semtimedop => locks::semaphore(search, arguments[0], arguments[1]),
+        libc::SYS_msgrcv => locks::message_queue(search, arguments[0], true),
+        libc::SYS_msgsnd => locks::message_queue(search, arguments[0], false),
+        libc::SYS_poll | libc::SYS_ppoll => several(search, polled(pid, arguments[0], arguments[1])),
+        libc::SYS_select | libc::SYS_pselect6 => several(search, selected(pid, arguments)),
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => {
+            several(search, watched(pid, arguments[0]))
+        }
         _ => {
             let operation = operation_of(number, arguments[1])?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
-            descriptor::awaited(&search, descriptor, operation)
+            descriptor::awaited(search, descriptor, operation)
         }
     }
 }
@@ -132,10 +216,12 @@ fn several(search: &Search<'_>, descriptors: Vec<(i32, Operation)>) -> Option<Aw
     if others.len() <= 1 {
         return others.pop().or_else(|| own.into_iter().next());
     }
+    // A server waits for clients, whatever else it waits for.
+    let name = others.iter().map(|one| &one.name).find(|name| name.starts_with(LISTENS)).cloned();
     let mut seen = BTreeSet::new();
     let holders = others.into_iter().flat_map(|one| one.holders).filter(|holder| seen.insert(holder.pid));
     let holders = holders.take(MAX_HOLDERS).collect();
-    Some(Awaited { kind: AwaitedKind::Several.into(), holders, ..Awaited::default() })
+    Some(Awaited { kind: AwaitedKind::Several.into(), name: name.unwrap_or_default(), holders, ..Awaited::default() })
 }
 
 /// A call that waits for the end of a child.
@@ -187,12 +273,14 @@ mod tests {
         loop {
             let own = std::process::id().cast_signed();
             let wchan = procfs::wchan(own, tid);
-            if let Some(late) = of_thread(own, tid, &wchan, &OpenFiles::default(), start) {
+            let thread = Sleeper { tid, name: "", wchan: &wchan };
+            let wait = |deadline| of_thread(own, &thread, &OpenFiles::default(), deadline, Wanted::All)?.awaited;
+            if let Some(late) = wait(start) {
                 let needs_no_search =
                     [AwaitedKind::Lock, AwaitedKind::Child, AwaitedKind::Mutex].contains(&late.kind());
                 assert!(late.holders.is_empty() || needs_no_search, "there was no time to look");
             }
-            let found = of_thread(own, tid, &wchan, &OpenFiles::default(), Instant::now() + Duration::from_secs(60));
+            let found = wait(Instant::now() + Duration::from_secs(60));
             if let Some(awaited) = found.filter(&accept) {
                 return awaited;
             }

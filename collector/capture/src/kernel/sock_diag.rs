@@ -111,7 +111,8 @@ fn message(request: SockDiagMessage, scope: Scope) -> Vec<u8> {
 /// A Unix socket.
 #[derive(Debug, Default)]
 pub(crate) struct UnixSocket {
-    /// Inode of its other end, if it is connected.
+    /// Inode of its other end, if it is connected. A connection that the listener has not accepted
+    /// has no inode of its own, so this is the listener.
     pub peer: Option<u32>,
     /// The path that it was bound to; empty if there is none.
     pub path: String,
@@ -136,6 +137,30 @@ pub(crate) fn unix_socket(inode: u32, deadline: Instant) -> Option<UnixSocket> {
         true
     };
     exchange(SockDiagMessage::UnixRequest(request), Scope::One, deadline, answer).ok()?;
+    let mut found = found?;
+    if found.peer == Some(0) {
+        found.peer = listener_of(inode, deadline);
+    }
+    Some(found)
+}
+
+/// The listening Unix socket that has this connection in its queue.
+fn listener_of(connection: u32, deadline: Instant) -> Option<u32> {
+    let request = UnixRequest {
+        state_flags: unix::StateFlags::LISTEN,
+        inode: 0,
+        show_flags: unix::ShowFlags::ICONS,
+        cookie: [0xff; 8],
+    };
+    let mut found = None;
+    let answer = |message| {
+        let SockDiagMessage::UnixResponse(response) = message else { return false };
+        if response.pending_connections().is_some_and(|pending| pending.contains(&connection)) {
+            found = Some(response.header.inode);
+        }
+        true
+    };
+    exchange(SockDiagMessage::UnixRequest(request), Scope::All, deadline, answer).ok()?;
     found
 }
 

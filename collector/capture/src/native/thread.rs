@@ -9,7 +9,11 @@ use xpu_timer_proto::{
     server::CaptureMethod,
 };
 
-use crate::{error::Error, kernel::permission, memory::Region};
+use crate::{
+    error::Error,
+    kernel::{awaited::Sleeper, permission},
+    memory::Region,
+};
 
 use super::{
     address_space::AddressSpace,
@@ -89,6 +93,11 @@ impl Thread {
         thread.cpu_time_ns = Schedule::of(pid, tid).cpu_ns;
         thread.read_kernel_state(pid);
         Ok(thread)
+    }
+
+    /// The thread, to find what it waits for.
+    pub fn sleeper(&self) -> Sleeper<'_> {
+        Sleeper { tid: self.tid, name: &self.status.name, wchan: &self.wchan }
     }
 
     /// Reads where in the kernel the thread is.

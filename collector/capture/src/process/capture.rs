@@ -20,7 +20,12 @@ use xpu_timer_proto::{
 
 use crate::{
     error::Error,
-    kernel::{awaited, open_files::OpenFiles, permission, sock_diag::TcpConnections},
+    kernel::{
+        awaited::{self, Sleeper, Waits},
+        open_files::OpenFiles,
+        permission,
+        sock_diag::TcpConnections,
+    },
     native::{
         address_space::AddressSpace,
         stop::stop_all,
@@ -401,10 +406,11 @@ impl Capture<'_> {
             return;
         }
         let mut places = CodeLocations::default();
+        let sleepers: Vec<Sleeper<'_>> = threads.iter().map(Thread::sleeper).collect();
+        let mut waits = awaited::of_process(self.pid, &sleepers, self.open_files, self.deadline);
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
-            let awaited = (thread.tid == self.pid)
-                .then(|| awaited::of_thread(self.pid, thread.tid, &thread.wchan, self.open_files, self.deadline));
+            let Waits { awaited, timed } = waits.remove(&thread.tid).unwrap_or_default();
             self.process.sample.stacktrace.push(PstackStacktrace {
                 pid: thread.tid as u32,
                 thread_name: thread.status.name.clone(),
@@ -417,7 +423,8 @@ impl Capture<'_> {
                 cpu_time_ns: thread.cpu_time_ns,
                 incomplete: thread.incomplete,
                 syscall: thread.syscall,
-                awaited: awaited.flatten(),
+                awaited,
+                timed,
             });
         }
         self.process.places = places.list;

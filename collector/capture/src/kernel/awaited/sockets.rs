@@ -17,6 +17,9 @@ use crate::{
     memory,
 };
 
+/// Start of the name of a socket on which a process listens; the judge knows it.
+pub(super) const LISTENS: &str = "anybody who connects";
+
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
     let own = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
@@ -24,7 +27,7 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
     });
     match own {
         // A listening socket has no peer.
-        Some((LISTEN, Some(local), _)) => socket(format!("anybody who connects to {local}"), Vec::new()),
+        Some((LISTEN, Some(local), _)) => socket(format!("{LISTENS} to {local}"), Vec::new()),
         Some((_, Some(local), Some(remote))) => {
             let other = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
                 (socket.inode != 0 && socket.local() == Some(remote) && socket.remote() == Some(local))
@@ -102,7 +105,7 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
             }
             socket(name(&found, search), holders)
         }
-        None if !found.path.is_empty() => socket(format!("anybody who connects to {}", found.path), Vec::new()),
+        None if !found.path.is_empty() => socket(format!("{LISTENS} to {}", found.path), Vec::new()),
         None => socket(String::new(), Vec::new()),
     }
 }

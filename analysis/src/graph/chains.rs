@@ -1,0 +1,463 @@
+//! Follows what a process waits for, from process to process, to the end of the chain.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
+
+use crate::{
+    facts,
+    stacks::{Host, ProcessState},
+    verdict::Activity,
+    world::{World, is_collective},
+};
+
+/// Start of the name of an awaited socket on which a process listens: it waits for a client.
+const LISTENS: &str = "anybody who connects";
+
+/// Maximum number of times that one chain branches.
+const MAX_BRANCHES: usize = 3;
+
+/// A member of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Member {
+    Rank(usize),
+    Process(usize),
+}
+
+/// The end of a chain.
+#[derive(Debug)]
+pub(super) enum End {
+    /// A rank, whose own wait is a part of the graph.
+    Rank(usize),
+    /// The last process of the chain.
+    Process(Chain),
+    /// The processes of the chain from this position on wait for each other. So does the rank at
+    /// the beginning, if the position is `None`.
+    Cycle(Chain, Option<usize>),
+    /// The rank at the beginning: it waits for no process that is known.
+    Start,
+    /// The chain leads back to a member of the chain that branched.
+    Back,
+    /// A process that waits for clients.
+    AtRest,
+    /// Several processes are possible, or nothing is known of the next one.
+    Unknown,
+}
+
+/// Processes that wait one for the next.
+#[derive(Debug, Default)]
+pub(super) struct Chain {
+    /// As indices; the process that the rank waits for comes first.
+    pub processes: Vec<usize>,
+    /// At each step only one process has the other end.
+    pub is_certain: bool,
+    /// Nothing outside of the chain wakes the process at its end.
+    pub is_closed: bool,
+}
+
+/// What all processes wait for.
+pub(super) struct Chains<'w, 'a> {
+    world: &'w World<'a>,
+    by_pid: HashMap<(&'w str, i32), Member>,
+}
+
+impl<'w, 'a> Chains<'w, 'a> {
+    /// A process is identified by its node and pid.
+    pub fn new(world: &'w World<'a>) -> Self {
+        let mut by_pid: HashMap<(&str, i32), Member> = HashMap::new();
+        for (index, process) in world.processes.iter().enumerate() {
+            by_pid.insert((&process.node, process.host.pid), Member::Process(index));
+        }
+        for (index, view) in world.views.iter().enumerate() {
+            if let Some(pid) = view.pid().filter(|pid| *pid > 0) {
+                by_pid.insert((view.node().unwrap_or_default(), pid), Member::Rank(index));
+            }
+        }
+        Chains { world, by_pid }
+    }
+
+    /// The end of the chain that begins at a rank.
+    pub fn of_rank(&self, rank_index: usize) -> End {
+        self.follow(Member::Rank(rank_index), &HashSet::new(), MAX_BRANCHES)
+    }
+}
+
+/// Facts about a member.
+impl Chains<'_, '_> {
+    pub fn host(&self, member: Member) -> &Host {
+        match member {
+            Member::Rank(index) => &self.world.views[index].host,
+            Member::Process(index) => &self.world.processes[index].host,
+        }
+    }
+
+    /// What holds the process of a member.
+    pub fn state(&self, member: Member) -> ProcessState {
+        let holder = match member {
+            Member::Rank(index) => self.world.views[index].evidence.and_then(facts::gil_holder),
+            Member::Process(index) => self.world.processes[index].gil_holder.clone(),
+        };
+        ProcessState::of(self.host(member), holder.as_ref())
+    }
+
+    fn node(&self, member: Member) -> &str {
+        match member {
+            Member::Rank(index) => self.world.views[index].node().unwrap_or_default(),
+            Member::Process(index) => &self.world.processes[index].node,
+        }
+    }
+
+    fn pid(&self, member: Member) -> i32 {
+        match member {
+            Member::Rank(index) => self.world.views[index].pid().unwrap_or(0),
+            Member::Process(index) => self.world.processes[index].host.pid,
+        }
+    }
+
+    /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
+    /// are known.
+    pub fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
+        let view = &self.world.views[waiter];
+        let mut family = HashSet::from([view.pid().unwrap_or(0)]);
+        let awaited = view.host.awaited.iter().flat_map(|awaited| &awaited.holders);
+        family.extend(awaited.filter(|holder| holder.child).map(|holder| holder.pid));
+        chain.iter().all(|index| {
+            let host = &self.world.processes[*index].host;
+            let belongs = family.contains(&host.pid) || family.contains(&host.parent_pid);
+            family.insert(host.pid);
+            let awaited = host.awaited.iter().flat_map(|awaited| &awaited.holders);
+            family.extend(awaited.filter(|holder| belongs && holder.child).map(|holder| holder.pid));
+            belongs
+        })
+    }
+
+    fn waits_in_operation(&self, rank_index: usize) -> bool {
+        let view = &self.world.views[rank_index];
+        view.host.observed.activity == Activity::DeviceWait || view.pending().any(is_collective)
+    }
+
+    fn is_halted(&self, member: Member) -> bool {
+        let host = self.host(member);
+        host.stopped() || host.gone()
+    }
+}
+
+/// The search.
+impl Chains<'_, '_> {
+    /// The end of the chain that begins at `start`. `before` has the members that lead to `start`.
+    /// The chain may branch at most `branches` times.
+    fn follow(&self, start: Member, before: &HashSet<Member>, branches: usize) -> End {
+        let mut current = start;
+        if matches!(start, Member::Rank(index) if self.world.views[index].halted()) {
+            return End::Start;
+        }
+        let mut seen = before.clone();
+        seen.insert(start);
+        let mut chain = Chain { is_certain: true, ..Chain::default() };
+        if let Member::Process(index) = start {
+            chain.processes.push(index);
+        }
+        loop {
+            let host = self.host(current);
+            let is_first = current == start && before.is_empty();
+            let awaited = host.awaited.as_ref().filter(|_| !host.halted() && host.same_in_both);
+            let Some(awaited) = awaited else { return self.through_threads(current, chain, &seen, branches) };
+            let next = match self.next(current, awaited) {
+                next if is_first && self.is_orphaned(current, awaited, &next) => {
+                    chain.is_certain = false;
+                    let parent = (self.node(current), self.host(current).ended_parent_pid);
+                    self.by_pid.get(&parent).copied().unwrap_or(current)
+                }
+                Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => return End::AtRest,
+                Next::Unknown => return End::Unknown,
+                Next::Nobody => return self.through_threads(current, chain, &seen, branches),
+                Next::One(member) if !awaited.name.starts_with(LISTENS) => member,
+                next => {
+                    let candidates = next.candidates();
+                    match self.through_any(current, chain, &candidates, awaited, (&seen, branches)) {
+                        Ok(end) => return end,
+                        Err((so_far, member)) => {
+                            chain = Chain { is_certain: false, ..so_far };
+                            member
+                        }
+                    }
+                }
+            };
+            if !seen.insert(next) {
+                return self.back(next, chain, before, &seen);
+            }
+            match next {
+                // A server that waits for the answer of a rank in a collective waits for the ranks
+                // of that collective, and one of these may be the rank at the beginning.
+                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
+                Member::Rank(holder) => return End::Rank(holder),
+                Member::Process(index) => chain.processes.push(index),
+            }
+            current = next;
+        }
+    }
+
+    /// The end of a chain that leads to a member for the second time.
+    fn back(&self, member: Member, mut chain: Chain, before: &HashSet<Member>, seen: &HashSet<Member>) -> End {
+        if !before.is_empty() {
+            return if before.contains(&member) { End::Back } else { End::Unknown };
+        }
+        let from = match member {
+            Member::Rank(_) => None,
+            Member::Process(index) => chain.processes.iter().position(|one| *one == index),
+        };
+        let members = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
+        let rank = from.is_none().then_some(member);
+        chain.is_closed = members.chain(rank).all(|member| self.is_closed(member, seen));
+        End::Cycle(chain, from)
+    }
+
+    /// The end of a chain at a process whose main thread waits for no other process. It may wait
+    /// for another thread of its process, which waits for another process: for a reply that a
+    /// reader thread puts into a queue.
+    fn through_threads(&self, current: Member, mut chain: Chain, seen: &HashSet<Member>, branches: usize) -> End {
+        let host = self.host(current);
+        let in_operation = matches!(current, Member::Rank(index) if self.waits_in_operation(index));
+        let is_inside = !host.halted() && host.same_in_both && !in_operation && self.may_wait_for_threads(current);
+        let waits = if is_inside { &host.thread_waits[..] } else { &[] };
+        let candidates: Vec<Candidate> =
+            waits.iter().flat_map(|wait| self.next(current, &wait.awaited).candidates()).collect();
+        let reached = self.branches(&candidates, seen, branches);
+        let only = matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
+        // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
+        let inside = reached.inside.clone();
+        match reached.likely_end(|state| only || state.is_stuck()) {
+            Some(end) => end.after(chain),
+            None if chain.processes.is_empty() => End::Start,
+            None => {
+                let waits_for_lock = matches!(self.state(current), ProcessState::WaitsForLock)
+                    || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock);
+                chain.is_closed = waits_for_lock && self.is_closed(current, &inside);
+                End::Process(chain)
+            }
+        }
+    }
+
+    /// Whether the main thread of a process may wait for another thread: it waits for no process,
+    /// and not for its device.
+    fn may_wait_for_threads(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let is_inner = |awaited: &Awaited| awaited.holders.iter().all(|holder| holder.pid == self.pid(member));
+        !matches!(host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+            && host.awaited.as_ref().is_none_or(|awaited| is_inner(awaited) && awaited.kind() != AwaitedKind::File)
+    }
+
+    /// The end of a chain at a process that waits for any of several processes, or the next member
+    /// of the chain. If a process waits for new clients too, one of its clients counts only if it
+    /// is stuck.
+    fn through_any(
+        &self,
+        current: Member,
+        mut chain: Chain,
+        candidates: &[Candidate],
+        awaited: &Awaited,
+        (seen, branches): (&HashSet<Member>, usize),
+    ) -> Result<End, (Chain, Member)> {
+        let serves = awaited.name.starts_with(LISTENS);
+        let reached = self.branches(candidates, seen, branches);
+        let agree = !serves && !reached.is_open && reached.agree();
+        let leads_back = reached.ends.is_empty() && !reached.is_open;
+        let inside = reached.inside.clone();
+        if let Some(end) = reached.likely_end(|state| agree || state.is_stuck()) {
+            return Ok(end.after(chain));
+        }
+        let is_process = !chain.processes.is_empty();
+        if serves {
+            return Ok(if is_process { End::AtRest } else { End::Start });
+        }
+        if leads_back {
+            // All of them wait for this process.
+            chain.is_closed = self.is_closed(current, &inside);
+            return Ok(if is_process { End::Process(chain) } else { End::Start });
+        }
+        match self.likely(current, candidates) {
+            Some(member) => Err((chain, member)),
+            None => Ok(End::Unknown),
+        }
+    }
+
+    /// Follows each candidate that the chain has not met.
+    fn branches(&self, candidates: &[Candidate], seen: &HashSet<Member>, branches: usize) -> Branches {
+        let mut reached = Branches { inside: seen.clone(), ..Branches::default() };
+        let members: BTreeSet<Member> = candidates.iter().map(|candidate| candidate.member).collect();
+        for member in members.into_iter().filter(|member| !seen.contains(member)) {
+            if branches == 0 {
+                reached.is_open = true;
+                break;
+            }
+            let end = match self.follow(member, seen, branches - 1) {
+                End::Start => match member {
+                    Member::Rank(index) => End::Rank(index),
+                    Member::Process(_) => continue,
+                },
+                end => end,
+            };
+            match end {
+                End::Back => drop(reached.inside.insert(member)),
+                End::Rank(index) => reached.ends.push((Member::Rank(index), self.state(Member::Rank(index)), end)),
+                End::Process(ref chain) => {
+                    let last = chain.processes.last().copied().unwrap_or_default();
+                    reached.ends.push((Member::Process(last), self.state(Member::Process(last)), end));
+                }
+                End::Cycle(..) | End::Start | End::AtRest | End::Unknown => reached.is_open = true,
+            }
+        }
+        reached
+    }
+
+    /// Whether nothing outside of `members` wakes a process: it waits without a timeout, and its
+    /// threads wait only for these.
+    fn is_closed(&self, member: Member, members: &HashSet<Member>) -> bool {
+        let host = self.host(member);
+        let is_inside = |awaited: &Awaited| {
+            let next = self.next(member, awaited);
+            let candidates = next.candidates();
+            !awaited.name.starts_with(LISTENS)
+                && !matches!(next, Next::Unknown)
+                && candidates.iter().all(|candidate| members.contains(&candidate.member))
+        };
+        host.timed == Some(false)
+            && host.moved.is_some_and(|moved| !moved.main_ran && !moved.is_progress())
+            && host.thread_waits.iter().all(|wait| is_inside(&wait.awaited))
+    }
+
+    /// The process that a member waits for. Several may have the other end of a pipe or socket,
+    /// because processes inherit descriptors.
+    fn next(&self, current: Member, awaited: &Awaited) -> Next {
+        let own = self.pid(current);
+        let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
+        if others.is_empty() {
+            return Next::Nobody;
+        }
+        // A standard input comes from a person, or from a program that replaces one.
+        if matches!(awaited.kind(), AwaitedKind::Unspecified | AwaitedKind::File) {
+            return Next::Unknown;
+        }
+        let candidate = |holder: &&Holder| {
+            let member = self.by_pid.get(&(self.node(current), holder.pid)).copied()?;
+            Some(Candidate { member, is_child: holder.child })
+        };
+        let Some(known) = others.iter().map(candidate).collect::<Option<Vec<Candidate>>>() else {
+            return Next::Unknown;
+        };
+        let waits_alike = |member: Member| {
+            let object = self.host(member).awaited.as_ref().map(|awaited| &awaited.object);
+            object.is_some_and(|object| !object.is_empty() && *object == awaited.object)
+        };
+        if let [only] = known[..] {
+            return if waits_alike(only.member) { Next::Unknown } else { Next::One(only.member) };
+        }
+        // A rank in a collective cannot be expected to answer.
+        let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        let able = known.into_iter().filter(|one| !waits_alike(one.member) && !waits(one.member));
+        let able: Vec<Candidate> = able.collect();
+        if able.is_empty() { Next::Unknown } else { Next::Any(able) }
+    }
+
+    /// The one of several candidates that is likely to have the other end in use.
+    fn likely(&self, current: Member, candidates: &[Candidate]) -> Option<Member> {
+        let parent = self.host(current).parent_pid;
+        let is_parent = |candidate: &Candidate| self.pid(candidate.member) == parent;
+        let only = |choice: &dyn Fn(&Candidate) -> bool| {
+            let mut chosen = candidates.iter().filter(|candidate| choice(candidate));
+            chosen.next().filter(|_| chosen.next().is_none()).map(|candidate| candidate.member)
+        };
+        only(&|candidate| self.is_halted(candidate.member))
+            // A child answers its parent.
+            .or_else(|| only(&|candidate| candidate.is_child))
+            // A parent has both ends of the pipes that it makes for its children.
+            .or_else(|| only(&|candidate| !is_parent(candidate)))
+            // Children inherit the ends of each other's pipes.
+            .or_else(|| only(&is_parent))
+    }
+
+    /// Whether a rank waits for the process that had started it and has ended: nobody has the other
+    /// end of its pipe or socket, except ranks that inherited it from the same parent.
+    fn is_orphaned(&self, current: Member, awaited: &Awaited, next: &Next) -> bool {
+        let parent = self.host(current).ended_parent_pid;
+        let is_sibling = |holder: &Holder| {
+            let member = self.by_pid.get(&(self.node(current), holder.pid));
+            member.is_some_and(|member| self.host(*member).ended_parent_pid == parent)
+        };
+        let is_stream = matches!(awaited.kind(), AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several);
+        let is_left = matches!(next, Next::Nobody) || awaited.holders.iter().all(is_sibling);
+        parent > 0 && is_stream && is_left && !awaited.name.starts_with(LISTENS)
+    }
+}
+
+/// A process that has the other end.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    member: Member,
+    /// It descends from the process that waits.
+    is_child: bool,
+}
+
+/// The next member of a chain.
+enum Next {
+    /// No other process has the other end.
+    Nobody,
+    /// It is a process of which nothing is known, or one that waits for the same thing.
+    Unknown,
+    /// Only this one has the other end.
+    One(Member),
+    /// Each of these has the other end; others that have it cannot answer.
+    Any(Vec<Candidate>),
+}
+
+impl Next {
+    fn candidates(&self) -> Vec<Candidate> {
+        match self {
+            Next::Nobody | Next::Unknown => Vec::new(),
+            Next::One(member) => vec![Candidate { member: *member, is_child: false }],
+            Next::Any(candidates) => candidates.clone(),
+        }
+    }
+}
+
+/// Where the branches of a chain end.
+#[derive(Default)]
+struct Branches {
+    /// The last member of each branch, its state, and the end.
+    ends: Vec<(Member, ProcessState, End)>,
+    /// The end of a branch is unknown, or waits for somebody outside.
+    is_open: bool,
+    /// The members of the chain, and the first members of the branches that lead back to it.
+    inside: HashSet<Member>,
+}
+
+impl Branches {
+    /// Whether all branches have the same end.
+    fn agree(&self) -> bool {
+        let mut members = self.ends.iter().map(|(member, ..)| member);
+        let first = members.next();
+        first.is_some() && members.all(|member| Some(member) == first)
+    }
+
+    /// The only acceptable end; of several, the only one that cannot continue.
+    fn likely_end(mut self, accept: impl Fn(&ProcessState) -> bool) -> Option<End> {
+        self.ends.retain(|(_, state, _)| accept(state));
+        if !self.agree() {
+            self.ends.retain(|(_, state, _)| state.cannot_continue());
+        }
+        if self.agree() { self.ends.pop().map(|(.., end)| end) } else { None }
+    }
+}
+
+impl End {
+    /// This end, reached through a chain and a branch.
+    fn after(self, mut chain: Chain) -> End {
+        match self {
+            End::Process(behind) => {
+                chain.processes.extend(behind.processes);
+                End::Process(Chain { is_certain: false, is_closed: behind.is_closed, ..chain })
+            }
+            end => end,
+        }
+    }
+}

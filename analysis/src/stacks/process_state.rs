@@ -1,0 +1,73 @@
+//! What holds a process that others wait for.
+
+use xpu_timer_proto::server::AwaitedKind;
+
+use super::{
+    helpers::GilHolder,
+    host::{Host, Movement},
+};
+use crate::verdict::Activity;
+
+/// What holds a process that others wait for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ProcessState {
+    /// It has ended.
+    Ended,
+    /// A signal, a debugger or the freezer of its control group has stopped it.
+    Stopped,
+    /// It is in uninterruptible sleep in a kernel function, whose name may be empty.
+    SleepsUninterruptibly { wchan: String },
+    /// A blocked thread holds its GIL.
+    DeadlockedOnGil(GilHolder),
+    /// It makes progress.
+    MakesProgress,
+    /// Its main thread waits for a lock.
+    WaitsForLock,
+    /// Its main thread is inside a read, write or sync, or waits for a lock on a file.
+    StuckInIo,
+    /// It is at another place.
+    Elsewhere,
+}
+
+impl ProcessState {
+    /// The state of a process, with the holder of its GIL if that is deadlocked.
+    pub fn of(host: &Host, gil_holder: Option<&GilHolder>) -> Self {
+        if host.gone() {
+            return ProcessState::Ended;
+        }
+        if host.stopped() {
+            return ProcessState::Stopped;
+        }
+        if let Some(sleep) = host.d_sleep.as_ref().filter(|sleep| sleep.main) {
+            return ProcessState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
+        }
+        if let Some(holder) = gil_holder {
+            return ProcessState::DeadlockedOnGil(holder.clone());
+        }
+        let kind = host.awaited.as_ref().map(|awaited| awaited.kind());
+        let progresses = |moved: Movement| moved.io || moved.own_frame || moved.helper_progressed;
+        match host.observed.activity {
+            _ if host.moved.is_some_and(progresses) => ProcessState::MakesProgress,
+            Activity::Lock => ProcessState::WaitsForLock,
+            Activity::Io if kind != Some(AwaitedKind::Socket) => ProcessState::StuckInIo,
+            _ if kind == Some(AwaitedKind::Lock) => ProcessState::StuckInIo,
+            _ => ProcessState::Elsewhere,
+        }
+    }
+
+    /// Whether the process cannot continue by itself, whatever it waits for.
+    pub fn cannot_continue(&self) -> bool {
+        matches!(
+            self,
+            ProcessState::Ended
+                | ProcessState::Stopped
+                | ProcessState::SleepsUninterruptibly { .. }
+                | ProcessState::DeadlockedOnGil(_)
+        )
+    }
+
+    /// Whether the process is stuck: it cannot continue, or waits for a lock or for a file.
+    pub fn is_stuck(&self) -> bool {
+        self.cannot_continue() || matches!(self, ProcessState::WaitsForLock | ProcessState::StuckInIo)
+    }
+}
