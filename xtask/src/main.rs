@@ -4,6 +4,7 @@
 mod bench;
 mod demo;
 mod dist;
+mod frameworks;
 mod functions;
 mod fuzz;
 mod lint;
@@ -36,6 +37,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Runs real frameworks of PyPI, each healthy and with a hang; installs each when it first runs
+    Frameworks(frameworks::Options),
     /// Injects faults and attacks with real processes, and prints each promise and whether it held;
     /// exit status 1 if one did not hold
     Chaos {
@@ -94,6 +97,7 @@ fn main() -> ExitCode {
         Command::Test(options) => test::run(&options),
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Hangs { arguments } => hangs(&arguments),
+        Command::Frameworks(options) => frameworks::run(&options),
         Command::Chaos { arguments } => chaos(&arguments),
         Command::Soak { arguments } => soak(&arguments),
         Command::Model => model(),

@@ -399,11 +399,14 @@ pub(crate) fn is_sleep(function: &str) -> bool {
 mod tests {
     use super::*;
 
+    fn native(names: &[&str]) -> PstackStacktrace {
+        let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
+        PstackStacktrace { frames, ..Default::default() }
+    }
+
     #[test]
     fn a_public_function_is_preferred_to_its_closures() {
-        let names = ["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"];
-        let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
-        let native = PstackStacktrace { frames, ..Default::default() };
+        let native = native(&["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"]);
         let doing = classify(Some(&native), None);
         assert_eq!((doing.activity, doing.witness.as_str()), (Activity::DeviceWait, "cuStreamSynchronize"));
     }
@@ -436,6 +439,13 @@ mod tests {
         assert_eq!(does("R (running)", &polls).0, Activity::DeviceWait);
         assert_eq!(does("R (running)", &[("ncclCommDestroy", nccl)]).0, Activity::Teardown);
         assert_eq!(does("R (running)", &[("ncclCommInitRank", nccl)]).0, Activity::CommInit);
+    }
+
+    #[test]
+    fn a_collective_in_shared_memory_waits_for_others() {
+        let native = native(&["get_curr_stamp", "shm_cc_loop<float>", "shm_allreduce", "THPFunction_apply"]);
+        let doing = classify(Some(&native), None);
+        assert_eq!((doing.activity, doing.witness.as_str()), (Activity::DeviceWait, "shm_allreduce"));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::{
     names::{base_name, frame_label, is_library, is_named, own_frame, shortened, stored_command},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
+    services::{executed, serves, workers},
 };
 use crate::verdict::Activity;
 
@@ -63,7 +64,7 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
     worst_child(dump)
         .or_else(|| stuck_thread(first, last, main).map(|(name, state)| StuckHelper::thread(&name, state)))
         .or_else(|| awaited_child(dump, last, training))
-        .or_else(|| dump.children.iter().find_map(busy_child))
+        .or_else(|| workers(dump).find_map(busy_child))
 }
 
 /// A child process that computed between its samples.
@@ -116,7 +117,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
         || native
             .and_then(|thread| thread.awaited.as_ref())
             .is_some_and(|awaited| awaited.holders.iter().any(|holder| holder.child));
-    let children = dump.children.iter().filter(|_| awaits_children).map(child_work);
+    let children = workers(dump).filter(|_| awaits_children).map(child_work);
     threads.chain(children).fold(HelperWork::default(), HelperWork::and)
 }
 
@@ -144,13 +145,13 @@ fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> 
     if !waits_for_child(native, python) {
         return None;
     }
-    let child = dump.children.iter().rfind(|child| child.parent_pid == dump.pid)?;
+    let child = workers(dump).rfind(|child| child.parent_pid == dump.pid)?;
     Some(StuckHelper::child(child, "has not ended".to_owned()))
 }
 
 /// A stuck child process. A dead one comes first, because it explains what the others wait for.
 pub(super) fn worst_child(dump: &Stacktrace) -> Option<StuckHelper> {
-    let stuck: Vec<StuckHelper> = dump.children.iter().filter_map(stuck_child).collect();
+    let stuck: Vec<StuckHelper> = workers(dump).filter_map(stuck_child).collect();
     let dead = stuck.iter().position(StuckHelper::is_dead).unwrap_or(0);
     stuck.into_iter().nth(dead)
 }
@@ -235,9 +236,9 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         }
         // Library threads (watchers, network threads) read sockets and pipes all the time, so only
         // the program's own threads count. A thread in a queue waits for its tasks or hands over
-        // its results, so it waits for others.
+        // its results, so it waits for others. A thread that serves does the same.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
-        if frames.is_some_and(|frames| in_queue(frames)) {
+        if frames.is_some_and(|frames| in_queue(frames) || serves(frames)) {
             return None;
         }
         let place = match frames {
@@ -254,8 +255,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
 /// The name of a child process that is a compiler, if it is alive.
 pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
     dump.children.iter().find_map(|child| {
-        let mut words = child.command.split_whitespace().map(base_name);
-        let program = words.find(|word| !patterns::INTERPRETERS.contains(word))?;
+        let program = base_name(executed(&child.command).split_whitespace().next()?);
         let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
         (alive && patterns::COMPILERS.contains(&program)).then(|| program.to_owned())
     })

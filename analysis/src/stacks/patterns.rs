@@ -111,6 +111,11 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "c10d::processgroup",
     "c10d::reducer",
     "c10d::work",
+    // Collectives of vLLM and SGLang in shared memory, on a CPU.
+    "shm_cc_ops::",
+    "shm_allreduce",
+    "shm_allgather",
+    "shm_gather",
 ];
 /// Prefixes of the functions of NCCL and of libraries like it, in lower case, and parts of the paths
 /// of these libraries, whose own functions often have no names.
@@ -160,6 +165,34 @@ pub(super) const COMPILERS: &[&str] = &[
 /// Programs whose first argument is the program that they run.
 pub(super) const INTERPRETERS: &[&str] =
     &["sh", "bash", "dash", "env", "python", "python3", "perl", "ccache", "sccache"];
+
+/// Names of programs that serve a rank and do none of its work.
+pub(super) const SERVICE_PROGRAMS: &[&str] = &[
+    "gcs_server",
+    "gpu_stats",
+    "ncu",
+    "nsys",
+    "nvidia-smi",
+    "raylet",
+    "tensorboard",
+    "tensorboard.main",
+    "torchft_lighthouse",
+    "wandb-core",
+    "wandb-symon",
+];
+/// Modules whose `main` an interpreter runs to serve other processes.
+pub(super) const SERVICE_MODULES: &[&str] = &["resource_tracker", "semaphore_tracker", "forkserver"];
+/// Parts of the paths of the Python files of such programs and threads.
+pub(super) const SERVICE_FILES: &[&str] = &[
+    "/torch/_inductor/compile_worker/",
+    "/ray/_private/",
+    "/ray/autoscaler/",
+    "/ray/dashboard/",
+    "-packages/tensorboard/",
+    "-packages/wandb/",
+];
+/// Files in which a worker process begins its work.
+pub(super) const WORKER_STARTERS: &[&str] = &["/multiprocessing/process.py", "/concurrent/futures/process.py"];
 
 /// Functions of a data loader, in any file.
 pub(super) const LOADER_FUNCTIONS: &[&str] = &[

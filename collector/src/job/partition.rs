@@ -1,8 +1,9 @@
 //! Splits the processes with one job name into jobs. Pure: the caller passes in everything that is
 //! known of them.
 //!
-//! A communicator with a unique identity joins its ranks whatever else they claim. Without one,
-//! processes are joined unless something contradicts it: two living processes with one rank, worlds
+//! A communicator with a unique identity joins its ranks whatever else they claim. So does one whose
+//! identity is only a name, if two of its ranks claim one number: in two jobs that use one name, such
+//! ranks would have one place in it. Without a communicator, processes are joined unless something contradicts it: two living processes with one rank, worlds
 //! of two sizes, or two rendezvous. Where a contradiction leaves a choice, closer relatives stay
 //! together: the ranks below one launcher. A process below a rank that claims the number of that
 //! rank has inherited it and is a helper.
@@ -40,7 +41,7 @@ pub struct Member {
     pub alive_ns: u64,
     /// CLOCK_MONOTONIC at which it ended; `u64::MAX` while it lives.
     pub ended_ns: u64,
-    /// Its communicators with a globally unique identity.
+    /// Its communicators of several ranks.
     pub communicators: Vec<CommunicatorRank>,
 }
 
@@ -53,6 +54,8 @@ pub struct CommunicatorRank {
     pub size: u32,
     /// The rank of the process in it.
     pub rank: i32,
+    /// Whether no other job has a communicator with this identity.
+    pub unique: bool,
 }
 
 /// The job that a member belongs to.
@@ -144,7 +147,7 @@ impl Member {
     }
 
     fn world_communicator(&self) -> Option<u64> {
-        let of_world = |one: &&CommunicatorRank| self.world_size > 1 && one.size == self.world_size;
+        let of_world = |one: &&CommunicatorRank| one.unique && self.world_size > 1 && one.size == self.world_size;
         self.communicators.iter().find(of_world).map(|one| one.id)
     }
 }
@@ -233,6 +236,16 @@ impl<'m> Groups<'m> {
         communicators.find(|one| one.id == communicator).map(|one| one.rank)
     }
 
+    /// Whether these processes share a communicator although its identity is only a name. Each has
+    /// another place in it, and two claim one rank, as replicas that are jobs of their own do.
+    fn is_shared(&self, (size, id): (u32, u64), inside: &[usize]) -> bool {
+        let places: BTreeSet<Option<i32>> = inside.iter().map(|index| self.rank_in(*index, id)).collect();
+        let clash = |one: &usize, other: &usize| self.claims[*one].claims_rank_of(&self.claims[*other]);
+        let mut pairs =
+            inside.iter().enumerate().flat_map(|(at, one)| inside[..at].iter().map(move |other| (one, other)));
+        places.len() == inside.len() && inside.len() <= size as usize && pairs.any(|(one, other)| clash(one, other))
+    }
+
     fn join_all(&mut self, indices: impl Iterator<Item = usize>) {
         let mut first = None;
         for index in indices {
@@ -273,7 +286,7 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
                 && !helper.uses_other_rendezvous(other)
         };
         // A process that shares communicators with others is a rank, even if it inherited a number.
-        if helper.communicators.iter().any(|communicator| communicator.size > 1) {
+        if helper.communicators.iter().any(|communicator| communicator.unique) {
             None
         } else {
             members.iter().position(is_host)
@@ -286,12 +299,16 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
         groups.join_all(mains.iter().copied());
     } else {
         let mut communicators: BTreeMap<(u32, u64), Vec<usize>> = BTreeMap::new();
+        let mut named: BTreeMap<(u32, u64), Vec<usize>> = BTreeMap::new();
         for index in &mains {
             for one in &members[*index].communicators {
-                communicators.entry((one.size, one.id)).or_default().push(*index);
+                let by_key = if one.unique { &mut communicators } else { &mut named };
+                by_key.entry((one.size, one.id)).or_default().push(*index);
             }
         }
         communicators.retain(|_, inside| inside.len() > 1);
+        named.retain(|key, inside| groups.is_shared(*key, inside));
+        communicators.append(&mut named);
         groups.join_by(&communicators);
         groups.join_relatives(&mains);
     }
@@ -342,8 +359,16 @@ mod tests {
     }
 
     fn inside(member: Member, communicators: &[(u64, u32, i32)]) -> Member {
-        let rank_in = |(id, size, rank): &(u64, u32, i32)| CommunicatorRank { id: *id, size: *size, rank: *rank };
+        let rank_in =
+            |(id, size, rank): &(u64, u32, i32)| CommunicatorRank { id: *id, size: *size, rank: *rank, unique: true };
         Member { communicators: communicators.iter().map(rank_in).collect(), ..member }
+    }
+
+    /// As [`inside`], but the identities are names.
+    fn inside_named(member: Member, communicators: &[(u64, u32, i32)]) -> Member {
+        let mut member = inside(member, communicators);
+        member.communicators.iter_mut().for_each(|one| one.unique = false);
+        member
     }
 
     fn at(member: Member, instance: &str) -> Member {
@@ -404,6 +429,30 @@ mod tests {
         // One rank has not made its communicator yet.
         let late = Member { communicators: Vec::new(), ..jobs[3].clone() };
         check(&[jobs[0].clone(), jobs[1].clone(), jobs[2].clone(), late], &[0, 1, 1, 0]);
+    }
+
+    #[test]
+    fn replicas_that_are_jobs_of_their_own_are_joined_by_a_name() {
+        // Each replica has its own launcher, store and rank 0 of a world of one.
+        let replica = |pid: i32, place: i32| {
+            let member = Member { world_size: 1, ..at(member(pid, 0, &[pid - 5, 2]), &format!("h:{pid}")) };
+            inside_named(member, &[(77, 3, place)])
+        };
+        let replicas = [replica(10, 0), replica(11, 1), replica(12, 2)];
+        check(&replicas, &[0, 0, 0]);
+        let corrected: Vec<_> = partition(&replicas).iter().map(|one| one.corrected_rank).collect();
+        assert_eq!(corrected, [Some((0, 3)), Some((1, 3)), Some((2, 3))]);
+    }
+
+    #[test]
+    fn two_jobs_whose_groups_have_one_name_stay_two() {
+        let rank = |pid: i32, number: i32, port: i32| {
+            inside_named(at(member(pid, number, &[2]), &format!("h:{port}")), &[(77, 2, number)])
+        };
+        let jobs = [rank(10, 0, 1), rank(11, 1, 1), rank(20, 0, 2), rank(21, 1, 2)];
+        check(&jobs, &[0, 0, 2, 2]);
+        check(&[jobs[0].clone(), jobs[2].clone()], &[0, 1]);
+        check(&[jobs[0].clone(), jobs[3].clone()], &[0, 1]);
     }
 
     #[test]

@@ -103,7 +103,7 @@ pub struct Rank {
     pub info: RankInfo,
     /// The identity that it reported.
     claimed: RankInfo,
-    /// Its communicators with an id that no other job has, largest first.
+    /// Its communicators, largest first; those with an id that no other job has come first.
     pub communicators: Vec<CommunicatorRank>,
     /// The process; `None` when it is not visible in this PID namespace.
     pub process: Option<Arc<Handle>>,
@@ -383,9 +383,9 @@ impl Registry {
         Some(self.settle(id, now_ns))
     }
 
-    /// Stores the communicators of a rank with an id that no other job has.
+    /// Stores the communicators of a rank that may identify its job.
     pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<CommunicatorRank>) {
-        communicators.sort_unstable_by_key(|place| (Reverse(place.size), place.id));
+        communicators.sort_unstable_by_key(|place| (!place.unique, Reverse(place.size), place.id));
         communicators.truncate(MAX_COMMUNICATORS);
         if let Some(rank) = self.ranks.get_mut(&id) {
             rank.communicators = communicators;

@@ -185,7 +185,7 @@ fn a_younger_process_with_a_living_rank_number_belongs_to_another_job() {
     // The jobs of the others are known once they have created communicators.
     let (third, fourth) = (join(&mut registry, 2, 1).id, join(&mut registry, 3, 1).id);
     for (id, communicator, rank) in [(first, 7, 0), (second.id, 8, 0), (third, 8, 1), (fourth, 7, 1)] {
-        registry.set_communicators(id, vec![CommunicatorRank { id: communicator, size: 4, rank }]);
+        registry.set_communicators(id, vec![CommunicatorRank { id: communicator, size: 4, rank, unique: true }]);
     }
     registry.rejoin(&mut [], 2);
     let of = |job: &JobKey| registry.of_job(job).iter().map(|rank| rank.id).collect::<Vec<_>>();

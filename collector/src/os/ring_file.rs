@@ -76,14 +76,16 @@ impl RingFile {
         ring::read_progress(|offset, buffer| self.read_at(offset, buffer))
     }
 
-    /// The place of the process in each of its communicators with a globally unique identity.
+    /// The place of the process in each of its communicators of several ranks.
     ///
     /// # Errors
     /// As [`RingFile::read_at`].
     pub fn communicator_ranks(&self) -> io::Result<Vec<CommunicatorRank>> {
         let all = ring::read_communicators(|offset, buffer| self.read_at(offset, buffer))?;
-        let shared = all.into_iter().filter(|one| one.unique && one.size > 1 && one.rank >= 0);
-        Ok(shared.map(|one| CommunicatorRank { id: one.id, size: one.size, rank: one.rank }).collect())
+        let shared = all.into_iter().filter(|one| one.size > 1 && one.rank >= 0);
+        Ok(shared
+            .map(|one| CommunicatorRank { id: one.id, size: one.size, rank: one.rank, unique: one.unique })
+            .collect())
     }
 
     /// The whole flight record, with readable names of kernels.
