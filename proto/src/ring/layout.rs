@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -189,6 +189,20 @@ pub mod stream {
     pub const SLOTS: usize = 256;
 }
 
+/// Words of a kernel entry: the launches of one kernel on one stream.
+pub mod kernel {
+    /// Function handle, key into the name table, published last; 0 is a free entry.
+    pub const FUNCTION: usize = 0;
+    /// Stream handle plus one.
+    pub const STREAM: usize = 1;
+    /// Number of launches, including captured ones.
+    pub const LAUNCHES: usize = 2;
+    /// 1 if the kernel communicates with other ranks by itself; see [`crate::kernels`].
+    pub const COMMUNICATES: usize = 3;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 4;
+}
+
 /// Words of a name entry: the name of a kernel by its function handle.
 pub mod name {
     /// Function handle, published last; 0 is a free entry.
@@ -262,6 +276,8 @@ pub mod lane {
     pub const LONG_COST_NS: usize = 20;
     /// Collectives launched.
     pub const COLLECTIVES: usize = 21;
+    /// Launches of kernels that found no space in the lane's table of kernels.
+    pub const UNCOUNTED: usize = 22;
     /// Number of words in a lane; a multiple of a cache line.
     pub const WORDS: usize = 24;
     /// Number of lanes.
@@ -276,6 +292,11 @@ pub mod lane {
     /// coverage entry.
     pub const CALL_WORDS: usize = coverage::SLOTS;
 
+    /// Number of sets in a lane's table of kernels. The stream and the kernel select the set.
+    pub const KERNEL_SETS: usize = 256;
+    /// Number of [`super::kernel`] entries in a set: one pair of cache lines.
+    pub const KERNEL_WAYS: usize = 4;
+
     /// Longer samples of the hook's cost have another reason than the hook.
     pub const LONG_NS: u64 = 20_000;
 
@@ -285,7 +306,7 @@ pub mod lane {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, lane, name, op, stream};
+    use super::{comm, coverage, header, kernel, lane, name, op, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -302,8 +323,10 @@ pub mod offset {
     pub const LANE_STREAMS: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
     /// Calls counted by the lanes.
     pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
+    /// Kernel entries of the lanes.
+    pub const LANE_KERNELS: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
+    pub const END: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
 }
 
 /// Packs [`op::WHAT`].
