@@ -57,6 +57,7 @@ pub(crate) const RULES: &[Rule] = &[
     host_wait::HOST_LOCK,
     comm_init::RULE,
     p2p::UNMATCHED,
+    missing_rank::FEWER_LAUNCHES,
     missing_rank::ABSENT,
     kernel_hang::RULE,
     p2p::CYCLE,

@@ -5,7 +5,7 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation};
 
-use crate::{graph::Event, history::Deviation, stacks::GilHolder};
+use crate::{graph::Event, history::Deviation, matching::FewerLaunches, stacks::GilHolder};
 
 /// Why the culprits hold up the others.
 #[derive(Debug, Clone)]
@@ -117,6 +117,8 @@ pub(crate) enum CollectiveFault {
     /// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses
     /// a CPU all the time.
     Absent { rank_index: usize, event: Option<Event>, absence: Absence, busy: bool },
+    /// Ranks have launched a kernel less often than the others.
+    FewerLaunches(FewerLaunches),
     /// A rank has called a collective in a group that it has not closed.
     OpenGroup { rank_index: usize, event: Event },
     /// The records of some ranks end in a collective that the others completed.

@@ -116,7 +116,7 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
             });
             let groups = communicator_groups(members);
             let report = CommunicatorReport {
-                id: communicator(comm.id),
+                id: comm.kernel.as_ref().map_or_else(|| communicator(comm.id), |kernel| kernel.name.clone()),
                 size: comm.size,
                 groups,
                 silent: case.world.ranks(comm.silent.iter().copied()),
