@@ -31,6 +31,7 @@ pub(crate) use rule::Rule;
 /// cause before a general one.
 pub(crate) const RULES: &[Rule] = &[
     mismatch::OPERATION,
+    mismatch::KERNEL,
     mismatch::TYPE,
     mismatch::SIZE,
     missing_rank::EXTRA_COLLECTIVE,

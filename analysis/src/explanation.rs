@@ -135,6 +135,9 @@ pub(crate) enum CollectiveFault {
     OneTooMany { inside: Vec<usize>, ended: Vec<usize>, event: Event },
     /// The members run different operations.
     Differ(Differ),
+    /// Ranks are stuck in other kernels than `most` ranks, which are stuck in one. `most` is `None`
+    /// if no group is the largest.
+    OtherKernels { odd: Vec<(Event, Vec<usize>)>, most: Option<(Event, Vec<usize>)> },
     /// All members are in a collective that does not move.
     Stalled { event: Event },
 }

@@ -69,16 +69,38 @@ fn is_complete(view: &RankView<'_>) -> bool {
 /// The collectives without a host call in which ranks are stuck, beside the communicators of a job.
 pub(super) fn collectives<'a>(world: &World<'a>, comms: &[Comm<'a>]) -> Vec<Comm<'a>> {
     let counts: Vec<_> = world.views.iter().map(counts).collect();
-    let found = names(world, &counts).into_iter().flat_map(|name| {
-        let one = OneKernel { world, name, counts: &counts };
-        one.groups(comms)
-    });
-    found.collect()
+    let of_name = |name: &str| counts.iter().map(|of| of.get(name).copied().unwrap_or_default()).collect();
+    let kernels = names(world, &counts).into_iter().map(|name| OneKernel { world, name, counts: of_name(name) });
+    let graphs = graphs(world, &counts).map(|counts| OneKernel { world, name: GRAPHS, counts });
+    kernels.chain(graphs).flat_map(|one| one.groups(comms)).collect()
 }
 
-/// Pending launches of a kernel, oldest first.
+/// The name for all graphs of a rank, which may contain kernels that communicate.
+const GRAPHS: &str = "CUDA graphs";
+
+/// The numbers of launched graphs, if several ranks are stuck in graphs without a collective of a
+/// library, and kernels that communicate are known.
+fn graphs(world: &World<'_>, counts: &[BTreeMap<&str, Count>]) -> Option<Vec<Count>> {
+    let is_stuck = |view: &&RankView<'_>| {
+        let of_library = |operation: &Operation| operation.kind() == OpKind::Collective;
+        pending(view, GRAPHS).next().is_some_and(|graph| graph.started_ns != 0) && !view.pending().any(of_library)
+    };
+    let communicates = counts.iter().flat_map(BTreeMap::values).any(|count| count.communicates);
+    let launches = |view: &RankView<'_>| Count {
+        launches: view.flight.map_or(0, |flight| flight.graphs_launched),
+        communicates: false,
+    };
+    (communicates && world.views.iter().filter(is_stuck).count() > 1)
+        .then(|| world.views.iter().map(launches).collect())
+}
+
+/// Pending launches of a kernel or of graphs, oldest first.
 fn pending<'a>(view: &RankView<'a>, name: &str) -> impl Iterator<Item = &'a Operation> {
-    view.pending().filter(move |operation| operation.kind() == OpKind::Kernel && operation.function == name)
+    view.pending().filter(move |operation| match operation.kind() {
+        OpKind::Kernel => operation.function == name,
+        OpKind::GraphLaunch => name == GRAPHS,
+        _ => false,
+    })
 }
 
 /// A rank waits for its device by its stack, and no operation is pending.
@@ -115,14 +137,11 @@ fn names<'a>(world: &World<'a>, counts: &[BTreeMap<&'a str, Count>]) -> Vec<&'a 
 struct OneKernel<'w, 'a> {
     world: &'w World<'a>,
     name: &'a str,
-    counts: &'w [BTreeMap<&'a str, Count>],
+    /// By rank index.
+    counts: Vec<Count>,
 }
 
 impl<'a> OneKernel<'_, 'a> {
-    fn count(&self, rank_index: usize) -> Count {
-        self.counts[rank_index].get(self.name).copied().unwrap_or_default()
-    }
-
     /// A rank as a member of the group.
     fn member(&self, rank_index: usize, comm_rank: i32) -> Option<Member<'a>> {
         let view = &self.world.views[rank_index];
@@ -130,7 +149,7 @@ impl<'a> OneKernel<'_, 'a> {
         let oldest = launches.next();
         let started = oldest.is_some_and(|operation| operation.started_ns != 0);
         let waiting = u64::from(oldest.is_some()) + launches.count() as u64;
-        let Count { launches, .. } = self.count(rank_index);
+        let Count { launches, .. } = self.counts[rank_index];
         view.flight?;
         let launched = launches.max(waiting);
         let completed = launched - waiting;
@@ -152,7 +171,7 @@ impl<'a> OneKernel<'_, 'a> {
         let members: Vec<Member> =
             ranks.filter_map(|(rank_index, comm_rank)| self.member(rank_index, comm_rank)).collect();
         let by_comm_rank = members.iter().map(|member| (member.comm_rank, member.rank_index)).collect();
-        let certain = members.iter().all(|member| member.launched > 0 && self.count(member.rank_index).communicates);
+        let certain = members.iter().all(|member| member.launched > 0 && self.counts[member.rank_index].communicates);
         let peers = members.iter().map(|member| member.rank_index).collect();
         let mut comm = Comm {
             id: identity(self.name, &members),

@@ -351,6 +351,57 @@ fn the_group_of_a_kernel_is_the_communicator_in_which_a_rank_is_behind() {
 }
 
 #[test]
+fn a_rank_that_died_in_the_kernel_of_the_others_is_dead() {
+    for launched in [41, 42] {
+        let mut job = reduces([42, 42, launched, 42], &[0, 1, 3]);
+        if launched == 42 {
+            job.kernel(2, REDUCE);
+        }
+        job.dies(2, "killed by SIGKILL");
+        let verdict = job.judge();
+        expect(&verdict, Cause::ProcessDead, &[2], Confidence::High);
+        assert_eq!(verdict.victims, [0, 1, 3]);
+    }
+}
+
+#[test]
+fn a_rank_that_launches_another_kernel_than_the_others() {
+    let mut job = reduces([42, 42, 41, 42], &[0, 1, 3]);
+    let other = "cross_device_reduce_2stage";
+    for rank in 0..4 {
+        job.launches(rank, other, if rank == 2 { 8 } else { 7 });
+    }
+    job.kernel(2, other);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.culprits.as_slice()), (Cause::OpMismatch, &[2][..]), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn graphs_with_kernels_that_communicate_are_compared_by_their_launches() {
+    let graphs = |launched: [u64; 4]| {
+        let mut job = reduces([9; 4], &[]);
+        for (rank, launched) in (0..).zip(launched) {
+            job.flight(rank).graphs_launched = launched;
+            if launched == 42 {
+                let graph = Job::operation(0, 0, Op::Graph);
+                let kind = xpu_timer_proto::v1::OpKind::GraphLaunch.into();
+                job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns: 5, ..graph });
+            }
+        }
+        job
+    };
+    let mut job = graphs([42, 41, 42, 42]);
+    job.set_stack(1, Stack::pause());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(verdict.sentence.starts_with("Rank 1 has launched CUDA graphs 41 times; it is at"), "{}", verdict.sentence);
+    let verdict = graphs([42; 4]).judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(verdict.sentence.contains("ranks 0-3 wait in launch 42 of CUDA graphs (4 ranks)"), "{}", verdict.sentence);
+}
+
+#[test]
 fn all_ranks_wait_for_their_devices_and_one_has_launched_less() {
     let idle = |name: &str| {
         let mut job = Job::new(4);

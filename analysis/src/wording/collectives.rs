@@ -12,7 +12,7 @@ use crate::{
     finding::CollectiveFact,
     graph::Event,
     matching::{FewerLaunches, stream_of},
-    text::{dtype_name, op_name},
+    text::{capital, dtype_name, op_name},
     verdict::EvidenceLine,
 };
 
@@ -31,6 +31,7 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::Skipped { completed_by, inside, event } => skipped(case, completed_by, inside, *event),
         CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
         CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
+        CollectiveFault::OtherKernels { odd, most } => other_kernels(case, odd, most.as_ref()),
         CollectiveFault::Stalled { event } => stalled(case, *event),
     }
 }
@@ -60,6 +61,9 @@ pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLin
             vec![inside_line(case, inside, *event), ended_without_line(case, ended)]
         }
         CollectiveFault::Differ(differ) => differ_lines(case, differ),
+        CollectiveFault::OtherKernels { odd, most } => {
+            odd.iter().chain(most).map(|(event, ranks)| inside_line(case, ranks, *event)).collect()
+        }
         CollectiveFault::Stalled { event } => vec![stalled_line(case, *event)],
         CollectiveFault::Absent { .. } | CollectiveFault::OpenGroup { .. } | CollectiveFault::NotWaitedFor { .. } => {
             Vec::new()
@@ -356,6 +360,17 @@ pub(super) fn differ_lines(case: &Case<'_>, differ: &Differ) -> Vec<EvidenceLine
         Ranks::of(case, &group.1).line(format!("{} in collective {number}", runs(case, group)))
     };
     differ.groups.iter().map(of_group).collect()
+}
+
+/// Ranks that are stuck in other kernels than most ranks.
+fn other_kernels(case: &Case<'_>, odd: &[(Event, Vec<usize>)], most: Option<&(Event, Vec<usize>)>) -> Statement {
+    let inside = |(event, ranks): &(Event, Vec<usize>)| {
+        let who = Ranks::of(case, ranks);
+        format!("{} {} in {}", who.text(), who.number().is(), case.describe(*event))
+    };
+    let text: Vec<String> = odd.iter().map(|group| inside(group) + &place_of_one(case, &group.1)).collect();
+    let most = most.map_or(String::new(), |group| format!(", while {}", inside(group)));
+    Statement::Sentence(format!("{}{most}.", capital(&text.join(", and "))))
 }
 
 /// All members are in a collective that does not move.
