@@ -11,7 +11,7 @@ use xpu_timer_proto::{
 use crate::{
     facts,
     graph::{self, Event, Graph, Suspect},
-    matching::{self, Comm},
+    matching::{self, Comm, KernelGroup},
     stacks::{self, StuckHelper},
     verdict::{Activity, Confidence, Location},
     world::{RankView, World, is_collective, is_init},
@@ -150,6 +150,12 @@ impl<'a> Case<'a> {
                 .find_map(of_view),
             _ => self.graph.waiters_of(event).iter().copied().find_map(of_view),
         }
+    }
+
+    /// The kernel of an event that is a collective without a host call, and its launch number.
+    pub fn kernel_of(&self, event: Event) -> Option<(&KernelGroup, u64)> {
+        let Event::Collective { comm, seq } = event else { return None };
+        Some((self.comms[comm].kernel.as_ref()?, seq))
     }
 
     /// The C function in which the main thread of a rank is, without the program's own function
@@ -330,14 +336,15 @@ impl<'a> Case<'a> {
         self.members_confidence(events)
     }
 
-    /// High if every member of the events' communicators is known, else medium.
+    /// High if every member of the events' communicators is known, else medium. The group of ranks
+    /// that launch a kernel may be a guess.
     pub fn members_confidence(&self, events: &[Event]) -> Confidence {
         let known = |event: &Event| {
             let (Event::Collective { comm, .. }
             | Event::PointToPoint { comm, .. }
             | Event::Init { comm }
             | Event::Split { comm }) = *event;
-            self.fully_recorded[comm]
+            self.fully_recorded[comm] && self.comms[comm].kernel.as_ref().is_none_or(|kernel| kernel.certain)
         };
         if events.iter().all(known) { Confidence::High } else { Confidence::Medium }
     }

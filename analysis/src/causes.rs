@@ -31,6 +31,7 @@ pub(crate) use rule::Rule;
 /// cause before a general one.
 pub(crate) const RULES: &[Rule] = &[
     mismatch::OPERATION,
+    mismatch::KERNEL,
     mismatch::TYPE,
     mismatch::SIZE,
     missing_rank::EXTRA_COLLECTIVE,
@@ -59,6 +60,7 @@ pub(crate) const RULES: &[Rule] = &[
     store_key::RULE,
     comm_init::RULE,
     p2p::UNMATCHED,
+    missing_rank::FEWER_LAUNCHES,
     missing_rank::ABSENT,
     kernel_hang::RULE,
     p2p::CYCLE,

@@ -8,6 +8,7 @@ use xpu_timer_proto::v1::{DataType, Op, Operation};
 use crate::{
     graph::{Event, Mutual},
     history::Deviation,
+    matching::FewerLaunches,
     stacks::{GilHolder, ProcessState},
 };
 
@@ -108,6 +109,8 @@ pub(crate) enum CollectiveFault {
     /// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses
     /// a CPU all the time.
     Absent { rank_index: usize, event: Option<Event>, absence: Absence, busy: bool },
+    /// Ranks have launched a kernel less often than the others.
+    FewerLaunches(FewerLaunches),
     /// A rank has called a collective in a group that it has not closed.
     OpenGroup { rank_index: usize, event: Event },
     /// The records of some ranks end in a collective that the others completed.
@@ -124,6 +127,9 @@ pub(crate) enum CollectiveFault {
     OneTooMany { inside: Vec<usize>, ended: Vec<usize>, event: Event },
     /// The members run different operations.
     Differ(Differ),
+    /// Ranks are stuck in other kernels than `most` ranks, which are stuck in one. `most` is `None`
+    /// if no group is the largest.
+    OtherKernels { odd: Vec<(Event, Vec<usize>)>, most: Option<(Event, Vec<usize>)> },
     /// All members are in a collective that does not move.
     Stalled { event: Event },
 }

@@ -1,13 +1,14 @@
 //! The facts that the judge reads about a process, from its dump or from the facts that a node has
 //! condensed the dump to. Judging condensed evidence gives the same verdict.
 
-use std::collections::HashSet;
+use std::{cmp::Reverse, collections::HashSet};
 
 use xpu_timer_proto::{
+    kernels,
     server::Stacktrace,
     v1::{
         FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, HostThreadWait,
-        OpStatus, ProcessEvidence, RankEvidence,
+        KernelLaunches, OpStatus, ProcessEvidence, RankEvidence,
     },
 };
 
@@ -51,6 +52,20 @@ fn training(evidence: &RankEvidence) -> Option<u32> {
     stacks::training_thread(evidence.dump.as_ref()?, flight_of(evidence))
 }
 
+/// Number of kernels not known to communicate whose launches are compared.
+const MOST_OTHER_KERNELS: usize = 64;
+
+/// The kernels of a record whose numbers of launches the judge compares: those that communicate,
+/// and of the others those launched most. Equal programs give equal lists.
+pub(crate) fn compared_kernels(flight: &FlightRecord) -> Vec<&KernelLaunches> {
+    let (known, mut others): (Vec<&KernelLaunches>, Vec<_>) =
+        flight.kernels.iter().partition(|kernel| kernel.communicates);
+    others.retain(|kernel| !kernels::is_of_host_call(&kernel.name));
+    others.sort_by_key(|kernel| (Reverse(kernel.launches), kernel.name.as_str(), kernel.stream));
+    others.truncate(MOST_OTHER_KERNELS);
+    [known, others].concat()
+}
+
 fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let pending = |index: usize| flight.operations[index].status() == OpStatus::Pending;
     let done = (0..flight.operations.len()).rev().filter(|index| !pending(*index));
@@ -75,6 +90,7 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
         streams: flight.streams.iter().filter(stream_kept).cloned().collect(),
         coverage: Vec::new(),
         health: flight.health.clone(),
+        kernels: compared_kernels(flight).into_iter().cloned().collect(),
         ..*flight
     }
 }

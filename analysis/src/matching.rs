@@ -4,8 +4,11 @@
 //! ranks. Members without a flight record are inferred if that needs no guess about the layout of
 //! the job. Otherwise they are only counted.
 
+mod kernels;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+pub(crate) use kernels::{FewerLaunches, KernelGroup, communicates, fewer_launches, stream_of};
 use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, Operation, Presence};
 
 use crate::world::{World, is_collective, is_init};
@@ -49,6 +52,9 @@ pub(crate) struct Comm<'a> {
     pub silent: Vec<usize>,
     /// Number of members that could not be inferred.
     pub unnamed: u32,
+    /// The kernel, if this is a group of ranks whose kernels communicate by themselves. Its
+    /// sequence numbers are numbers of launches.
+    pub kernel: Option<KernelGroup>,
     /// The known members: rank in the communicator and rank index, ascending.
     by_comm_rank: Vec<(i32, usize)>,
 }
@@ -74,7 +80,7 @@ impl Comm<'_> {
     }
 }
 
-/// All communicators of a job, ascending by identity.
+/// All communicators of a job, and its collectives without a host call, ascending by identity.
 pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     let mut comms: BTreeMap<u64, Comm<'a>> = BTreeMap::new();
     for rank_index in 0..world.views.len() {
@@ -91,6 +97,9 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
             infer_silent(comm, world);
         }
     }
+    let of_kernels = kernels::collectives(world, &comms);
+    comms.extend(of_kernels);
+    comms.sort_by_key(|comm| comm.id);
     comms
 }
 
@@ -149,6 +158,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
             members: Vec::new(),
             silent: Vec::new(),
             unnamed: 0,
+            kernel: None,
             by_comm_rank: Vec::new(),
         });
         // If a rank reports a communicator twice, its first entry counts.

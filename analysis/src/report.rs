@@ -119,11 +119,15 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
             let members = comm.members.iter().map(|member| {
                 let operation = member.oldest.or_else(|| pending.get(&(member.rank_index, comm.id)).copied());
                 let counts = [member.completed, member.started, member.launched];
-                (case.view(member.rank_index).rank, counts, operation.map(operation_state))
+                let mut waits_in = operation.map(operation_state);
+                if let (Some(_), Some(state), Some(launch)) = (&comm.kernel, &mut waits_in, member.waiting_seq) {
+                    state.seq = launch;
+                }
+                (case.view(member.rank_index).rank, counts, waits_in)
             });
             let groups = communicator_groups(members);
             let report = CommunicatorReport {
-                id: communicator(comm.id),
+                id: comm.kernel.as_ref().map_or_else(|| communicator(comm.id), |kernel| kernel.name.clone()),
                 size: comm.size,
                 groups,
                 silent: case.world.ranks(comm.silent.iter().copied()),

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use xpu_timer_proto::{
     server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     v1::{
-        Communicator, CommunicatorState, DataType, Evidence, FlightRecord, HookHealth, Op, OpKind, OpStatus, Operation,
-        Presence, ProcessEvidence, RankEvidence, RankInfo, Stream, Trigger, TriggerKind,
+        Communicator, CommunicatorState, DataType, Evidence, FlightRecord, HookHealth, KernelLaunches, Op, OpKind,
+        OpStatus, Operation, Presence, ProcessEvidence, RankEvidence, RankInfo, Stream, Trigger, TriggerKind,
     },
 };
 
@@ -384,6 +384,13 @@ impl Job {
                 ..Self::operation(0, 0, Op::Kernel)
             },
         );
+    }
+
+    /// The rank has launched a kernel this often on its only stream.
+    pub fn launches(&mut self, rank: u32, name: &str, launches: u64) {
+        let communicates = xpu_timer_proto::kernels::communicates(name);
+        let stream = 0x7f10 + u64::from(rank);
+        self.flight(rank).kernels.push(KernelLaunches { stream, name: name.into(), launches, communicates });
     }
 
     pub fn last_kernel(&mut self, rank: u32, name: &str) {

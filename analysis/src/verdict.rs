@@ -197,7 +197,8 @@ pub struct CommunicatorGroup {
 /// A communicator with a pending operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CommunicatorReport {
-    /// Identity, equal on all ranks: `0x` and hexadecimal digits.
+    /// Identity, equal on all ranks: `0x` and hexadecimal digits. For a collective without a host
+    /// call, the name of its kernel.
     pub id: String,
     /// Number of its ranks.
     pub size: u32,

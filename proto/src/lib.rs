@@ -12,6 +12,7 @@ pub mod codec;
 pub mod env;
 pub mod family;
 pub mod file;
+pub mod kernels;
 pub mod lenient;
 pub mod printable;
 pub mod procfs;

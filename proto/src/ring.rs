@@ -15,8 +15,8 @@ mod layout;
 mod read;
 
 pub use layout::{
-    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, coverage, filtered, filters, header, key_of_child, matmul,
-    name, offset, op, pack_halves, pack_what, store_wait, stream,
+    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, coverage, filtered, filters, header, kernel, key_of_child,
+    matmul, name, offset, op, pack_halves, pack_what, store_wait, stream,
 };
 pub use read::{
     Progress, RECENT_OPERATIONS, operation, read, read_communicators, read_functions, read_header, read_names,

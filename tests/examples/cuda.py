@@ -288,12 +288,16 @@ class Buffer:
 
 
 class Kernel:
-    """A kernel of the simulated device that keeps its stream busy for `microseconds`."""
+    """A kernel of the simulated device that keeps its stream busy for `microseconds`.
 
-    def __init__(self, name, microseconds=0):
+    `flags` makes it exchange flags with the devices of other processes, such as
+    `flags=/dev/shm/x sets=0 awaits=0..4`; the documentation of the simulated device has the words.
+    """
+
+    def __init__(self, name, microseconds=0, flags=""):
         self.name = name
         self.module, self.function = _HANDLE(), _HANDLE()
-        image = f"//xpu_sim\nkernel {name} {int(microseconds)}\n".encode()
+        image = f"//xpu_sim\nkernel {name} {int(microseconds)} {flags}\n".encode()
         _driver("cuModuleLoadData", byref(self.module), ctypes.create_string_buffer(image))
         _driver("cuModuleGetFunction", byref(self.function), self.module, name.encode())
 

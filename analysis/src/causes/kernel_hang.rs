@@ -17,6 +17,7 @@ use crate::{
     finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     history::made_before,
+    matching::communicates,
     verdict::{Activity, Cause, Confidence},
 };
 
@@ -34,7 +35,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let view = case.view(*rank_index);
     let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
-    let kernel = view.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
+    // A kernel that communicates is a collective. If it has not started, it is blocked itself.
+    let is_blocked = |operation: &Operation| operation.started_ns == 0 && communicates(view, &operation.function);
+    let kernel = view
+        .pending()
+        .find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch) && !is_blocked(operation));
     // The stream of the collective that has not started, else the stream that was used last.
     let stream = view.flight.and_then(|flight| {
         let of_blocked =
@@ -43,7 +48,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     });
     let last = stream
         .map(|stream| stream.last_kernel.as_str())
-        .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
+        .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"))
+        .filter(|name| !communicates(view, name));
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
         evidence.push(RankFact::NotStarted { op: blocked.op(), seq: blocked.seq }.of(*rank_index));

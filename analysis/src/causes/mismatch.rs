@@ -35,6 +35,15 @@ use crate::{
 pub(super) const OPERATION: Rule =
     Rule { cause: Cause::OpMismatch, explain: operations_differ, rule_out: operations_agree };
 
+/// `op_mismatch`, of kernels that communicate by themselves: ranks of one group busy-wait for each
+/// other in different kernels.
+///
+/// The ranks of a wait cycle are stuck in launches of at least two kernels, and in nothing else. The
+/// culprits are the ranks outside the largest group, with medium confidence, because they may also
+/// launch the same kernels in another order. If no group is the largest, all are named with low
+/// confidence.
+pub(super) const KERNEL: Rule = Rule { cause: Cause::OpMismatch, explain: kernels_differ, rule_out: never_ruled_out };
+
 /// `dtype_mismatch`: all ranks have entered the same operation with different element types.
 ///
 /// Like [`OPERATION`], with the same operation and different types. It comes before
@@ -73,6 +82,29 @@ fn operations_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // hang only together with another fault.
     let found = found(dissent);
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
+}
+
+fn kernels_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let peers = |event: &Event| case.kernel_of(*event).map(|(kernel, _)| &kernel.peers);
+    let first = peers(events.first()?)?;
+    if events.len() < 2 || !events.iter().all(|event| peers(event) == Some(first)) {
+        return None;
+    }
+    let groups = events.iter().map(|event| (*event, case.graph.waiters_of(*event).to_vec()));
+    let mut odd: Vec<(Event, Vec<usize>)> = groups.filter(|(_, ranks)| !ranks.is_empty()).collect();
+    let largest = odd.iter().map(|(_, ranks)| ranks.len()).max()?;
+    let mut leaders = odd.iter().enumerate().filter(|(_, (_, ranks))| ranks.len() == largest);
+    let leader = leaders.next().filter(|_| leaders.next().is_none()).map(|(index, _)| index);
+    let most = leader.map(|leader| odd.remove(leader));
+    let mut culprits: Vec<usize> = odd.iter().flat_map(|(_, ranks)| ranks.clone()).collect();
+    culprits.sort_unstable();
+    culprits.dedup();
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(Fact::positions(&culprits));
+    let confidence = if most.is_some() { Confidence::Medium } else { Confidence::Low };
+    let explanation = Explanation::Collective(CollectiveFault::OtherKernels { odd, most });
+    Some(Finding { culprits, explanation, confidence, evidence })
 }
 
 fn of_name(name: &str, root: Option<i32>) -> OperationVariant {

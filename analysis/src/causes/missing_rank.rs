@@ -13,6 +13,7 @@ use crate::{
     explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
     finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
+    matching::{FewerLaunches, fewer_launches},
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
     world::Exit,
@@ -77,6 +78,16 @@ pub(super) const EXTRA_COLLECTIVE: Rule =
 pub(super) const OUT_OF_STEP: Rule =
     Rule { cause: Cause::MissingRank, explain: out_of_step, rule_out: never_ruled_out };
 
+/// `missing_rank`, by numbers of launches: few ranks have launched a kernel less often than all
+/// others, who have launched it equally often.
+///
+/// Either all members are stuck in launch n of another kernel that communicates, or no record shows
+/// what the ranks are stuck in, and the stacks show that the others wait for their devices. The
+/// confidence is medium if the name of the kernel is known to be that of a kernel that
+/// communicates, else low.
+pub(super) const FEWER_LAUNCHES: Rule =
+    Rule { cause: Cause::MissingRank, explain: launched_less, rule_out: never_ruled_out };
+
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
         let found = fell_silent(case, &collective).or_else(|| skipped(case, &collective));
@@ -130,6 +141,29 @@ fn absent(case: &Case<'_>, suspect: &Suspect, (rank_index, events, guess): (usiz
     evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Collective(CollectiveFault::Absent { rank_index, event, absence, busy });
     Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
+}
+
+fn launched_less(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let (launches, event) = match suspect {
+        Suspect::Complete(event) => {
+            let (kernel, _) = case.kernel_of(*event)?;
+            (fewer_launches(&case.world, &kernel.peers)?, Some(*event))
+        }
+        Suspect::Host { rank_index, events, .. } if events.is_empty() => {
+            let mut ranks = case.stack_waiters.clone();
+            ranks.push(*rank_index);
+            let is_it = |launches: &FewerLaunches| launches.fewer.iter().all(|(index, _)| index == rank_index);
+            (fewer_launches(&case.world, &ranks).filter(is_it)?, None)
+        }
+        _ => return None,
+    };
+    let culprits: Vec<usize> = launches.fewer.iter().map(|(index, _)| *index).collect();
+    let mut evidence = vec![Fact::Explained];
+    evidence.extend(event.map(Fact::Inside));
+    evidence.extend(Fact::positions(&culprits));
+    let confidence = if launches.communicates { Confidence::Medium } else { Confidence::Low };
+    let explanation = Explanation::Collective(CollectiveFault::FewerLaunches(launches));
+    Some(Finding { culprits, explanation, confidence, evidence })
 }
 
 /// A rank has called its collective in a group that it has not closed.

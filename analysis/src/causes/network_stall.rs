@@ -25,6 +25,8 @@ pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_o
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Complete(event) = suspect else { return None };
     match *event {
+        // No record has the arguments of a kernel, so they may differ.
+        Event::Collective { comm, .. } if case.comms[comm].kernel.is_some() => None,
         Event::Collective { comm, .. } => Some(of_collective(case, &Collective::of(case, suspect)?, comm)),
         Event::PointToPoint { .. } => Some(Finding {
             culprits: Vec::new(),

@@ -12,6 +12,7 @@ use crate::{
     case::{Case, Position},
     facts,
     graph::Suspect,
+    matching,
     store::OtherNumber,
     verdict::Activity,
 };
@@ -116,6 +117,12 @@ const SUSPICIONS: &[Suspicion] = &[
         reason: "A manual dump may show a healthy job, in which a rank that stands still is not suspected.",
         scenario: "hosts::a_manual_dump_does_not_accuse_an_idle_rank",
         find: manual,
+    },
+    Suspicion {
+        name: "fewer_launches",
+        reason: "If all ranks wait for their devices, the few that have launched a kernel less often are suspected.",
+        scenario: "devices::all_ranks_wait_for_their_devices_and_one_has_launched_less",
+        find: fewer_launches,
     },
     Suspicion {
         name: "device_wait",
@@ -273,6 +280,19 @@ fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 
 fn manual(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     ranks.manual.then(|| hosts(Vec::new(), Vec::new()))
+}
+
+fn fewer_launches(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let (case, all) = (ranks.case, ranks.all().collect::<Vec<_>>());
+    let stands = |index: &usize| {
+        let moves = || case.view(*index).host.moved.is_none_or(|moved| moved.own_frame);
+        case.does(*index, Activity::DeviceWait)
+            && case.view(*index).has_device()
+            && !moves()
+            && !uses_device(case, *index)
+    };
+    let launches = (ranks.quiet && all.iter().all(stands)).then(|| matching::fewer_launches(&case.world, &all))??;
+    Some(hosts(launches.fewer.iter().map(|(index, _)| *index).collect(), launches.others))
 }
 
 fn device_wait(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

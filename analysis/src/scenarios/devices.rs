@@ -250,3 +250,204 @@ fn a_host_that_is_busy_inside_nccl_does_not_wait_for_its_device() {
     job.flight(2).operations.last_mut().expect("it was just added").returned_ns = 1;
     assert_eq!(job.judge().cause, Cause::KernelHang, "{}", job.judge().to_text());
 }
+
+const REDUCE: &str = "cross_device_reduce_1stage";
+const WAIT: &str = "c10d::symmetric_memory::wait_signal_kernel";
+const PUT: &str = "c10d::symmetric_memory::put_signal_kernel";
+
+/// Ranks that have launched [`REDUCE`] `launches` times, and of which `stuck` are in the last launch.
+fn reduces(launches: [u64; 4], stuck: &[u32]) -> Job {
+    let mut job = Job::new(4);
+    for (rank, launches) in (0..).zip(launches) {
+        job.launches(rank, REDUCE, launches);
+        job.launches(rank, "forward_layer", launches * 3);
+    }
+    for rank in stuck {
+        job.kernel(*rank, REDUCE);
+    }
+    job
+}
+
+#[test]
+fn a_rank_that_has_not_launched_the_kernel_in_which_the_others_are_stuck() {
+    let mut job = reduces([42, 42, 41, 42], &[0, 1, 3]);
+    job.set_stack(2, Stack::loader());
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[2], Confidence::Medium);
+    assert_eq!((verdict.victims.as_slice(), verdict.hang), (&[0, 1, 3][..], HangEvidence::PendingOperation));
+    assert!(verdict.sentence.contains("in launch 42 of cross_device_reduce_1stage (4 ranks)"), "{}", verdict.sentence);
+    assert_eq!((verdict.communicators[0].id.as_str(), verdict.communicators[0].groups[0].launched), (REDUCE, 41));
+
+    job.set_stack(2, Stack::pause());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
+    assert!(verdict.sentence.starts_with("Rank 2 has launched cross_device_reduce_1stage 41 times; it is at"));
+    let counts = "rank 2 has launched cross_device_reduce_1stage 41 times on stream 0x7f12, ranks 0-1, 3 42 times";
+    assert!(verdict.evidence.iter().any(|line| line.text == counts), "{:?}", verdict.evidence);
+}
+
+#[test]
+fn a_rank_that_never_launched_the_kernel_may_not_belong_to_the_group() {
+    let mut job = reduces([42, 42, 42, 42], &[0, 1, 3]);
+    job.flight(2).kernels.retain(|kernel| kernel.name != REDUCE);
+    job.set_stack(2, Stack::pause());
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_kernel_in_which_all_ranks_are_stuck_accuses_none() {
+    let verdict = reduces([42; 4], &[0, 1, 2, 3]).judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    let what = "ranks 0-3 wait in launch 42 of cross_device_reduce_1stage (4 ranks)";
+    assert!(verdict.sentence.contains(what), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 2, 3]);
+}
+
+#[test]
+fn a_kernel_before_the_one_that_communicates_hangs() {
+    let mut job = reduces([42; 4], &[0, 1, 3]);
+    job.kernel(2, REDUCE);
+    job.flight(2).operations[0].started_ns = 0;
+    job.last_kernel(2, REDUCE);
+    let verdict = job.judge();
+    expect(&verdict, Cause::KernelHang, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("an operation that is not a collective does not complete"));
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn a_kernel_that_all_others_completed_hangs() {
+    let mut job = reduces([42; 4], &[3]);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.culprits), (Cause::KernelHang, vec![3]));
+    // So does a kernel that does not communicate, while the others wait in a collective.
+    job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.launches(rank, "gemm", 42);
+        if rank != 1 {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+    }
+    job.kernel(1, "gemm");
+    expect(&job.judge(), Cause::KernelHang, &[1], Confidence::High);
+}
+
+#[test]
+fn a_kernel_left_out_on_another_stream_is_found_by_its_launches() {
+    let mut job = reduces([42; 4], &[0, 2, 3]);
+    for rank in 0..4 {
+        job.launches(rank, WAIT, 42);
+        job.launches(rank, PUT, if rank == 2 { 41 } else { 42 });
+    }
+    // The device of rank 1 waits for the signal, so the others wait for it.
+    job.kernel(1, WAIT);
+    job.kernel(1, REDUCE);
+    job.flight(1).operations[1].started_ns = 0;
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    let said = format!("Rank 2 has launched {PUT} 41 times on stream 0x7f12, ranks 0-1, 3 42 times; it is at");
+    assert!(verdict.sentence.starts_with(&said), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn the_group_of_a_kernel_is_the_communicator_in_which_a_rank_is_behind() {
+    // Two tensor groups and two pipeline stages. The second stage has launched less, because it
+    // waits for the first one.
+    let mut job = Job::new(4);
+    for (id, ranks) in [(0x10, [0, 1]), (0x11, [2, 3]), (0x20, [0, 2]), (0x21, [1, 3])] {
+        job.comm(id, &ranks);
+    }
+    for (rank, launches) in (0..).zip([42, 41, 37, 37]) {
+        job.launches(rank, REDUCE, launches);
+    }
+    job.kernel(0, REDUCE);
+    job.set_stack(1, Stack::pause());
+    job.transfer(0x20, 2, Op::Recv, 0);
+    job.transfer(0x21, 3, Op::Recv, 0);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.culprits.as_slice()), (Cause::MissingRank, &[1][..]), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 2, 3]);
+}
+
+#[test]
+fn a_rank_that_died_in_the_kernel_of_the_others_is_dead() {
+    for launched in [41, 42] {
+        let mut job = reduces([42, 42, launched, 42], &[0, 1, 3]);
+        if launched == 42 {
+            job.kernel(2, REDUCE);
+        }
+        job.dies(2, "killed by SIGKILL");
+        let verdict = job.judge();
+        expect(&verdict, Cause::ProcessDead, &[2], Confidence::High);
+        assert_eq!(verdict.victims, [0, 1, 3]);
+    }
+}
+
+#[test]
+fn a_rank_that_launches_another_kernel_than_the_others() {
+    let mut job = reduces([42, 42, 41, 42], &[0, 1, 3]);
+    let other = "cross_device_reduce_2stage";
+    for rank in 0..4 {
+        job.launches(rank, other, if rank == 2 { 8 } else { 7 });
+    }
+    job.kernel(2, other);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.culprits.as_slice()), (Cause::OpMismatch, &[2][..]), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn graphs_with_kernels_that_communicate_are_compared_by_their_launches() {
+    let graphs = |launched: [u64; 4]| {
+        let mut job = reduces([9; 4], &[]);
+        for (rank, launched) in (0..).zip(launched) {
+            job.flight(rank).graphs_launched = launched;
+            if launched == 42 {
+                let graph = Job::operation(0, 0, Op::Graph);
+                let kind = xpu_timer_proto::v1::OpKind::GraphLaunch.into();
+                job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns: 5, ..graph });
+            }
+        }
+        job
+    };
+    let mut job = graphs([42, 41, 42, 42]);
+    job.set_stack(1, Stack::pause());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(verdict.sentence.starts_with("Rank 1 has launched CUDA graphs 41 times; it is at"), "{}", verdict.sentence);
+    let verdict = graphs([42; 4]).judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(verdict.sentence.contains("ranks 0-3 wait in launch 42 of CUDA graphs (4 ranks)"), "{}", verdict.sentence);
+}
+
+#[test]
+fn all_ranks_wait_for_their_devices_and_one_has_launched_less() {
+    let idle = |name: &str| {
+        let mut job = Job::new(4);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..4 {
+            job.last_kernel(rank, "forward_layer");
+            job.launches(rank, "forward_layer", 90);
+            job.launches(rank, name, if rank == 2 { 29 } else { 30 });
+        }
+        job
+    };
+    let verdict = idle("my_signal").judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Low);
+    assert!(verdict.sentence.contains("my_signal 29 times on stream 0x7f12, ranks 0-1, 3 30 times"));
+    // Launches that differ everywhere show nothing.
+    let mut job = idle("my_signal");
+    job.flight(1).kernels[1].launches = 31;
+    expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
+}
+
+#[test]
+fn without_events_the_launches_of_a_known_kernel_show_who_is_behind() {
+    let mut job = reduces([42, 42, 41, 42], &[]);
+    job.trigger(TriggerKind::Idle);
+    job.set_stack(2, Stack::pause());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}

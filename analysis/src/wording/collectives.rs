@@ -1,6 +1,8 @@
 //! Collectives: a rank has not entered one, a rank skipped one, the members differ, or nothing
 //! moves.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use xpu_timer_proto::v1::Presence;
 
 use super::{Number, Ranks, Statement, line, location_of_one, place_of_one, unknown_members};
@@ -9,7 +11,8 @@ use crate::{
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
     finding::CollectiveFact,
     graph::Event,
-    text::{dtype_name, op_name},
+    matching::{FewerLaunches, stream_of},
+    text::{capital, dtype_name, op_name},
     verdict::EvidenceLine,
 };
 
@@ -19,6 +22,7 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::Absent { rank_index, event, absence, busy } => {
             absent(case, *rank_index, *event, *absence, *busy)
         }
+        CollectiveFault::FewerLaunches(launches) => launched_less(case, launches),
         CollectiveFault::OpenGroup { rank_index, event } => open_group(case, *rank_index, *event),
         CollectiveFault::FellSilent { silent, completed_by, event } => fell_silent(case, silent, completed_by, *event),
         CollectiveFault::NotWaitedFor { away, waiting, event } => not_waited_for(case, away, waiting, *event),
@@ -27,6 +31,7 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::Skipped { completed_by, inside, event } => skipped(case, completed_by, inside, *event),
         CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
         CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
+        CollectiveFault::OtherKernels { odd, most } => other_kernels(case, odd, most.as_ref()),
         CollectiveFault::Stalled { event } => stalled(case, *event),
     }
 }
@@ -34,6 +39,14 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
 /// The lines of evidence about what is wrong with a collective.
 pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLine> {
     match fault {
+        CollectiveFault::FewerLaunches(launches) => launches
+            .fewer
+            .iter()
+            .map(|(rank_index, count)| {
+                let others = (&launches.others[..], launches.most);
+                launches_line(case, &launches.name, (*rank_index, *count), &[others])
+            })
+            .collect(),
         CollectiveFault::FellSilent { silent, completed_by, event } => {
             vec![fell_silent_line(case, silent, completed_by, *event)]
         }
@@ -48,6 +61,9 @@ pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLin
             vec![inside_line(case, inside, *event), ended_without_line(case, ended)]
         }
         CollectiveFault::Differ(differ) => differ_lines(case, differ),
+        CollectiveFault::OtherKernels { odd, most } => {
+            odd.iter().chain(most).map(|(event, ranks)| inside_line(case, ranks, *event)).collect()
+        }
         CollectiveFault::Stalled { event } => vec![stalled_line(case, *event)],
         CollectiveFault::Absent { .. } | CollectiveFault::OpenGroup { .. } | CollectiveFault::NotWaitedFor { .. } => {
             Vec::new()
@@ -67,6 +83,10 @@ fn absent(case: &Case<'_>, rank_index: usize, event: Option<Event>, absence: Abs
         (_, true) => case.location_clause(rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
+    let kernel = event.and_then(|event| {
+        let (Event::Collective { comm, .. }, (kernel, _)) = (event, case.kernel_of(event)?) else { return None };
+        Some((&kernel.name, case.comms[comm].member(rank_index)?.launched))
+    });
     let busy = if busy { ", busy on a CPU" } else { "" };
     Statement::of_ranks(|number| {
         let (has, location, own_wait) = (number.has(), location(number), case.own_wait_clause(rank_index, number));
@@ -84,9 +104,80 @@ fn absent(case: &Case<'_>, rank_index: usize, event: Option<Event>, absence: Abs
                 let call = number.word("the call has not returned", "the calls have not returned");
                 format!("{has} called {what}, and {call}{location}{busy}{own_wait}")
             }
-            Absence::NotEntered => format!("{has} not entered {what}{location}{busy}{own_wait}"),
+            Absence::NotEntered => match kernel {
+                Some((name, launches)) => {
+                    format!("{has} launched {name} {}{location}{busy}{own_wait}", times(launches))
+                }
+                None => format!("{has} not entered {what}{location}{busy}{own_wait}"),
+            },
         }
     })
+}
+
+/// Ranks that have launched a kernel less often than the others.
+fn launched_less(case: &Case<'_>, launches: &FewerLaunches) -> Statement {
+    let culprits: Vec<usize> = launches.fewer.iter().map(|(rank_index, _)| *rank_index).collect();
+    let (who, others) = (Ranks::of(case, &culprits), Ranks::of(case, &launches.others));
+    let counts: BTreeSet<u64> = launches.fewer.iter().map(|(_, count)| *count).collect();
+    let count = match (counts.first(), counts.last()) {
+        (Some(first), Some(last)) if first < last => format!("{first} to {last} times"),
+        (Some(count), _) => times(*count),
+        _ => String::new(),
+    };
+    let stream = match culprits[..] {
+        [rank_index] => stream_text(case, rank_index, &launches.name),
+        _ => String::new(),
+    };
+    Statement::Sentence(format!(
+        "{} {} launched {} {count}{stream}, {} {}{}.",
+        who.capital(),
+        who.number().has(),
+        launches.name,
+        others.text(),
+        times(launches.most),
+        location_of_one(case, &culprits),
+    ))
+}
+
+/// `once`, `41 times`.
+fn times(count: u64) -> String {
+    if count == 1 { "once".to_owned() } else { format!("{count} times") }
+}
+
+/// The stream on which a rank launches a kernel: ` on stream 0x7f10`. Empty if there are several.
+fn stream_text(case: &Case<'_>, rank_index: usize, name: &str) -> String {
+    match stream_of(case.view(rank_index), name) {
+        None => String::new(),
+        Some(0) => " on the default stream".to_owned(),
+        Some(stream) => format!(" on stream {stream:#x}"),
+    }
+}
+
+/// How often a rank has launched a kernel, and how often each group of other ranks has: `rank 2 has
+/// launched reduce 41 times on stream 0x7f10, ranks 0-1, 3 42 times`.
+fn launches_line(
+    case: &Case<'_>,
+    name: &str,
+    (rank_index, count): (usize, u64),
+    others: &[(&[usize], u64)],
+) -> EvidenceLine {
+    let rank = case.view(rank_index).rank;
+    let mut text = format!("rank {rank} has launched {name} {}{}", times(count), stream_text(case, rank_index, name));
+    for (group, count) in others {
+        text.push_str(&format!(", {} {}", Ranks::of(case, group).text(), times(*count)));
+    }
+    line(text, vec![rank])
+}
+
+/// The launches of the kernel of an event by a rank, beside those of the ranks inside.
+pub(super) fn kernel_launches_line(case: &Case<'_>, rank_index: usize, event: Event) -> Option<EvidenceLine> {
+    let (Event::Collective { comm, .. }, (kernel, _)) = (event, case.kernel_of(event)?) else { return None };
+    let launched = |rank_index: usize| case.comms[comm].member(rank_index).map_or(0, |member| member.launched);
+    let mut groups: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    let inside = case.graph.waiters_of(event).iter().filter(|other| **other != rank_index);
+    inside.for_each(|other| groups.entry(launched(*other)).or_default().push(*other));
+    let groups: Vec<(&[usize], u64)> = groups.iter().take(4).map(|(count, group)| (&group[..], *count)).collect();
+    Some(launches_line(case, &kernel.name, (rank_index, launched(rank_index)), &groups))
 }
 
 /// A rank has called a collective in a group that it has not closed.
@@ -273,6 +364,17 @@ pub(super) fn differ_lines(case: &Case<'_>, differ: &Differ) -> Vec<EvidenceLine
         Ranks::of(case, &group.1).line(format!("{} in collective {number}", runs(case, group)))
     };
     differ.groups.iter().map(of_group).collect()
+}
+
+/// Ranks that are stuck in other kernels than most ranks.
+fn other_kernels(case: &Case<'_>, odd: &[(Event, Vec<usize>)], most: Option<&(Event, Vec<usize>)>) -> Statement {
+    let inside = |(event, ranks): &(Event, Vec<usize>)| {
+        let who = Ranks::of(case, ranks);
+        format!("{} {} in {}", who.text(), who.number().is(), case.describe(*event))
+    };
+    let text: Vec<String> = odd.iter().map(|group| inside(group) + &place_of_one(case, &group.1)).collect();
+    let most = most.map_or(String::new(), |group| format!(", while {}", inside(group)));
+    Statement::Sentence(format!("{}{most}.", capital(&text.join(", and "))))
 }
 
 /// All members are in a collective that does not move.

@@ -165,6 +165,9 @@ fn named_call(case: &Case<'_>, rank_index: usize) -> Option<EvidenceLine> {
 /// The counters of a rank beside those of the ranks inside a collective. `None` for other events.
 fn counters(case: &Case<'_>, rank_index: usize, event: Event) -> Option<EvidenceLine> {
     let Event::Collective { comm, seq } = event else { return None };
+    if case.comms[comm].kernel.is_some() {
+        return collectives::kernel_launches_line(case, rank_index, event);
+    }
     let rank = case.view(rank_index).rank;
     let id = communicator(case.comms[comm].id);
     let inside = Ranks::of(case, case.graph.waiters_of(event));

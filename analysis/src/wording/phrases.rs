@@ -143,6 +143,9 @@ impl<'a> Case<'a> {
             let comm = &self.comms[comm];
             format!("communicator {} ({})", communicator(comm.id), rank_count(comm.size))
         };
+        if let (Some((kernel, launch)), Event::Collective { comm, .. }) = (self.kernel_of(event), event) {
+            return format!("launch {launch} of {} ({})", kernel.name, rank_count(self.comms[comm].size));
+        }
         match event {
             Event::Collective { comm, seq } => {
                 let name = self.operation(event).map_or("collective", text::name);

@@ -107,7 +107,8 @@ fn name_kernels(record: &mut FlightRecord) {
     let mut known: HashMap<String, String> = HashMap::new();
     let of_operations = record.operations.iter_mut().map(|operation| &mut operation.function);
     let of_streams = record.streams.iter_mut().map(|stream| &mut stream.last_kernel);
-    for name in of_operations.chain(of_streams).filter(|name| name.starts_with('_')) {
+    let of_launches = record.kernels.iter_mut().map(|kernel| &mut kernel.name);
+    for name in of_operations.chain(of_streams).chain(of_launches).filter(|name| name.starts_with('_')) {
         *name = known.entry(std::mem::take(name)).or_insert_with_key(|name| readable(name)).clone();
     }
 }

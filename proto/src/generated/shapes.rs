@@ -35,6 +35,12 @@ static V1_STREAM: [(u32, Field); 1] = [
 impl Shaped for crate::v1::Stream {
     const SHAPE: &'static Shape = &V1_STREAM;
 }
+static V1_KERNEL_LAUNCHES: [(u32, Field); 1] = [
+    (2, Field::Text),
+];
+impl Shaped for crate::v1::KernelLaunches {
+    const SHAPE: &'static Shape = &V1_KERNEL_LAUNCHES;
+}
 static V1_HOOKED_FUNCTION: [(u32, Field); 3] = [
     (1, Field::Text),
     (2, Field::Text),
@@ -49,13 +55,14 @@ static V1_HOOK_HEALTH: [(u32, Field); 1] = [
 impl Shaped for crate::v1::HookHealth {
     const SHAPE: &'static Shape = &V1_HOOK_HEALTH;
 }
-static V1_FLIGHT_RECORD: [(u32, Field); 6] = [
+static V1_FLIGHT_RECORD: [(u32, Field); 7] = [
     (1, Field::Message(&V1_RANK_INFO)),
     (2, Field::Message(&V1_COMMUNICATOR)),
     (3, Field::Message(&V1_OPERATION)),
     (4, Field::Message(&V1_STREAM)),
     (10, Field::Message(&V1_HOOK_HEALTH)),
     (11, Field::Message(&V1_HOOKED_FUNCTION)),
+    (12, Field::Message(&V1_KERNEL_LAUNCHES)),
 ];
 impl Shaped for crate::v1::FlightRecord {
     const SHAPE: &'static Shape = &V1_FLIGHT_RECORD;

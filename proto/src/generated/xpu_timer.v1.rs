@@ -185,6 +185,20 @@ pub struct Stream {
     #[prost(uint64, tag = "4")]
     pub last_launch_ns: u64,
 }
+/// Launches of one kernel on one stream.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct KernelLaunches {
+    #[prost(uint64, tag = "1")]
+    pub stream: u64,
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// Number of launches, including those that were captured into a graph.
+    #[prost(uint64, tag = "3")]
+    pub launches: u64,
+    /// The kernel exchanges data with the devices of other ranks by itself, by its name.
+    #[prost(bool, tag = "4")]
+    pub communicates: bool,
+}
 /// A function that the hook knows, and whether the hook sees its callers.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct HookedFunction {
@@ -237,6 +251,9 @@ pub struct HookHealth {
     pub long_samples: u64,
     #[prost(uint64, tag = "12")]
     pub long_cost_ns: u64,
+    /// Launches that `kernels` of the flight record lacks, because a table was full.
+    #[prost(uint64, tag = "13")]
+    pub uncounted_launches: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct FlightRecord {
@@ -265,6 +282,9 @@ pub struct FlightRecord {
     pub health: ::core::option::Option<HookHealth>,
     #[prost(message, repeated, tag = "11")]
     pub coverage: ::prost::alloc::vec::Vec<HookedFunction>,
+    /// Launched kernels whose name is known: first those that communicate, then those launched most.
+    #[prost(message, repeated, tag = "12")]
+    pub kernels: ::prost::alloc::vec::Vec<KernelLaunches>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -6,9 +6,12 @@
 //! lanes. A thread without a free lane uses the words of [`super::header`] and the table of
 //! [`super::stream`], which all threads share.
 
-use std::{collections::HashMap, io};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+};
 
-use super::layout::{offset, read_words, stream};
+use super::layout::{entries, kernel, offset, read_words, stream};
 
 pub use super::layout::lane::*;
 
@@ -35,6 +38,10 @@ pub struct Totals {
     pub collective_cost: (u64, u64),
     /// Number and nanoseconds of the long samples of both kinds.
     pub long_cost: (u64, u64),
+    /// Launches that are in no kernel entry.
+    pub uncounted: u64,
+    /// Number of lanes from the first to the last one in use.
+    pub lanes: usize,
 }
 
 /// Adds up the lanes. The sums saturate, because any process may have written the lanes.
@@ -44,7 +51,8 @@ pub struct Totals {
 pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Totals> {
     let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
     let mut totals = Totals::default();
-    for lane in words.chunks_exact(WORDS).filter(|lane| lane[OWNER] != 0) {
+    for (index, lane) in words.chunks_exact(WORDS).enumerate().filter(|(_, lane)| lane[OWNER] != 0) {
+        totals.lanes = index + 1;
         totals.last_launch_ns = totals.last_launch_ns.max(lane[LAST_LAUNCH_NS]);
         let add = |sum: &mut u64, word: usize| *sum = sum.saturating_add(lane[word]);
         add(&mut totals.kernels, KERNELS);
@@ -55,6 +63,7 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
             add(&mut totals.copy_bytes[kind], COPY_BYTES + kind);
         }
         add(&mut totals.allocated_bytes, ALLOCATED_BYTES);
+        add(&mut totals.uncounted, UNCOUNTED);
         for (sum, samples) in [
             (&mut totals.launch_cost, LAUNCH_SAMPLES),
             (&mut totals.collective_cost, COLLECTIVE_SAMPLES),
@@ -115,4 +124,34 @@ pub fn streams(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Resul
         }
     }
     Ok(order.into_iter().filter_map(|handle| merged.remove(&handle)).collect())
+}
+
+/// Launches of one kernel on one stream, by all threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelCount {
+    /// Function handle.
+    pub function: u64,
+    /// Stream handle.
+    pub stream: u64,
+    /// Number of launches.
+    pub launches: u64,
+    /// It communicates with other ranks by itself.
+    pub communicates: bool,
+}
+
+/// Kernel entries of the first `lanes` lanes, merged by kernel and stream.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn kernels(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>, lanes: usize) -> io::Result<Vec<KernelCount>> {
+    let slots = lanes.min(SLOTS) * KERNEL_SETS * KERNEL_WAYS;
+    let mut merged: BTreeMap<(u64, u64), KernelCount> = BTreeMap::new();
+    for words in entries::<{ kernel::WORDS }>(read_at, offset::LANE_KERNELS, slots)? {
+        let (function, stream) = (words[kernel::FUNCTION], words[kernel::STREAM].wrapping_sub(1));
+        let none = KernelCount { function, stream, launches: 0, communicates: false };
+        let sum = merged.entry((function, stream)).or_insert(none);
+        sum.launches = sum.launches.saturating_add(words[kernel::LAUNCHES]);
+        sum.communicates |= words[kernel::COMMUNICATES] == 1;
+    }
+    Ok(merged.into_values().collect())
 }

@@ -191,6 +191,20 @@ pub mod stream {
     pub const SLOTS: usize = 256;
 }
 
+/// Words of a kernel entry: the launches of one kernel on one stream.
+pub mod kernel {
+    /// Function handle, key into the name table, published last; 0 is a free entry.
+    pub const FUNCTION: usize = 0;
+    /// Stream handle plus one.
+    pub const STREAM: usize = 1;
+    /// Number of launches, including captured ones.
+    pub const LAUNCHES: usize = 2;
+    /// 1 if the kernel communicates with other ranks by itself; see [`crate::kernels`].
+    pub const COMMUNICATES: usize = 3;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 4;
+}
+
 /// Words of a name entry: the name of a kernel by its function handle.
 pub mod name {
     /// Function handle, published last; 0 is a free entry.
@@ -280,6 +294,8 @@ pub mod lane {
     pub const LONG_COST_NS: usize = 20;
     /// Collectives launched.
     pub const COLLECTIVES: usize = 21;
+    /// Launches of kernels that found no space in the lane's table of kernels.
+    pub const UNCOUNTED: usize = 22;
     /// Number of words in a lane; a multiple of a cache line.
     pub const WORDS: usize = 24;
     /// Number of lanes.
@@ -294,6 +310,11 @@ pub mod lane {
     /// coverage entry.
     pub const CALL_WORDS: usize = coverage::SLOTS;
 
+    /// Number of sets in a lane's table of kernels. The stream and the kernel select the set.
+    pub const KERNEL_SETS: usize = 256;
+    /// Number of [`super::kernel`] entries in a set: one pair of cache lines.
+    pub const KERNEL_WAYS: usize = 4;
+
     /// Longer samples of the hook's cost have another reason than the hook.
     pub const LONG_NS: u64 = 20_000;
 
@@ -303,7 +324,7 @@ pub mod lane {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, lane, name, op, store_wait, stream};
+    use super::{comm, coverage, header, kernel, lane, name, op, store_wait, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -322,8 +343,10 @@ pub mod offset {
     pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
     /// Keys that open calls wait for.
     pub const STORE_WAITS: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
+    /// Kernel entries of the lanes.
+    pub const LANE_KERNELS: usize = STORE_WAITS + store_wait::SLOTS * store_wait::WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = STORE_WAITS + store_wait::SLOTS * store_wait::WORDS * 8;
+    pub const END: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
 }
 
 /// Packs [`op::WHAT`].

@@ -8,12 +8,15 @@ use super::layout::{
     store_wait, stream, text, texts,
 };
 use crate::v1::{
-    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Matmul, Op, OpKind, OpStatus,
-    Operation, RankInfo, Stream,
+    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches, Matmul, Op,
+    OpKind, OpStatus, Operation, RankInfo, Stream,
 };
 
 /// Number of completed operations that a flight record keeps besides the pending ones.
 pub const RECENT_OPERATIONS: usize = 256;
+
+/// Maximum number of kernels in a flight record. Those that communicate come first.
+pub const MOST_KERNELS: usize = 1024;
 
 /// Reads only the header, for a reader that watches progress. The counters of the lanes are added
 /// to those of the header.
@@ -148,6 +151,7 @@ pub fn read(
                 last_launch_ns: words[stream::LAST_NS],
             })
             .collect(),
+        kernels: kernels(&read_at, &names, lanes.lanes)?,
         kernels_launched: head[header::KERNELS],
         graphs_launched: head[header::GRAPHS],
         collectives_launched: head[header::COLLECTIVES],
@@ -166,6 +170,7 @@ pub fn read(
             collective_cost_ns: lanes.collective_cost.1,
             long_samples: lanes.long_cost.0,
             long_cost_ns: lanes.long_cost.1,
+            uncounted_launches: lanes.uncounted,
         }),
         coverage: read_functions(&read_at)?,
     })
@@ -239,6 +244,25 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         store_keys: Vec::new(),
         store_key_count: 0,
     }
+}
+
+/// The named kernels and how often each was launched, those that communicate first.
+fn kernels(
+    read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    names: &HashMap<u64, String>,
+    lanes: usize,
+) -> io::Result<Vec<KernelLaunches>> {
+    let mut counts = lane::kernels(read_at, lanes)?;
+    counts.retain(|count| names.contains_key(&count.function));
+    counts.sort_by_key(|count| (!count.communicates, std::cmp::Reverse(count.launches), count.function, count.stream));
+    counts.truncate(MOST_KERNELS);
+    let launches = |count: &lane::KernelCount| KernelLaunches {
+        stream: count.stream,
+        name: names[&count.function].clone(),
+        launches: count.launches,
+        communicates: count.communicates,
+    };
+    Ok(counts.iter().map(launches).collect())
 }
 
 fn communicator(words: &[u64; comm::WORDS]) -> Communicator {

@@ -259,3 +259,61 @@ fn an_idle_server_is_listed_as_idle_and_is_no_incident() {
     assert!(status["idle"][0]["since"].as_str().is_some_and(|since| since.ends_with('Z')), "{status}");
     assert_eq!((job.incidents().len(), &status["incidents"]), (0, &json!([])), "{}", job.logs());
 }
+
+/// Runs ranks whose kernels reduce over all devices by themselves, until their first incident.
+fn device_hang(job: &Job, arguments: &[&str]) -> (Process, Incident) {
+    let examples = tree().join("tests/examples");
+    let mut command = job.launch(python());
+    command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={RANKS}"));
+    let ranks = Process::spawn(command.arg(examples.join("device_reduce.py")).args(arguments));
+    let incident = job.wait_incident(1, PATIENCE);
+    (ranks, incident)
+}
+
+#[test]
+fn a_rank_that_does_not_launch_the_kernel_for_which_the_other_devices_busy_wait() {
+    for (fault, cause) in [("late", "storage_io"), ("branch", "host_lock")] {
+        let job = Job::new();
+        let (_ranks, incident) = device_hang(&job, &[&format!("--fault={fault}")]);
+        let text = text(&incident);
+        assert_eq!(incident.verdict["cause"], cause, "{text}");
+        assert_eq!(culprits(&incident), &json!([2]), "{text}");
+        assert_eq!(incident.verdict["victims"], json!([0, 1, 3]), "{text}");
+        assert_eq!(incident.verdict["trigger"]["kind"], "operation", "{text}");
+        let counts = "rank 2 has launched vllm::cross_device_reduce_1stage<float, 4> 20 times on stream 0x";
+        for part in [counts, "in launch 21 of vllm::cross_device_reduce_1stage<float, 4> (4 ranks)"] {
+            assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains(part), "{part} in: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_kernel_that_one_rank_leaves_out_on_another_stream() {
+    let job = Job::new();
+    let (_ranks, incident) = device_hang(&job, &["--fault=signal", "--nccl"]);
+    let text = text(&incident);
+    assert_eq!(incident.verdict["cause"], "missing_rank", "{text}");
+    assert_eq!(culprits(&incident), &json!([2]), "{text}");
+    let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+    for part in ["Rank 2 has launched c10d::symmetric_memory::put_signal_kernel 20 times", "ranks 0-1, 3 21 times"] {
+        assert!(sentence.contains(part), "{part} in: {sentence}");
+    }
+}
+
+#[test]
+fn devices_that_all_busy_wait_in_one_kernel_accuse_no_rank() {
+    let job = Job::new();
+    let (_ranks, incident) = device_hang(&job, &["--fault=flag"]);
+    let text = text(&incident);
+    assert_eq!((&incident.verdict["cause"], culprits(&incident)), (&json!("unknown"), &json!([])), "{text}");
+    assert!(text.contains("launch 1 of multimem_all_reduce_kernel"), "{text}");
+}
+
+#[test]
+fn a_kernel_that_hangs_before_the_one_that_communicates() {
+    let job = Job::new();
+    let (_ranks, incident) = device_hang(&job, &["--fault=kernel"]);
+    let text = text(&incident);
+    assert_eq!(incident.verdict["cause"], "kernel_hang", "{text}");
+    assert_eq!((culprits(&incident), &incident.verdict["victims"]), (&json!([2]), &json!([0, 1, 3])), "{text}");
+}

@@ -296,13 +296,15 @@ fn count(
     stream: usize,
 ) -> Option<OpenOperation> {
     let now = clock::coarse_now_ns();
-    recorder.on_stream(thread, stream, kernel(launch), now);
+    let communicates = recorder.on_stream(thread, stream, kernel(launch), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
     match launch {
         Launch::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
-            // The kernels of a matrix product are timed together, as the product.
-            if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
+            // A kernel that communicates is a collective without a host call. The kernels of a
+            // matrix product are timed together, as the product.
+            let wanted = mode == Bracket::All as u32 || communicates && mode != Bracket::None as u32;
+            if !wanted || inside & IN_BLAS != 0 {
                 return None;
             }
             bracketed(

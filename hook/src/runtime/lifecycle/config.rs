@@ -28,13 +28,13 @@ pub type Environment = Vec<String>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Bracket {
-    /// Collectives and graphs.
+    /// Collectives, kernels that communicate by themselves, and graphs.
     Collectives = 0,
     /// Every launch.
     All = 1,
     /// Nothing.
     None = 2,
-    /// Collectives, graphs and matrix products.
+    /// The same, and matrix products.
     Matmuls = 3,
 }
 

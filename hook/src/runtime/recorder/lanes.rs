@@ -7,7 +7,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use xpu_timer_proto::ring::{coverage, header, lane, offset, stream};
+use xpu_timer_proto::{
+    kernels::communicates,
+    ring::{coverage, header, kernel, lane, offset, stream},
+};
 
 use crate::runtime::{
     lock_free::{
@@ -18,7 +21,7 @@ use crate::runtime::{
         clock, sys,
         thread_state::{self, ThreadState},
     },
-    recorder::Recorder,
+    recorder::{Recorder, names::name_of},
 };
 
 /// Value of [`ThreadState::lane`] when no lane was left.
@@ -123,10 +126,14 @@ impl Recorder {
         }
     }
 
-    /// Counts a kernel or graph on a stream. Nothing else is kept of most launches.
+    /// Counts a kernel or graph on a stream. Nothing else is kept of most launches. Returns whether
+    /// the kernel communicates with other ranks by itself.
     #[inline(always)]
-    pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {
-        let Some(lane) = self.lane_of(thread) else { return self.on_shared_stream(stream_handle, function, now_ns) };
+    pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) -> bool {
+        let Some(lane) = self.lane_of(thread) else {
+            self.on_shared_stream(stream_handle, function, now_ns);
+            return false;
+        };
         let key = stream_handle as u64 + 1;
         let words = self.ring.entry(offset::LANE_STREAMS, lane, lane::STREAM_WORDS);
         for entry in words.chunks_exact(stream::WORDS).take(lane::STREAMS) {
@@ -138,13 +145,58 @@ impl Recorder {
             }
             add(&entry[stream::LAUNCHES], 1);
             entry[stream::LAST_NS].store(now_ns, Ordering::Relaxed);
-            if function != 0 && entry[stream::LAST_FUNCTION].load(Ordering::Relaxed) != function {
-                entry[stream::LAST_FUNCTION].store(function, Ordering::Relaxed);
-                self.see_function(function);
+            if function == 0 {
+                return false;
             }
-            return;
+            entry[stream::LAST_FUNCTION].store(function, Ordering::Relaxed);
+            return self.count_kernel(lane, key, function);
         }
         self.on_shared_stream(stream_handle, function, now_ns);
+        function != 0 && self.count_kernel(lane, key, function)
+    }
+
+    /// Counts a launch of a kernel on a stream, by the stream's key. Returns whether the kernel
+    /// communicates.
+    #[inline(always)]
+    fn count_kernel(&self, lane: usize, key: u64, function: u64) -> bool {
+        let set = home_slot::<{ lane::KERNEL_SETS }>(function ^ key.rotate_left(32));
+        let index = lane * lane::KERNEL_SETS + set;
+        let entries = self.ring.entry(offset::LANE_KERNELS, index, lane::KERNEL_WAYS * kernel::WORDS);
+        for entry in entries.chunks_exact(kernel::WORDS) {
+            if entry[kernel::FUNCTION].load(Ordering::Relaxed) == function
+                && entry[kernel::STREAM].load(Ordering::Relaxed) == key
+            {
+                add(&entry[kernel::LAUNCHES], 1);
+                return entry[kernel::COMMUNICATES].load(Ordering::Relaxed) != 0;
+            }
+        }
+        self.count_new_kernel(lane, entries, key, function)
+    }
+
+    /// Counts the first launch of a kernel on a stream by this thread, and every launch of a kernel
+    /// that found no free entry in its set. A kernel that communicates replaces another one.
+    #[cold]
+    #[inline(never)]
+    fn count_new_kernel(&self, lane: usize, entries: &[AtomicU64], key: u64, function: u64) -> bool {
+        let is_new = self.see_function(function);
+        let word = |entry: &&[AtomicU64], word: usize| entry[word].load(Ordering::Relaxed);
+        let mut all = entries.chunks_exact(kernel::WORDS);
+        let free = all.clone().find(|entry| word(entry, kernel::FUNCTION) == 0);
+        // The names of the launches that never find an entry are not requested again and again.
+        let communicates = (free.is_some() || is_new) && name_of(function).is_some_and(communicates);
+        let victim = || all.find(|entry| communicates && word(entry, kernel::COMMUNICATES) == 0);
+        let Some(entry) = free.or_else(victim) else {
+            add(&self.lane_words(lane)[lane::UNCOUNTED], 1);
+            return communicates;
+        };
+        // A replaced kernel is no longer counted.
+        add(&self.lane_words(lane)[lane::UNCOUNTED], word(&entry, kernel::LAUNCHES));
+        entry[kernel::FUNCTION].store(0, Ordering::Relaxed);
+        entry[kernel::STREAM].store(key, Ordering::Release);
+        entry[kernel::LAUNCHES].store(1, Ordering::Relaxed);
+        entry[kernel::COMMUNICATES].store(communicates.into(), Ordering::Relaxed);
+        entry[kernel::FUNCTION].store(function, Ordering::Release);
+        communicates
     }
 
     /// Counts a copy in one of the directions of [`lane::COPY_KINDS`].
@@ -226,6 +278,13 @@ mod tests {
         lane::totals(&|at, buffer: &mut [u8]| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at)).unwrap()
     }
 
+    fn kernels(recorder: &Recorder) -> Vec<lane::KernelCount> {
+        let fd = recorder.ring.descriptor.get().unwrap();
+        let file = std::fs::File::open(format!("/proc/self/fd/{fd}")).unwrap();
+        let read = |at, buffer: &mut [u8]| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at);
+        lane::kernels(&read, lane::SLOTS).unwrap()
+    }
+
     #[test]
     fn every_launch_counts_once_even_with_more_threads_than_lanes() {
         let recorder = recorder();
@@ -277,6 +336,35 @@ mod tests {
         let streams = lane::streams(&read).unwrap();
         assert_eq!(streams.len(), lane::STREAMS + 2);
         assert!(streams.iter().all(|entry| entry[stream::LAUNCHES] == 2 && entry[stream::LAST_NS] == 2), "{streams:?}");
+    }
+
+    #[test]
+    fn launches_are_counted_by_kernel_and_stream() {
+        let recorder = recorder();
+        let launch = |stream: usize, function: u64| recorder.on_stream(thread_state::current(), stream, function, 1);
+        for _ in 0..3 {
+            launch(64, 0x1000);
+            launch(64, 0x2000);
+            launch(128, 0x1000);
+            launch(64, 0);
+        }
+        std::thread::scope(|scope| scope.spawn(|| launch(64, 0x1000)).join()).unwrap();
+        let count = |function, stream, launches| lane::KernelCount { function, stream, launches, communicates: false };
+        let counts = kernels(&recorder);
+        assert_eq!(counts, [count(0x1000, 64, 4), count(0x1000, 128, 3), count(0x2000, 64, 3)]);
+        assert_eq!(totals(&recorder).uncounted, 0);
+    }
+
+    #[test]
+    fn launches_without_space_in_the_table_are_known_to_be_missing() {
+        let recorder = recorder();
+        let many = 2 * (lane::KERNEL_SETS * lane::KERNEL_WAYS) as u64;
+        for function in (1..=many).flat_map(|number| [number * 64; 5]) {
+            recorder.on_stream(thread_state::current(), 64, function, 1);
+        }
+        let counts = kernels(&recorder);
+        assert!(counts.len() > lane::KERNEL_SETS && counts.iter().all(|count| count.launches == 5), "{}", counts.len());
+        assert_eq!(totals(&recorder).uncounted, (many - counts.len() as u64) * 5);
     }
 
     #[test]

@@ -17,12 +17,14 @@ use crate::runtime::{
 impl Recorder {
     /// Makes sure that the table contains a kernel's name. It is requested on the launching thread,
     /// while the handle is certainly valid: the module may be unloaded before the watcher runs.
-    #[inline(always)]
-    pub fn see_function(&self, function: u64) {
-        // The first probe finds it almost always.
-        if self.seen[home_slot::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
-            name_function(self, function);
+    /// Returns whether this is the kernel's first launch.
+    pub fn see_function(&self, function: u64) -> bool {
+        let is_new = self.is_new(function);
+        if is_new && let Some(name) = name_of(function) {
+            ATTENTION.see(function, name.as_bytes());
+            self.add_name(function, name.as_bytes());
         }
+        is_new
     }
 
     /// Whether the name of this key has never been requested. True once per key.
@@ -82,15 +84,12 @@ pub fn name_in(entry: &[AtomicU64]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Requests a kernel's name from the driver, on the thread that is launching it.
-fn name_function(recorder: &Recorder, function: u64) {
+/// The name of a kernel, from the driver, on the thread that is launching it.
+pub(super) fn name_of(function: u64) -> Option<&'static str> {
     let by_runtime = thread_state::with(|thread| thread.inside.get() & IN_RUNTIME != 0);
-    // SAFETY: a function that is being launched is valid, also while its name is copied.
-    let name = device().and_then(|device| unsafe { device.name_of(function as *mut c_void, by_runtime) });
-    if let Some(name) = name {
-        ATTENTION.see(function, name.to_bytes());
-        recorder.add_name(function, name.to_bytes());
-    }
+    // SAFETY: a function that is being launched is valid, also while its name is used.
+    let name = device().and_then(|device| unsafe { device.name_of(function as *mut c_void, by_runtime) })?;
+    name.to_str().ok()
 }
 
 /// Number of kernels of flash attention that are known. There is one for each size of a head, type

@@ -1,13 +1,21 @@
 //! Modules and their kernels.
 //!
 //! An image that begins with `//xpu_sim` is text with lines `kernel NAME MICROSECONDS`, which
-//! define the kernels. A host image runs a host function for every name. Any other image has a
+//! define the kernels. `flags=PATH` after the time makes the kernel communicate with the devices of
+//! other processes: `sets=I` writes the number of its launch into word I of that file, and then
+//! `awaits=I..J` busy-waits until the words I to J - 1 have at least that number. A host image runs a host function for every name. Any other image has a
 //! kernel of every name, which does nothing.
 
 use std::{
     collections::HashMap,
     ffi::CString,
-    sync::{Arc, Mutex, PoisonError},
+    fs::{File, OpenOptions},
+    ops::Range,
+    os::unix::fs::FileExt,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -27,8 +35,52 @@ pub static FUNCTIONS: Handles<Function> = Handles::new();
 pub enum Behaviour {
     /// It keeps the stream busy.
     Lasts(Duration),
+    /// It keeps the stream busy, then exchanges flags with other processes.
+    Meets(Duration, &'static Flags),
     /// It runs this with its arguments.
     Host(extern "C" fn(usize, usize)),
+}
+
+/// The flags that a kernel sets and awaits: little-endian words of a file that processes share.
+pub struct Flags {
+    file: File,
+    sets: Option<u64>,
+    awaits: Range<u64>,
+    launches: AtomicU64,
+}
+
+impl Flags {
+    fn parse(words: &[&str]) -> Option<&'static Self> {
+        let value = |name: &str| words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(value("flags")?).ok()?;
+        let sets = value("sets").map(str::parse).transpose().ok()?;
+        let awaits = match value("awaits") {
+            Some(range) => {
+                let (from, to) = range.split_once("..")?;
+                from.parse().ok()?..to.parse().ok()?
+            }
+            None => 0..0,
+        };
+        // A kernel may run until the process ends.
+        Some(Box::leak(Box::new(Flags { file, sets, awaits, launches: AtomicU64::new(0) })))
+    }
+
+    /// Begins a launch and returns its number.
+    pub fn set(&self) -> u64 {
+        let number = self.launches.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(word) = self.sets {
+            // If the write fails, the peers wait forever, as they would for a device that is gone.
+            let _ = self.file.write_all_at(&number.to_le_bytes(), word * 8);
+        }
+        number
+    }
+
+    /// Whether all peers have set their flags for this launch.
+    pub fn all_set(&self, number: u64) -> bool {
+        let mut word = [0; 8];
+        let is_set = |at: u64| self.file.read_exact_at(&mut word, at * 8).is_ok() && u64::from_le_bytes(word) >= number;
+        self.awaits.clone().all(is_set)
+    }
 }
 
 /// A kernel.
@@ -39,7 +91,7 @@ pub struct Function {
 }
 
 enum Image {
-    Text(HashMap<String, Duration>),
+    Text(HashMap<String, Behaviour>),
     Host(extern "C" fn(usize, usize)),
     Other,
 }
@@ -76,7 +128,7 @@ impl Module {
     pub fn function(handle: ModuleHandle, name: &str) -> Result<FunctionHandle, CuError> {
         let module = MODULES.get(handle).ok_or(CuError::INVALID_HANDLE)?;
         let behaviour = match &module.image {
-            Image::Text(kernels) => Behaviour::Lasts(*kernels.get(name).ok_or(CuError::NOT_FOUND)?),
+            Image::Text(kernels) => *kernels.get(name).ok_or(CuError::NOT_FOUND)?,
             Image::Host(run) => Behaviour::Host(*run),
             Image::Other => Behaviour::Lasts(Duration::ZERO),
         };
@@ -107,9 +159,13 @@ fn parse(image: &In<std::ffi::c_char>) -> Result<Image, CuError> {
     let mut kernels = HashMap::new();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//")) {
         let words: Vec<_> = line.split_whitespace().collect();
-        let ["kernel", name, time] = words[..] else { return Err(CuError::INVALID_IMAGE) };
-        let time = time.parse().map_err(|_| CuError::INVALID_IMAGE)?;
-        kernels.insert(name.to_string(), Duration::from_micros(time));
+        let ["kernel", name, time, flags @ ..] = &words[..] else { return Err(CuError::INVALID_IMAGE) };
+        let time = Duration::from_micros(time.parse().map_err(|_| CuError::INVALID_IMAGE)?);
+        let behaviour = match flags {
+            [] => Behaviour::Lasts(time),
+            flags => Behaviour::Meets(time, Flags::parse(flags).ok_or(CuError::INVALID_IMAGE)?),
+        };
+        kernels.insert((*name).to_string(), behaviour);
     }
     Ok(Image::Text(kernels))
 }

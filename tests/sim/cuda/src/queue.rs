@@ -33,6 +33,9 @@ static DEPTH: LazyLock<u64> = LazyLock::new(|| process::setting("XPU_SIM_QUEUE_D
 /// All queues, except those that were dropped.
 static ALL: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 
+/// Pause between two looks of a kernel that busy-waits, because a device burns no host CPU.
+const POLL: Duration = Duration::from_millis(1);
+
 /// A bounded queue with its worker thread.
 pub struct Queue {
     /// The N of `sim-stream-N`.
@@ -143,6 +146,13 @@ impl Queue {
                 Some(left) => self.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
                 None => self.work.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
+        }
+    }
+
+    /// Runs a kernel that busy-waits for a condition. Ends early when the context is destroyed.
+    pub fn poll(&self, is_met: impl Fn() -> bool) {
+        while !is_met() && !self.lock().cancelled {
+            self.sleep(Some(POLL));
         }
     }
 
@@ -305,7 +315,14 @@ impl Work {
                 }
                 Behaviour::Lasts(_) if fault == Some(Kind::StuckKernel) => queue.sleep(None),
                 Behaviour::Lasts(_) if fault == Some(Kind::Lost) => lose(),
+                Behaviour::Meets(..) if fault == Some(Kind::StuckKernel) => queue.sleep(None),
+                Behaviour::Meets(..) if fault == Some(Kind::Lost) => lose(),
                 Behaviour::Lasts(time) => queue.sleep(Some(time + slower())),
+                Behaviour::Meets(time, flags) => {
+                    queue.sleep(Some(time + slower()));
+                    let number = flags.set();
+                    queue.poll(|| flags.all_set(number));
+                }
             },
             Work::Host(HostCall::Plain(function, data)) => function(data),
             Work::Host(HostCall::Callback(function, stream, data)) => function(stream, 0, data),
@@ -324,7 +341,7 @@ impl Work {
 /// Counts a launch, and returns its fault, if any. NCCL's kernels do not count.
 fn counted(function: &Function) -> Option<Kind> {
     static LAUNCHES: AtomicU64 = AtomicU64::new(0);
-    if !matches!(function.behaviour, Behaviour::Lasts(_)) {
+    if matches!(function.behaviour, Behaviour::Host(_)) {
         return None;
     }
     let number = LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1;
