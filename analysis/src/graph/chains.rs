@@ -197,8 +197,10 @@ impl Chains<'_, '_> {
                 // of that collective, and one of these may be the rank at the beginning.
                 Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
                 Member::Rank(holder) => return End::Rank(holder),
-                // It may be a rank of another job.
-                Member::Process(_) if self.in_operation_of_its_own(next) => return End::Unknown,
+                // It may be a rank of another job, unless it is a child.
+                Member::Process(_) if self.in_operation_of_its_own(next) && !self.waits_for_child(current) => {
+                    return End::Unknown;
+                }
                 Member::Process(index) => chain.processes.push(index),
             }
             current = next;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace};
+use xpu_timer_proto::server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace};
 
 use super::{
     classify::{classify_without, receives},
@@ -101,11 +101,22 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         location: locate(main.0, main.1, &observed, program(readable.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
-        awaited: main.0.and_then(|thread| thread.awaited.clone()),
+        awaited: awaited(before.and_then(|before| before.0), main.0),
         thread_waits,
         timed,
         observed,
     }
+}
+
+/// What a thread waits for. On a busy machine, the processes at the other end may have been found in
+/// time only in the first sample.
+fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) -> Option<Awaited> {
+    let found = after?.awaited.as_ref()?;
+    let first = before.and_then(|before| before.awaited.as_ref());
+    let is_same =
+        |first: &&Awaited| (first.kind, &first.name, &first.object) == (found.kind, &found.name, &found.object);
+    let first = first.filter(is_same).filter(|first| found.holders.is_empty() && !first.holders.is_empty());
+    Some(first.unwrap_or(found).clone())
 }
 
 /// What the threads other than the main thread wait for, except what only the process itself has,

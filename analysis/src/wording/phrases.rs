@@ -56,7 +56,8 @@ impl<'a> Case<'a> {
         let mut clause =
             awaits.as_ref().map_or(String::new(), |awaits| format!(", and {} for {awaits}", number.waits()));
         // If a pipe has no other end, the dead helper that had it explains the wait.
-        let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
+        let is_known = self.graph.process_wait(rank_index).is_some_and(|wait| wait.is_certain);
+        let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead() && !is_known;
         let helper = self.stuck_helper(rank_index).filter(explains);
         if let Some(StuckHelper { name, state, .. }) = helper {
             clause.push_str(&format!(", and {} {name} {state}", number.its()));
