@@ -431,10 +431,10 @@ mod tests {
             let matmul = Some(Matmul { trans_a, ..shape });
             Operation { op: Op::Attention.into(), matmul, ..operation.clone() }
         };
-        let (key, forward) = super::matmul(&attention(0), &settings()).unwrap();
+        let (key, forward) = matmul(&attention(0), &settings()).unwrap();
         assert_eq!(labels(&key), "dtype=bf16,operation=FA,level=2");
         assert_eq!(forward.amount, 4.0 * 2.0 * 2048.0 * 2048.0 * 1024.0);
-        assert_eq!(super::matmul(&attention(1), &settings()).unwrap().1.amount, 2.0 * forward.amount);
+        assert_eq!(matmul(&attention(1), &settings()).unwrap().1.amount, 2.0 * forward.amount);
     }
 
     #[test]

@@ -327,7 +327,7 @@ mod tests {
             words[9] = sizes.len() as u64;
             words[10..10 + sizes.len().min(10)].copy_from_slice(&sizes[..sizes.len().min(10)]);
             // The bytes beside the type are flags.
-            (words[21], words[22]) = (elements, 0x141ff_0001_0000 | dtype);
+            (words[21], words[22]) = (elements, 0x0001_41ff_0001_0000 | dtype);
             shape_in_memory(words.as_ptr() as Word)
         };
         assert_eq!(shape(&[3, 7, 5], 105, 6), Some((105, 6)));
