@@ -5,7 +5,7 @@
 
 use xpu_timer_proto::v1::{DataType, Op, Operation};
 
-use crate::{graph::Event, history::Deviation, matching::FewerLaunches, stacks::GilHolder};
+use crate::{graph::Event, history::Deviation, kernels::FewerLaunches, stacks::GilHolder};
 
 /// Why the culprits hold up the others.
 #[derive(Debug, Clone)]
