@@ -11,6 +11,7 @@ use xpu_timer_proto::{
 use crate::{
     facts,
     graph::{self, Event, Graph, Suspect},
+    kernels,
     matching::{self, Comm, KernelGroup},
     stacks::{self, StuckHelper},
     verdict::{Activity, Confidence, Location},
@@ -72,7 +73,8 @@ impl<'a> Case<'a> {
     /// Matches the communicators and builds the wait-for graph.
     pub fn of(evidence: &'a Evidence) -> Self {
         let world = World::of(evidence);
-        let comms = matching::communicators(&world);
+        let mut comms = matching::communicators(&world);
+        kernels::add_collectives(&world, &mut comms);
         let graph = graph::build(&world, &comms);
         let fully_recorded = |comm: &Comm<'_>| {
             comm.unnamed == 0

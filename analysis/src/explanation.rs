@@ -8,7 +8,7 @@ use xpu_timer_proto::v1::{DataType, Op, Operation};
 use crate::{
     graph::{Event, Mutual},
     history::Deviation,
-    matching::FewerLaunches,
+    kernels::FewerLaunches,
     stacks::{GilHolder, ProcessState},
 };
 

@@ -4,11 +4,8 @@
 //! ranks. Members without a flight record are inferred if that needs no guess about the layout of
 //! the job. Otherwise they are only counted.
 
-mod kernels;
-
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-pub(crate) use kernels::{FewerLaunches, KernelGroup, communicates, fewer_launches, stream_of};
 use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, Operation, Presence};
 
 use crate::world::{World, is_collective, is_init};
@@ -39,7 +36,20 @@ pub(crate) struct Member<'a> {
     pub initializing: bool,
 }
 
-/// One communicator.
+/// The kernel of a collective without a host call.
+#[derive(Debug)]
+pub(crate) struct KernelGroup {
+    /// Its name.
+    pub name: String,
+    /// The name is known to be that of a kernel that communicates, and all members have launched
+    /// it before.
+    pub certain: bool,
+    /// The ranks that may launch it together, as indices. A kernel that waits for one peer only has
+    /// fewer members: the ranks that are stuck in it.
+    pub peers: Vec<usize>,
+}
+
+/// One communicator, or a group of ranks whose kernels communicate by themselves.
 #[derive(Debug)]
 pub(crate) struct Comm<'a> {
     /// Identity.
@@ -52,11 +62,10 @@ pub(crate) struct Comm<'a> {
     pub silent: Vec<usize>,
     /// Number of members that could not be inferred.
     pub unnamed: u32,
-    /// The kernel, if this is a group of ranks whose kernels communicate by themselves. Its
-    /// sequence numbers are numbers of launches.
+    /// The kernel of such a group, whose sequence numbers are numbers of launches.
     pub kernel: Option<KernelGroup>,
     /// The known members: rank in the communicator and rank index, ascending.
-    by_comm_rank: Vec<(i32, usize)>,
+    pub by_comm_rank: Vec<(i32, usize)>,
 }
 
 impl Comm<'_> {
@@ -80,7 +89,7 @@ impl Comm<'_> {
     }
 }
 
-/// All communicators of a job, and its collectives without a host call, ascending by identity.
+/// All communicators of a job, ascending by identity.
 pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     let mut comms: BTreeMap<u64, Comm<'a>> = BTreeMap::new();
     for rank_index in 0..world.views.len() {
@@ -97,9 +106,6 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
             infer_silent(comm, world);
         }
     }
-    let of_kernels = kernels::collectives(world, &comms);
-    comms.extend(of_kernels);
-    comms.sort_by_key(|comm| comm.id);
     comms
 }
 
@@ -234,7 +240,7 @@ fn recorded_member<'a>(
 /// Infers the members without a flight record in one of three ways, each exact: the communicator is
 /// the whole job; its known members lie on a straight line of ranks; or exactly as many ranks as
 /// are missing have no record at all.
-fn infer_silent(comm: &mut Comm<'_>, world: &World<'_>) {
+pub(crate) fn infer_silent(comm: &mut Comm<'_>, world: &World<'_>) {
     let missing = (comm.size as usize).saturating_sub(comm.members.len());
     if missing == 0 {
         return;

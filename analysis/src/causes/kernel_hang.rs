@@ -17,7 +17,7 @@ use crate::{
     finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     history::made_before,
-    matching::communicates,
+    kernels::communicates,
     verdict::{Activity, Cause, Confidence},
 };
 

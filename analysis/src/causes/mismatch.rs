@@ -38,10 +38,10 @@ pub(super) const OPERATION: Rule =
 /// `op_mismatch`, of kernels that communicate by themselves: ranks of one group busy-wait for each
 /// other in different kernels.
 ///
-/// The ranks of a wait cycle are stuck in launches of at least two kernels, and in nothing else. The
-/// culprits are the ranks outside the largest group, with medium confidence, because they may also
-/// launch the same kernels in another order. If no group is the largest, all are named with low
-/// confidence.
+/// The ranks of a wait cycle are stuck in launches of at least two kernels, and in nothing else.
+/// The culprits are the ranks outside the largest group, with medium confidence, because they may
+/// also launch the same kernels in another order. If no group is the largest, all are named with
+/// low confidence.
 pub(super) const KERNEL: Rule = Rule { cause: Cause::OpMismatch, explain: kernels_differ, rule_out: never_ruled_out };
 
 /// `dtype_mismatch`: all ranks have entered the same operation with different element types.

@@ -13,7 +13,7 @@ use crate::{
     explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
     finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
-    matching::{FewerLaunches, fewer_launches},
+    kernels::{FewerLaunches, fewer_launches},
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
     world::Exit,

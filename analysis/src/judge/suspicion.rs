@@ -12,7 +12,7 @@ use crate::{
     case::{Case, Position},
     facts,
     graph::Suspect,
-    matching,
+    kernels,
     store::OtherNumber,
     verdict::Activity,
 };
@@ -291,7 +291,7 @@ fn fewer_launches(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
             && !moves()
             && !uses_device(case, *index)
     };
-    let launches = (ranks.quiet && all.iter().all(stands)).then(|| matching::fewer_launches(&case.world, &all))??;
+    let launches = (ranks.quiet && all.iter().all(stands)).then(|| kernels::fewer_launches(&case.world, &all))??;
     Some(hosts(launches.fewer.iter().map(|(index, _)| *index).collect(), launches.others))
 }
 

@@ -255,7 +255,7 @@ const REDUCE: &str = "cross_device_reduce_1stage";
 const WAIT: &str = "c10d::symmetric_memory::wait_signal_kernel";
 const PUT: &str = "c10d::symmetric_memory::put_signal_kernel";
 
-/// Ranks that have launched [`REDUCE`] `launches` times, and of which `stuck` are in the last launch.
+/// Ranks that have launched [`REDUCE`] `launches` times. Those of `stuck` are in the last launch.
 fn reduces(launches: [u64; 4], stuck: &[u32]) -> Job {
     let mut job = Job::new(4);
     for (rank, launches) in (0..).zip(launches) {

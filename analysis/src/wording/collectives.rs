@@ -11,7 +11,7 @@ use crate::{
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
     finding::CollectiveFact,
     graph::Event,
-    matching::{FewerLaunches, stream_of},
+    kernels::{FewerLaunches, stream_of},
     text::{capital, dtype_name, op_name},
     verdict::EvidenceLine,
 };

@@ -24,7 +24,7 @@ use crate::{
     os::{
         clock::{self, Now, nanoseconds},
         process::Handle,
-        ring_file::RingFile,
+        ring_file::{RingFile, kernel_name},
     },
 };
 
@@ -208,7 +208,8 @@ impl NodeState {
     }
 
     pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
-        let operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        let mut operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        operation.function = kernel_name(&operation.function);
         // The job of a rank must be known before the hang is raised.
         let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
         self.rejoin(Some(&name), now);

@@ -113,6 +113,12 @@ fn name_kernels(record: &mut FlightRecord) {
     }
 }
 
+/// The name of a kernel, demangled and cut if it is long.
+#[must_use]
+pub fn kernel_name(name: &str) -> String {
+    if name.starts_with('_') { readable(name) } else { name.to_owned() }
+}
+
 fn readable(mangled: &str) -> String {
     let mut name = xpu_timer_capture::demangle(mangled.as_bytes());
     if name.len() > MAX_KERNEL_NAME {
@@ -155,6 +161,7 @@ mod tests {
         assert_eq!(names, ["ncclDevKernel_AllReduce_Sum_f32_RING_LL", "triton_poi_fused_add_0", "", cut]);
         assert_eq!(record.streams[0].last_kernel, "wait_for_flag");
         let long = format!("_Z1fI{}Evv", "i".repeat(400));
+        assert_eq!(kernel_name("_Z13wait_for_flagPVi"), "wait_for_flag");
         assert!(readable(&long).len() <= MAX_KERNEL_NAME + '…'.len_utf8());
     }
 

@@ -268,6 +268,39 @@ fn all_launches_are_bracketed_when_asked_for() {
 }
 
 #[test]
+fn launches_are_counted_by_kernel_and_stream_and_kernels_that_communicate_are_bracketed() {
+    let job = Job::new();
+    let collector = job.collector();
+    let mut command = job.hooked(python());
+    for (name, value) in [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")] {
+        command.env(name, value);
+    }
+    let script = tree().join("tests/examples/device_reduce.py");
+    let process = Process::spawn(command.arg(script).args(["--steps=7", "--step-ms=30"]));
+    let pid = process.pid();
+    collector.wait_hello();
+    assert_eq!(process.wait(PATIENCE).code(), 0);
+    let record = collector.ring(pid);
+    let kernels: Vec<(&str, u64, bool)> =
+        record.kernels.iter().map(|kernel| (kernel.name.as_str(), kernel.launches, kernel.communicates)).collect();
+    let communicate = ["cross_device_reduce_1stage", "put_signal_kernel", "wait_signal_kernel"];
+    for name in communicate {
+        let found = kernels.iter().filter(|(known, ..)| known.contains(name)).map(|(_, count, comm)| (*count, *comm));
+        assert_eq!(found.collect::<Vec<_>>(), [(7, true)], "{name}: {kernels:?}");
+    }
+    assert!(kernels.contains(&("forward_layer", 7, false)), "{kernels:?}");
+    let stream =
+        |name: &str| record.kernels.iter().find(|kernel| kernel.name.contains(name)).map(|kernel| kernel.stream);
+    assert_eq!(stream("cross_device_reduce_1stage"), stream("forward_layer"));
+    assert_ne!(stream("put_signal_kernel"), stream("forward_layer"));
+    let bracketed = record.operations.iter().filter(|operation| operation.kind() == OpKind::Kernel);
+    let names: Vec<&str> = bracketed.map(|operation| operation.function.as_str()).collect();
+    assert_eq!(names.len(), 7 * communicate.len(), "{names:?}");
+    assert!(names.iter().all(|name| communicate.iter().any(|part| name.contains(part))), "{names:?}");
+    assert_eq!(record.health.unwrap_or_default().uncounted_launches, 0);
+}
+
+#[test]
 fn another_preloaded_dlsym_is_still_called() {
     let source = r#"
         #define _GNU_SOURCE

@@ -217,6 +217,11 @@ fn nonblocking_communicators_are_in_progress_until_all_are_in() {
 }
 
 #[test]
+fn kernels_of_several_processes_wait_for_the_flags_of_each_other() {
+    several("kernels_meet", 2);
+}
+
+#[test]
 fn an_abort_releases_what_is_pending() {
     several("abort", 2);
 }

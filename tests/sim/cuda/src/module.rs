@@ -3,8 +3,8 @@
 //! An image that begins with `//xpu_sim` is text with lines `kernel NAME MICROSECONDS`, which
 //! define the kernels. `flags=PATH` after the time makes the kernel communicate with the devices of
 //! other processes: `sets=I` writes the number of its launch into word I of that file, and then
-//! `awaits=I..J` busy-waits until the words I to J - 1 have at least that number. A host image runs a host function for every name. Any other image has a
-//! kernel of every name, which does nothing.
+//! `awaits=I..J` busy-waits until the words I to J - 1 have at least that number. A host image runs
+//! a host function for every name. Any other image has a kernel of every name, which does nothing.
 
 use std::{
     collections::HashMap,

@@ -726,6 +726,28 @@ def nonblocking_children():
         assert buffer.to_list() == [1.0] * 4
 
 
+def kernels_meet():
+    """A kernel waits for the flags that the kernels of all ranks set, once for each launch, and a
+    flag is set only by a launch.
+    """
+    cuda.set_device(0)
+    folder = os.environ["XPU_EXAMPLE_RENDEZVOUS"]
+    meet = cuda.Kernel("meet", 10, f"flags={folder}/flags sets={RANK} awaits=0..{SIZE}")
+    stream = cuda.Stream()
+    for launch in range(3):
+        if RANK == 0:
+            meet.launch(stream)
+            event = recorded(stream)
+            assert stays_pending(event), "rank 1 has not launched"
+            open(f"{folder}/go{launch}", "w").close()
+            until(event.query, "the flag of rank 1")
+        else:
+            until(lambda: os.path.exists(f"{folder}/go{launch}"), "rank 0 waits")
+            meet.launch(stream)
+            stream.synchronize()
+    assert code_of(cuda.Kernel, "bad", 10, "flags=/nowhere/flags sets=0") != 0
+
+
 def abort():
     """An abort ends pending kernels, and what comes after them in the stream goes on."""
     comm, stream = world()

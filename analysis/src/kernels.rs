@@ -9,25 +9,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::{CommunicatorState, KernelLaunches, OpKind, Operation};
 
-use super::{Comm, Member, infer_silent};
 use crate::{
     facts::compared_kernels,
+    matching::{Comm, KernelGroup, Member, infer_silent},
     verdict::Activity,
     world::{RankView, World},
 };
-
-/// The kernel of a collective without a host call.
-#[derive(Debug)]
-pub(crate) struct KernelGroup {
-    /// Its name.
-    pub name: String,
-    /// The name is known to be that of a kernel that communicates, and all members have launched
-    /// it before.
-    pub certain: bool,
-    /// The ranks that may launch it together, as indices. A kernel that waits for one peer only has
-    /// fewer members: the ranks that are stuck in it.
-    pub peers: Vec<usize>,
-}
 
 /// How often one rank has launched one kernel.
 #[derive(Debug, Clone, Copy, Default)]
@@ -66,13 +53,16 @@ fn is_complete(view: &RankView<'_>) -> bool {
     view.flight.is_some_and(|flight| flight.health.as_ref().map_or(0, uncounted) == 0)
 }
 
-/// The collectives without a host call in which ranks are stuck, beside the communicators of a job.
-pub(super) fn collectives<'a>(world: &World<'a>, comms: &[Comm<'a>]) -> Vec<Comm<'a>> {
+/// Adds the collectives without a host call in which ranks are stuck to the communicators of a job,
+/// which stay in ascending order.
+pub(crate) fn add_collectives<'a>(world: &World<'a>, comms: &mut Vec<Comm<'a>>) {
     let counts: Vec<_> = world.views.iter().map(counts).collect();
     let of_name = |name: &str| counts.iter().map(|of| of.get(name).copied().unwrap_or_default()).collect();
     let kernels = names(world, &counts).into_iter().map(|name| OneKernel { world, name, counts: of_name(name) });
     let graphs = graphs(world, &counts).map(|counts| OneKernel { world, name: GRAPHS, counts });
-    kernels.chain(graphs).flat_map(|one| one.groups(comms)).collect()
+    let found: Vec<Comm> = kernels.chain(graphs).flat_map(|one| one.groups(comms)).collect();
+    comms.extend(found);
+    comms.sort_by_key(|comm| comm.id);
 }
 
 /// The name for all graphs of a rank, which may contain kernels that communicate.
@@ -108,8 +98,8 @@ fn waits_unrecorded(view: &RankView<'_>) -> bool {
     view.host.observed.activity == Activity::DeviceWait && view.pending().next().is_none() && !view.halted()
 }
 
-/// The kernels in which ranks may be stuck. A kernel that is not known to communicate counts only if
-/// all ranks launch it and several are stuck in it: otherwise it is a kernel that hangs.
+/// The kernels in which ranks may be stuck. A kernel that is not known to communicate counts only
+/// if all ranks launch it and several are stuck in it: otherwise it is a kernel that hangs.
 fn names<'a>(world: &World<'a>, counts: &[BTreeMap<&'a str, Count>]) -> Vec<&'a str> {
     let mut stuck: BTreeMap<&str, usize> = BTreeMap::new();
     for view in &world.views {
