@@ -286,7 +286,7 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
                 && !helper.uses_other_rendezvous(other)
         };
         // A process that shares communicators with others is a rank, even if it inherited a number.
-        if helper.communicators.iter().any(|communicator| communicator.unique) {
+        if helper.communicators.iter().any(|communicator| communicator.unique && communicator.size > 1) {
             None
         } else {
             members.iter().position(is_host)
