@@ -133,8 +133,9 @@ pub(crate) enum CollectiveFault {
     OneTooMany { inside: Vec<usize>, ended: Vec<usize>, event: Event },
     /// The members run different operations.
     Differ(Differ),
-    /// All members are in a collective that does not move.
-    Stalled { event: Event },
+    /// All known members are in a collective that does not move. `certain` if every member is known
+    /// to be inside, with equal arguments.
+    Stalled { event: Event, certain: bool },
 }
 
 /// The members of a collective run different operations.

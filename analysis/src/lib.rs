@@ -15,6 +15,7 @@ mod graph;
 pub mod groups;
 mod history;
 mod judge;
+mod known_defects;
 pub mod main_thread;
 mod matching;
 pub mod prefix_tree;

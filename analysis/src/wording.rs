@@ -151,11 +151,11 @@ fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// Like [`place_of_one`], as a clause: `; it is at train.py:41 in load`.
-fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
+/// The place of a rank as a clause, `; it is at train.py:41 in load`, or the places of several.
+fn location_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match rank_indices {
         [rank_index] => case.location_clause(*rank_index, Number::One),
-        _ => String::new(),
+        many => locations(case, many),
     }
 }
 
@@ -165,5 +165,33 @@ fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match place_of_one(case, rank_indices) {
         place if place.is_empty() => place,
         place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+    }
+}
+
+/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. The
+/// first two places stand for all. The C functions are left out, because the evidence has them.
+fn locations(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    let mut places: Vec<(String, Vec<usize>)> = Vec::new();
+    for &rank_index in rank_indices {
+        let place = case.short_place(rank_index);
+        match places.iter_mut().find(|(known, _)| *known == place) {
+            Some((_, ranks)) => ranks.push(rank_index),
+            None => places.push((place, vec![rank_index])),
+        }
+    }
+    places.retain(|(place, _)| !place.is_empty());
+    let all = places.len();
+    let clause = |(index, (place, ranks)): (usize, &(String, Vec<usize>))| {
+        let who = Ranks::of(case, ranks);
+        let verb = if index == 0 { format!(" {}", who.number().is()) } else { String::new() };
+        format!("{}{verb}{place}", who.text())
+    };
+    match all {
+        0 => String::new(),
+        _ => {
+            let shown: Vec<String> = places.iter().take(2).enumerate().map(clause).collect();
+            let for_example = if all > shown.len() { "for example, " } else { "" };
+            format!("; {for_example}{}", shown.join(", and "))
+        }
     }
 }

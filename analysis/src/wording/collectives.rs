@@ -3,7 +3,7 @@
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{Number, Ranks, Statement, line, location_of_one, place_of_one, unknown_members};
+use super::{Number, Ranks, Statement, line, location_of, place_of_one, unknown_members};
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
@@ -27,7 +27,7 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::Skipped { completed_by, inside, event } => skipped(case, completed_by, inside, *event),
         CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
         CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
-        CollectiveFault::Stalled { event } => stalled(case, *event),
+        CollectiveFault::Stalled { event, certain } => stalled(case, *event, *certain),
     }
 }
 
@@ -48,7 +48,7 @@ pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLin
             vec![inside_line(case, inside, *event), ended_without_line(case, ended)]
         }
         CollectiveFault::Differ(differ) => differ_lines(case, differ),
-        CollectiveFault::Stalled { event } => vec![stalled_line(case, *event)],
+        CollectiveFault::Stalled { event, .. } => vec![stalled_line(case, *event)],
         CollectiveFault::Absent { .. } | CollectiveFault::OpenGroup { .. } | CollectiveFault::NotWaitedFor { .. } => {
             Vec::new()
         }
@@ -97,7 +97,7 @@ fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
 /// Ranks whose records end in a collective that the others completed.
 fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
-    let (what, place) = (case.describe(event), location_of_one(case, silent));
+    let (what, place) = (case.describe(event), location_of(case, silent));
     Statement::Sentence(format!(
         "{} recorded nothing after entering {what}, which {} completed{place}.",
         who.capital(),
@@ -125,7 +125,7 @@ fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Eve
         case.describe(event),
         number.does(),
         others.text(),
-        location_of_one(case, away),
+        location_of(case, away),
     ))
 }
 
@@ -170,8 +170,7 @@ fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Eve
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let now =
-        if gone { format!("; {} exited since then", number.it_has()) } else { location_of_one(case, completed_by) };
+    let now = if gone { format!("; {} exited since then", number.it_has()) } else { location_of(case, completed_by) };
     Statement::Sentence(format!(
         "{} skipped {}: {} returned while {} {} still inside, so {} {} run one collective fewer{now}.",
         who.capital(),
@@ -272,10 +271,15 @@ pub(super) fn differ_lines(case: &Case<'_>, differ: &Differ) -> Vec<EvidenceLine
 }
 
 /// All members are in a collective that does not move.
-fn stalled(case: &Case<'_>, event: Event) -> Statement {
+fn stalled(case: &Case<'_>, event: Event, certain: bool) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
+    let why = if certain {
+        "no rank is behind and no arguments differ, so check the network"
+    } else {
+        "no rank is known to be behind, but not every member is known to be inside with the same arguments"
+    };
     Statement::Sentence(format!(
-        "{} {} started {}, which makes no progress: no rank is behind and no arguments differ, so check the network.",
+        "{} {} started {}, which makes no progress: {why}.",
         who.capital(),
         who.number().has(),
         case.describe(event)

@@ -1,7 +1,7 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
 use super::{
-    Number, Ranks, Statement, collectives::inside_line, hosts, location_of_one, named_location, place_of_one,
+    Number, Ranks, Statement, collectives::inside_line, hosts, location_of, named_location, place_of_one,
     unknown_members,
 };
 use crate::{
@@ -146,7 +146,7 @@ fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
         who.capital(),
         others.text(),
         others.number().word("uses", "use"),
-        location_of_one(case, outside),
+        location_of(case, outside),
         who.text(),
     ))
 }
