@@ -143,12 +143,17 @@ fn unknown_members(members: u32) -> String {
     format!("{members} of its members {} unknown", Number::of(members as usize).is())
 }
 
-/// The place of a rank, if it is alone.
-fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
-    match rank_indices {
-        [rank_index] => case.place(*rank_index),
-        _ => String::new(),
+/// The place of a rank, or of several: that of one of them stands for others at another.
+fn place_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    let [first, others @ ..] = rank_indices else { return String::new() };
+    if others.is_empty() {
+        return case.place(*first);
     }
+    let place = case.short_place(*first);
+    if place.is_empty() || others.iter().all(|other| case.short_place(*other) == place) {
+        return place;
+    }
+    format!(" (rank {}{place})", case.view(*first).rank)
 }
 
 /// The place of a rank as a clause, `; it is at train.py:41 in load`, or the places of several.
@@ -159,12 +164,15 @@ fn location_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// The place of a rank, if it is alone and its place is known, as a clause that names the rank:
+/// The places of ranks, as far as they are known, as a clause that names the ranks:
 /// `; rank 2 is at train.py:41 in load`.
 fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
-    match place_of_one(case, rank_indices) {
-        place if place.is_empty() => place,
-        place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+    match rank_indices {
+        [rank_index] => match case.place(*rank_index) {
+            place if place.is_empty() => place,
+            place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+        },
+        many => locations(case, many),
     }
 }
 

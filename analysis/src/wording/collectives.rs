@@ -3,7 +3,7 @@
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{Number, Ranks, Statement, line, location_of, place_of_one, unknown_members};
+use super::{Number, Ranks, Statement, line, location_of, place_of, unknown_members};
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
@@ -205,7 +205,7 @@ fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event
         who.capital(),
         number.waits(),
         case.describe(event),
-        place_of_one(case, inside),
+        place_of(case, inside),
         others.text(),
         who.text(),
     ))
@@ -251,7 +251,7 @@ pub(super) fn differ_text(case: &Case<'_>, differ: &Differ) -> String {
         .iter()
         .enumerate()
         .filter(|(index, _)| Some(*index) != *right)
-        .map(|(_, group)| runs(case, group) + &place_of_one(case, &group.1))
+        .map(|(_, group)| runs(case, group) + &place_of(case, &group.1))
         .collect();
     match right {
         Some(right) => {

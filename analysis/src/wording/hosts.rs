@@ -316,7 +316,7 @@ fn lower(text: &str) -> String {
 /// Ranks of a wait cycle that finalize their library, while others wait in other events.
 pub(super) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[Event]) -> Statement {
     let who = Ranks::of(case, culprits);
-    let place = super::place_of_one(case, culprits);
+    let place = super::place_of(case, culprits);
     let others: Vec<String> = others.iter().take(2).map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
         "{} {} shutting down{place}, while others continue: {}.",
