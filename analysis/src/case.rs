@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind},
+    server::{Awaited, AwaitedKind, Holder},
     v1::{Evidence, Op, OpKind, Operation},
 };
 
@@ -209,6 +209,15 @@ impl<'a> Case<'a> {
         shared && !self.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck())
     }
 
+    /// Whether a rank in a shared lock may wait for one of these processes, each a node and a pid:
+    /// one of them shares the lock, or it is not known which do.
+    pub fn may_share_lock(&self, rank_index: usize, others: &BTreeSet<(Option<&str>, i32)>) -> bool {
+        let view = self.view(rank_index);
+        let holders = view.host.awaited.as_ref().map_or(&[][..], |awaited| &awaited.holders);
+        let shares = |holder: &Holder| others.contains(&(view.node(), holder.pid));
+        !others.is_empty() && (holders.is_empty() || holders.iter().any(shares))
+    }
+
     /// The main thread of a rank has nothing to do: it sleeps, or waits for a message, a person or
     /// a signal.
     pub fn is_idle(&self, rank_index: usize) -> bool {
@@ -222,6 +231,20 @@ impl<'a> Case<'a> {
     /// Whether the main thread of a rank has this activity in its last sample.
     pub fn does(&self, rank_index: usize, activity: Activity) -> bool {
         self.view(rank_index).host.observed.activity == activity
+    }
+
+    /// Whether a rank compiles, by itself or in a child process, and the compiler makes progress as
+    /// far as the samples show.
+    pub fn compiles(&self, rank_index: usize) -> bool {
+        let view = self.view(rank_index);
+        let progresses = |moved: stacks::Movement| moved.is_progress() || moved.helper_busy || moved.library_progressed;
+        self.does(rank_index, Activity::Compile) && view.host.moved.is_none_or(progresses)
+            || self.compiler_child(rank_index).is_some()
+    }
+
+    /// The name of a child process of a rank that is a compiler and makes progress.
+    pub fn compiler_child(&self, rank_index: usize) -> Option<String> {
+        self.view(rank_index).evidence.and_then(facts::compiler_child)
     }
 
     /// The thread or child process of a rank that is stuck.

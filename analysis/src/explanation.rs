@@ -130,8 +130,9 @@ pub(crate) enum CollectiveFault {
     /// Ranks are stuck in other kernels than `most` ranks, which are stuck in one. `most` is `None`
     /// if no group is the largest.
     OtherKernels { odd: Vec<(Event, Vec<usize>)>, most: Option<(Event, Vec<usize>)> },
-    /// All members are in a collective that does not move.
-    Stalled { event: Event },
+    /// All known members are in a collective that does not move. `certain` if every member is known
+    /// to be inside, with equal arguments.
+    Stalled { event: Event, certain: bool },
 }
 
 /// The members of a collective run different operations.

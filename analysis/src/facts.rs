@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::HashSet};
 
 use xpu_timer_proto::{
     kernels,
-    server::Stacktrace,
+    server::{Library, Stacktrace},
     v1::{
         FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, HostThreadWait,
         KernelLaunches, OpStatus, ProcessEvidence, RankEvidence,
@@ -13,6 +13,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    known_defects,
     stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper, ThreadWait},
     verdict::{Activity, Location},
 };
@@ -164,6 +165,9 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         command,
         parent_pid,
         ended_parent_pid,
+        other_thread: stacks::other_thread(dump, training),
+        libraries: known_defects::libraries(dump),
+        defect_signs: known_defects::signs(dump),
     }
 }
 
@@ -240,6 +244,14 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
     }
 }
 
+/// See [`stacks::other_thread`].
+pub(crate) fn other_thread(evidence: &RankEvidence) -> Option<String> {
+    match &evidence.dump {
+        Some(dump) => stacks::other_thread(dump, training(evidence)),
+        None => evidence.host.as_ref()?.other_thread.clone(),
+    }
+}
+
 /// See [`stacks::gil_holder`].
 pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
     gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref())
@@ -258,6 +270,22 @@ pub(crate) fn gil_holder_of(dump: Option<&Stacktrace>, facts: Option<&HostFacts>
                 waiting: usize::try_from(holder.waiting).unwrap_or(usize::MAX),
             })
         }
+    }
+}
+
+/// See [`known_defects::signs`].
+pub(crate) fn defect_signs(evidence: &RankEvidence) -> Vec<String> {
+    match &evidence.dump {
+        Some(dump) => known_defects::signs(dump),
+        None => evidence.host.as_ref().map_or_else(Vec::new, |host| host.defect_signs.clone()),
+    }
+}
+
+/// See [`known_defects::libraries`].
+pub(crate) fn libraries(evidence: &RankEvidence) -> Vec<Library> {
+    match &evidence.dump {
+        Some(dump) => known_defects::libraries(dump),
+        None => evidence.host.as_ref().map_or_else(Vec::new, |host| host.libraries.clone()),
     }
 }
 

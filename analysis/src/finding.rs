@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use xpu_timer_proto::v1::{Op, Operation};
 
 use crate::{
-    explanation::{CollectiveFault, Explanation, HostState, ProcessFault},
+    explanation::{CollectiveFault, Explanation, HostState, ProcessFault, TransferFault},
     graph::Event,
     history::Deviation,
     verdict::Confidence,
@@ -191,6 +191,17 @@ impl Conclusion {
             matches!(&finding.explanation,
                 Explanation::Process(ProcessFault { rank_index, mutual: Some(_), .. }) if *rank_index == wanted)
         })
+    }
+
+    /// The events that all ranks are known to have entered with equal arguments, and that do not
+    /// complete.
+    pub fn stalled(&self) -> Vec<Event> {
+        let stalled = |finding: &Finding| match &finding.explanation {
+            Explanation::Collective(CollectiveFault::Stalled { event, certain: true })
+            | Explanation::Transfer(TransferFault::Stalled { event }) => Some(*event),
+            _ => None,
+        };
+        self.findings().iter().filter_map(stalled).collect()
     }
 
     fn findings(&self) -> &[Finding] {

@@ -142,6 +142,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         helpers_busy: helpers_busy(case, &outcome),
         victims: case.world.ranks(victims),
         evidence: lines,
+        known_defects: report::known_defects(case, &outcome.conclusion),
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),
         communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
         ranks: report::ranks(&case.world),

@@ -16,6 +16,7 @@ pub mod groups;
 mod history;
 mod judge;
 mod kernels;
+mod known_defects;
 pub mod main_thread;
 mod matching;
 pub mod prefix_tree;

@@ -1,19 +1,26 @@
 //! The parts of a verdict that need no judgement: the state of ranks, communicators and hooks.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
+use xpu_timer_proto::{
+    server::Library,
+    v1::{DataType, Evidence, Op, Operation, Presence, TriggerKind},
+};
 
 use crate::{
     case::Case,
+    facts,
+    finding::Conclusion,
     graph::Event,
+    known_defects::{Also, DEFECTS, Defect},
+    matching::{Comm, Member},
     stacks::StuckHelper,
     text::{communicator, operation_state},
     verdict::{
-        Activity, CommunicatorGroup, CommunicatorReport, CulpritProcess, HookReport, Location, OperationState,
-        RankGroup, TriggerReport,
+        Activity, CommunicatorGroup, CommunicatorReport, CulpritProcess, HookReport, KnownDefect, Location,
+        OperationState, RankGroup, TriggerReport,
     },
-    world::{ProcessView, RankView, World},
+    world::{ProcessView, RankView, World, is_collective, is_p2p},
 };
 
 /// What opened the incident.
@@ -158,6 +165,108 @@ pub(crate) fn hook(world: &World<'_>) -> HookReport {
     report.collective_ns = mean(collectives);
     report.samples = launches.0 + collectives.0;
     report
+}
+
+/// The known defects whose signature the ranks have, in a version that is affected or unknown. An
+/// unknown version counts only if the stacks have the signature.
+pub(crate) fn known_defects(case: &Case<'_>, conclusion: &Conclusion) -> Vec<KnownDefect> {
+    // By rank: the signatures on its stacks, and the versions of its libraries.
+    let seen: Vec<(Vec<String>, Vec<Library>)> = case
+        .world
+        .views
+        .iter()
+        .map(|view| view.evidence.map(|evidence| (facts::defect_signs(evidence), facts::libraries(evidence))))
+        .map(Option::unwrap_or_default)
+        .collect();
+    let found = |defect: &Defect| {
+        let ranks: Vec<usize> = (0..seen.len())
+            .filter(|index| !defect.is_specific() || seen[*index].0.iter().any(|sign| sign == defect.name))
+            .collect();
+        let ranks = with_records(case, conclusion, ranks, defect.also);
+        let version = |index: &usize| {
+            let library = seen[*index].1.iter().find(|library| library.name == defect.library);
+            library.map(|library| library.version.as_str()).filter(|version| !version.is_empty())
+        };
+        let (with_version, without): (Vec<usize>, Vec<usize>) =
+            ranks.into_iter().partition(|index| version(index).is_some());
+        let is_affected = |index: &usize| version(index).is_some_and(|found| defect.affects(found));
+        let affected: Vec<usize> = with_version.iter().copied().filter(is_affected).collect();
+        let version = affected.first().and_then(version);
+        let ranks = if with_version.is_empty() { without } else { affected };
+        let counts = !ranks.is_empty() && (version.is_some() || defect.is_specific());
+        counts.then(|| KnownDefect {
+            name: defect.name.to_owned(),
+            library: defect.library.to_owned(),
+            version: version.map(str::to_owned),
+            text: defect.sentence(version),
+            url: defect.url.to_owned(),
+            ranks: case.world.ranks(ranks),
+        })
+    };
+    DEFECTS.iter().filter_map(found).collect()
+}
+
+/// Those of some ranks for which the records show what a defect requires beside its signature on
+/// the stacks.
+fn with_records(case: &Case<'_>, conclusion: &Conclusion, mut ranks: Vec<usize>, also: Also) -> Vec<usize> {
+    // The ranks in stalled collectives with this operation on such a communicator.
+    let inside = |wanted: &dyn Fn(&Operation) -> bool, of_comm: &dyn Fn(&Comm<'_>) -> bool| {
+        let stalled = conclusion.stalled().into_iter().filter(|event| match *event {
+            Event::Collective { comm, .. } => of_comm(&case.comms[comm]) && case.operation(*event).is_some_and(wanted),
+            _ => false,
+        });
+        stalled.flat_map(|event| case.graph.waiters_of(event).to_vec()).collect::<BTreeSet<usize>>()
+    };
+    let of_record: BTreeSet<usize> = match also {
+        Also::Nothing => return ranks,
+        Also::NoRankCompiles => {
+            let compiles = !ranks.is_empty() && (0..case.world.views.len()).any(|other| case.compiles(other));
+            return if compiles { Vec::new() } else { ranks };
+        }
+        Also::CallHasNotReturned => {
+            // With more operations pending, the launch may only wait for room in a queue.
+            let is_inside = |operation: &Operation| is_collective(operation) && operation.returned_ns == 0;
+            ranks.retain(|index| {
+                let mut pending = case.view(*index).pending();
+                pending.next().is_some_and(is_inside) && pending.next().is_none()
+            });
+            return ranks;
+        }
+        Also::FirstCollectiveStalls => {
+            let on_one_node = |comm: &Comm<'_>| {
+                let node = |member: &Member<'_>| case.view(member.rank_index).node();
+                comm.size > 1
+                    && comm.members.iter().all(|member| member.completed == 0 && node(member) == node(&comm.members[0]))
+            };
+            inside(&|operation| operation.seq == 1, &on_one_node)
+        }
+        Also::Bfloat16Stalls => {
+            let is_reduction = |operation: &Operation| {
+                matches!(operation.op(), Op::AllReduce | Op::Reduce | Op::ReduceScatter)
+                    && operation.dtype() == DataType::Bfloat16
+            };
+            inside(&is_reduction, &|_| true)
+        }
+        Also::UnequalTransfersStall => {
+            let of_event = |event: Event| match event {
+                Event::PointToPoint { rank_index, .. } => Some(rank_index),
+                _ => None,
+            };
+            let stalled: BTreeSet<usize> = conclusion.stalled().into_iter().filter_map(of_event).collect();
+            stalled.into_iter().filter(|index| has_unequal_group(case.view(*index))).collect()
+        }
+    };
+    ranks.retain(|index| of_record.contains(index));
+    ranks
+}
+
+/// Whether a rank has a group of pending sends or receives of different sizes.
+fn has_unequal_group(view: &RankView<'_>) -> bool {
+    let mut sizes: BTreeMap<(u64, i32), BTreeSet<u64>> = BTreeMap::new();
+    for operation in view.pending().filter(|operation| is_p2p(operation) && operation.group != 0) {
+        sizes.entry((operation.group, operation.op)).or_default().insert(operation.count);
+    }
+    sizes.values().any(|sizes| sizes.len() > 1)
 }
 
 /// The state of every rank, the smallest group first.

@@ -1,11 +1,12 @@
-//! Hangs as evidence, each with the right verdict: one file for each family of causes, and one for
-//! the laws that hold for all verdicts.
+//! Hangs as evidence, each with the right verdict: one file for each family of causes, one for the
+//! known defects, and one for the laws that hold for all verdicts.
 
 mod collectives;
 mod devices;
 mod graphs;
 mod hang;
 mod hosts;
+mod known_defects;
 mod laws;
 mod processes;
 mod transfers;

@@ -15,12 +15,14 @@ mod services;
 mod training;
 
 pub(crate) use classify::{
-    is_busy_in_nccl, is_file_lock, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
+    is_busy_in_nccl, is_file_lock, is_in_gil_wait, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep,
+    is_store_connect,
 };
-pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
+pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, other_thread, stuck_helper};
 pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, ThreadWait};
-pub(crate) use names::{base_name, shortened};
+pub(crate) use names::{base_name, plain, shortened};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;
 pub(crate) use read::read;
+pub(crate) use sample::{Sample, of_process as sample_of, samples};
 pub(crate) use training::training_thread;

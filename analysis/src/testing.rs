@@ -490,8 +490,16 @@ impl Job {
         self.evidence.trigger.as_mut().expect("a trigger").kind = kind.into();
     }
 
-    /// The verdict. Asserts that it is the same for condensed evidence.
+    /// The verdict. Asserts that it is the same for condensed evidence, and that the hang is none
+    /// of the known defects, whatever the versions.
     pub fn judge(&self) -> Verdict {
+        let verdict = self.judge_with_defects();
+        assert_eq!(verdict.known_defects, []);
+        verdict
+    }
+
+    /// Like [`Job::judge`], for a hang that may be a known defect.
+    pub fn judge_with_defects(&self) -> Verdict {
         let verdict = judge(&self.evidence);
         let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
         let processes = self.evidence.processes.iter().map(crate::condense_process).collect();

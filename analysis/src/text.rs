@@ -9,7 +9,7 @@ use xpu_timer_proto::{
 
 use crate::{
     stacks::{base_name, shortened},
-    verdict::{CommunicatorReport, OperationState, Verdict},
+    verdict::{CommunicatorReport, KnownDefect, OperationState, Verdict},
 };
 
 /// Width of `verdict.txt`, in columns.
@@ -202,6 +202,9 @@ impl Verdict {
             ),
             "             ",
         );
+        for defect in &self.known_defects {
+            paragraph(&mut text, &known_line(defect), "             ");
+        }
         if let Some(line) = self.hook.line() {
             paragraph(&mut text, &format!("hook:        {line}"), "             ");
         }
@@ -217,6 +220,10 @@ impl Verdict {
         section(&mut text, "Errors", self.timing.errors.iter().cloned());
         text
     }
+}
+
+fn known_line(defect: &KnownDefect) -> String {
+    format!("known:       {} {} ({})", defect.text, defect.url, ranks(&defect.ranks))
 }
 
 /// `1 rank` or `4 ranks`.

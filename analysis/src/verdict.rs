@@ -151,6 +151,24 @@ pub struct EvidenceLine {
     pub ranks: Vec<u32>,
 }
 
+/// A published defect of a library with the signature of this hang. It changes neither the cause
+/// nor the culprits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct KnownDefect {
+    /// Its name in the table of docs/verdict.md.
+    pub name: String,
+    /// The library: `NCCL`, `PyTorch`, `CPython`, `glibc`, `GNU OpenMP` or `NVIDIA driver`.
+    pub library: String,
+    /// The version that the ranks have loaded. Absent if it is unknown.
+    pub version: Option<String>,
+    /// The ranks with the signature, ascending.
+    pub ranks: Vec<u32>,
+    /// What the defect is and what to do, as a sentence.
+    pub text: String,
+    /// Where it is published.
+    pub url: String,
+}
+
 /// A cause that the evidence excludes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RuledOut {
@@ -421,6 +439,10 @@ pub struct Verdict {
     pub helpers_busy: bool,
     /// The facts that support the verdict, the strongest first. Then what the evidence lacks.
     pub evidence: Vec<EvidenceLine>,
+    /// Published defects of libraries with the signature of this hang. Absent in verdicts of
+    /// earlier releases.
+    #[serde(default)]
+    pub known_defects: Vec<KnownDefect>,
     /// The causes that the evidence excludes.
     pub ruled_out: Vec<RuledOut>,
     /// The state of every communicator with a pending operation.

@@ -166,27 +166,63 @@ fn missing_keys(case: &Case<'_>) -> Option<String> {
     (!missing.is_empty()).then(text)
 }
 
-/// The place of a rank, if it is alone.
-fn place_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
-    match rank_indices {
-        [rank_index] => case.place(*rank_index),
-        _ => String::new(),
+/// The place of a rank, or of several: that of one of them stands for others at another.
+fn place_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    let [first, others @ ..] = rank_indices else { return String::new() };
+    if others.is_empty() {
+        return case.place(*first);
     }
+    let place = case.short_place(*first);
+    if place.is_empty() || others.iter().all(|other| case.short_place(*other) == place) {
+        return place;
+    }
+    format!(" (rank {}{place})", case.view(*first).rank)
 }
 
-/// Like [`place_of_one`], as a clause: `; it is at train.py:41 in load`.
-fn location_of_one(case: &Case<'_>, rank_indices: &[usize]) -> String {
+/// The place of a rank as a clause, `; it is at train.py:41 in load`, or the places of several.
+fn location_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
     match rank_indices {
         [rank_index] => case.location_clause(*rank_index, Number::One),
-        _ => String::new(),
+        many => locations(case, many),
     }
 }
 
-/// The place of a rank, if it is alone and its place is known, as a clause that names the rank:
+/// The places of ranks, as far as they are known, as a clause that names the ranks:
 /// `; rank 2 is at train.py:41 in load`.
 fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
-    match place_of_one(case, rank_indices) {
-        place if place.is_empty() => place,
-        place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+    match rank_indices {
+        [rank_index] => match case.place(*rank_index) {
+            place if place.is_empty() => place,
+            place => format!("; {} is{place}", Ranks::of(case, rank_indices).text()),
+        },
+        many => locations(case, many),
+    }
+}
+
+/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. The
+/// first two places stand for all. The C functions are left out, because the evidence has them.
+fn locations(case: &Case<'_>, rank_indices: &[usize]) -> String {
+    let mut places: Vec<(String, Vec<usize>)> = Vec::new();
+    for &rank_index in rank_indices {
+        let place = case.short_place(rank_index);
+        match places.iter_mut().find(|(known, _)| *known == place) {
+            Some((_, ranks)) => ranks.push(rank_index),
+            None => places.push((place, vec![rank_index])),
+        }
+    }
+    places.retain(|(place, _)| !place.is_empty());
+    let all = places.len();
+    let clause = |(index, (place, ranks)): (usize, &(String, Vec<usize>))| {
+        let who = Ranks::of(case, ranks);
+        let verb = if index == 0 { format!(" {}", who.number().is()) } else { String::new() };
+        format!("{}{verb}{place}", who.text())
+    };
+    match all {
+        0 => String::new(),
+        _ => {
+            let shown: Vec<String> = places.iter().take(2).enumerate().map(clause).collect();
+            let for_example = if all > shown.len() { "for example, " } else { "" };
+            format!("; {for_example}{}", shown.join(", and "))
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Selects some ranks, some threads, or the stacks that contain a text.
 
-use crate::dump::{Dump, Thread, Threads};
+use crate::dump::{Child, Dump, Frame, Thread, Threads};
 use crate::folder::DumpFile;
 use crate::merge::main_threads;
 use std::collections::HashSet;
@@ -17,7 +17,7 @@ pub struct Filter {
     /// Only threads with this id, or with this text in their Python or kernel name, in any case
     #[arg(long, value_name = "TID|NAME")]
     pub thread: Option<String>,
-    /// Only stacks with this text in a function or file name
+    /// Only stacks with this text in a function or file name, also those of child processes
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
 }
@@ -34,15 +34,32 @@ impl Filter {
     }
 
     /// Removes the threads that are not selected. Earlier samples and child processes are removed
-    /// too, because comparisons with them need all threads.
+    /// too, because comparisons with them need all threads. A text in a stack also selects threads
+    /// of child processes; these become threads of the rank, below a frame that names their
+    /// process.
     pub fn apply(&self, dump: &mut Dump<'_>) {
         if !self.selects_threads() {
             return;
         }
         dump.first_sample = None;
-        dump.children.clear();
-        let named = self.thread.as_ref().map(|text| matching_threads(dump, text));
-        let Threads { native, python, frames } = &mut dump.threads;
+        let children = std::mem::take(&mut dump.children);
+        let named = self.thread.as_ref().map(|text| matching_threads(&dump.threads, dump.pid, text));
+        self.select(&mut dump.threads, named.as_ref());
+        // A part of a file that cannot be decoded hides no other part.
+        let children = children.into_iter().filter(|_| self.grep.is_some());
+        for child in children.filter_map(|child| Child::decode(child).ok()) {
+            let mut samples = child.samples.into_iter().rev().map(|sample| sample.threads);
+            let Some(mut threads) = samples.find(|threads| !threads.frames.is_empty()) else { continue };
+            let named = self.thread.as_ref().map(|text| matching_threads(&threads, child.pid, text));
+            self.select(&mut threads, named.as_ref());
+            append(&mut dump.threads, threads, Frame { func: CHILD, file: child.command });
+        }
+    }
+
+    /// Removes the threads that are not selected. `named` holds, for each native and each Python
+    /// thread, whether its name or id selects it.
+    fn select(&self, threads: &mut Threads<'_>, named: Option<&(Vec<bool>, Vec<bool>)>) {
+        let Threads { native, python, frames } = threads;
         let greps = |thread: &Thread<'_>| {
             let holds_it = |text: &String| {
                 frames[thread.frames.clone()].iter().any(|frame| holds(frame.func, text) || holds(frame.file, text))
@@ -52,7 +69,7 @@ impl Filter {
         for (threads, of_native) in [(native, true), (python, false)] {
             let mut place = 0;
             threads.retain(|thread| {
-                let is_named = named.as_ref().is_none_or(|both| (if of_native { &both.0 } else { &both.1 })[place]);
+                let is_named = named.is_none_or(|both| (if of_native { &both.0 } else { &both.1 })[place]);
                 place += 1;
                 is_named && greps(thread)
             });
@@ -65,13 +82,29 @@ impl Filter {
     }
 }
 
-/// For each native and each Python thread of a dump, whether a thread id or a part of a name
+/// The outermost frame of the threads of child processes. Its file is their command.
+const CHILD: &[u8] = b"child process";
+
+/// Appends threads, each with `root` as its outermost frame.
+fn append<'a>(threads: &mut Threads<'a>, others: Threads<'a>, root: Frame<'a>) {
+    let Threads { native, python, frames } = others;
+    for (list, more) in [(&mut threads.native, native), (&mut threads.python, python)] {
+        for thread in more {
+            let begin = threads.frames.len();
+            threads.frames.extend_from_slice(&frames[thread.frames.clone()]);
+            threads.frames.push(root);
+            list.push(Thread { frames: begin..threads.frames.len(), ..thread });
+        }
+    }
+}
+
+/// For each native and each Python thread of a process, whether a thread id or a part of a name
 /// selects it.
 ///
 /// A thread with a name in Python and another in the kernel matches by both. The main thread also
 /// matches by its name in Python if the dump contains no names.
-fn matching_threads(dump: &Dump<'_>, text: &str) -> (Vec<bool>, Vec<bool>) {
-    let Threads { native, python, .. } = &dump.threads;
+fn matching_threads(threads: &Threads<'_>, pid: i32, text: &str) -> (Vec<bool>, Vec<bool>) {
+    let Threads { native, python, .. } = threads;
     let tid = text.parse().ok().filter(|&tid: &u32| tid != 0);
     let holds_it = |name: &[u8]| holds(&name.to_ascii_lowercase(), &text.to_ascii_lowercase());
     let own = |thread: &Thread<'_>| tid == Some(thread.tid) || holds_it(thread.name);
@@ -84,7 +117,7 @@ fn matching_threads(dump: &Dump<'_>, text: &str) -> (Vec<bool>, Vec<bool>) {
             .collect()
     };
     let (of_native, of_python) = (ids(native, &named.0), ids(python, &named.1));
-    let main = main_threads(&dump.threads, dump.pid);
+    let main = main_threads(threads, pid);
     let is_main_name = holds_it(main_thread::NAME.as_bytes());
     for (threads, named, others, main) in
         [(native, &mut named.0, &of_python, main.0), (python, &mut named.1, &of_native, main.1)]
@@ -119,7 +152,8 @@ fn ranks(text: &str) -> Result<RankSet, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dump::Frame;
+    use xpu_timer_proto::Message;
+    use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace};
 
     #[test]
     fn rank_ranges_are_parsed() {
@@ -169,5 +203,34 @@ mod tests {
         assert_eq!(left(None, Some("libc"), 7), "python3 pool7");
         assert_eq!(left(None, Some("nowhere"), 7), "");
         assert_eq!(left(Some("nobody"), None, 7), "");
+    }
+
+    #[test]
+    fn a_text_selects_stacks_of_child_processes_too() {
+        let thread = |name: &str, function: &str| PstackStacktrace {
+            thread_name: name.into(),
+            frames: vec![PstackFrame { func_name: function.into(), ..Default::default() }],
+            ..Default::default()
+        };
+        let sample = ProcessSample {
+            stacktrace: vec![thread("worker", "read_shard"), thread("idle", "poll")],
+            ..Default::default()
+        };
+        let child =
+            ChildProcess { pid: 9, command: "python loader.py".into(), samples: vec![sample], ..Default::default() };
+        let child = child.encode_to_vec();
+        let left = |grep: Option<&str>, thread: Option<&str>| {
+            let mut dump = Dump { children: vec![child.as_slice()], ..Dump::default() };
+            let filter = Filter { thread: thread.map(Into::into), grep: grep.map(Into::into), ..Filter::default() };
+            filter.apply(&mut dump);
+            assert!(dump.children.is_empty());
+            let names = |thread: &Thread<'_>| -> Vec<String> {
+                dump.threads.frames_of(thread).iter().map(|frame| frame.text().0.into_owned()).collect()
+            };
+            dump.threads.native.iter().map(names).collect::<Vec<_>>()
+        };
+        assert_eq!(left(Some("read"), None), [["read_shard", "child process"]]);
+        assert_eq!(left(Some("read"), Some("idle")), [[""; 0]; 0]);
+        assert_eq!(left(None, Some("worker")), [[""; 0]; 0], "a name alone selects threads of ranks");
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     finding::{Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
-    world::Exit,
+    world::{Exit, RankView},
 };
 
 /// `process_dead`: others wait for a rank whose process is gone.
@@ -144,8 +144,9 @@ fn stopped(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 fn none_stopped(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
-    let states = || case.world.views.iter().filter(|view| !view.host.state.is_empty());
-    (states().next().is_some() && states().all(|view| !view.host.stopped())).then_some(Exclusion::NoProcessStopped)
+    let views = &case.world.views;
+    let runs = |view: &RankView<'_>| view.dead() || !view.host.state.is_empty() && !view.host.stopped();
+    (!views.is_empty() && views.iter().all(runs)).then_some(Exclusion::NoProcessStopped)
 }
 
 fn in_d_state(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -160,8 +161,9 @@ fn in_d_state(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 fn none_in_d_state(case: &Case<'_>, culprits: &[usize]) -> Option<Exclusion> {
-    let states =
-        || culprits.iter().map(|rank_index| &case.view(*rank_index).host).filter(|host| !host.state.is_empty());
-    (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
-        .then_some(Exclusion::NoUninterruptibleSleep)
+    let is_awake = |rank_index: &usize| {
+        let host = &case.view(*rank_index).host;
+        !host.state.is_empty() && host.moved.is_some() && host.d_sleep.is_none()
+    };
+    (!culprits.is_empty() && culprits.iter().all(is_awake)).then_some(Exclusion::NoUninterruptibleSleep)
 }

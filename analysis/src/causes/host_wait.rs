@@ -104,9 +104,8 @@ pub(super) const HOST_LOCK: Rule = Rule {
 };
 
 fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, exclusion: Exclusion) -> Option<Exclusion> {
-    let culprit = *culprits.first()?;
-    (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, activity)))
-        .then_some(exclusion)
+    let does_not = |rank_index: &usize| case.view(*rank_index).host.stack && !case.does(*rank_index, activity);
+    (!culprits.is_empty() && culprits.iter().all(does_not)).then_some(exclusion)
 }
 
 fn gil_deadlock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {

@@ -19,6 +19,7 @@ use crate::{
     history::made_before,
     kernels::communicates,
     verdict::{Activity, Cause, Confidence},
+    world::RankView,
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
@@ -116,5 +117,7 @@ fn blocked_in_cycle(case: &Case<'_>, cycle: &[Event]) -> Option<usize> {
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     let device = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Device { .. }));
-    (!device && !case.graph.events.is_empty()).then_some(Exclusion::NoDeviceBlocked)
+    let is_known = |view: &RankView<'_>| view.dead() || view.flight.is_some() && !view.watcher_stale();
+    let known = case.world.views.iter().all(is_known);
+    (known && !device && !case.graph.events.is_empty()).then_some(Exclusion::NoDeviceBlocked)
 }

@@ -315,7 +315,7 @@ fn all_entered(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
         Suspect::Complete(event @ Event::Collective { .. }) => Some(*event),
         _ => None,
     })?;
-    Some(Exclusion::AllEntered(complete))
+    (case.members_confidence(&[complete]) == Confidence::High).then_some(Exclusion::AllEntered(complete))
 }
 
 fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {

@@ -69,7 +69,10 @@ fn of_collective(case: &Case<'_>, collective: &Collective<'_>, comm: usize) -> F
     };
     Finding {
         culprits: Vec::new(),
-        explanation: Explanation::Collective(CollectiveFault::Stalled { event }),
+        explanation: Explanation::Collective(CollectiveFault::Stalled {
+            event,
+            certain: confidence == Confidence::High,
+        }),
         confidence,
         evidence,
     }

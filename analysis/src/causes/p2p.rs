@@ -299,7 +299,8 @@ fn cycle(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if culprits.len() < 2 {
         return None;
     }
-    let evidence = transfers.iter().take(8).map(|event| Fact::Inside(*event)).collect();
+    let mut evidence: Vec<Fact> = transfers.iter().take(8).map(|event| Fact::Inside(*event)).collect();
+    evidence.extend(Fact::positions(&culprits));
     let confidence = case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits));
     Some(Finding {
         explanation: Explanation::Cycle(CycleFault::Transfers { culprits: culprits.clone(), transfers }),

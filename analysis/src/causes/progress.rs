@@ -5,15 +5,19 @@ use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
-    facts,
     finding::{Exclusion, Fact, Finding, RankFact},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };
 
+/// In larger jobs, the checks that visit all ranks for a suspect are skipped.
+const MOST: usize = 1024;
+
 /// `compile`: the main thread is in the frames of a compiler (torch.compile, Triton, a C++
-/// extension, NVRTC), or it waits for a child process that is a compiler. Compilers take minutes
-/// and end by themselves. A compiler can hang as well, so the confidence is never high.
+/// extension, NVRTC), or it waits for a child process that is a compiler, or for the build of
+/// another rank. The compiler makes progress: it uses a processor, moves bytes or reaches another
+/// line. Compilers take minutes and end by themselves. One that stands still, and a build lock that
+/// no compiler holds, are hangs. The confidence is never high.
 pub(super) const COMPILE: Rule = Rule { cause: Cause::Compile, explain: compiles, rule_out: never_ruled_out };
 
 /// `python_gc`: the frames of the garbage collector are on the main thread, in the last sample or
@@ -31,13 +35,17 @@ pub(super) const LONG_STEP: Rule = Rule { cause: Cause::LongStep, explain: long_
 
 fn compiles(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.host_rank(suspect)?;
-    let view = case.view(rank_index);
-    let compiler = if case.does(rank_index, Activity::Compile) {
-        None
-    } else {
-        let busy = matches!(view.host.observed.activity, Activity::Unknown | Activity::Lock | Activity::Io);
-        Some(facts::compiler_child(view.evidence?).filter(|_| busy)?)
+    let activity = case.view(rank_index).host.observed.activity;
+    let compiler = match activity {
+        Activity::Compile => None,
+        Activity::Unknown | Activity::Lock | Activity::Io => Some(case.compiler_child(rank_index)?),
+        _ => return None,
     };
+    // A rank in a build that stands still may wait for the build of another rank.
+    let ranks = case.world.views.len();
+    if !case.compiles(rank_index) && (ranks > MOST || !(0..ranks).any(|other| case.compiles(other))) {
+        return None;
+    }
     let evidence = vec![Fact::Explained, Fact::Position(rank_index)];
     let explanation = Explanation::Host { rank_index, state: HostState::Compiles { compiler } };
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })

@@ -81,7 +81,7 @@ const ARBITRATIONS: &[Arbitration] = &[
     },
     Arbitration {
         name: "polling",
-        reason: "A rank that polls may wait for another rank.",
+        reason: "A rank that polls may wait for another rank that is known to be stuck.",
         scenario: "hosts::a_polling_rank_is_not_named_beside_one_that_stands_still",
         leaves_doubt: true,
         apply: polling,
@@ -238,9 +238,13 @@ fn other_node(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
 
 fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let is_locked = |index: usize| case.in_shared_lock(index);
-    if findings.iter().any(|ruling| ruling.other_culprits(is_locked)) {
-        findings.retain(|ruling| !ruling.all_culprits(is_locked));
-    }
+    let others: BTreeSet<(Option<&str>, i32)> = findings
+        .iter()
+        .flat_map(|ruling| ruling.finding.culprits.iter().copied())
+        .filter(|index| !is_locked(*index))
+        .map(|index| (case.view(index).node(), case.view(index).pid().unwrap_or(0)))
+        .collect();
+    findings.retain(|ruling| !ruling.all_culprits(|index| is_locked(index) && case.may_share_lock(index, &others)));
 }
 
 fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
@@ -254,10 +258,14 @@ fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
 
 fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let polls = |index: usize| case.polls(index) || case.does(index, Activity::DeviceWait);
-    if findings.iter().any(|ruling| ruling.other_culprits(polls)) {
-        findings.retain(|ruling| {
-            !matches!(ruling.cause(), Cause::MissingRank | Cause::CommInit) || !ruling.all_culprits(polls)
-        });
+    let is_weak = |ruling: &Ruling<'_>| matches!(ruling.cause(), Cause::MissingRank | Cause::CommInit);
+    // A rank that is only absent too has equal evidence, so both stay, unless it is certain to be
+    // stuck.
+    let is_stronger = |ruling: &Ruling<'_>| {
+        ruling.other_culprits(polls) && (!is_weak(ruling) || ruling.finding.confidence == Confidence::High)
+    };
+    if findings.iter().any(is_stronger) {
+        findings.retain(|ruling| !is_weak(ruling) || !ruling.all_culprits(polls));
     }
 }
 

@@ -29,6 +29,14 @@ fn all_ranks_agree_and_no_data_moves() {
     expect(&verdict, Cause::NetworkStall, &[], Confidence::High);
     assert_eq!(verdict.victims, [0, 1, 2, 3]);
     assert!(verdict.sentence.contains("all_reduce 31 of communicator 0x77 (4 ranks)"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("check the network"), "{}", verdict.sentence);
+    // One record has lost operations, so its rank may run something else.
+    let mut job = all_enter(4, 9, Op::AllReduce, |_| ());
+    job.flight(2).health.as_mut().expect("it is known").dropped = 1;
+    let verdict = job.judge();
+    expect(&verdict, Cause::NetworkStall, &[], Confidence::Medium);
+    assert!(!verdict.sentence.contains("network"), "{}", verdict.sentence);
+    assert!(verdict.ruled_out.iter().all(|ruled_out| ruled_out.cause != Cause::MissingRank));
 }
 
 #[test]

@@ -161,6 +161,7 @@ fn communicators_entered_in_opposite_orders() {
     let verdict = job.judge();
     expect(&verdict, Cause::OrderMismatch, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("0x1") && verdict.sentence.contains("0x2"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("; rank 2 is at train.py:90 in train_step"), "{}", verdict.sentence);
 
     let mut job = Job::new(2);
     job.comm(0x1, &[0, 1]);
@@ -229,6 +230,7 @@ fn two_ranks_that_both_send_first() {
     job.transfer(PIPELINE, 2, Op::Send, 1);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pCycle, &[1, 2], Confidence::High);
+    assert!(verdict.sentence.contains("; ranks 1-2 are at train.py:90 in train_step"), "{}", verdict.sentence);
     // With the receives launched behind the sends, it is the same cycle.
     for (rank, peer) in [(1, 2), (2, 1)] {
         job.push(rank, Operation { peer, ..Job::operation(PIPELINE, 2, Op::Recv) });

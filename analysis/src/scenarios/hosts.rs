@@ -89,7 +89,7 @@ fn a_rank_in_its_loader_is_named_with_its_place_and_its_waiters() {
     assert_eq!(verdict.victims, [0, 1, 3]);
     assert_eq!(
         sentence(&verdict),
-        "Rank 2 waits for its data loader at train.py:66 in DataLoader.__next__ (C function __futex_abstimed_wait_common64); \
+        "Rank 2 waits for its data loader at train.py:66 in DataLoader.__next__ (C function futex_wait); \
          ranks 0-1, 3 wait for it in all_reduce 31 of communicator 0x77 (4 ranks)."
     );
     let text = verdict.to_text();
@@ -262,7 +262,7 @@ fn compiling_and_collecting_garbage_are_not_hangs() {
         &[("compile_fx", "/v/site-packages/torch/_inductor/compile_fx.py:9"), ("main", "/job/train.py:5")],
         &["?"],
     );
-    expect(&behind(1, inductor).judge(), Cause::Compile, &[1], Confidence::Medium);
+    expect(&behind(1, inductor.clone().busy(4 * SECOND)).judge(), Cause::Compile, &[1], Confidence::Medium);
     let mut job = behind(1, Stack::new(&[("build", "/job/train.py:5")], &["wait4"]));
     job.child(1, "/usr/local/cuda/bin/nvcc -c x.cu", "S (sleeping)");
     expect(&job.judge(), Cause::Compile, &[1], Confidence::Medium);

@@ -4,8 +4,9 @@
 
 use super::{expect, hosts::behind};
 use crate::{
-    Cause, Confidence,
+    Cause, Confidence, Verdict,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
+    verdict::Activity,
 };
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
@@ -806,4 +807,126 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
     let hangs = job.judge();
     assert_eq!(culprits(&hangs), [(Some(0), 1000), (None, 1050)], "{}", hangs.to_text());
     assert_eq!(hangs.hang, crate::HangEvidence::WaitChain);
+}
+
+#[test]
+fn a_rank_in_a_lock_that_it_shares_with_others_stays_beside_another_culprit() {
+    let mut job = outside(&[1, 2]);
+    job.set_stack(2, Stack::pause());
+    let shares_with = |job: &mut Job, pid: i32| {
+        job.set_stack(1, shared_lock());
+        let dump = job.rank(1).dump.as_mut().expect("a dump");
+        let holders = vec![Holder { pid, name: "python3".into(), child: false }];
+        let kind = AwaitedKind::SharedMemory.into();
+        dump.stacktrace[0].awaited = Some(Awaited { kind, holders, ..Default::default() });
+        job.judge().culprits
+    };
+    assert_eq!(shares_with(&mut job, 777), [1, 2], "with another process");
+    assert_eq!(shares_with(&mut job, 1002), [2], "with the other culprit");
+}
+
+#[test]
+fn a_polling_rank_with_equal_evidence_stays_beside_another_culprit() {
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 1, Op::AllReduce);
+    job.set_stack(2, Stack::sleep().with(|stack| stack.switches = 50));
+    job.set_stack(3, Stack::new(&[("wait_for_file", "/job/data.py:7")], &["clock_nanosleep", "time_sleep"]));
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2, 3], Confidence::Medium);
+    assert!(verdict.sentence.contains("train.py:99") && verdict.sentence.contains("data.py:7"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_compiler_that_stands_still_is_a_hang() {
+    let builds = Stack::new(&[("build", "/job/train.py:5")], &["wait4"]);
+    let with_compiler = |cpu_ns: u64| {
+        let mut job = behind(1, builds.clone());
+        job.child(1, "/usr/local/cuda/bin/nvcc -c x.cu", "S (sleeping)");
+        let samples = &mut job.rank(1).dump.as_mut().expect("a dump").children[0].samples;
+        (samples[0].captured_unix_ns, samples[1].captured_unix_ns) = (100 * SECOND, 105 * SECOND);
+        samples[1].cpu_time_ns = cpu_ns;
+        job.judge()
+    };
+    expect(&with_compiler(4 * SECOND), Cause::Compile, &[1], Confidence::Medium);
+    let verdict = with_compiler(0);
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[1][..]), "{}", verdict.sentence);
+    let inductor = Stack::new(
+        &[("compile_fx", "/v/site-packages/torch/_inductor/compile_fx.py:9"), ("main", "/job/train.py:5")],
+        &["pthread_mutex_lock", "llvm::PassManager::run"],
+    );
+    let verdict = behind(1, inductor.clone()).judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[1][..]), "{}", verdict.sentence);
+    // It may wait for the build of another rank, which goes on.
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 3, Op::AllReduce);
+    job.set_stack(1, inductor.clone());
+    job.set_stack(2, inductor.busy(4 * SECOND));
+    expect(&job.judge(), Cause::Compile, &[1, 2], Confidence::Medium);
+}
+
+#[test]
+fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
+    let mut job = behind(2, Stack::new(&[("update", "/job/train.py:55")], &["pthread_mutex_lock"]));
+    let verdict = job.judge();
+    expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("a lock or a thread of its own process"), "{}", verdict.sentence);
+    let frames = [("upload", "/job/s3.py:30".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    let native = native_thread(5002, &["recv", "sock_recv"], "S (sleeping)", "", None, 9);
+    job.thread(2, native, Some(python_thread(5002, "uploader", &frames)));
+    let verdict = job.judge();
+    let other = "while its thread uploader waits for the network at upload (s3.py:30)";
+    assert!(verdict.sentence.contains(other), "{}", verdict.sentence);
+    let dump = job.rank(2).dump.as_mut().expect("a dump");
+    let (kind, name) = (AwaitedKind::Mutex.into(), "uploader".into());
+    let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false }];
+    dump.stacktrace[0].awaited = Some(Awaited { kind, name, holders, ..Default::default() });
+    let verdict = job.judge();
+    assert!(verdict.sentence.contains("waits for a lock that its thread uploader holds"), "{}", verdict.sentence);
+    assert!(!verdict.sentence.contains("own process"), "{}", verdict.sentence);
+}
+
+#[test]
+fn nothing_is_ruled_out_without_evidence() {
+    let ruled_out = |verdict: &Verdict| verdict.ruled_out.iter().map(|found| found.cause).collect::<Vec<_>>();
+    let job = behind(2, Stack::pause());
+    let all = ruled_out(&job.judge());
+    for cause in [Cause::ProcessStopped, Cause::DState, Cause::DataLoader, Cause::StorageIo, Cause::HostLock] {
+        assert!(all.contains(&cause), "{cause} in {all:?}");
+    }
+    // Another rank may be stopped.
+    let mut other = job.clone();
+    other.no_dump(1);
+    let found = ruled_out(&other.judge());
+    assert!(!found.contains(&Cause::ProcessStopped) && found.contains(&Cause::DState), "{found:?}");
+    // One of two culprits has no stack.
+    let mut two = Job::with_world(4, 30);
+    two.enter(0x77, 0, Op::AllReduce);
+    two.enter(0x77, 1, Op::AllReduce);
+    two.set_stack(2, Stack::pause());
+    two.no_dump(3);
+    let found = ruled_out(&two.judge());
+    for cause in [Cause::DState, Cause::DataLoader, Cause::StorageIo, Cause::HostLock, Cause::GilDeadlock] {
+        assert!(!found.contains(&cause), "{cause} in {found:?}");
+    }
+    // A device may be blocked on a rank without a record.
+    let mut unrecorded = job;
+    unrecorded.rank(1).flight = None;
+    assert!(!ruled_out(&unrecorded.judge()).contains(&Cause::KernelHang));
+}
+
+#[test]
+fn a_barrier_over_the_store_belongs_to_a_creation_only_if_a_creation_calls_it() {
+    let file = "/v/site-packages/torch/distributed/distributed_c10d.py:9";
+    let native: &[&'static str] = &["poll", "c10d::TCPStore::wait"];
+    let barrier = |outer: &[(&'static str, &str)]| {
+        let frames = [&[("_store_based_barrier", file)][..], outer, &[("main", "/job/train.py:5")]].concat();
+        let verdict = behind(1, Stack::new(&frames, native)).judge();
+        verdict.ranks.iter().find(|group| group.ranks == [1]).map(|group| group.activity)
+    };
+    assert_eq!(barrier(&[("init_process_group", file)]), Some(Activity::CommInit));
+    let alone = Stack::new(&[("_store_based_barrier", file), ("main", "/job/train.py:5")], native);
+    let job = behind(1, alone);
+    assert!(!job.judge().sentence.contains("creation of a communicator"), "{}", job.judge().sentence);
 }

@@ -110,9 +110,12 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
     }
     // A thread waits for the store in the creation of a group, and in programs that use the store
     // for something else. The Python frames distinguish the two.
-    let of_torch = |frame: &&PySpyFrame| {
-        frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&unqualified(&frame.func_name))
+    let is_in = |frame: &PySpyFrame, functions: &[&str]| {
+        frame.file_name.contains("torch/distributed") && functions.contains(&unqualified(&frame.func_name))
     };
+    // A barrier over the store belongs to a creation only if a creation calls it.
+    let creates = thread.python().iter().any(|frame| is_in(frame, patterns::CREATION_PYTHON));
+    let of_torch = |frame: &&PySpyFrame| creates && is_in(frame, patterns::INIT_PYTHON);
     let native =
         || thread.functions().find(|function| contains_any(function, patterns::INIT_NATIVE)).map(str::to_owned);
     thread.python().iter().find(of_torch).map(frame_label).or_else(native)
@@ -350,6 +353,11 @@ fn own_lock(thread: &Thread<'_>) -> Option<String> {
 fn runs(thread: &Thread<'_>) -> Option<String> {
     let native = thread.native?;
     (native.state.starts_with('R') || native.syscall == Some(-1)).then(|| native.state.clone())
+}
+
+/// Whether a thread waits for the GIL.
+pub(crate) fn is_in_gil_wait(native: &PstackStacktrace) -> bool {
+    waits_for_gil(&Thread { native: Some(native), python: None }).is_some()
 }
 
 /// Whether a witness of [`Activity::Io`] waits for a lock on a file

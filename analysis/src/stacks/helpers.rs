@@ -9,7 +9,7 @@ use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
-    names::{base_name, frame_label, is_library, is_named, own_frame, shortened, stored_command},
+    names::{base_name, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
     services::{executed, serves, workers},
@@ -65,6 +65,36 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
         .or_else(|| stuck_thread(first, last, main).map(|(name, state)| StuckHelper::thread(&name, state)))
         .or_else(|| awaited_child(dump, last, training))
         .or_else(|| workers(dump).find_map(busy_child))
+}
+
+/// What another thread of the process does that may hold a lock for which the main thread waits:
+/// `thread uploader waits for the network at put (s3.py:30)`.
+pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<String> {
+    let (_, last) = samples(dump);
+    let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
+    let python = |thread: &PySpyStacktrace| {
+        let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
+        let does = match classify(Some(native), Some(thread)).activity {
+            _ if waits_for_network(native) => "waits for the network",
+            Activity::Io => "reads or writes",
+            Activity::Running => "runs",
+            _ => return None,
+        };
+        let place = own_frame(&thread.frames).map(frame_label)?;
+        Some(format!("thread {} {does} at {place}", thread.thread_name))
+    };
+    let others = last.python.iter().filter(|thread| thread.os_thread_id != 0 && thread.os_thread_id != main);
+    // A thread in a queue waits for its tasks.
+    others.filter(|thread| !in_queue(&thread.frames)).find_map(python).or_else(|| {
+        let natives = last.native.iter().filter(|thread| thread.pid != main);
+        natives.into_iter().find_map(|thread| {
+            let mut frames = thread.frames.iter().map(|frame| plain(&frame.func_name));
+            let reader = frames.find(|function| patterns::READERS.iter().any(|start| function.starts_with(start)))?;
+            let idle = patterns::IDLE_WORKERS.iter().any(|part| reader.contains(part));
+            let name = reader.split(['(', '<']).next().unwrap_or(reader);
+            (!idle).then(|| format!("thread {} is in {name}", thread.thread_name))
+        })
+    })
 }
 
 /// A child process that computed between its samples.
@@ -252,13 +282,23 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
     })
 }
 
-/// The name of a child process that is a compiler, if it is alive.
+/// The name of a child process that is a compiler, if it makes progress as far as its samples show.
 pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
-    dump.children.iter().find_map(|child| {
+    dump.children.iter().filter(|child| may_progress(child)).find_map(|child| {
+        if child.command.contains(patterns::COMPILE_WORKER) {
+            return Some("a compile worker".to_owned());
+        }
         let program = base_name(executed(&child.command).split_whitespace().next()?);
-        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
-        (alive && patterns::COMPILERS.contains(&program)).then(|| program.to_owned())
+        patterns::COMPILERS.contains(&program).then(|| program.to_owned())
     })
+}
+
+/// Whether a child process is alive, and its samples do not show that it stands still.
+fn may_progress(child: &ChildProcess) -> bool {
+    let (Some(first), Some(last)) = (child.samples.first(), child.samples.last()) else { return true };
+    let work = child_work(child);
+    let alive = !last.process_state.starts_with(['Z', 'X', 'x', 'T', 't']);
+    alive && (first.captured_unix_ns == last.captured_unix_ns || work.busy || work.progressed)
 }
 
 /// A capture may stop and release a thread. A thread that used more processor time than this
@@ -323,7 +363,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
             .iter()
             .map(|frame| &frame.func_name)
             .find(|name| is_named(name))
-            .cloned()
+            .map(|name| plain(name).to_owned())
             .unwrap_or_default(),
         location: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
         waiting,

@@ -5,7 +5,7 @@ use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpySt
 
 use super::{
     host::ObservedActivity,
-    names::{base_name, contains_any, file, in_c_library, is_library, is_named, own_frame},
+    names::{base_name, contains_any, file, in_c_library, is_library, is_named, own_frame, plain},
     patterns,
 };
 use crate::verdict::{Activity, Location};
@@ -41,7 +41,7 @@ pub(super) fn locate(
         let function = most_specific_function(&thread.frames, &doing.witness)?;
         Some(match own_native(&thread.frames) {
             Some(own) => native_path(&thread.frames, function, own),
-            None => function.func_name.clone(),
+            None => plain(&function.func_name).to_owned(),
         })
     });
     Location {
@@ -58,13 +58,13 @@ pub(super) fn locate(
 /// two first.
 fn native_path(frames: &[PstackFrame], function: &PstackFrame, own: &PstackFrame) -> String {
     let depth = |wanted: &PstackFrame| frames.iter().position(|frame| std::ptr::eq(frame, wanted));
-    let place = format!("{}{}", own.func_name, source(own));
+    let (name, place) = (plain(&function.func_name), format!("{}{}", plain(&own.func_name), source(own)));
     if function.func_name == own.func_name {
         place
     } else if depth(function) < depth(own) {
-        format!("{}, called from {place}", function.func_name)
+        format!("{name}, called from {place}")
     } else {
-        format!("{place}, called from {}{}", function.func_name, source(function))
+        format!("{place}, called from {name}{}", source(function))
     }
 }
 
@@ -85,7 +85,7 @@ fn own_native_frame<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a 
 
 /// The place of a thread in the program that this object contains: `read_shard (loader.cpp:41)`.
 pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<String> {
-    innermost_of(frames, program).map(|frame| format!("{}{}", frame.func_name, source(frame)))
+    innermost_of(frames, program).map(|frame| format!("{}{}", plain(&frame.func_name), source(frame)))
 }
 
 /// Whether a function of the program is one of CUDA's runtime, which nvcc links statically:

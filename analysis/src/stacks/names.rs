@@ -47,6 +47,21 @@ pub(super) fn strip_variant(function: &str) -> &str {
     name.strip_suffix("_nocancel").unwrap_or(name)
 }
 
+/// The name by which programs know a function: without the suffix of a part that the compiler split
+/// off, and for an internal function of the C library that of the function around it. `sem_wait` of
+/// `__new_sem_wait_slow64.constprop.0`.
+pub(crate) fn plain(function: &str) -> &str {
+    const PARTS: [&str; 6] = [" [clone", ".constprop.", ".isra.", ".part.", ".cold", ".lto_priv."];
+    let end = PARTS.iter().filter_map(|part| function.find(part)).min().unwrap_or(function.len());
+    let name = &function[..end];
+    let internal = patterns::INTERNAL_NATIVE.iter().find(|(part, _)| name.starts_with("__") && name.contains(part));
+    match internal {
+        Some((_, plain)) => plain,
+        None if name.starts_with("__GI_") => strip_variant(name),
+        None => name,
+    }
+}
+
 /// A C++ function without namespaces, class, template arguments and parameters.
 pub(super) fn unqualified_native(function: &str) -> &str {
     let name = function.rsplit("::").next().unwrap_or(function);
@@ -67,15 +82,87 @@ pub(super) fn frame_label(frame: &PySpyFrame) -> String {
     format!("{} ({})", frame.func_name, base_name(&frame.file_name))
 }
 
-/// The innermost frame of the user's own code. If all frames belong to libraries, the outermost
-/// frame that does not only start a script or a thread.
+/// The innermost frame of the user's own code. If all frames belong to libraries, the innermost
+/// frame of the package that the program entered first; else the outermost frame that does not only
+/// start a script or a thread.
 pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
-    frames
-        .iter()
-        .find(|frame| !is_library(&frame.file_name))
+    let own = (0..frames.len()).find(|index| !is_library(&frames[*index].file_name) && !is_entry_point(frames, *index));
+    own.map(|index| &frames[index])
+        .or_else(|| {
+            let entered = frames.iter().rev().find_map(|frame| package(&frame.file_name))?;
+            frames.iter().find(|frame| package(&frame.file_name) == Some(entered))
+        })
         .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, patterns::STARTERS)))
+}
+
+/// The folder of an installed package: `vllm` of
+/// `/opt/venv/lib/python3.11/site-packages/vllm/x.py:3`.
+fn package(path: &str) -> Option<&str> {
+    let (_, inside) = patterns::PACKAGE_PATHS.iter().find_map(|folder| path.split_once(folder))?;
+    inside.split(['/', ':']).next()
+}
+
+/// Whether a frame is the script that pip made for the entry point of a package: `bin/vllm`.
+fn is_entry_point(frames: &[PySpyFrame], index: usize) -> bool {
+    let path = file(&frames[index]).unwrap_or_default();
+    let (folder, name) = path.rsplit_once('/').unwrap_or(("", path));
+    let called = index.checked_sub(1).map(|inner| &frames[inner]);
+    frames[index].func_name == "<module>"
+        && folder.ends_with("/bin")
+        && !name.contains('.')
+        && called.is_some_and(|frame| package(&frame.file_name).is_some())
 }
 
 pub(super) fn in_c_library(frame: &PstackFrame) -> bool {
     contains_any(&frame.module, patterns::C_LIBRARY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn internal_functions_have_plain_names() {
+        for (function, name) in [
+            ("__new_sem_wait_slow64.constprop.0", "sem_wait"),
+            ("__futex_abstimed_wait_common64", "futex_wait"),
+            ("__pthread_clockjoin_ex", "pthread_join"),
+            ("__GI___libc_read", "read"),
+            ("Optimizer::step(int) [clone .isra.0]", "Optimizer::step(int)"),
+            ("load_shard.part.0", "load_shard"),
+            ("pthread_cond_wait", "pthread_cond_wait"),
+            ("__libc_start_main", "__libc_start_main"),
+            ("_PyEval_EvalFrameDefault", "_PyEval_EvalFrameDefault"),
+        ] {
+            assert_eq!(plain(function), name);
+        }
+    }
+
+    #[test]
+    fn a_program_that_pip_installed_is_located_in_the_package_of_its_entry_point() {
+        let frames = |files: &[(&str, &str)]| -> Vec<PySpyFrame> {
+            let frame = |(function, file): &(&str, &str)| PySpyFrame {
+                func_name: (*function).into(),
+                file_name: (*file).into(),
+                ..Default::default()
+            };
+            files.iter().map(frame).collect()
+        };
+        let packages = "/opt/venv/lib/python3.11/site-packages";
+        let wait = format!("{packages}/torch/cuda/streams.py:9");
+        let step = format!("{packages}/vllm/engine/core.py:70");
+        let main = format!("{packages}/vllm/cli.py:3");
+        let all =
+            frames(&[("synchronize", &wait), ("step", &step), ("main", &main), ("<module>", "/opt/venv/bin/vllm:8")]);
+        assert_eq!(own_frame(&all).map(|frame| frame.func_name.as_str()), Some("step"));
+        let script = frames(&[
+            ("synchronize", &wait),
+            ("train", "/home/you/bin/train.py:3"),
+            ("<module>", "/home/you/bin/train.py:9"),
+        ]);
+        assert_eq!(own_frame(&script).map(|frame| frame.func_name.as_str()), Some("train"));
+        let thread =
+            frames(&[("wait", "/usr/lib/python3.11/threading.py:3"), ("run", "/usr/lib/python3.11/sched.py:1")]);
+        assert_eq!(own_frame(&thread).map(|frame| frame.func_name.as_str()), Some("run"));
+    }
 }

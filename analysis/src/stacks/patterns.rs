@@ -19,6 +19,9 @@ pub(super) const STORE_CONNECT_NATIVE: &[&str] =
 /// Functions of the C library in which a thread waits for that connection, or before a retry.
 pub(super) const CONNECT_NATIVE: &[&str] = &["connect", "poll", "nanosleep", "clock_nanosleep"];
 /// Python functions that create a communicator, inside `torch/distributed`.
+pub(super) const CREATION_PYTHON: &[&str] =
+    &["init_process_group", "rendezvous", "_create_c10d_store", "new_group", "_new_process_group_helper"];
+/// These functions, and one that they call.
 pub(super) const INIT_PYTHON: &[&str] = &[
     "init_process_group",
     "_store_based_barrier",
@@ -60,6 +63,18 @@ pub(super) const RUNTIME_LIBRARIES: &[&str] = &[
     "libucp",
     "libuct",
     "libxpu_timer_hook",
+];
+/// Parts of internal functions of the C library, and the functions that programs call.
+pub(super) const INTERNAL_NATIVE: &[(&str, &str)] = &[
+    ("sem_wait", "sem_wait"),
+    ("futex_abstimed_wait", "futex_wait"),
+    ("futex_lock_pi", "pthread_mutex_lock"),
+    ("lll_lock_wait", "pthread_mutex_lock"),
+    ("pthread_cond_wait_common", "pthread_cond_wait"),
+    ("pthread_clockjoin", "pthread_join"),
+    ("pthread_timedjoin", "pthread_join"),
+    ("pthread_rwlock_rdlock", "pthread_rwlock_rdlock"),
+    ("pthread_rwlock_wrlock", "pthread_rwlock_wrlock"),
 ];
 
 /// Parts of the paths of the C library and its companions.
@@ -162,6 +177,8 @@ pub(super) const COMPILERS: &[&str] = &[
     "nvcc", "cicc", "ptxas", "cc1plus", "cc1", "ninja", "g++", "gcc", "c++", "cc", "clang", "clang++", "ld", "hipcc",
     "mxcc",
 ];
+/// Part of the command line of the processes in which torch.compile compiles.
+pub(super) const COMPILE_WORKER: &str = "torch/_inductor/compile_worker";
 /// Programs whose first argument is the program that they run.
 pub(super) const INTERPRETERS: &[&str] =
     &["sh", "bash", "dash", "env", "python", "python3", "perl", "ccache", "sccache"];
@@ -193,6 +210,10 @@ pub(super) const SERVICE_FILES: &[&str] = &[
 ];
 /// Files in which a worker process begins its work.
 pub(super) const WORKER_STARTERS: &[&str] = &["/multiprocessing/process.py", "/concurrent/futures/process.py"];
+/// Beginnings of the functions of libraries that read data on threads of their own.
+pub(super) const READERS: &[&str] = &["arrow::", "parquet::", "Aws::", "google::cloud::"];
+/// Parts of such functions in which a thread waits for work.
+pub(super) const IDLE_WORKERS: &[&str] = &["ThreadPool", "WorkerLoop", "PooledThreadExecutor"];
 
 /// Functions of a data loader, in any file.
 pub(super) const LOADER_FUNCTIONS: &[&str] = &[

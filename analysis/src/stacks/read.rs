@@ -197,8 +197,8 @@ fn from_stuck_worker(
 /// Whether a main thread with this activity may wait for the work of its own threads or child
 /// processes.
 fn may_wait_for_helpers(activity: Activity) -> bool {
-    use Activity::{DataLoader, Io, Lock, Sleep, Unknown};
-    matches!(activity, DataLoader | Io | Lock | Sleep | Unknown)
+    use Activity::{Compile, DataLoader, Io, Lock, Sleep, Unknown};
+    matches!(activity, Compile | DataLoader | Io | Lock | Sleep | Unknown)
 }
 
 fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {

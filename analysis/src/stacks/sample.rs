@@ -28,7 +28,7 @@ pub(crate) fn samples(dump: &Stacktrace) -> (Option<Sample<'_>>, Sample<'_>) {
     (dump.first_sample.as_ref().map(of_process), last)
 }
 
-pub(super) fn of_process(sample: &ProcessSample) -> Sample<'_> {
+pub(crate) fn of_process(sample: &ProcessSample) -> Sample<'_> {
     Sample { native: &sample.stacktrace, python: &sample.py_stacktrace, state: &sample.process_state }
 }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{Number, Ranks, Statement, line, location_of_one, place_of_one, unknown_members};
+use super::{Number, Ranks, Statement, line, location_of, place_of, unknown_members};
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, Differ, OperationVariant},
@@ -32,7 +32,7 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         CollectiveFault::OneTooMany { inside, ended, event } => one_too_many(case, inside, ended, *event),
         CollectiveFault::Differ(differ) => Statement::Sentence(differ_text(case, differ)),
         CollectiveFault::OtherKernels { odd, most } => other_kernels(case, odd, most.as_ref()),
-        CollectiveFault::Stalled { event } => stalled(case, *event),
+        CollectiveFault::Stalled { event, certain } => stalled(case, *event, *certain),
     }
 }
 
@@ -64,7 +64,7 @@ pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLin
         CollectiveFault::OtherKernels { odd, most } => {
             odd.iter().chain(most).map(|(event, ranks)| inside_line(case, ranks, *event)).collect()
         }
-        CollectiveFault::Stalled { event } => vec![stalled_line(case, *event)],
+        CollectiveFault::Stalled { event, .. } => vec![stalled_line(case, *event)],
         CollectiveFault::Absent { .. } | CollectiveFault::OpenGroup { .. } | CollectiveFault::NotWaitedFor { .. } => {
             Vec::new()
         }
@@ -135,7 +135,7 @@ fn launched_less(case: &Case<'_>, launches: &FewerLaunches) -> Statement {
         launches.name,
         others.text(),
         times(launches.most),
-        location_of_one(case, &culprits),
+        location_of(case, &culprits),
     ))
 }
 
@@ -192,7 +192,7 @@ fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
 /// Ranks whose records end in a collective that the others completed.
 fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
     let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
-    let (what, place) = (case.describe(event), location_of_one(case, silent));
+    let (what, place) = (case.describe(event), location_of(case, silent));
     Statement::Sentence(format!(
         "{} recorded nothing after entering {what}, which {} completed{place}.",
         who.capital(),
@@ -220,7 +220,7 @@ fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Eve
         case.describe(event),
         number.does(),
         others.text(),
-        location_of_one(case, away),
+        location_of(case, away),
     ))
 }
 
@@ -265,8 +265,7 @@ fn skipped(case: &Case<'_>, completed_by: &[usize], inside: &[usize], event: Eve
     let (who, others) = (Ranks::of(case, completed_by), Ranks::of(case, inside));
     let number = who.number();
     let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
-    let now =
-        if gone { format!("; {} exited since then", number.it_has()) } else { location_of_one(case, completed_by) };
+    let now = if gone { format!("; {} exited since then", number.it_has()) } else { location_of(case, completed_by) };
     Statement::Sentence(format!(
         "{} skipped {}: {} returned while {} {} still inside, so {} {} run one collective fewer{now}.",
         who.capital(),
@@ -301,7 +300,7 @@ fn one_too_many(case: &Case<'_>, inside: &[usize], ended: &[usize], event: Event
         who.capital(),
         number.waits(),
         case.describe(event),
-        place_of_one(case, inside),
+        place_of(case, inside),
         others.text(),
         who.text(),
     ))
@@ -347,7 +346,7 @@ pub(super) fn differ_text(case: &Case<'_>, differ: &Differ) -> String {
         .iter()
         .enumerate()
         .filter(|(index, _)| Some(*index) != *right)
-        .map(|(_, group)| runs(case, group) + &place_of_one(case, &group.1))
+        .map(|(_, group)| runs(case, group) + &place_of(case, &group.1))
         .collect();
     match right {
         Some(right) => {
@@ -372,16 +371,21 @@ fn other_kernels(case: &Case<'_>, odd: &[(Event, Vec<usize>)], most: Option<&(Ev
         let who = Ranks::of(case, ranks);
         format!("{} {} in {}", who.text(), who.number().is(), case.describe(*event))
     };
-    let text: Vec<String> = odd.iter().map(|group| inside(group) + &place_of_one(case, &group.1)).collect();
+    let text: Vec<String> = odd.iter().map(|group| inside(group) + &place_of(case, &group.1)).collect();
     let most = most.map_or(String::new(), |group| format!(", while {}", inside(group)));
     Statement::Sentence(format!("{}{most}.", capital(&text.join(", and "))))
 }
 
 /// All members are in a collective that does not move.
-fn stalled(case: &Case<'_>, event: Event) -> Statement {
+fn stalled(case: &Case<'_>, event: Event, certain: bool) -> Statement {
     let who = Ranks::of(case, case.graph.waiters_of(event));
+    let why = if certain {
+        "no rank is behind and no arguments differ, so check the network"
+    } else {
+        "no rank is known to be behind, but not every member is known to be inside with the same arguments"
+    };
     Statement::Sentence(format!(
-        "{} {} started {}, which makes no progress: no rank is behind and no arguments differ, so check the network.",
+        "{} {} started {}, which makes no progress: {why}.",
         who.capital(),
         who.number().has(),
         case.describe(event)

@@ -1,8 +1,8 @@
 //! The creation of a communicator: some of its ranks do not take part.
 
 use super::{
-    Number, Ranks, Statement, collectives::inside_line, hosts, location_of_one, missing_keys, named_location,
-    place_of_one, unknown_members,
+    Number, Ranks, Statement, collectives::inside_line, hosts, location_of, locations, missing_keys, named_location,
+    place_of, unknown_members,
 };
 use crate::{
     case::Case,
@@ -98,7 +98,7 @@ fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Even
         number.has(),
         number.waits(),
         case.describe(event),
-        place_of_one(case, few)
+        place_of(case, few)
     ))
 }
 
@@ -132,8 +132,8 @@ fn other_size_clause(case: &Case<'_>, passed: &OtherSize, communicator: &str) ->
     )
 }
 
-/// Ranks create the communicator with another number of ranks, with the end or the place of a
-/// single culprit.
+/// Ranks create the communicator with another number of ranks, with the end or the place of the
+/// culprits.
 fn other_size(case: &Case<'_>, passed: &OtherSize) -> Statement {
     let single = match passed.culprits[..] {
         [culprit] => {
@@ -144,7 +144,7 @@ fn other_size(case: &Case<'_>, passed: &OtherSize) -> Statement {
                 (false, false) => format!("; rank {} is{place}", view.rank),
             }
         }
-        _ => String::new(),
+        _ => locations(case, &passed.culprits),
     };
     Statement::Sentence(format!("{}{single}.", capital(&other_size_clause(case, passed, "the communicator"))))
 }
@@ -161,7 +161,7 @@ fn no_store(case: &Case<'_>, outside: &[usize], inside: &[usize]) -> Statement {
         who.capital(),
         others.text(),
         others.number().word("uses", "use"),
-        location_of_one(case, outside),
+        location_of(case, outside),
         who.text(),
     ))
 }
@@ -196,7 +196,7 @@ fn created_alone(case: &Case<'_>, returned: &[usize], creation: Event, used: Eve
         who.text(),
         number.is(),
         case.describe(used),
-        place_of_one(case, returned)
+        place_of(case, returned)
     ))
 }
 
@@ -223,7 +223,7 @@ fn split(case: &Case<'_>, between: &SplitCreation, blames_creating: bool) -> Sta
             creating.text(),
             creating.number().waits(),
             number.is(),
-            place_of_one(case, &between.absent),
+            place_of(case, &between.absent),
         )
     })
 }

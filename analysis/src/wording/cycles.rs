@@ -1,6 +1,6 @@
 //! Ranks that wait for each other in a cycle.
 
-use super::{Number, Ranks, Statement, about, line};
+use super::{Number, Ranks, Statement, about, line, locations};
 use crate::{
     case::Case,
     explanation::{CycleFault, PatternBreak},
@@ -63,12 +63,12 @@ fn left_pattern(
 ) -> Statement {
     let who = Ranks::of(case, culprits);
     let number = Number::of(culprits.len());
-    let (it, its) = (number.it(), number.its());
+    let (it, its) = ("it", "its");
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
         PatternBreak::Collective | PatternBreak::Transfer => {
-            format!("skipped the {expected} that {it} had always called before the {actual}")
+            format!("skipped the {expected} that {it} had always called before the {actual}, or calls it later")
         }
         PatternBreak::NewCollective => {
             format!("called the {actual} for the first time, in place of {its} usual {expected}")
@@ -83,7 +83,18 @@ fn left_pattern(
         }
     };
     let waits = waited.map_or_else(String::new, |event| format!(": {}", case.waiters_in(event)));
-    Statement::Sentence(format!("{} {did}, and now the ranks wait for each other{waits}.", who.capital()))
+    // The operation of the one is not that of the others: each has its own peers.
+    let one = Ranks::of(case, &[rank_index]);
+    let subject = match number {
+        Number::One => format!("{} {did}", who.capital()),
+        Number::Many => {
+            format!("{} left the pattern of their operations: {}, for example, {did}", who.capital(), one.text())
+        }
+    };
+    Statement::Sentence(format!(
+        "{subject}, and now the ranks wait for each other{waits}{}.",
+        locations(case, culprits)
+    ))
 }
 
 pub(super) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &Deviation) -> EvidenceLine {
@@ -100,9 +111,10 @@ pub(super) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &
 fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event]) -> Statement {
     let parts: Vec<String> = waited.iter().take(2).map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
-        "{} entered the communicators in another order than the others, and now the ranks wait for each other: {}.",
+        "{} entered the communicators in another order than the others, and now the ranks wait for each other: {}{}.",
         Ranks::of(case, culprits).capital(),
-        parts.join(", and ")
+        parts.join(", and "),
+        locations(case, culprits)
     ))
 }
 
@@ -111,7 +123,7 @@ fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event]) -> Stateme
 fn left_out(case: &Case<'_>, culprits: &[usize], own: Event, left_out: Event) -> Statement {
     let (who, inside) = (Ranks::of(case, culprits), Ranks::of(case, case.graph.waiters_of(left_out)));
     Statement::Sentence(format!(
-        "{} left out {}, in which {} {}, and {} in {}{}; another communicator of the same size completed its own.",
+        "{} left out {}, in which {} {}, or made it in another order: {} in {}{}; another communicator of the same size completed its own.",
         who.capital(),
         case.describe(left_out),
         inside.text(),
@@ -143,9 +155,10 @@ fn in_all_cycles_line(case: &Case<'_>, rank_index: usize) -> EvidenceLine {
 /// Ranks whose sends and receives wait for each other.
 fn cycle_of_transfers(case: &Case<'_>, culprits: &[usize], transfers: &[Event]) -> Statement {
     Statement::Sentence(format!(
-        "{} wait for each other in a cycle of sends and receives; for example, {} is in {}.",
+        "{} wait for each other in a cycle of sends and receives; for example, {} is in {}{}.",
         Ranks::of(case, culprits).capital(),
         case.waiters_text(transfers[0]),
-        case.describe(transfers[0])
+        case.describe(transfers[0]),
+        locations(case, culprits)
     ))
 }

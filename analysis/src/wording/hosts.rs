@@ -6,6 +6,7 @@ use super::{Number, Ranks, Statement, about, collectives, detail, line};
 use crate::{
     case::Case,
     explanation::{Differ, HostState},
+    facts,
     graph::Event,
     stacks::GilHolder,
     text::shape,
@@ -161,15 +162,20 @@ fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder: &GilHolder
     line(format!("rank {rank} is {}, in both samples", gil_held(holder)), vec![rank])
 }
 
-/// A rank that waits for a lock of its process, or for one that processes share.
+/// A rank that waits for a lock of its process, or for one that processes share. The lock is named
+/// with its holder if that is known, else with what the other threads of the process do.
 fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement {
-    let helper = case.helper_text(rank_index);
+    let awaited = case.awaited_text(rank_index);
+    let other =
+        || case.view(rank_index).evidence.and_then(facts::other_thread).filter(|_| awaited.is_none() && !shared);
+    let helper = case.helper_text(rank_index).or_else(other);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
         let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
-        match shared {
-            true => format!("{waits} for a lock that several processes share{place}{helper}"),
-            false => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
+        match (&awaited, shared) {
+            (Some(lock), _) => format!("{waits} for {lock}{place}{helper}"),
+            (None, true) => format!("{waits} for a lock that several processes share{place}{helper}"),
+            (None, false) => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
         }
     })
 }
@@ -323,7 +329,7 @@ fn lower(text: &str) -> String {
 /// Ranks of a wait cycle that finalize their library, while others wait in other events.
 pub(super) fn shut_down_in_cycle(case: &Case<'_>, culprits: &[usize], others: &[Event]) -> Statement {
     let who = Ranks::of(case, culprits);
-    let place = super::place_of_one(case, culprits);
+    let place = super::place_of(case, culprits);
     let others: Vec<String> = others.iter().take(2).map(|event| case.waiters_in(*event)).collect();
     Statement::Sentence(format!(
         "{} {} shutting down{place}, while others continue: {}.",

@@ -40,6 +40,13 @@ impl<'a> Case<'a> {
         place(self.position(rank_index))
     }
 
+    /// Like [`Case::place`], without the C function if there is a frame of Python.
+    pub(super) fn short_place(&self, rank_index: usize) -> String {
+        let position = self.position(rank_index);
+        let native = position.native.filter(|_| position.python.is_none());
+        place(Position { native, ..position })
+    }
+
     /// Where a rank is, as a clause: `; it is at train.py:41 in load`. Empty if it is not
     /// known.
     pub(super) fn location_clause(&self, rank_index: usize, number: Number) -> String {

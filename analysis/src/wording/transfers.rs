@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::Operation;
 
-use super::{Number, Ranks, Statement, line};
+use super::{Number, Ranks, Statement, line, locations};
 use crate::{
     case::Case,
     explanation::{GroupCounts, OpenEnd, Property, TransferFault},
@@ -112,7 +112,7 @@ fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: G
     let (who, others) = (Ranks::of(case, fewer), Ranks::of(case, others));
     let comm = &case.comms[counts.comm];
     Statement::Sentence(format!(
-        "{} {} left out a send or receive of a group on communicator {} ({}): in {} groups, {} made {}, and {} made {}.",
+        "{} {} left out a send or receive of a group on communicator {} ({}): in {} groups, {} made {}, and {} made {}{}.",
         who.capital(),
         who.number().has(),
         communicator(comm.id),
@@ -122,6 +122,7 @@ fn fewer_in_groups(case: &Case<'_>, fewer: &[usize], others: &[usize], counts: G
         each(counts.fewer, who.number()),
         others.text(),
         each(counts.most, others.number()),
+        locations(case, fewer),
     ))
 }
 
@@ -182,7 +183,8 @@ fn changed_clause(case: &Case<'_>, blamed: &[usize], property: &str) -> String {
 fn tags_differ(case: &Case<'_>, ends: [(usize, Event); 2], blamed: &[usize]) -> Statement {
     let [one, two] = ends.map(|end| with_tag(case, end));
     let changed = changed_clause(case, blamed, "tag");
-    Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}.", capital(&one)))
+    let places = locations(case, blamed);
+    Statement::Sentence(format!("{}, and {two}: the tags do not match{changed}{places}.", capital(&one)))
 }
 
 fn tags_differ_lines(case: &Case<'_>, ends: [(usize, Event); 2]) -> Vec<EvidenceLine> {
@@ -195,13 +197,14 @@ fn ends_differ(case: &Case<'_>, ends: [(usize, &Operation); 2], property: Proper
     let mut ends = ends.map(|(rank_index, operation)| (case.view(rank_index).rank, operation));
     ends.sort_by_key(|end| end.0);
     Statement::Sentence(format!(
-        "Rank {} runs {}, and its peer, rank {}, runs {}: the {}s differ{}.",
+        "Rank {} runs {}, and its peer, rank {}, runs {}: the {}s differ{}{}.",
         ends[0].0,
         shape(ends[0].1),
         ends[1].0,
         shape(ends[1].1),
         property.text(),
-        changed_clause(case, blamed, property.text())
+        changed_clause(case, blamed, property.text()),
+        locations(case, blamed)
     ))
 }
 

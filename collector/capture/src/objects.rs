@@ -11,9 +11,10 @@ mod mapped_file;
 pub(crate) mod perf_map;
 mod rebuilt;
 pub(crate) mod target_files;
+mod versions;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs::{File, Metadata},
     hash::{DefaultHasher, Hash, Hasher},
     os::unix::fs::MetadataExt,
@@ -25,7 +26,7 @@ use std::{
     },
 };
 
-use xpu_timer_proto::procfs::Mapping;
+use xpu_timer_proto::{procfs::Mapping, server::Library};
 
 use crate::{error::Error, memory};
 
@@ -138,6 +139,24 @@ impl Images {
                 Some(file.map_or(rebuilt, Ok))
             })
         })
+    }
+
+    /// The libraries among these objects, and among the packages of these Python files, whose
+    /// versions known defects depend on. Nothing is read from the process itself.
+    pub fn libraries<'a>(
+        &self,
+        pid: i32,
+        objects: impl Iterator<Item = &'a Arc<Image>>,
+        python_files: impl IntoIterator<Item = &'a str>,
+    ) -> Vec<Library> {
+        let mut seen = HashSet::new();
+        let wanted = |image: &&Arc<Image>| seen.insert(image.id) && versions::is_wanted(image);
+        let objects: Vec<Arc<Image>> = objects.filter(wanted).map(Arc::clone).collect();
+        let torch = objects.iter().find_map(|image| versions::torch_file(&image.path));
+        let torch = torch.or_else(|| python_files.into_iter().find_map(versions::torch_file));
+        let remote = torch.is_some() || objects.iter().any(|image| image.is_remote());
+        let work = move || versions::find(pid, &objects, torch.as_deref());
+        self.run_with_timeout(remote, (0, 0), Source::Packages(pid), work).unwrap_or_default()
     }
 
     /// Does work that may wait for a file system. `None` if the file system does not answer in

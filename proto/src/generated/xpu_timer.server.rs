@@ -190,6 +190,19 @@ pub struct ProcessSample {
     /// Bytes read from and written to the process's open TCP connections; 0 when they cannot be read.
     #[prost(uint64, tag = "10")]
     pub tcp_bytes: u64,
+    /// Libraries on the stacks whose versions known defects depend on.
+    #[prost(message, repeated, tag = "11")]
+    pub libraries: ::prost::alloc::vec::Vec<Library>,
+}
+/// A library that a process uses.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Library {
+    /// `NCCL`, `PyTorch`, `CPython`, `glibc`, `GNU OpenMP` or `NVIDIA driver`.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Such as `2.18.3`; empty when unknown.
+    #[prost(string, tag = "2")]
+    pub version: ::prost::alloc::string::String,
 }
 /// A child process of a rank (a data loader worker, a checkpoint writer), in both samples.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -722,6 +722,15 @@ pub struct HostFacts {
     /// The main thread or another thread of the program waits with a timeout; absent when unknown.
     #[prost(bool, optional, tag = "21")]
     pub timed: ::core::option::Option<bool>,
+    /// Libraries of the process whose versions known defects depend on.
+    #[prost(message, repeated, tag = "30")]
+    pub libraries: ::prost::alloc::vec::Vec<super::server::Library>,
+    /// Names of the known defects whose signature its stacks have, whatever the versions.
+    #[prost(string, repeated, tag = "31")]
+    pub defect_signs: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// What another thread does that may hold a lock for which the main thread waits.
+    #[prost(string, optional, tag = "32")]
+    pub other_thread: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HostThreadWait {

@@ -42,7 +42,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use xpu_timer_analysis::{Cause, HangEvidence, judge};
-    use xpu_timer_proto::v1::Evidence;
+    use xpu_timer_proto::{server::Library, v1::Evidence};
 
     use super::*;
     use crate::{corpus, scenario::Truth, score::Reported};
@@ -180,6 +180,26 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn no_recorded_hang_is_a_known_defect_whatever_versions_are_loaded() {
+        // A version that is affected by each defect that the records alone can show.
+        const LOADED: [(&str, &str); 4] =
+            [("NCCL", "2.7.8"), ("NCCL", "2.12.12"), ("NCCL", "2.18.1"), ("NVIDIA driver", "560.35.03")];
+        let mut found = Vec::new();
+        for (scenario, evidence) in recorded() {
+            for (name, version) in LOADED {
+                let mut other = evidence.clone();
+                for host in other.ranks.iter_mut().filter_map(|rank| rank.host.as_mut()) {
+                    host.libraries = vec![Library { name: name.into(), version: version.into() }];
+                }
+                for defect in judge(&other).known_defects {
+                    found.push(format!("{} with {name} {version}: {}", scenario.name, defect.text));
+                }
+            }
+        }
+        assert!(found.is_empty(), "{}", found.join("\n"));
     }
 
     /// Damages evidence in one of the ways in which real evidence is incomplete.

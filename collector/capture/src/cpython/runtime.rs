@@ -23,6 +23,8 @@ const EVAL_LOOP: &str = "_PyEval_EvalFrameDefault";
 /// Name for a part of that function whose own name was stripped.
 const UNNAMED_PART: &str = "_PyEval_EvalFrameDefault.cold";
 const RUNTIME_SYMBOL: &[u8] = b"_PyRuntime";
+/// A constant from 3.11 on.
+const VERSION_SYMBOL: &[u8] = b"Py_Version";
 /// Bytes of a section to search for the version.
 const MAX_SEARCHED_BYTES: usize = 4 << 20;
 /// Bytes at the start of the loop. A thread that executes one of them is about to publish a new
@@ -35,6 +37,8 @@ pub(crate) struct Runtime {
     pub address: u64,
     /// The layout of its version, once a process has revealed the version.
     layout: OnceLock<Arc<Layout>>,
+    /// Its major, minor and micro version, if the object has a constant with it (from 3.11 on).
+    pub version: Option<[u8; 3]>,
     /// Code of the interpreter's loop, as addresses in the file.
     eval_loop: Vec<Range<u64>>,
     /// A part of the loop without a name, once stacks have revealed it.
@@ -59,7 +63,8 @@ impl Runtime {
         scan_symbols(elf, elf.elf_dynamic_symbol_table(), &mut runtime, &mut eval_loop);
         eval_loop.sort_by_key(|range| range.start);
         eval_loop.dedup();
-        Some(Runtime { address, layout: OnceLock::new(), eval_loop, unnamed_part: RwLock::default() })
+        let version = exported_symbol(elf, VERSION_SYMBOL).and_then(|address| constant_version(elf, address));
+        Some(Runtime { address, layout: OnceLock::new(), version, eval_loop, unnamed_part: RwLock::default() })
     }
 
     /// The layout of the version that a process runs. `tid` is a thread of the process; `bias` is
@@ -175,10 +180,16 @@ fn scan_symbols<'a, Header>(
     }
 }
 
+/// The version in a constant at this address in the file: `0x030b07f0` is 3.11.7.
+fn constant_version(elf: &ElfFile64<'_, LittleEndian>, address: u64) -> Option<[u8; 3]> {
+    let bytes = elf.sections().find_map(|section| section.data_range(address, 4).ok().flatten())?;
+    let [_, micro, minor, major] = <[u8; 4]>::try_from(bytes).ok()?;
+    (major == 3).then_some([major, minor, micro])
+}
+
 /// The minor version of a CPython up to 3.12.
 fn minor_version(tid: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: u64) -> Option<u8> {
-    // A constant from 3.11 on.
-    if let Some(address) = exported_symbol(elf, b"Py_Version") {
+    if let Some(address) = exported_symbol(elf, VERSION_SYMBOL) {
         let mut bytes = [0; 4];
         if matches!(memory::read(tid, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
             return Some(bytes[2]);

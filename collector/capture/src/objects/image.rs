@@ -85,6 +85,8 @@ pub(crate) struct Image {
     pub has_unreadable_file: bool,
     /// The interpreter in the object, if any, once it was searched for.
     python: OnceLock<Option<Arc<Runtime>>>,
+    /// The version of the library in the object, if known, once it was searched for.
+    pub version: OnceLock<Option<String>>,
 }
 
 /// The rules that recover the caller's registers at one address.
@@ -128,6 +130,11 @@ impl Image {
         let changed = now.map_or(map.has_missing_pages(), |now| map.has_changed(&now));
         self.stale.fetch_or(changed, Ordering::Relaxed);
         changed
+    }
+
+    /// Whether its file system may not answer.
+    pub fn is_remote(&self) -> bool {
+        self.remote
     }
 
     /// Whether the image is known to differ from its file.
@@ -190,6 +197,7 @@ impl Image {
             stale: AtomicBool::new(false),
             has_unreadable_file: false,
             python: OnceLock::new(),
+            version: OnceLock::new(),
             bytes,
         })
     }

@@ -34,6 +34,8 @@ pub(crate) enum Source {
     Memory,
     /// The file system at `/tmp` of the process with this pid, because its device is not known.
     Temporary(i32),
+    /// The file systems with the libraries and packages of the process with this pid.
+    Packages(i32),
 }
 
 type Device = (u32, u32);

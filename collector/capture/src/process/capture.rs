@@ -427,6 +427,12 @@ impl Capture<'_> {
                 timed,
             });
         }
+        if space.is_some() && Instant::now() < self.deadline {
+            let objects = places.list.iter().filter_map(|place| place.image.as_ref());
+            let files = self.process.sample.py_stacktrace.iter().flat_map(|thread| &thread.frames);
+            let files = files.map(|frame| frame.file_name.as_str());
+            self.process.sample.libraries = self.images.libraries(self.pid, objects, files);
+        }
         self.process.places = places.list;
     }
 }

@@ -125,6 +125,11 @@ function buildVerdict() {
     return el("li", {}, button, button ? " " : null, line.text);
   });
   if (evidence.length) box.append(el("h2", {}, "Evidence"), el("ul", { class: "evidence" }, evidence));
+  // Verdicts of earlier releases have none.
+  const defects = (VERDICT.known_defects ?? []).map(({ text, url, ranks }) =>
+    el("li", {}, rankButton(runsOf(ranks), "a known defect"), ` ${text} ${url}`),
+  );
+  if (defects.length) box.append(el("h2", {}, "Known defects"), el("ul", { class: "evidence" }, defects));
   if (VERDICT.ruled_out.length) {
     box.append(
       el(
