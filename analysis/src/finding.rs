@@ -69,6 +69,8 @@ pub(crate) enum RankFact {
     Polls,
     /// It launched the awaited collective, and exited normally before that completed.
     EndedAfterLaunch,
+    /// gloo aborted it in the collective of the explanation.
+    AbortedByGloo,
     /// It has launched a collective, which its device has not started.
     NotStarted { op: Op, seq: u64 },
     /// It waits for its device, and none of its collectives is pending.

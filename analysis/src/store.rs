@@ -53,11 +53,12 @@ impl<'a> Case<'a> {
         waits.into_values().collect()
     }
 
-    /// The keys that ranks wait for, without those that name a rank that waits itself: it has set
-    /// its own key before. All keys if nothing else remains.
-    pub fn missing_keys(&self) -> Vec<MissingKey> {
-        let waits = self.key_waits();
+    /// The keys that these ranks wait for, without those that name a rank that waits itself: it has
+    /// set its own key before. All keys if nothing else remains.
+    pub fn missing_keys(&self, of: &[usize]) -> Vec<MissingKey> {
+        let mut waits = self.key_waits();
         let waiters: BTreeSet<usize> = waits.iter().flat_map(|wait| wait.waiters.iter().copied()).collect();
+        waits.retain(|wait| wait.waiters.iter().any(|waiter| of.contains(waiter)));
         let keys: BTreeSet<&str> = waits
             .iter()
             .flat_map(|wait| wait.operation.store_keys.iter().map(String::as_str))
@@ -72,9 +73,9 @@ impl<'a> Case<'a> {
         if open.is_empty() { all } else { open }
     }
 
-    /// The ranks that all keys name which nobody has set. Empty if a key names no rank.
-    pub fn key_owners(&self) -> Vec<usize> {
-        let owners: Option<BTreeSet<usize>> = self.missing_keys().iter().map(|missing| missing.owner).collect();
+    /// The ranks that have to set the keys for which these ranks wait, if all keys name a rank.
+    pub fn key_owners(&self, of: &[usize]) -> Vec<usize> {
+        let owners: Option<BTreeSet<usize>> = self.missing_keys(of).iter().map(|missing| missing.owner).collect();
         owners.unwrap_or_default().into_iter().collect()
     }
 

@@ -159,9 +159,9 @@ fn awaited_keys(call: &Operation) -> String {
     keys(call.store_keys.iter().map(String::as_str), call.store_key_count as usize)
 }
 
-/// The keys that ranks wait for in the store and that nobody has set, if they are known.
-fn missing_keys(case: &Case<'_>) -> Option<String> {
-    let missing = case.missing_keys();
+/// The keys that these ranks wait for in the store and that nobody has set, if they are known.
+fn missing_keys(case: &Case<'_>, of: &[usize]) -> Option<String> {
+    let missing = case.missing_keys(of);
     let text = || keys(missing.iter().map(|missing| missing.key.as_str()), missing.len());
     (!missing.is_empty()).then(text)
 }

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     case::Case,
     explanation::{CollectiveFault, Differ, Explanation, OperationVariant, Property, TransferFault},
-    finding::{CollectiveFact, Exclusion, Fact, Finding},
+    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     text::{self, name},
     verdict::{Cause, Confidence},
@@ -139,7 +139,7 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = ends_differ(case, suspect, Property::Type, differ, key) {
         return Some(found);
     }
-    let (collective, most) = entered_or_aborted(case, suspect)?;
+    let (collective, aborted) = entered_or_aborted(case, suspect)?;
     if collective.dissent(case, operation_key).is_some() {
         return None;
     }
@@ -147,7 +147,7 @@ fn types_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let op = collective.operations.first()?.1.op();
     let variant = |dtype: &i32| OperationVariant::Type { op, dtype: DataType::try_from(*dtype).unwrap_or_default() };
     let found = finding(case, &collective, dissent, variant);
-    Some(Finding { confidence: found.confidence.min(most), ..found })
+    Some(with_aborted(found, aborted))
 }
 
 fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -156,7 +156,7 @@ fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = ends_differ(case, suspect, Property::Size, differ, |operation| operation.count) {
         return Some(found);
     }
-    let (collective, most) = entered_or_aborted(case, suspect)?;
+    let (collective, aborted) = entered_or_aborted(case, suspect)?;
     if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op()))
         || collective.dissent(case, operation_key).is_some()
     {
@@ -165,24 +165,35 @@ fn sizes_differ(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let dissent = collective.new_dissent(case, |operation| operation.count)?;
     let op = collective.operations.first()?.1.op();
     let found = finding(case, &collective, dissent, |count: &u64| OperationVariant::Elements { op, count: *count });
-    Some(Finding { confidence: found.confidence.min(most), ..found })
+    Some(with_aborted(found, aborted))
 }
 
-/// The collective of a suspect that all members have entered, or in which gloo aborted a suspect,
-/// and the highest confidence of a finding about it.
-fn entered_or_aborted<'a>(case: &Case<'a>, suspect: &Suspect) -> Option<(Collective<'a>, Confidence)> {
-    let entered = Collective::of(case, suspect).map(|collective| (collective, Confidence::High));
-    entered.or_else(|| {
-        let view = case.view(case.host_rank(suspect)?);
-        if view.exit() != Exit::Signal("SIGABRT") || view.has_device() {
-            return None;
-        }
-        let last = view.operations().filter(|operation| is_collective(operation)).last()?;
-        let comm = case.comms.iter().position(|comm| comm.id == last.communicator)?;
-        let event = Event::Collective { comm, seq: last.seq };
-        let aborted = last.status() != OpStatus::Completed;
-        Some((Collective::of(case, &Suspect::Complete(event)).filter(|_| aborted)?, Confidence::Medium))
-    })
+/// The collective of a suspect that all members have entered, or the one in which gloo aborted a
+/// suspect, with that suspect.
+fn entered_or_aborted<'a>(case: &Case<'a>, suspect: &Suspect) -> Option<(Collective<'a>, Option<usize>)> {
+    if let Some(entered) = Collective::of(case, suspect) {
+        return Some((entered, None));
+    }
+    let rank_index = case.host_rank(suspect)?;
+    let view = case.view(rank_index);
+    if view.exit() != Exit::Signal("SIGABRT") || view.has_device() {
+        return None;
+    }
+    let last = view.operations().filter(|operation| is_collective(operation)).last()?;
+    let comm = case.comms.iter().position(|comm| comm.id == last.communicator)?;
+    let event = Event::Collective { comm, seq: last.seq };
+    let unfinished = last.status() != OpStatus::Completed;
+    let collective = Collective::of(case, &Suspect::Complete(event)).filter(|_| unfinished)?;
+    Some((collective, Some(rank_index)))
+}
+
+/// A finding about a collective in which gloo aborted a rank, if there is one.
+fn with_aborted(mut found: Finding, aborted: Option<usize>) -> Finding {
+    if let Some(rank_index) = aborted {
+        found.confidence = found.confidence.min(Confidence::Medium);
+        found.evidence.insert(1, RankFact::AbortedByGloo.of(rank_index));
+    }
+    found
 }
 
 /// Whether all ranks that differ from the right group finalize their library. That is `teardown`.

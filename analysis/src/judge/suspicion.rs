@@ -254,7 +254,7 @@ fn key_owner(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     if ranks.waiting.is_empty() || ranks.manual || !ranks.waiting.iter().all(|index| case.uses_store(*index)) {
         return None;
     }
-    let owners = case.key_owners();
+    let owners = case.key_owners(&ranks.waiting);
     (!owners.is_empty() && owners.iter().all(|owner| ranks.others.contains(owner)))
         .then(|| hosts(owners, ranks.waiting.clone()))
 }

@@ -598,6 +598,9 @@ fn ranks_that_wait_for_another_number_of_a_barrier() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 3]);
+    let told = "Rank 2 has not set the key \"barrier/18\" that the others wait for in the store";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("and waits for the key \"barrier/17\" in the store"), "{}", verdict.sentence);
     let line = "rank 2 waits for the key \"barrier/17\" in c10d::TCPStore::wait";
     assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
 }
@@ -634,6 +637,8 @@ fn a_rank_that_gloo_aborted_is_not_to_blame_for_the_size_of_another() {
     };
     let verdict = aborts(|operation| operation.count = 4096).judge();
     expect(&verdict, Cause::SizeMismatch, &[2], Confidence::Medium);
+    let line = "gloo aborted rank 1 in it, as it does when more bytes arrive than fit";
+    assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
     let verdict = aborts(|operation| operation.dtype = DataType::Float64.into()).judge();
     expect(&verdict, Cause::DtypeMismatch, &[2], Confidence::Medium);
     // All sizes agree, or a device ran the collective: another reason aborted the rank.

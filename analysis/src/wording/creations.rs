@@ -50,7 +50,7 @@ pub(super) fn lines(case: &Case<'_>, fault: &CreationFault) -> Vec<EvidenceLine>
 /// only just started.
 fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_starting: bool) -> Statement {
     let what = match missed {
-        MissedStep::Key => match missing_keys(case) {
+        MissedStep::Key => match missing_keys(case, &case.stack_waiters) {
             Some(keys) => format!("not set {keys} that the others wait for in the store"),
             None => "not set the key that the others wait for in the store".to_owned(),
         },
@@ -66,7 +66,8 @@ fn missing(case: &Case<'_>, rank_index: usize, missed: MissedStep, still_startin
         false => "",
     };
     Statement::of_ranks(|number| {
-        format!("{} {what}{}{}", number.has(), case.location_clause(rank_index, number), progress(number))
+        let (place, own_wait) = (case.location_clause(rank_index, number), case.own_wait_clause(rank_index, number));
+        format!("{} {what}{place}{own_wait}{}", number.has(), progress(number))
     })
 }
 
@@ -87,7 +88,7 @@ fn few_elsewhere(case: &Case<'_>, few: &[usize], creating: &[usize], event: Even
     let (who, most) = (Ranks::of(case, few), Ranks::of(case, creating));
     let number = who.number();
     let step = if waits_in_store(case, creating) {
-        let keys = missing_keys(case).unwrap_or_else(|| "the key".to_owned());
+        let keys = missing_keys(case, creating).unwrap_or_else(|| "the key".to_owned());
         format!("set {keys} that {} wait for in the store", most.text())
     } else {
         format!("joined the creation of a communicator that {} are in", most.text())

@@ -79,6 +79,10 @@ fn of_rank(case: &Case<'_>, rank_index: usize, fact: &RankFact) -> Option<Eviden
             rank_index,
             "had launched that collective and exited normally before it was seen to complete, so it may have skipped it",
         ),
+        RankFact::AbortedByGloo => line(
+            format!("gloo aborted rank {} in it, as it does when more bytes arrive than fit", view.rank),
+            vec![view.rank],
+        ),
         RankFact::NotStarted { op, seq } => {
             let name = op_name(*op);
             about(case, rank_index, &format!("has launched {name} {seq}, and its device has not started it"))

@@ -236,7 +236,7 @@ impl<'a> Case<'a> {
             self.stack_waiters.first().map_or("", |rank_index| self.view(*rank_index).host.observed.witness.as_str());
         // The key, unless the sentence already names it.
         let in_store = self.stack_waiters.iter().all(|rank_index| self.uses_store(*rank_index));
-        let keys = missing_keys(self).filter(|keys| in_store && !sentence.contains(keys));
+        let keys = missing_keys(self, &self.stack_waiters).filter(|keys| in_store && !sentence.contains(keys));
         let keys = keys.map_or(String::new(), |keys| format!(" for {keys}"));
         match waiters.len() {
             0 => String::new(),
