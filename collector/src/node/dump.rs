@@ -9,11 +9,12 @@ use std::{
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{HangEvidence, Verdict, names_absent};
+use xpu_timer_analysis::{Status, Verdict, names_absent};
 use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
 use crate::{
-    incident::{judging, part::PartLocation},
+    incident::{judging, mild, part::PartLocation},
+    job::partition::ProcessId,
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
@@ -90,13 +91,14 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (task.plan.head.id.clone(), task.timeline_path.clone());
-    if task.may_be_idle && verdict.hang == HangEvidence::None {
-        let idle = outcome(incident, verdict, timeline_path, sampled_ns, (None, true, None));
-        return Outcome { is_idle: true, ..idle };
+    task.is_mild = task.may_be_mild && mild::is_mild(&verdict);
+    if task.is_mild {
+        verdict.timing.status = Status::Mild;
     }
+    let is_mild = task.is_mild;
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
-    outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part))
+    Outcome { is_mild, ..outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part)) }
 }
 
 fn outcome(
@@ -106,7 +108,7 @@ fn outcome(
     sampled_ns: u64,
     (path, written, part): (Option<PathBuf>, bool, Option<PartLocation>),
 ) -> Outcome {
-    Outcome { incident, path, verdict, is_idle: false, written, timeline_path, sampled_ns, part }
+    Outcome { incident, path, verdict, is_mild: false, written, timeline_path, sampled_ns, part }
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.
@@ -155,6 +157,14 @@ fn sample(
     }
 }
 
+/// The end of the launched command, which the verdict always contains.
+fn ended_command_text(task: &DumpTask, command: ProcessId) -> String {
+    let known = task.ended_commands.iter().find(|ended| ended.process == command);
+    let name = known.map(|ended| format!(" ({})", ended.command)).unwrap_or_default();
+    let how = known.and_then(|ended| ended.exit.as_ref()).map(|exit| format!(": {exit}")).unwrap_or_default();
+    format!("its launched command, pid {}{name}, has ended{how}", command.0)
+}
+
 fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: RelatedProcesses) -> Evidence {
     // The judge finds a process by its pid and the node of the rank that waits for it.
     let node = task.subjects.first().map_or(&task.node, |subject| &subject.node);
@@ -167,7 +177,9 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: Rel
         ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
     }
     for subject in &task.subjects {
-        ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
+        let mut rank = subject.evidence(taken.remove(&subject.rank).unwrap_or_default());
+        rank.errors.extend(subject.ended_command().map(|command| ended_command_text(task, command)));
+        ranks.insert(subject.rank, rank);
     }
     Evidence { world_size, ranks: ranks.into_values().collect(), processes, ..task.plan.evidence() }
 }

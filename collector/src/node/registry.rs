@@ -10,7 +10,11 @@ use std::{
 };
 
 use xpu_timer_analysis::Exit;
-use xpu_timer_proto::v1::{Hello, RankInfo};
+use xpu_timer_proto::{
+    procfs,
+    text::shortened,
+    v1::{Hello, RankInfo},
+};
 
 use crate::{
     config::Settings,
@@ -174,10 +178,22 @@ impl Rank {
         }
     }
 
+    /// Whether it belongs to a world that another one has replaced.
+    #[must_use]
+    pub fn is_past(&self) -> bool {
+        self.past
+    }
+
     /// Whether its process runs, or does not finish its exit.
     #[must_use]
     pub fn has_process(&self) -> bool {
         self.presence.is_alive() || self.lingers
+    }
+
+    /// Whether the launched command above this process runs: an agent, a front end.
+    #[must_use]
+    pub fn has_launcher(&self) -> bool {
+        self.process.as_ref().and_then(|process| process.launched).is_some_and(process::is_alive)
     }
 
     fn parent(&self) -> Option<ProcessId> {
@@ -203,10 +219,25 @@ impl Rank {
         self.process.as_ref().map_or(self.registered_ns, |process| process::started_ns(process.start, now_ns))
     }
 
-    /// Description for messages.
+    /// Description for messages. A process that does not know its rank is named by its pid and
+    /// command.
     #[must_use]
     pub fn title(&self) -> String {
-        format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job)
+        if self.info.rank >= 0 {
+            return format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job);
+        }
+        match shortened(&self.info.command, TITLE_BYTES) {
+            command if command.is_empty() => format!("process {} of job {}", self.pid(), self.job),
+            command => format!("process {} ({command}) of job {}", self.pid(), self.job),
+        }
+    }
+
+    /// The name of its process from `/proc/PID/comm`, which a program may set to its role; `None`
+    /// if the process has ended.
+    #[must_use]
+    pub fn process_title(&self) -> Option<String> {
+        let process = self.process.as_ref().filter(|process| !process.is_dead())?;
+        Some(procfs::name(process.pid)).filter(|name| !name.is_empty())
     }
 }
 
@@ -232,6 +263,8 @@ pub struct Registry {
     next: RankId,
 }
 
+/// Maximum length of a command in a message.
+const TITLE_BYTES: usize = 120;
 /// Exit handlers and destructors finish within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// A process that ended without ever having known its rank gives no evidence about others, and

@@ -1,0 +1,93 @@
+//! Processes that are no ranks, in jobs of several nodes: a rank of one node waits for a rank of
+//! another one, which waits for such a process.
+
+use std::{fs, path::Path};
+
+use serde_json::{Value, json};
+use xpu_timer_tests::{Job, PATIENCE, Process, python, tree, wait_until};
+
+use super::Cluster;
+
+/// A rank of two, and a front end that starts a helper and a rank that asks it.
+const PROGRAM: &str = r#"
+import os, signal, socket, subprocess, sys, time
+
+def ask_helper(channel):
+    channel.send(b"x")
+    return channel.recv(1)
+
+def rank(channel):
+    import cuda
+    cuda.set_device(0)
+    communicator = cuda.Communicator.create("world", int(os.environ["RANK"]), 2)
+    stream, buffer = cuda.Stream(), cuda.Buffer(64)
+    for step in range(1 << 30):
+        if step == 5 and channel is not None:
+            ask_helper(channel)
+        communicator.all_reduce(buffer, stream)
+        stream.synchronize()
+        time.sleep(0.02)
+
+def helper(channel):
+    with open("helper.pid.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("helper.pid.part", "helper.pid")
+    channel.recv(1)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def front_end():
+    ends = socket.socketpair()
+    def start(role, end, **variables):
+        command = [sys.executable, __file__, role, str(end.fileno())]
+        return subprocess.Popen(command, pass_fds=[end.fileno()], env=dict(os.environ, **variables))
+    helper = start("tokenizer", ends[0])
+    asks = start("rank", ends[1], RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for end in ends:
+        end.close()
+    asks.wait()
+    helper.kill()
+
+role, *descriptors = sys.argv[1:]
+channel = socket.socket(fileno=int(descriptors[0])) if descriptors else None
+{"rank": lambda: rank(channel), "tokenizer": lambda: helper(channel), "front_end": front_end}[role]()
+"#;
+
+fn start(job: &Job, folder: &Path, role: &str, variables: &[(&str, &str)]) -> Process {
+    let script = folder.join("serve.py");
+    fs::write(&script, PROGRAM).expect("the job's folder");
+    let mut command = job.launch(python());
+    command.arg(script).arg(role).current_dir(folder).envs(variables.iter().copied());
+    Process::spawn(command.env("PYTHONPATH", tree().join("tests/examples")))
+}
+
+#[test]
+fn a_stopped_process_that_is_no_rank_is_named_across_two_nodes() {
+    let cluster = Cluster::new();
+    let folder = &cluster.job.dir;
+    let [a, b] = ["node-a", "node-b"].map(|name| {
+        let settings = [("XPU_TIMER_JOB", "wide"), ("XPU_TIMER_HANG_TIMEOUT", "3"), ("XPU_TIMER_SAMPLE_INTERVAL", "1")];
+        let rendezvous = folder.join("rendezvous");
+        let job = settings.into_iter().fold(cluster.node_job(name), |job, (name, value)| job.with(name, value));
+        job.with("XPU_EXAMPLE_RENDEZVOUS", rendezvous.to_str().expect("UTF-8"))
+    });
+    let rank_0 = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")];
+    let _processes = [start(&a, folder, "rank", &rank_0), start(&b, folder, "front_end", &[])];
+    let incident = cluster.wait_incident(1);
+    let mut pid = None;
+    wait_until(PATIENCE, "the helper has said who it is", || {
+        pid = fs::read_to_string(folder.join("helper.pid")).ok().and_then(|pid| pid.parse::<i32>().ok());
+        pid.is_some()
+    });
+    let verdict = &incident.verdict;
+    assert_eq!((&verdict["cause"], &verdict["culprits"]), (&json!("process_stopped"), &json!([])), "{verdict:#}");
+    assert_eq!(verdict["victims"], json!([0, 1]), "{verdict:#}");
+    let process = &verdict["culprit_processes"][0];
+    assert_eq!(
+        (&process["rank"], &process["pid"], &process["node"]),
+        (&Value::Null, &json!(pid), &json!("node-b")),
+        "{verdict:#}"
+    );
+    assert!(process["command"].as_str().is_some_and(|command| command.contains("serve.py tokenizer")), "{verdict:#}");
+    let sentence = verdict["sentence"].as_str().expect("a sentence");
+    assert!(sentence.contains(&format!("process {}", pid.expect("a pid"))), "{sentence}");
+}
