@@ -25,6 +25,7 @@ use crate::{
     metrics::sampler::LivingRank,
     node::launched::{FORGET_AFTER_NS, Unregistered},
     os::{
+        clock::nanoseconds,
         process::{self, Handle},
         ring_file::RingFile,
     },
@@ -194,6 +195,17 @@ impl Rank {
     #[must_use]
     pub fn has_launcher(&self) -> bool {
         self.process.as_ref().and_then(|process| process.launched).is_some_and(process::is_alive)
+    }
+
+    /// Whether its end may go unnoticed: it failed after it had run for longer than the hang
+    /// timeout, and the launched command runs.
+    fn was_service(&self) -> bool {
+        let ran_ns = self.ended_ns.saturating_sub(self.registered_ns);
+        ran_ns > self.hang_timeout_ns() && !self.ended_in_order() && self.has_launcher()
+    }
+
+    fn hang_timeout_ns(&self) -> u64 {
+        nanoseconds(self.settings.hang_timeout)
     }
 
     fn parent(&self) -> Option<ProcessId> {
@@ -537,7 +549,11 @@ impl Registry {
         }
         let alive = self.living_jobs();
         self.ranks.retain(|_, rank| {
-            let keep_ns = if rank.info.rank < 0 { FORGET_RANKLESS_NS } else { FORGET_AFTER_NS };
+            let keep_ns = match rank.info.rank {
+                0.. => FORGET_AFTER_NS,
+                _ if rank.was_service() => rank.hang_timeout_ns() + FORGET_RANKLESS_NS,
+                _ => FORGET_RANKLESS_NS,
+            };
             alive.contains(&rank.job) || now_ns < rank.ended_ns + keep_ns
         });
         for rank in self.ranks.values_mut().filter(|rank| !rank.has_process()) {

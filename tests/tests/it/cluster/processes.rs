@@ -89,5 +89,5 @@ fn a_stopped_process_that_is_no_rank_is_named_across_two_nodes() {
     );
     assert!(process["command"].as_str().is_some_and(|command| command.contains("serve.py tokenizer")), "{verdict:#}");
     let sentence = verdict["sentence"].as_str().expect("a sentence");
-    assert!(sentence.contains(&format!("process {}", pid.expect("a pid"))), "{sentence}");
+    assert!(sentence.contains(&format!("Process {}", pid.expect("a pid"))), "{sentence}");
 }
