@@ -93,6 +93,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         moved,
         d_sleep,
         awaited,
+        connections,
     } = stacks::read(dump, training);
     HostFacts {
         stack,
@@ -141,6 +142,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         command,
         parent_pid,
         ended_parent_pid,
+        tcp_connections: connections,
     }
 }
 
@@ -165,6 +167,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         pid: facts.pid,
         parent_pid: facts.parent_pid,
         ended_parent_pid: facts.ended_parent_pid,
+        connections: facts.tcp_connections.clone(),
         command: facts.command.clone(),
         stack: facts.stack,
         state: facts.state.clone(),

@@ -64,7 +64,15 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
             by_pid.insert((view.node().unwrap_or_default(), pid), Member::Rank(index));
         }
     }
-    let chains = Chains { world, by_pid };
+    let mut by_connection: HashMap<(&str, &str), Vec<Member>> = HashMap::new();
+    let ranks = world.views.iter().enumerate().map(|(index, view)| (Member::Rank(index), &view.host));
+    let others = world.processes.iter().enumerate().map(|(index, process)| (Member::Process(index), &process.host));
+    for (member, host) in ranks.chain(others) {
+        for connection in &host.connections {
+            by_connection.entry((&connection.local, &connection.remote)).or_default().push(member);
+        }
+    }
+    let chains = Chains { world, by_pid, by_connection };
     let (mut of_ranks, mut of_processes, mut at_rest) = (Vec::new(), Vec::new(), Vec::new());
     for waiter in 0..world.views.len() {
         match chains.follow(waiter) {
@@ -83,6 +91,8 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
 struct Chains<'w, 'a> {
     world: &'w World<'a>,
     by_pid: HashMap<(&'w str, i32), Member>,
+    /// By the local and the remote address.
+    by_connection: HashMap<(&'w str, &'w str), Vec<Member>>,
 }
 
 impl Chains<'_, '_> {
@@ -171,7 +181,7 @@ impl Chains<'_, '_> {
         let own = self.pid(current);
         let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
         if others.is_empty() {
-            return Next::Nobody;
+            return self.on_other_node(current, awaited);
         }
         let member = |holder: &&Holder| self.by_pid.get(&(self.node(current), holder.pid)).copied();
         // A standard input comes from a person, or from a program that replaces one.
@@ -200,6 +210,20 @@ impl Chains<'_, '_> {
         let able = known.into_iter().filter(|one| !waits_alike(one.member) && !waits(one.member));
         self.likely(current, &able.collect::<Vec<_>>())
             .map_or(Next::Unknown, |member| Next::One { member, is_only: false })
+    }
+
+    /// The member on another node that has the other end of the awaited TCP connection.
+    fn on_other_node(&self, current: Member, awaited: &Awaited) -> Next {
+        let own = self.host(current).connections.iter().filter(|connection| connection.remote == awaited.name);
+        let peers = own.filter_map(|connection| self.by_connection.get(&(&*connection.remote, &*connection.local)));
+        let peers: HashSet<Member> = peers.flatten().copied().filter(|member| *member != current).collect();
+        let mut peers = peers.into_iter();
+        match (peers.next(), peers.next()) {
+            (None, _) => Next::Nobody,
+            (Some(member), None) => Next::One { member, is_only: true },
+            // Processes inherit connections.
+            (Some(_), Some(_)) => Next::Unknown,
+        }
     }
 
     /// The one of several candidates that is likely to have the other end in use.

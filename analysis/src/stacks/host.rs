@@ -1,7 +1,7 @@
 //! What is known of a process and its main thread, and what moved between its two samples.
 
 use xpu_timer_proto::server::{
-    Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+    Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
 };
 
 use super::{
@@ -96,6 +96,8 @@ pub(crate) struct Host {
     pub d_sleep: Option<DSleep>,
     /// The object that the system call of the main thread waits for.
     pub awaited: Option<Awaited>,
+    /// Its TCP connections to other machines.
+    pub connections: Vec<TcpConnection>,
 }
 
 impl Host {

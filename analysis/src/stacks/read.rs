@@ -104,6 +104,12 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
+        connections: [&dump.last_sample, &dump.first_sample]
+            .into_iter()
+            .flatten()
+            .map(|sample| sample.tcp_connections.clone())
+            .find(|connections| !connections.is_empty())
+            .unwrap_or_default(),
         observed,
     }
 }

@@ -1,5 +1,6 @@
-//! Removes old incident folders, by number and by age. Open incidents stay. Hangs, dumps by hand and
-//! promoted captures are counted separately, so that the others never push out the record of a hang.
+//! Removes old incident folders, by number and by age. Open incidents stay. Hangs, dumps by hand
+//! and promoted captures are counted separately, so that the others never push out the record of a
+//! hang. Also removes mild captures.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

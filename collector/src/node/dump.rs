@@ -20,7 +20,7 @@ use crate::{
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
-        related::RelatedProcesses,
+        related::{RelatedProcesses, connected_processes},
     },
     os::clock::Now,
 };
@@ -52,6 +52,8 @@ const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
 /// The first sample finds all caches cold (a libtorch has half a gigabyte), so it may use the time
 /// up to the second one.
 const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
+/// Time limit to find the processes with connections to other machines.
+const CONNECTIONS_DEADLINE: Duration = Duration::from_millis(200);
 /// The time from the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
 
@@ -78,12 +80,17 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     let mut related = RelatedProcesses::default();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
-    related.sample(0, captures, &taken, CAPTURE_DEADLINE);
+    // Ranks of other nodes may wait for processes here.
+    let connected = match task.for_cluster {
+        Some(_) => connected_processes(&task.commands, &taken, CONNECTIONS_DEADLINE),
+        None => Vec::new(),
+    };
+    related.sample(0, captures, &taken, &connected, CAPTURE_DEADLINE);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
     shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
     sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
-    related.sample(1, captures, &taken, CAPTURE_DEADLINE);
+    related.sample(1, captures, &taken, &[], CAPTURE_DEADLINE);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
 
     let evidence = evidence(&task, taken, related);
@@ -178,7 +185,8 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: Rel
     }
     for subject in &task.subjects {
         let mut rank = subject.evidence(taken.remove(&subject.rank).unwrap_or_default());
-        rank.errors.extend(subject.ended_command().map(|command| ended_command_text(task, command)));
+        let is_known = |command: ProcessId| task.ended_commands.iter().any(|ended| ended.process == command);
+        rank.errors.extend(subject.ended_command(is_known).map(|command| ended_command_text(task, command)));
         ranks.insert(subject.rank, rank);
     }
     Evidence { world_size, ranks: ranks.into_values().collect(), processes, ..task.plan.evidence() }

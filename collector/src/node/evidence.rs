@@ -66,10 +66,15 @@ impl Subject {
         (!process::is_alive(parent)).then_some(parent.0)
     }
 
-    /// The launched command above this process, if it has ended.
+    /// The launched command above this process, if it has ended. `is_known` tells of a command
+    /// whether this collector knows that. A command of another PID namespace only seems to have
+    /// ended.
     #[must_use]
-    pub fn ended_command(&self) -> Option<ProcessId> {
-        self.process.as_ref()?.launched.filter(|launched| !process::is_alive(*launched))
+    pub fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {
+        let process = self.process.as_ref()?;
+        let has_ended =
+            |command: &ProcessId| !process::is_alive(*command) && (process.launched_ran || is_known(*command));
+        process.launched.filter(has_ended)
     }
 
     /// Checks again whether the process runs: it may have ended since the trigger.

@@ -12,6 +12,7 @@ use std::{
 use serde_json::json;
 use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
+use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
     error::{Error, chain},
@@ -111,10 +112,13 @@ impl NodeState {
     }
 
     /// Whether a verdict without a hang on an incident is only logged: no user has requested the
-    /// dump, or a report of idle jobs. A job of several nodes is examined by all of them together.
+    /// dump, or a report of idle jobs, and not all ranks have died. A job of several nodes is
+    /// examined by all of them together.
     fn may_be_mild(&self, incident: &Incident) -> bool {
         let ranks = self.registry.of_job(&incident.head.job);
+        let is_death = incident.head.trigger.kind() == TriggerKind::Death;
         self.settings.cluster.is_none()
+            && !(is_death && !ranks.iter().any(|rank| rank.has_process()))
             && !incident.seen.contains(&Cause::Manual)
             && !(incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle))
     }
@@ -216,6 +220,7 @@ impl NodeState {
             for_cluster,
             may_be_mild: self.may_be_mild(incident),
             is_mild: false,
+            commands: self.launched.running_commands().collect(),
             ended_commands: self.launched.ended_commands().to_vec(),
             job_started_ns: of_job.iter().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(now.mono_ns),
         };

@@ -145,6 +145,11 @@ impl Launched {
         self.commands.push(LaunchedCommand { process: command, command: text });
     }
 
+    /// The pids of the launched commands that run.
+    pub fn running_commands(&self) -> impl Iterator<Item = i32> {
+        self.commands.iter().filter(|command| !command.process.is_dead()).map(|command| command.process.pid)
+    }
+
     /// The launched commands that have ended, oldest first.
     #[must_use]
     pub fn ended_commands(&self) -> &[EndedCommand] {

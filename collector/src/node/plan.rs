@@ -56,6 +56,8 @@ pub struct DumpTask {
     pub may_be_mild: bool,
     /// Whether the verdict is one of those.
     pub is_mild: bool,
+    /// The pids of the launched commands that run on this node.
+    pub commands: Vec<i32>,
     /// The launched commands of this node that have ended.
     pub ended_commands: Vec<EndedCommand>,
     /// When the first process of the job was started, CLOCK_MONOTONIC.

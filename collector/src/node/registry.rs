@@ -339,9 +339,11 @@ impl Registry {
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
         // Agents count their attempts separately.
         for rank in entries().filter(|rank| rank.info.attempt == attempt || rank.presence.is_alive()) {
-            // Prefers the living entry, else the newest, which comes last.
-            let keep =
-                ranks.get(&rank.info.rank).is_some_and(|old| old.presence.is_alive() && !rank.presence.is_alive());
+            // Prefers the living entry, else the newest, which comes last. A younger process does not
+            // replace a living one of its attempt.
+            let keep = ranks.get(&rank.info.rank).is_some_and(|old| {
+                old.presence.is_alive() && (!rank.presence.is_alive() || old.info.attempt >= rank.info.attempt)
+            });
             if !keep {
                 ranks.insert(rank.info.rank, rank);
             }
@@ -559,7 +561,10 @@ impl Registry {
         for rank in self.ranks.values_mut().filter(|rank| !rank.has_process()) {
             // In a world that continues, the record of an ended rank shows how far it came.
             let counts = alive.contains(&rank.job) && !rank.past && !rank.auxiliary;
-            if !counts && (rank.past || now_ns >= rank.ended_ns + KEEP_RING_NS) {
+            // The death of all ranks becomes an incident if their launcher outlives it.
+            let is_outlived = !rank.ended_in_order() && rank.has_launcher();
+            let keep_ns = if is_outlived { rank.hang_timeout_ns() + KEEP_RING_NS } else { KEEP_RING_NS };
+            if !counts && (rank.past || now_ns >= rank.ended_ns + keep_ns) {
                 rank.ring = None;
             }
         }

@@ -3,12 +3,12 @@
 //! like ranks.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     time::{Duration, Instant},
 };
 
 use tracing::warn;
-use xpu_timer_capture::ProcessCapture;
+use xpu_timer_capture::{ProcessCapture, sock_diag};
 use xpu_timer_proto::{procfs, v1::ProcessEvidence};
 
 use crate::node::{
@@ -18,6 +18,10 @@ use crate::node::{
 
 /// Maximum number of such processes of one incident.
 const MAX_PROCESSES: usize = 32;
+/// Number of processes below the launched commands that are looked at for their connections.
+const MAX_BELOW_COMMANDS: usize = 256;
+/// Number of these that are captured.
+const MAX_CONNECTED: usize = 16;
 /// Maximum number of processes between a rank and the end of a chain.
 const MAX_CHAIN: usize = 8;
 
@@ -29,12 +33,14 @@ pub struct RelatedProcesses {
 
 impl RelatedProcesses {
     /// Captures the processes that the sample `which` of the ranks leads to, until no new one is
-    /// found or the time is up. Those of the first sample are captured again in the second.
+    /// found or the time is up. Those of the first sample are captured again in the second. `others`
+    /// are captured in any case.
     pub fn sample(
         &mut self,
         which: usize,
         captures: &Captures,
         ranks: &BTreeMap<u32, RankCapture>,
+        others: &[i32],
         deadline: Duration,
     ) {
         let until = Instant::now() + deadline;
@@ -45,6 +51,7 @@ impl RelatedProcesses {
         let captured: BTreeSet<i32> = of_ranks.iter().map(|process| process.pid).collect();
         let mut wanted: BTreeSet<i32> = self.samples.keys().copied().collect();
         wanted.extend(of_ranks.iter().flat_map(|process| awaited(process)));
+        wanted.extend(others);
         for _ in 0..MAX_CHAIN {
             let is_new = |pid: &i32| {
                 let is_known =
@@ -89,6 +96,21 @@ impl RelatedProcesses {
         let children = children.map(|(_, [first, last])| of_process([first.cloned(), last.cloned()], node));
         children.chain(self.samples.into_values().map(|samples| of_process(samples, node))).collect()
     }
+}
+
+/// The launched commands and their descendants that have a TCP connection to another machine: ranks
+/// of other nodes may wait for them.
+#[must_use]
+pub fn connected_processes(commands: &[i32], ranks: &BTreeMap<u32, RankCapture>, deadline: Duration) -> Vec<i32> {
+    let until = Instant::now() + deadline;
+    let of_ranks = ranks.values().flat_map(|taken| taken.samples.iter().flatten()).flat_map(with_children);
+    let of_ranks: HashSet<i32> = of_ranks.map(|process| process.pid).collect();
+    let others = commands.iter().copied().filter(|pid| !of_ranks.contains(pid));
+    let below = |pid: i32| std::iter::once(pid).chain(procfs::descendants_until(pid, &of_ranks, Some(until)).0);
+    let all: BTreeSet<i32> = others.flat_map(below).take(MAX_BELOW_COMMANDS).collect();
+    let mut connected = sock_diag::connected_to_other_machines(all, until);
+    connected.truncate(MAX_CONNECTED);
+    connected
 }
 
 fn with_children(process: &ProcessCapture) -> Vec<&ProcessCapture> {

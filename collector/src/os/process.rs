@@ -91,6 +91,8 @@ pub struct Handle {
     pub ancestors: Vec<ProcessId>,
     /// The launched command above it; known only for processes that connected.
     pub launched: Option<ProcessId>,
+    /// Whether that command ran when this process connected, in the collector's namespace.
+    pub launched_ran: bool,
     fd: OwnedFd,
 }
 
@@ -105,7 +107,9 @@ impl Handle {
         let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
         let ancestors = ancestors(pid, &source);
         let launched = launched_command(pid, &source);
-        Ok(Handle { instance: instance_in(pid, &source), rank, ancestors, launched, ..Handle::open(pid)? })
+        let launched_ran = launched.is_some_and(is_alive);
+        let instance = instance_in(pid, &source);
+        Ok(Handle { instance, rank, ancestors, launched, launched_ran, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -114,7 +118,7 @@ impl Handle {
         let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let (instance, ancestors) = (String::new(), Vec::new());
-        let handle = Handle { pid, start, instance, rank: None, ancestors, launched: None, fd };
+        let handle = Handle { pid, start, instance, rank: None, ancestors, launched: None, launched_ran: false, fd };
         // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());

@@ -127,14 +127,22 @@ static SERVER_DEVICE_STATUS: [(u32, Field); 6] = [
 impl Shaped for crate::server::DeviceStatus {
     const SHAPE: &'static Shape = &SERVER_DEVICE_STATUS;
 }
-static SERVER_PROCESS_SAMPLE: [(u32, Field); 4] = [
+static SERVER_PROCESS_SAMPLE: [(u32, Field); 5] = [
     (1, Field::Message(&SERVER_PSTACK_STACKTRACE)),
     (2, Field::Message(&SERVER_PY_SPY_STACKTRACE)),
     (3, Field::Text),
     (7, Field::Text),
+    (11, Field::Message(&SERVER_TCP_CONNECTION)),
 ];
 impl Shaped for crate::server::ProcessSample {
     const SHAPE: &'static Shape = &SERVER_PROCESS_SAMPLE;
+}
+static SERVER_TCP_CONNECTION: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (2, Field::Text),
+];
+impl Shaped for crate::server::TcpConnection {
+    const SHAPE: &'static Shape = &SERVER_TCP_CONNECTION;
 }
 static SERVER_CHILD_PROCESS: [(u32, Field); 2] = [
     (3, Field::Text),
@@ -218,7 +226,7 @@ static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
 }
-static V1_HOST_FACTS: [(u32, Field); 13] = [
+static V1_HOST_FACTS: [(u32, Field); 14] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -232,6 +240,7 @@ static V1_HOST_FACTS: [(u32, Field); 13] = [
     (14, Field::Message(&SERVER_AWAITED)),
     (15, Field::Text),
     (17, Field::Text),
+    (20, Field::Message(&SERVER_TCP_CONNECTION)),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;

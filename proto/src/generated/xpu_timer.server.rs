@@ -186,6 +186,19 @@ pub struct ProcessSample {
     /// Bytes read from and written to the process's open TCP connections; 0 when they cannot be read.
     #[prost(uint64, tag = "10")]
     pub tcp_bytes: u64,
+    /// Its TCP connections to other machines; at most 32.
+    #[prost(message, repeated, tag = "11")]
+    pub tcp_connections: ::prost::alloc::vec::Vec<TcpConnection>,
+}
+/// A TCP connection of a process. Its other end is the process whose connection has both addresses
+/// exchanged.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TcpConnection {
+    /// `10.0.0.1:29500`, or `\[2001:db8::1\]:29500`.
+    #[prost(string, tag = "1")]
+    pub local: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub remote: ::prost::alloc::string::String,
 }
 /// A child process of a rank (a data loader worker, a checkpoint writer), in both samples.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -679,6 +679,9 @@ pub struct HostFacts {
     /// Process id of the parent that started it, if that has ended; else 0.
     #[prost(int32, tag = "19")]
     pub ended_parent_pid: i32,
+    /// Its TCP connections to other machines.
+    #[prost(message, repeated, tag = "20")]
+    pub tcp_connections: ::prost::alloc::vec::Vec<super::server::TcpConnection>,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {
