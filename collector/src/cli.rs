@@ -141,7 +141,13 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             }
             Ok(cluster::run(settings)?)
         }
-        Role::Incidents { url, json, all, what } => run_incidents(url, json, &what.unwrap_or(Incidents::List { all })),
+        Role::Incidents { url, json, all, what } => {
+            let what = match what.unwrap_or(Incidents::List { all }) {
+                Incidents::List { all: of_list } => Incidents::List { all: all || of_list },
+                other => other,
+            };
+            run_incidents(url, json, &what)
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace};
+use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace, TcpConnection};
 
 use super::{
     classify::{classify_without, receives},
@@ -104,14 +104,16 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
-        connections: [&dump.last_sample, &dump.first_sample]
-            .into_iter()
-            .flatten()
-            .map(|sample| sample.tcp_connections.clone())
-            .find(|connections| !connections.is_empty())
-            .unwrap_or_default(),
+        connections: connections(dump),
         observed,
     }
+}
+
+/// The TCP connections to other machines in the last sample that has any.
+fn connections(dump: &Stacktrace) -> Vec<TcpConnection> {
+    let samples = [&dump.last_sample, &dump.first_sample].into_iter().flatten();
+    let connected = samples.map(|sample| &sample.tcp_connections).find(|connections| !connections.is_empty());
+    connected.cloned().unwrap_or_default()
 }
 
 /// The state of a process that is traced in the last sample. A debugger holds it only if it did so

@@ -144,14 +144,8 @@ fn write_folder(
     };
 
     let mut problems = Problems::default();
-    let world = evidence.world_size;
-    for subject in &task.subjects {
-        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
-        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
-        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
-        if !steps.step() {
-            return given_up();
-        }
+    if !write_dumps(found, &folder, &mut problems, steps) {
+        return given_up();
     }
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
     let part =
@@ -200,6 +194,18 @@ fn write_folder(
     }
     mild::draw(&task.timeline_path, &verdict.timing.earlier);
     (Some(folder.path), written, part)
+}
+
+/// Writes the dumps of the ranks. Returns whether the other thread still waits.
+fn write_dumps(found: &Findings, folder: &Folder, problems: &mut Problems, steps: &Steps) -> bool {
+    let Findings { task, evidence } = found;
+    let world = evidence.world_size;
+    task.subjects.iter().all(|subject| {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { return true };
+        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
+        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        steps.step()
+    })
 }
 
 /// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.
