@@ -141,7 +141,7 @@ impl NodeState {
         let Some(incident) = self.engine.get(&id) else { return };
         if !self.may_be_mild(incident) {
             if let Some(path) = path {
-                self.disk.submit_for(path, |path| retention::discard_capture(path));
+                self.disk.submit_for(path, retention::discard_capture);
             }
             return self.capture_alone(&id);
         }
