@@ -120,16 +120,14 @@ fn run(scenario: &mut Scenario, compiled: &Compiled, folder: &Path, kill: bool) 
     let mut ranks = Process::spawn(command.args(&scenario.arguments));
     match &scenario.truth {
         Truth::Hang { .. } => {
-            let incident = hang(&job, &mut ranks, Job::finished_incidents)?;
+            let incident = hang(&job, &mut ranks)?;
             if kill {
                 ended(&job, &incident)?;
             }
             Reported::of(&incident.verdict).map(Some)
         }
         Truth::Passes { stands_still, .. } => {
-            // A verdict without a hang makes no incident; its capture has the verdict.
-            let of_all = |job: &Job| [job.finished_incidents(), job.mild_captures()].concat();
-            let incident = hang(&job, &mut ranks, of_all)?;
+            let incident = hang(&job, &mut ranks)?;
             if kill && *stands_still {
                 ended(&job, &incident)?;
             } else {
@@ -147,10 +145,12 @@ fn run(scenario: &mut Scenario, compiled: &Compiled, folder: &Path, kill: bool) 
     }
 }
 
-fn hang(job: &Job, ranks: &mut Process, verdicts: impl Fn(&Job) -> Vec<Incident>) -> Result<Incident> {
+/// The first verdict. One that shows no hang makes no incident, and is in a mild capture.
+fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
     let start = Instant::now();
     loop {
-        if let Some(incident) = verdicts(job).into_iter().next() {
+        let verdicts = [job.finished_incidents(), job.mild_captures()].concat();
+        if let Some(incident) = verdicts.into_iter().next() {
             return Ok(incident);
         }
         if let Some(status) = ranks.try_wait()
