@@ -112,6 +112,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         awaited,
         thread_waits,
         timed,
+        connections,
     } = stacks::read(dump, training);
     HostFacts {
         stack,
@@ -168,6 +169,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         other_thread: stacks::other_thread(dump, training),
         libraries: known_defects::libraries(dump),
         defect_signs: known_defects::signs(dump),
+        tcp_connections: connections,
     }
 }
 
@@ -192,6 +194,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         pid: facts.pid,
         parent_pid: facts.parent_pid,
         ended_parent_pid: facts.ended_parent_pid,
+        connections: facts.tcp_connections.clone(),
         command: facts.command.clone(),
         stack: facts.stack,
         state: facts.state.clone(),

@@ -182,6 +182,10 @@ impl Verdict {
         let mut text = String::new();
         paragraph(&mut text, &self.sentence, "");
         text.push('\n');
+        if let Some(reason) = &self.timing.promoted {
+            paragraph(&mut text, &format!("This capture shows no hang. It is kept because {reason}."), "");
+            text.push('\n');
+        }
         let others = self.culprit_processes.iter().filter(|process| process.rank.is_none());
         let others = others.map(|process| process_name(process.pid, &process.command));
         let ranks = Some(runs(&self.culprits)).filter(|ranks| !ranks.is_empty());
@@ -204,6 +208,10 @@ impl Verdict {
         );
         for defect in &self.known_defects {
             paragraph(&mut text, &known_line(defect), "             ");
+        }
+        if !self.timing.earlier.is_empty() {
+            let earlier = self.timing.earlier.join(", ");
+            paragraph(&mut text, &format!("earlier:     {earlier} (captures without a hang)"), "             ");
         }
         if let Some(line) = self.hook.line() {
             paragraph(&mut text, &format!("hook:        {line}"), "             ");

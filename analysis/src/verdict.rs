@@ -331,6 +331,8 @@ pub enum Status {
     Resolved,
     /// The job ended.
     Ended,
+    /// A capture that shows no hang. It is an incident only because the job hung or died later.
+    Mild,
 }
 
 /// What the hooks of all ranks measured about themselves.
@@ -398,6 +400,13 @@ pub struct Timing {
     pub seconds_from_timeout: Option<f64>,
     /// Errors of the collector while it handled the incident. Should be empty.
     pub errors: Vec<String>,
+    /// Earlier captures of the job, oldest first. They show no hang, and each is an incident with
+    /// this name.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub earlier: Vec<String>,
+    /// Why a capture that shows no hang is an incident. Absent for all other incidents.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub promoted: Option<String>,
 }
 
 /// Which ranks stopped the job, where, and why.

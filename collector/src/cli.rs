@@ -77,6 +77,9 @@ enum Role {
         /// Print JSON instead of text
         #[arg(long, global = true)]
         json: bool,
+        /// List the mild captures as well: dumps whose verdict shows no hang
+        #[arg(long)]
+        all: bool,
         #[command(subcommand)]
         what: Option<Incidents>,
     },
@@ -85,7 +88,11 @@ enum Role {
 #[derive(Debug, Subcommand)]
 enum Incidents {
     /// Lists all incidents, oldest first
-    List,
+    List {
+        /// List the mild captures as well: dumps whose verdict shows no hang
+        #[arg(long)]
+        all: bool,
+    },
     /// Lists the ranks that slow their job down without a hang
     Slow,
     /// Shows the verdict of one incident
@@ -134,14 +141,20 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             }
             Ok(cluster::run(settings)?)
         }
-        Role::Incidents { url, json, what } => run_incidents(url, json, &what.unwrap_or(Incidents::List)),
+        Role::Incidents { url, json, all, what } => {
+            let what = match what.unwrap_or(Incidents::List { all }) {
+                Incidents::List { all: of_list } => Incidents::List { all: all || of_list },
+                other => other,
+            };
+            run_incidents(url, json, &what)
+        }
     }
 }
 
 fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::Result<()> {
     let remote = Remote::new(url, &Source::process())?;
     let text = match what {
-        Incidents::List => remote.list(json, terminal_width())?,
+        Incidents::List { all } => remote.list(*all, json, terminal_width())?,
         Incidents::Slow => match remote.slow_ranks(json)? {
             none if none.is_empty() => "no slow ranks\n".into(),
             slow => slow,

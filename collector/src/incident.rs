@@ -3,6 +3,7 @@
 pub(crate) mod engine;
 pub mod folder;
 pub(crate) mod judging;
+pub(crate) mod mild;
 pub mod part;
 pub(crate) mod records;
 pub(crate) mod retention;

@@ -151,32 +151,42 @@ impl Job {
         Process::spawn(command.args(arguments))
     }
 
-    /// Incident folders that contain a `verdict.json`, oldest first.
+    /// Incident folders that contain a `verdict.json`, oldest first, without promoted captures.
     #[must_use]
     pub fn incidents(&self) -> Vec<Incident> {
-        let entries = fs::read_dir(self.dir.join("timeline")).into_iter().flatten().flatten();
-        let mut folders: Vec<PathBuf> = entries
-            .filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-"))
-            .map(|entry| entry.path())
-            .collect();
-        folders.sort();
-        folders
-            .into_iter()
-            .filter_map(|path| {
-                let verdict = serde_json::from_slice(&fs::read(path.join("verdict.json")).ok()?).ok()?;
-                Some(Incident { path, verdict })
-            })
-            .collect()
+        let mut incidents = folders_with_verdicts(&self.dir.join("timeline"));
+        incidents.retain(|incident| incident.verdict["status"] != "mild");
+        incidents
     }
 
-    /// The incidents up to the one that `latest` points to. The collector sets it when a folder is
+    /// Mild captures that became incidents, oldest first.
+    #[must_use]
+    pub fn promoted_captures(&self) -> Vec<Incident> {
+        let mut incidents = folders_with_verdicts(&self.dir.join("timeline"));
+        incidents.retain(|incident| incident.verdict["status"] == "mild");
+        incidents
+    }
+
+    /// Mild captures that are no incidents, oldest first.
+    #[must_use]
+    pub fn mild_captures(&self) -> Vec<Incident> {
+        folders_with_verdicts(&self.dir.join("timeline/mild"))
+    }
+
+    /// The incidents up to the one that `latest` points to, or up to a later dump by hand with a
+    /// report, which does not replace a hang there. The collector sets `latest` when a folder is
     /// finished.
     #[must_use]
     pub fn finished_incidents(&self) -> Vec<Incident> {
         let mut incidents = self.incidents();
         let latest = fs::canonicalize(self.dir.join("timeline/latest")).ok();
-        let finished = |incident: &Incident| latest.is_some() && fs::canonicalize(&incident.path).ok() == latest;
-        incidents.truncate(incidents.iter().position(finished).map_or(0, |last| last + 1));
+        let is_latest = |incident: &Incident| fs::canonicalize(&incident.path).ok() == latest;
+        let is_finished = |incident: &Incident| {
+            let is_by_hand = incident.verdict["trigger"]["kind"] == "manual";
+            is_latest(incident) || is_by_hand && incident.path.join("report.html").exists()
+        };
+        let last = incidents.iter().rposition(|incident| latest.is_some() && is_finished(incident));
+        incidents.truncate(last.map_or(0, |last| last + 1));
         incidents
     }
 
@@ -268,6 +278,23 @@ fn end_all(find: impl Fn() -> Vec<i32>) {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// The folders of incidents in `root` that contain a `verdict.json`, oldest first.
+fn folders_with_verdicts(root: &Path) -> Vec<Incident> {
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> = entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-"))
+        .map(|entry| entry.path())
+        .collect();
+    folders.sort();
+    folders
+        .into_iter()
+        .filter_map(|path| {
+            let verdict = serde_json::from_slice(&fs::read(path.join("verdict.json")).ok()?).ok()?;
+            Some(Incident { path, verdict })
+        })
+        .collect()
 }
 
 impl Default for Job {

@@ -98,6 +98,7 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) 
             let _ = write!(text, "; {word}: {}", style.red(&ranks_of(&culprits)));
             text.push_str(&on_nodes(merged, &culprits));
         }
+        push_processes(&mut text, verdict);
         text.push_str("\n\n");
     }
     if let Some(chosen) = about.chosen {
@@ -144,6 +145,15 @@ impl TerminalStyle {
 
     fn with(self, code: &str, text: &str) -> String {
         if self.0 { format!("\u{1b}[{code}m{text}\u{1b}[0m") } else { text.to_owned() }
+    }
+}
+
+/// Adds the culprits that are no ranks.
+fn push_processes(text: &mut String, verdict: &Verdict) {
+    for process in verdict.culprit_processes.iter().filter(|process| process.rank.is_none()).take(GROUPS_SHOWN) {
+        let node = if process.node.is_empty() { String::new() } else { format!(" on {}", line(&process.node)) };
+        let command = if process.command.is_empty() { String::new() } else { format!(": {}", line(&process.command)) };
+        let _ = write!(text, "\nculprit: pid {}{node}{command}", process.pid);
     }
 }
 

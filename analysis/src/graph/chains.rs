@@ -61,6 +61,8 @@ pub(super) struct Chain {
 pub(super) struct Chains<'w, 'a> {
     world: &'w World<'a>,
     by_pid: HashMap<(&'w str, i32), Member>,
+    /// By the local and the remote address.
+    by_connection: HashMap<(&'w str, &'w str), Vec<Member>>,
 }
 
 impl<'w, 'a> Chains<'w, 'a> {
@@ -75,7 +77,15 @@ impl<'w, 'a> Chains<'w, 'a> {
                 by_pid.insert((view.node().unwrap_or_default(), pid), Member::Rank(index));
             }
         }
-        Chains { world, by_pid }
+        let mut by_connection: HashMap<(&str, &str), Vec<Member>> = HashMap::new();
+        let ranks = world.views.iter().enumerate().map(|(index, view)| (Member::Rank(index), &view.host));
+        let others = world.processes.iter().enumerate().map(|(index, process)| (Member::Process(index), &process.host));
+        for (member, host) in ranks.chain(others) {
+            for connection in &host.connections {
+                by_connection.entry((&connection.local, &connection.remote)).or_default().push(member);
+            }
+        }
+        Chains { world, by_pid, by_connection }
     }
 
     /// The end of the chain that begins at a rank.
@@ -382,7 +392,7 @@ impl Chains<'_, '_> {
         let own = self.pid(current);
         let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
         if others.is_empty() {
-            return Next::Nobody;
+            return self.on_other_node(current, awaited);
         }
         // The standard input of a rank comes from a person, or from a program that replaces one.
         let is_typed = awaited.kind() == AwaitedKind::File && matches!(current, Member::Rank(_));
@@ -408,6 +418,20 @@ impl Chains<'_, '_> {
         let able = known.into_iter().filter(|one| !waits_alike(one.member) && !waits(one.member));
         let able: Vec<Candidate> = able.collect();
         if able.is_empty() { Next::Unknown } else { Next::Any(able) }
+    }
+
+    /// The member on another node that has the other end of the awaited TCP connection.
+    fn on_other_node(&self, current: Member, awaited: &Awaited) -> Next {
+        let own = self.host(current).connections.iter().filter(|connection| connection.remote == awaited.name);
+        let peers = own.filter_map(|connection| self.by_connection.get(&(&*connection.remote, &*connection.local)));
+        let peers: HashSet<Member> = peers.flatten().copied().filter(|member| *member != current).collect();
+        let mut peers = peers.into_iter();
+        match (peers.next(), peers.next()) {
+            (None, _) => Next::Nobody,
+            (Some(member), None) => Next::One(member),
+            // Processes inherit connections.
+            (Some(_), Some(_)) => Next::Unknown,
+        }
     }
 
     /// The one of several candidates that is likely to have the other end in use.

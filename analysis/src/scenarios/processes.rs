@@ -9,7 +9,7 @@ use crate::{
     verdict::Activity,
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, Holder},
+    server::{Awaited, AwaitedKind, Holder, Stacktrace, TcpConnection},
     v1::{Op, OpKind, TriggerKind},
 };
 
@@ -517,6 +517,32 @@ fn ranks_that_wait_for_their_ended_parent_are_not_to_blame() {
         );
         assert!(verdict.sentence.starts_with("Process 1050, which is not a rank, is dead; rank 2 waits for it"));
     }
+}
+
+#[test]
+fn a_chain_continues_over_a_tcp_connection_to_another_node() {
+    let connection = |local: &str, remote: &str| TcpConnection { local: local.into(), remote: remote.into() };
+    let connected = |dump: &mut Stacktrace, connections: &[TcpConnection]| {
+        dump.last_sample.as_mut().expect("a sample").tcp_connections = connections.to_vec();
+    };
+    let job_with = |of_server: &[TcpConnection]| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[]);
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        dump.stacktrace[0].awaited.as_mut().expect("it waits").name = "10.0.0.2:7000".into();
+        connected(dump, &[connection("10.0.0.1:4000", "10.0.0.2:7000"), connection("10.0.0.1:4001", "10.0.0.3:7000")]);
+        let server = job.process(50, "python3 server.py", Stack::sleep().state("T (stopped)", ""));
+        connected(server, of_server);
+        job.evidence.processes[0].node = "node-b".into();
+        job
+    };
+    let verdict = job_with(&[connection("10.0.0.2:7000", "10.0.0.1:4000")]).judge();
+    let text = verdict.to_text();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessStopped, vec![(None, 1050)]), "{text}");
+    assert_eq!((&*verdict.culprit_processes[0].node, &*verdict.victims), ("node-b", &[0, 1, 2, 3][..]), "{text}");
+    // The ports of both sides count.
+    let verdict = job_with(&[connection("10.0.0.2:7000", "10.0.0.1:4009")]).judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
 }
 
 /// The training thread.

@@ -1,7 +1,7 @@
 //! What is known of a process and its main thread, and what moved between its two samples.
 
 use xpu_timer_proto::server::{
-    Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+    Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
 };
 
 use super::{
@@ -100,6 +100,8 @@ pub(crate) struct Host {
     pub thread_waits: Vec<ThreadWait>,
     /// The main thread or another thread of the program waits with a timeout. `None` if unknown.
     pub timed: Option<bool>,
+    /// Its TCP connections to other machines.
+    pub connections: Vec<TcpConnection>,
 }
 
 /// What a thread other than the main thread waits for.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace};
+use xpu_timer_proto::server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace, TcpConnection};
 
 use super::{
     classify::{classify_without, receives},
@@ -104,6 +104,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaited: awaited(before.and_then(|before| before.0), main.0),
         thread_waits,
         timed,
+        connections: connections(dump),
         observed,
     }
 }
@@ -158,6 +159,13 @@ fn is_of_runtime(thread: &PstackStacktrace) -> bool {
     let of_runtime =
         |frame: &PstackFrame| patterns::RUNTIME_LIBRARIES.iter().any(|name| base_name(&frame.module).starts_with(name));
     thread.frames.iter().any(of_runtime)
+}
+
+/// The TCP connections to other machines in the last sample that has any.
+fn connections(dump: &Stacktrace) -> Vec<TcpConnection> {
+    let samples = [&dump.last_sample, &dump.first_sample].into_iter().flatten();
+    let connected = samples.map(|sample| &sample.tcp_connections).find(|connections| !connections.is_empty());
+    connected.cloned().unwrap_or_default()
 }
 
 /// The state of a process that is traced in the last sample. A debugger holds it only if it did so

@@ -118,12 +118,13 @@ impl Remote {
     }
 
     /// All incidents as text, oldest first, in lines of at most `width` characters if given,
-    /// followed by the slow ranks of running jobs. As JSON, the incidents only.
+    /// followed by the slow ranks of running jobs. As JSON, the incidents only. With `all`, the
+    /// list contains the mild captures.
     ///
     /// # Errors
     /// If the collector does not answer.
-    pub fn list(&self, as_json: bool, width: Option<usize>) -> Result<String> {
-        let list = self.json("/incidents")?;
+    pub fn list(&self, all: bool, as_json: bool, width: Option<usize>) -> Result<String> {
+        let list = self.json(if all { "/incidents?all=true" } else { "/incidents" })?;
         if as_json {
             return Ok(format!("{list:#}\n"));
         }
@@ -284,6 +285,8 @@ const JOB: usize = 1;
 /// A job name is never shortened below this.
 const SHORTEST_JOB: usize = 8;
 const GAP: &str = "  ";
+/// Number of processes that are shown of one incident; the rest is counted.
+const MAX_PROCESSES: usize = 4;
 
 /// The incidents of `/incidents` in lines of at most `width` characters. `None` shortens nothing,
 /// so that the output can be searched.
@@ -308,8 +311,26 @@ fn table(incidents: &[Value], width: Option<usize>) -> String {
         text.push_str(&line(row));
         let sentence = incident["sentence"].as_str().unwrap_or("no verdict yet");
         text.push_str(&clip(&format!("  {}", printable::line(sentence))));
+        process_lines(incident).iter().for_each(|line| text.push_str(&clip(&format!("    {line}"))));
     }
     text
+}
+
+/// The processes of the culprits, one per line.
+fn process_lines(incident: &Value) -> Vec<String> {
+    let all = incident["culprit_processes"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let line = |process: &Value| {
+        let text = |name: &str| process[name].as_str().filter(|text| !text.is_empty());
+        let rank = process["rank"].as_u64().map(|rank| format!("rank {rank}: ")).unwrap_or_default();
+        let node = text("node").map(|node| format!(" on {node}")).unwrap_or_default();
+        let command = text("command").map(|command| format!(": {command}")).unwrap_or_default();
+        printable::line(&format!("{rank}pid {}{node}{command}", process["pid"])).into_owned()
+    };
+    let mut lines: Vec<String> = all.iter().take(MAX_PROCESSES).map(line).collect();
+    if let Some(more) = all.len().checked_sub(MAX_PROCESSES).filter(|more| *more > 0) {
+        lines.push(format!("and {more} more processes; `show` lists their ranks, `--json` all of them"));
+    }
+    lines
 }
 
 fn widest(rows: &[Vec<String>], column: usize) -> usize {
@@ -335,7 +356,12 @@ fn table_row(incident: &Value) -> Vec<String> {
 fn culprits(incident: &Value) -> String {
     let ranks = incident["culprits"].as_array().into_iter().flatten();
     let ranks: RankSet = ranks.filter_map(|rank| rank.as_u64()?.try_into().ok()).collect();
-    if ranks.is_empty() { "-".into() } else { list_of(&ranks) }
+    let others = incident["culprit_processes"].as_array().into_iter().flatten();
+    let others = others.filter(|process| process["rank"].is_null());
+    let others = others.take(MAX_PROCESSES).map(|process| format!("pid {}", process["pid"]));
+    let ranks = Some(list_of(&ranks)).filter(|_| !ranks.is_empty());
+    let names: Vec<String> = ranks.into_iter().chain(others).collect();
+    if names.is_empty() { "-".into() } else { names.join(", ") }
 }
 
 /// The beginning of a text, with an ellipsis if it was cut.
@@ -399,6 +425,24 @@ mod tests {
         assert!(lines[2].starts_with("  Rank 2 waits for its data loader and") && lines[2].ends_with("so on"));
         assert_eq!(lines[3].split_whitespace().last(), Some("-"));
         assert_eq!(lines[4], "  no verdict yet");
+    }
+
+    #[test]
+    fn the_processes_of_the_culprits_have_lines_of_their_own() {
+        let process = |rank: Option<u32>, pid: i32, node: &str, command: &str| json!({ "rank": rank, "pid": pid, "node": node, "command": command });
+        let mut incident = json!({
+            "incident": "1", "culprits": [2], "sentence": "Both stand.",
+            "culprit_processes": [process(Some(2), 10, "a", "python3 train.py"), process(None, 8176, "", "")],
+        });
+        let lines = |incident: &Value| {
+            table(std::slice::from_ref(incident), None).lines().skip(1).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let found = lines(&incident);
+        assert!(found[0].ends_with("2, pid 8176"), "{found:?}");
+        assert_eq!(found[1..], ["  Both stand.", "    rank 2: pid 10 on a: python3 train.py", "    pid 8176"]);
+        incident["culprit_processes"] = (0..9).map(|pid| process(Some(0), pid, "a", "x")).collect();
+        let found = lines(&incident);
+        assert!(found.len() == 7 && found[6].starts_with("    and 5 more"), "{found:?}");
     }
 
     #[test]

@@ -83,6 +83,7 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
         "cause": verdict.cause,
         "confidence": verdict.confidence,
         "culprits": verdict.culprits,
+        "culprit_processes": verdict.culprit_processes,
         "sentence": verdict.sentence,
         "opened_at": verdict.timing.opened_at,
         "path": folder,

@@ -24,8 +24,8 @@ use crate::{
     incident::{
         Plan,
         folder::{Folder, rank_of},
-        judging,
-        verdict_files::write_verdict,
+        judging, records,
+        verdict_files::{change_verdict, link_latest, write_verdict},
         viewer,
     },
     job::NodeId,
@@ -339,14 +339,14 @@ impl Gather {
         self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.setup.plan.head.id);
-            let changed = crate::incident::verdict_files::change_verdict(&folder.path, |verdict| {
-                verdict.timing.errors.push(problem)
-            });
+            let changed = change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
             if let Err(error) = changed {
                 warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
             }
         }
-        if let Err(error) = folder.link_latest() {
+        let verdict = records::verdict(&folder.path);
+        let linked = verdict.map_or_else(|| folder.link_latest(), |verdict| link_latest(&folder, &verdict));
+        if let Err(error) = linked {
             warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
         }
     }

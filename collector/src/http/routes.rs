@@ -26,7 +26,10 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::{
     http::questions::{Question, QuestionSender, Refusal},
-    incident::records::{self, WithoutFolder},
+    incident::{
+        mild,
+        records::{self, WithoutFolder},
+    },
     json::Json,
 };
 
@@ -118,30 +121,40 @@ fn refusal(refused: Refusal) -> Response {
     (code, Json(json!({ "error": text }))).into_response()
 }
 
-/// The roots of incident folders, and the incidents without a folder; `None` if the loop does not
-/// answer.
-async fn known(answers: &impl QuestionSender) -> Option<(Roots, Vec<WithoutFolder>)> {
-    let roots = ask(answers, ANSWER, Question::Folders).await?;
+/// The roots of incident folders, those of mild captures if wanted, and the incidents without a
+/// folder; `None` if the loop does not answer.
+async fn known(answers: &impl QuestionSender, with_mild: bool) -> Option<(Roots, Vec<WithoutFolder>)> {
+    let mut roots = ask(answers, ANSWER, Question::Folders).await?;
+    if with_mild {
+        roots.extend(roots.iter().map(|root| mild::root_of(root)).collect::<Vec<_>>());
+    }
     Some((roots, ask(answers, ANSWER, Question::WithoutFolder).await?))
 }
 
-async fn incidents<A: QuestionSender>(State(answers): State<A>) -> Response {
-    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+#[derive(Deserialize)]
+struct ListQuery {
+    /// Whether to list the mild captures as well.
+    #[serde(default)]
+    all: bool,
+}
+
+async fn incidents<A: QuestionSender>(State(answers): State<A>, Query(query): Query<ListQuery>) -> Response {
+    let Some((roots, others)) = known(&answers, query.all).await else { return no_answer() };
     incident_list(roots, others).await
 }
 
 async fn incident<A: QuestionSender>(State(answers): State<A>, Path(id): Path<String>) -> Response {
-    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    let Some((roots, others)) = known(&answers, true).await else { return no_answer() };
     verdict_page(roots, others, id).await
 }
 
 async fn files<A: QuestionSender>(State(answers): State<A>, Path(id): Path<String>) -> Response {
-    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    let Some((roots, others)) = known(&answers, true).await else { return no_answer() };
     file_list(roots, others, id).await
 }
 
 async fn file<A: QuestionSender>(State(answers): State<A>, Path((id, name)): Path<(String, String)>) -> Response {
-    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    let Some((roots, others)) = known(&answers, true).await else { return no_answer() };
     file_page(roots, others, id, name).await
 }
 

@@ -139,6 +139,12 @@ impl Incident {
         self.seen.iter().any(|cause| *cause != Cause::Manual)
     }
 
+    /// Whether it is only about a job that launches nothing.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.seen.iter().all(|cause| *cause == Cause::Idle)
+    }
+
     fn add(&mut self, cause: Cause) {
         self.quiet_since_ns = None;
         self.seen.insert(cause.clone());
@@ -172,8 +178,12 @@ pub trait Jobs {
     /// Whether any rank of this attempt is running and no later attempt has begun.
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
 
+    /// Whether all ranks of this attempt have ended, at least one of them not in order, and the
+    /// launched command that had started them runs.
+    fn is_outlived(&self, job: &JobKey, attempt: u32) -> bool;
+
     /// How long the other ranks may take to follow a rank that ended: [`DEATH_GRACE_NS`], or longer
-    /// if the job is ending.
+    /// if the job is ending or all its ranks have ended.
     fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64;
 }
 
@@ -308,13 +318,31 @@ impl Engine {
         }
     }
 
-    /// Removes an incident whose job is idle, and returns the job. `None` if another cause has come
-    /// up since it was opened.
-    pub fn discard_idle(&mut self, id: &str) -> Option<JobKey> {
-        let is_idle = |incident: &&Incident| incident.seen.iter().all(|cause| *cause == Cause::Idle);
-        let job = self.incidents.get(id).filter(is_idle)?.head.job.clone();
-        self.incidents.remove(id);
-        Some(job)
+    /// The dump of an incident is finished and showed no problem. If the job is only idle, the
+    /// incident is over, and the result is true. Otherwise its causes are examined again while they
+    /// last. In both cases it does not count against the limit of the job's incidents.
+    pub fn found_mild(&mut self, id: &str, now: Now) -> bool {
+        let Some(incident) = self.incidents.get_mut(id) else { return false };
+        incident.dumped = Some(now);
+        incident.state = State::Dumped;
+        let is_idle = incident.is_idle();
+        let job = incident.head.job.clone();
+        self.throttle.refund(&job);
+        if is_idle {
+            self.incidents.remove(id);
+        }
+        is_idle
+    }
+
+    /// Gives an incident another name for its next dump: the old one is that of a mild capture.
+    pub fn rename_examined(&mut self, old: &str, now: Now) -> Option<String> {
+        let mut incident = self.incidents.remove(old)?;
+        let id = self.new_name(now);
+        incident.head.id.clone_from(&id);
+        // It counts as an incident unless it is found mild again.
+        self.throttle.allows(&incident.head.job, now.mono_ns);
+        self.incidents.insert(id.clone(), incident);
+        Some(id)
     }
 
     /// Removes an incident without a dump.
@@ -322,13 +350,18 @@ impl Engine {
         self.incidents.remove(id);
     }
 
-    fn open(&mut self, raise: RaisedCause, now: Now) -> Action {
+    fn new_name(&self, now: Now) -> String {
         // The part after the seconds makes names sort by time.
         let nanos = now.unix_ns % 1_000_000_000;
         let mut id = format!("{}-{nanos:08x}", crate::os::clock::compact(now.unix_ns));
         while self.incidents.contains_key(&id) {
             id.push('0');
         }
+        id
+    }
+
+    fn open(&mut self, raise: RaisedCause, now: Now) -> Action {
+        let id = self.new_name(now);
         let trigger = Trigger {
             kind: raise.cause.kind().into(),
             rank: raise.rank,
@@ -456,7 +489,7 @@ impl Engine {
         self.deaths = waiting;
         let due: Vec<(u64, RaisedCause)> = due;
         for (due_ns, death) in due {
-            if !jobs.is_alive(&death.job, death.attempt) {
+            if !jobs.is_alive(&death.job, death.attempt) && !jobs.is_outlived(&death.job, death.attempt) {
                 continue;
             }
             let ends_ns = death.since_ns + jobs.grace_ns(&death.job, death.attempt);

@@ -12,6 +12,10 @@ impl Jobs for Alive {
         self.0.get() && attempt == 0
     }
 
+    fn is_outlived(&self, _: &JobKey, _: u32) -> bool {
+        false
+    }
+
     fn grace_ns(&self, _: &JobKey, _: u32) -> u64 {
         DEATH_GRACE_NS
     }
@@ -418,4 +422,32 @@ fn records_of_earlier_releases_are_read() {
     assert_eq!((head.late_ns, head.opened), (8, Now { mono_ns: 9, unix_ns: 3 }));
     assert_eq!((head.trigger.kind(), head.trigger.rank), (TriggerKind::Operation, 5));
     assert_eq!(Record::new(&head).head(9).trigger, head.trigger);
+}
+
+#[test]
+fn a_mild_verdict_costs_no_incident_and_its_causes_are_examined_under_another_name() {
+    let mut engine = Engine::default();
+    let operation = |ticket| Cause::Operation { pid: 7, ticket };
+    // More often than incidents may follow each other.
+    for round in 0..20 {
+        let raise = RaisedCause {
+            job: job("j"),
+            attempt: 0,
+            rank: 0,
+            cause: operation(round),
+            operation: None,
+            since_ns: at(10 * round).mono_ns,
+            late_ns: 0,
+        };
+        let Some(Action::Dump(id)) = engine.raise(raise, at(10 * round)) else { panic!("round {round}") };
+        assert!(!engine.found_mild(&id, at(10 * round + 1)), "it is not only idle");
+        assert!(engine.restart_dump(&id));
+        let renamed = engine.rename_examined(&id, at(10 * round + 2)).expect("it is there");
+        assert!(renamed != id && engine.get(&id).is_none());
+        assert_eq!(engine.get(&renamed).map(|incident| incident.state), Some(State::Open));
+        assert!(!engine.found_mild(&renamed, at(10 * round + 3)));
+        engine.clear_cause(&job("j"), &operation(round), at(10 * round + 3));
+        let closed = engine.tick(&alive(), at(10 * round + 5));
+        assert_eq!(closed, [Action::Close(renamed, State::Resolved)]);
+    }
 }

@@ -46,10 +46,19 @@ impl Folder {
     /// # Errors
     /// If neither is writable.
     pub fn create(root: &Path, fallback: &Path, id: &str) -> MadeFolder {
-        match create_directories(root).and_then(|()| Self::create_named(root, id, None)) {
+        match Self::create_only(root, id) {
             Ok(folder) => Ok((folder, None)),
             Err(error) => Ok((Self::create_in_fallback(fallback, id, None)?, Some(error))),
         }
+    }
+
+    /// As [`Folder::create`], without a fallback.
+    ///
+    /// # Errors
+    /// If it is not writable.
+    pub fn create_only(root: &Path, id: &str) -> Result<Folder, Error> {
+        create_directories(root)?;
+        Self::create_named(root, id, None)
     }
 
     /// As [`Folder::create`], for a folder that belongs to `owner`. Two nodes of one name may share

@@ -110,6 +110,7 @@ fn line(verdict: &Verdict, folder: Option<&Path>) -> Value {
         "cause": verdict.cause,
         "confidence": verdict.confidence,
         "culprits": verdict.culprits,
+        "culprit_processes": verdict.culprit_processes,
         "sentence": verdict.sentence,
     })
 }
@@ -148,6 +149,7 @@ impl WithoutFolder {
                 "cause": null,
                 "confidence": null,
                 "culprits": [],
+                "culprit_processes": [],
                 "sentence": null,
             })
         };
@@ -214,6 +216,8 @@ pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> 
 /// The folder of an incident. The folder of a node's part has the name of the node after that of
 /// the incident.
 fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
+    // Reports link each other by the names of the folders.
+    let wanted = wanted.strip_prefix("incident-").unwrap_or(wanted);
     let all: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
     let part = |folder: &&PathBuf| id(folder).strip_prefix(wanted).is_some_and(|rest| rest.starts_with('-'));
     all.iter().find(|folder| id(folder) == wanted).or_else(|| all.iter().find(part)).cloned()
@@ -222,7 +226,7 @@ fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
 /// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
 #[must_use]
 pub fn was_requested_by_hand(folder: &Path) -> bool {
-    let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
+    let record = record(folder);
     verdict(folder).is_some_and(|verdict| {
         let was_asked_for = verdict.trigger.kind == "manual";
         // The cluster collector does not record causes: there, the verdict shows whether the job
@@ -231,6 +235,12 @@ pub fn was_requested_by_hand(folder: &Path) -> bool {
             record.map_or(!verdict.culprits.is_empty(), |record| record.seen.iter().any(|one| *one != Cause::Manual));
         was_asked_for && !hung
     })
+}
+
+/// The record of a node collector in a folder.
+#[must_use]
+pub fn record(folder: &Path) -> Option<Record> {
+    serde_json::from_slice(&read(&folder.join(RECORD))?).ok()
 }
 
 /// The verdict in a folder.

@@ -1,22 +1,25 @@
-//! Removes old incident folders, by number and by age. Open incidents stay. Hangs and dumps by hand
-//! are counted separately, so that dumps never push out the record of a hang.
+//! Removes old incident folders, by number and by age. Open incidents stay. Hangs, dumps by hand
+//! and promoted captures are counted separately, so that the others never push out the record of a
+//! hang. Also removes mild captures.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
     thread,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use tracing::{info, warn};
+use xpu_timer_analysis::Status;
 
 use crate::{
     config::RetentionLimits,
     incident::{
         folder::{id, incident_of, own_folders},
+        mild::root_of,
         records,
-        verdict_files::RECORD,
+        verdict_files::{RECORD, finish_leftovers, is_writer_gone},
     },
 };
 
@@ -25,6 +28,7 @@ pub fn start(roots: Vec<PathBuf>, keep: RetentionLimits, open: BTreeSet<String>)
     let work = move || {
         for root in roots {
             retire(&root, keep, &open, SystemTime::now());
+            trim_captures(&root, keep.age, SystemTime::now());
         }
     };
     if let Err(error) = thread::Builder::new().name("retention".into()).spawn(work) {
@@ -41,40 +45,67 @@ fn retire(root: &Path, keep: RetentionLimits, open: &BTreeSet<String>, now: Syst
     let ours: Vec<PathBuf> = own_folders(root).into_iter().filter(|folder| is_incident_folder(folder)).collect();
     // The parts of one incident are removed together: a file system that many nodes share has many
     // of them.
-    let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
+    let mut incidents: BTreeMap<String, Kind> = BTreeMap::new();
     // The verdicts are read only if there may be too many folders.
     let may_be_surplus = keep.count != 0 && ours.len() > keep.count;
     for folder in ours.iter().filter(|_| may_be_surplus) {
-        *incidents.entry(incident_of(folder)).or_insert(true) &= records::was_requested_by_hand(folder);
+        let kind = kind_of(folder);
+        incidents.entry(incident_of(folder)).and_modify(|known| *known = kind.min(*known)).or_insert(kind);
     }
-    let surplus: BTreeSet<&String> = [true, false]
+    let surplus: BTreeSet<&String> = [Kind::Hang, Kind::ByHand, Kind::Promoted]
         .into_iter()
-        .flat_map(|by_hand| {
+        .flat_map(|wanted| {
             let of_kind: Vec<&String> =
-                incidents.iter().filter(|(_, kind)| **kind == by_hand).map(|(incident, _)| incident).collect();
+                incidents.iter().filter(|(_, kind)| **kind == wanted).map(|(incident, _)| incident).collect();
             let count = of_kind.len().saturating_sub(keep.count);
             of_kind.into_iter().take(count)
         })
         .collect();
     for folder in &ours {
-        let age = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
-        let age = age.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
-        let old = !keep.age.is_zero() && age > keep.age;
+        let old = is_older(folder, keep.age, now);
         let name = id(folder);
         let is_surplus = surplus.contains(&incident_of(folder));
         if (!is_surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
             continue;
         }
-        // Renamed first, so that nobody sees a half-removed folder.
-        let renamed = root.join(format!("{REMOVED_PREFIX}{name}"));
-        match fs::rename(folder, &renamed).and_then(|()| fs::remove_dir_all(&renamed)) {
-            Ok(()) => {
-                info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
-            }
-            // Another collector removed it first.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
-        }
+        remove(root, folder, if old { "it is old" } else { "there are newer ones" });
+    }
+}
+
+/// What is counted together. An incident whose parts differ counts as the first that fits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Hang,
+    ByHand,
+    Promoted,
+}
+
+fn kind_of(folder: &Path) -> Kind {
+    if records::was_requested_by_hand(folder) {
+        Kind::ByHand
+    } else if records::verdict(folder).is_some_and(|verdict| verdict.timing.status == Status::Mild) {
+        Kind::Promoted
+    } else {
+        Kind::Hang
+    }
+}
+
+/// Whether the verdict in a folder is older than `age`; zero is no limit.
+fn is_older(folder: &Path, age: Duration, now: SystemTime) -> bool {
+    let written = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
+    let passed = written.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
+    !age.is_zero() && passed > age
+}
+
+/// Removes a folder of `root`, and logs why.
+fn remove(root: &Path, folder: &Path, why: &str) {
+    // Renamed first, so that nobody sees a half-removed folder.
+    let renamed = root.join(format!("{REMOVED_PREFIX}{}", id(folder)));
+    match fs::rename(folder, &renamed).and_then(|()| fs::remove_dir_all(&renamed)) {
+        Ok(()) => info!("{} is removed: {why}", folder.display()),
+        // Another collector removed it first.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
     }
 }
 
@@ -100,11 +131,73 @@ fn is_incident_folder(folder: &Path) -> bool {
     folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
 }
 
+/// Number of mild captures that are kept of a job.
+const OF_A_JOB: usize = 3;
+/// Number of mild captures that are kept of all jobs.
+const OF_ALL_JOBS: usize = 30;
+/// Size of all mild captures together. The oldest ones are removed first.
+const MAX_BYTES: u64 = 256 * 1024 * 1024;
+
+/// Removes the mild captures beside the incidents in `root` that are beyond the limits, and those
+/// that a killed collector left unfinished. `age` is the age after which incidents are removed;
+/// zero is no limit.
+pub fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
+    let root = root_of(root);
+    if !root.is_dir() {
+        return;
+    }
+    finish_removals(&root);
+    finish_leftovers(&root);
+    let (mut count, mut bytes) = (0, 0);
+    let mut of_jobs: BTreeMap<(String, String, String), usize> = BTreeMap::new();
+    // The newest come first.
+    for folder in own_folders(&root).iter().rev() {
+        let Some(record) = records::record(folder) else { continue };
+        let is_being_written = !record.writer.is_empty();
+        if is_being_written && !is_writer_gone(&record.writer) {
+            continue;
+        }
+        let of_job = of_jobs.entry((record.job, record.instance, record.boot)).or_default();
+        let size = bytes_in(folder);
+        let why = if is_being_written {
+            "its collector was killed"
+        } else if *of_job >= OF_A_JOB {
+            "there are newer ones of its job"
+        } else if count >= OF_ALL_JOBS || bytes + size > MAX_BYTES {
+            "there are newer ones"
+        } else if is_older(folder, age, now) {
+            "it is old"
+        } else {
+            *of_job += 1;
+            count += 1;
+            bytes += size;
+            continue;
+        };
+        remove(&root, folder, why);
+    }
+}
+
+/// Removes a mild capture.
+pub fn discard_capture(folder: &Path) {
+    if let Some(root) = folder.parent() {
+        remove(root, folder, "its job is captured again");
+    }
+}
+
+fn bytes_in(folder: &Path) -> u64 {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|status| status.len()).sum()
+}
+
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+    use crate::incident::{
+        engine::Record,
+        folder::own_stamp,
+        mild::tests::{capture, names as mild_names},
+        verdict_files::write_record,
+    };
 
     fn names(root: &Path) -> Vec<String> {
         let entries = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -194,5 +287,53 @@ mod tests {
         assert_eq!(names(root.path()).len(), 1);
         retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3700));
         assert_eq!(names(root.path()).len(), 0);
+    }
+
+    #[test]
+    fn the_last_captures_of_each_job_are_kept() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=5 {
+            capture(root.path(), number, "a", 1);
+        }
+        capture(root.path(), 6, "b", 1);
+        trim_captures(root.path(), Duration::ZERO, SystemTime::now());
+        assert_eq!(mild_names(&root_of(root.path())), ["3", "4", "5", "6"]);
+        trim_captures(root.path(), Duration::from_secs(3600), SystemTime::now() + Duration::from_secs(3700));
+        assert_eq!(mild_names(&root_of(root.path())), [""; 0]);
+    }
+
+    #[test]
+    fn captures_of_many_jobs_are_bounded_in_number_and_bytes() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=OF_ALL_JOBS as u64 + 5 {
+            capture(root.path(), number, &number.to_string(), 1);
+        }
+        trim_captures(root.path(), Duration::ZERO, SystemTime::now());
+        assert_eq!(mild_names(&root_of(root.path())).len(), OF_ALL_JOBS);
+        assert_eq!(mild_names(&root_of(root.path()))[0], "6");
+        for (number, bytes) in [(50, 20), (51, 0), (52, MAX_BYTES - 10_000)] {
+            let path = root_of(root.path()).join(format!("incident-20261121T{number:06}Z-00000001"));
+            capture(root.path(), number, &number.to_string(), 1);
+            fs::File::create(path.join("large")).unwrap().set_len(bytes).unwrap();
+        }
+        trim_captures(root.path(), Duration::ZERO, SystemTime::now());
+        let left = mild_names(&root_of(root.path()));
+        assert!(left.len() > 2 && left.len() < 10, "{left:?}");
+        assert_eq!(left[left.len() - 3..], ["50", "51", "52"]);
+    }
+
+    #[test]
+    fn a_capture_of_a_killed_collector_is_removed_and_one_in_progress_stays() {
+        let root = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let gone = format!("{} {}:1", own_stamp().rsplit_once(' ').unwrap().0, child.id());
+        for (number, writer) in [(1, own_stamp().to_string()), (2, gone)] {
+            capture(root.path(), number, "a", 1);
+            let folder = root_of(root.path()).join(format!("incident-20261121T{number:06}Z-00000001"));
+            write_record(&folder, &Record { writer, ..records::record(&folder).unwrap() });
+        }
+        trim_captures(root.path(), Duration::ZERO, SystemTime::now());
+        assert_eq!(mild_names(&root_of(root.path())), ["1"]);
     }
 }

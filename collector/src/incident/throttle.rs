@@ -61,6 +61,13 @@ impl<Job: Ord + Clone> Throttle<Job> {
         *free_at = now_ns.max(*free_at) + self.rate.refill_ns;
         true
     }
+
+    /// Takes back one call of [`Throttle::allows`] that returned true.
+    pub fn refund(&mut self, job: &Job) {
+        if let Some(free_at) = self.free_at.get_mut(job) {
+            *free_at = free_at.saturating_sub(self.rate.refill_ns);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -79,6 +86,8 @@ mod tests {
         assert_eq!(allowed(&mut throttle, 1, 3 * HANGS.refill_ns + 5), 2);
         assert_eq!(allowed(&mut throttle, 1, 100 * HANGS.refill_ns), HANGS.burst as usize);
         assert_eq!(throttle.wait_ns(&1, 100 * HANGS.refill_ns), HANGS.refill_ns, "until the next one");
+        throttle.refund(&1);
+        assert_eq!(allowed(&mut throttle, 1, 100 * HANGS.refill_ns), 1);
         assert_eq!(throttle.free_at.len(), 1, "jobs that are long gone are forgotten");
     }
 }

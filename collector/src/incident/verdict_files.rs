@@ -9,7 +9,7 @@ use std::{
 };
 
 use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict};
+use xpu_timer_analysis::{HangEvidence, Status, Verdict};
 use xpu_timer_proto::{Message, procfs, v1::Evidence};
 
 use crate::{
@@ -40,6 +40,23 @@ pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error
     let json = json::pretty(verdict);
     let text = folder.write("verdict.txt", verdict.to_text().as_bytes());
     folder.write("verdict.json", &json).and(text)
+}
+
+/// Makes `latest` point to a finished folder. A dump by hand that shows no hang does not replace a
+/// hang.
+///
+/// # Errors
+/// If the link cannot be made.
+pub fn link_latest(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
+    let is_hang = |verdict: &Verdict| verdict.hang != HangEvidence::None || verdict.trigger.kind != "manual";
+    let newest = || -> Option<Verdict> {
+        let path = folder.path.parent()?.join("latest/verdict.json");
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    };
+    if !is_hang(verdict) && newest().is_some_and(|newest| is_hang(&newest) && newest.incident != verdict.incident) {
+        return Ok(());
+    }
+    folder.link_latest()
 }
 
 /// Reads the verdict of a folder, changes it, and writes it back.
@@ -151,7 +168,7 @@ pub fn is_writer_gone(stamp: &str) -> bool {
 pub fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
     let (folder, _) = Folder::create(root, fallback, name)?;
     folder.release_reserve();
-    let written = try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest());
+    let written = try_write_verdict(&folder, verdict).and_then(|()| link_latest(&folder, verdict));
     if let Err(error) = written {
         // Removes it only if it is empty.
         let _ = fs::remove_dir(&folder.path);

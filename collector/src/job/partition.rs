@@ -98,6 +98,12 @@ impl Member {
     /// Whether they use two rendezvous. The start environment counts: a program may change its own
     /// environment, and one process may have registered before the change and another one after it.
     fn uses_other_rendezvous(&self, other: &Member) -> bool {
+        // A rank that starts the others may have changed what it was started with.
+        let own = self.rendezvous();
+        let is_family = self.descends_from(other) || other.descends_from(self);
+        if is_family && !own.is_empty() && own == other.rendezvous() {
+            return false;
+        }
         if !self.instance.is_empty() && !other.instance.is_empty() {
             return self.instance != other.instance;
         }
@@ -114,8 +120,11 @@ impl Member {
         if self.uses_other_rendezvous(other) {
             return true;
         }
-        if !self.overlaps(other) || self.descends_from(other) || other.descends_from(self) {
+        if !self.overlaps(other) {
             return false;
+        }
+        if self.descends_from(other) || other.descends_from(self) {
+            return self.is_rank_beside(other);
         }
         if self.attempt != other.attempt {
             // An agent that starts another attempt has given up the previous one. Agents count
@@ -123,6 +132,16 @@ impl Member {
             return self.rank == other.rank && self.ancestors.first() != other.ancestors.first();
         }
         self.claims_rank_of(other) || (self.is_alive_with(other) && self.has_other_world_size(other))
+    }
+
+    /// Whether a process and a descendant that inherited its number are both ranks, in groups that
+    /// share no communicator: the ranks of a job may start those of another one.
+    fn is_rank_beside(&self, other: &Member) -> bool {
+        let groups = |member: &Member| -> BTreeSet<u64> {
+            member.communicators.iter().filter(|one| one.size > 1).map(|one| one.id).collect()
+        };
+        let (own, others) = (groups(self), groups(other));
+        !own.is_empty() && !others.is_empty() && own.is_disjoint(&others) && self.claims_rank_of(other)
     }
 
     /// Whether two processes claim one rank at the same time. A rank of a world that has grown or
@@ -541,5 +560,68 @@ mod tests {
         let all = [trainer, server].concat();
         let found = groups(&all);
         assert_eq!(found, [0, 0, 2, 2]);
+    }
+
+    #[test]
+    fn groups_that_number_their_ranks_alike_are_one_job_once_they_share_a_communicator() {
+        // Pairs for tensor parallelism come first. Each process knows only its number in its pair.
+        let pair = |pid: i32, id: u64, rank: i32| inside(member(pid, rank, &[5]), &[(id, 2, rank)]);
+        let pairs = [pair(10, 7, 0), pair(11, 7, 1), pair(12, 8, 0), pair(13, 8, 1)];
+        check(&pairs, &[0, 0, 2, 2]);
+        // The world comes last.
+        let places = [(7, 0), (7, 1), (8, 0), (8, 1)].into_iter().zip(0..);
+        let with_world = |((id, rank), in_world): ((u64, i32), i32)| {
+            inside(member(10 + in_world, rank, &[5]), &[(99, 4, in_world), (id, 2, rank)])
+        };
+        let whole: Vec<Member> = places.map(with_world).collect();
+        check(&whole, &[0, 0, 0, 0]);
+        let ranks: Vec<_> = partition(&whole).iter().map(|assignment| assignment.corrected_rank).collect();
+        assert_eq!(ranks, [Some((0, 4)), Some((1, 4)), Some((2, 4)), Some((3, 4))]);
+    }
+
+    #[test]
+    fn ranks_of_an_agent_and_workers_without_a_rank_are_two_jobs() {
+        let trained = [at(member(10, 0, &[5, 2]), "h:1"), at(member(11, 1, &[5, 2]), "h:1")];
+        // The workers know their numbers from their communicator.
+        let workers = [inside(member(20, 0, &[6, 2]), &[(7, 2, 0)]), inside(member(21, 1, &[6, 2]), &[(7, 2, 1)])];
+        check(&[trained.clone(), workers.clone()].concat(), &[0, 0, 2, 2]);
+        // The second worker has the number of a rank that has not registered.
+        check(&[trained[0].clone(), workers[0].clone(), workers[1].clone()], &[0, 1, 1]);
+        // The first rank of the agent is there, and the second worker registers before the first.
+        check(&[trained[0].clone(), workers[1].clone(), workers[0].clone()], &[0, 1, 1]);
+    }
+
+    #[test]
+    fn ranks_that_the_ranks_of_another_job_started_never_take_their_place() {
+        // Each rank starts a process for evaluations, and these have a communicator of their own.
+        let ranks = [inside(member(10, 0, &[5]), &[(7, 2, 0)]), inside(member(11, 1, &[5]), &[(7, 2, 1)])];
+        let started = |pid: i32, rank: i32, parent: i32| member(pid, rank, &[parent, 5]);
+        let helpers = [started(20, 0, 10), started(21, 1, 11)];
+        let all = [&ranks[..], &helpers].concat();
+        check(&all, &[0, 0, 0, 0]);
+        assert!(partition(&all)[2..].iter().all(|assignment| assignment.helper), "until they have one");
+        let evaluate = [inside(helpers[0].clone(), &[(8, 2, 0)]), inside(helpers[1].clone(), &[(8, 2, 1)])];
+        check(&[&ranks[..], &evaluate].concat(), &[0, 0, 2, 2]);
+    }
+
+    #[test]
+    fn trials_of_a_sweep_are_jobs_of_their_own() {
+        // One program starts the trials, each of which spawns its ranks.
+        let trial = |pid: i32, rank: i32, trial: i32| member(pid, rank, &[trial, 5, 2]);
+        let trials = [trial(10, 0, 6), trial(11, 1, 6), trial(12, 0, 7), trial(13, 1, 7), trial(14, 0, 8)];
+        check(&trials, &[0, 0, 2, 2, 4]);
+        // They have one parent, and only the communicators tell them apart.
+        let spawned = |pid: i32, rank: i32, id: u64| inside(member(pid, rank, &[5, 2]), &[(id, 2, rank)]);
+        check(&[spawned(10, 0, 7), spawned(11, 0, 8), spawned(12, 1, 7), spawned(13, 1, 8)], &[0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn a_rank_0_that_sets_its_rendezvous_at_run_time_and_its_children_are_one_job() {
+        // The environment at the start of rank 0 names another rendezvous, from an earlier job of
+        // its shell; its children inherit the new one.
+        let rank_0 = Member { own_instance: "h:2".into(), ..at(member(10, 0, &[2]), "h:1") };
+        let child = Member { own_instance: "h:2".into(), ..at(member(11, 1, &[10, 2]), "h:2") };
+        check(&[rank_0.clone(), child.clone()], &[0, 0]);
+        check(&[rank_0, child, at(member(20, 0, &[3]), "h:9")], &[0, 0, 2]);
     }
 }

@@ -9,17 +9,18 @@ use std::{
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{HangEvidence, Verdict, names_absent};
+use xpu_timer_analysis::{Status, Verdict, names_absent};
 use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
 use crate::{
-    incident::{judging, part::PartLocation},
+    incident::{judging, mild, part::PartLocation},
+    job::partition::ProcessId,
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
         folder_writer::{self, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
-        related::{RelatedProcesses, family},
+        related::{RelatedProcesses, connected_processes, family},
     },
     os::clock::Now,
 };
@@ -51,6 +52,8 @@ const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
 /// The first sample finds all caches cold (a libtorch has half a gigabyte), so it may use the time
 /// up to the second one.
 const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
+/// Time limit to find the processes with connections to other machines.
+const CONNECTIONS_DEADLINE: Duration = Duration::from_millis(200);
 /// The time from the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
 
@@ -77,8 +80,12 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     let mut related = RelatedProcesses::default();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut task, captures, 0, first_deadline, &mut taken);
-    let family = family_of_missing(&task);
-    related.sample(0, captures, &taken, &family, CAPTURE_DEADLINE);
+    let mut others = family_of_missing(&task);
+    if task.for_cluster.is_some() {
+        // Ranks of other nodes may wait for processes here.
+        others.extend(connected_processes(&task.commands, &taken, CONNECTIONS_DEADLINE));
+    }
+    related.sample(0, captures, &taken, &others, CAPTURE_DEADLINE);
     info!("incident {}: the first sample took {:.0?}", task.plan.head.id, begun.elapsed());
     shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
@@ -91,13 +98,14 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (task.plan.head.id.clone(), task.timeline_path.clone());
-    if task.may_be_idle && verdict.hang == HangEvidence::None {
-        let idle = outcome(incident, verdict, timeline_path, sampled_ns, (None, true, None));
-        return Outcome { is_idle: true, ..idle };
+    task.is_mild = task.may_be_mild && mild::is_mild(&verdict);
+    if task.is_mild {
+        verdict.timing.status = Status::Mild;
     }
+    let is_mild = task.is_mild;
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
-    outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part))
+    Outcome { is_mild, ..outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part)) }
 }
 
 /// The processes that may be about to become a missing rank.
@@ -115,7 +123,7 @@ fn outcome(
     sampled_ns: u64,
     (path, written, part): (Option<PathBuf>, bool, Option<PartLocation>),
 ) -> Outcome {
-    Outcome { incident, path, verdict, is_idle: false, written, timeline_path, sampled_ns, part }
+    Outcome { incident, path, verdict, is_mild: false, written, timeline_path, sampled_ns, part }
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.
@@ -164,6 +172,14 @@ fn sample(
     }
 }
 
+/// The end of the launched command, which the verdict always contains.
+fn ended_command_text(task: &DumpTask, command: ProcessId) -> String {
+    let known = task.ended_commands.iter().find(|ended| ended.process == command);
+    let name = known.map(|ended| format!(" ({})", ended.command)).unwrap_or_default();
+    let how = known.and_then(|ended| ended.exit.as_ref()).map(|exit| format!(": {exit}")).unwrap_or_default();
+    format!("its launched command, pid {}{name}, has ended{how}", command.0)
+}
+
 fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: RelatedProcesses) -> Evidence {
     // The judge finds a process by its pid and the node of the rank that waits for it.
     let node = task.subjects.first().map_or(&task.node, |subject| &subject.node);
@@ -176,7 +192,10 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: Rel
         ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
     }
     for subject in &task.subjects {
-        ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
+        let mut rank = subject.evidence(taken.remove(&subject.rank).unwrap_or_default());
+        let is_known = |command: ProcessId| task.ended_commands.iter().any(|ended| ended.process == command);
+        rank.errors.extend(subject.ended_command(is_known).map(|command| ended_command_text(task, command)));
+        ranks.insert(subject.rank, rank);
     }
     Evidence { world_size, ranks: ranks.into_values().collect(), processes, ..task.plan.evidence() }
 }

@@ -10,7 +10,13 @@ use xpu_timer_proto::{
     v1::{FlightRecord, Presence, ProcessEvidence, RankEvidence, RankInfo},
 };
 
-use crate::os::{process::Handle, ring_file::RingFile};
+use crate::{
+    job::partition::ProcessId,
+    os::{
+        process::{self, Handle},
+        ring_file::RingFile,
+    },
+};
 
 /// A rank of the job at the time of the trigger.
 #[derive(Debug, Clone)]
@@ -56,9 +62,19 @@ impl Subject {
     /// The process that started this one, if it has ended.
     #[must_use]
     pub fn ended_parent(&self) -> Option<i32> {
-        let (pid, start) = *self.process.as_ref()?.ancestors.first()?;
-        let lives = procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead());
-        (!lives).then_some(pid)
+        let parent = *self.process.as_ref()?.ancestors.first()?;
+        (!process::is_alive(parent)).then_some(parent.0)
+    }
+
+    /// The launched command above this process, if it has ended. `is_known` tells of a command
+    /// whether this collector knows that. A command of another PID namespace only seems to have
+    /// ended.
+    #[must_use]
+    pub fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {
+        let process = self.process.as_ref()?;
+        let has_ended =
+            |command: &ProcessId| !process::is_alive(*command) && (process.launched_ran || is_known(*command));
+        process.launched.filter(has_ended)
     }
 
     /// Checks again whether the process runs: it may have ended since the trigger.

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use tracing::{error, warn};
@@ -20,10 +20,13 @@ use xpu_timer_proto::{
 use crate::{
     error::{Error, chain},
     incident::{
+        engine::Record,
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
+        mild,
         part::{PART, Part, PartLocation},
-        verdict_files::{write_record, write_verdict},
+        retention,
+        verdict_files::{link_latest, write_record, write_verdict},
         viewer,
     },
     node::{
@@ -69,6 +72,9 @@ pub fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResul
 fn write_with(found: &Arc<Findings>, mut verdict: Verdict, deadline: Instant, silence: Duration) -> WriteResult {
     let (root, fallback) = (&found.task.timeline_path, &found.task.fallback_path);
     for root_choice in [RootChoice::Preferred, RootChoice::Fallback] {
+        if root_choice == RootChoice::Fallback && found.task.is_mild {
+            break;
+        }
         let path = if root_choice == RootChoice::Preferred { root } else { fallback };
         if !ABANDONED.has(path) {
             let (found, verdict) = (Arc::clone(found), verdict.clone());
@@ -127,20 +133,19 @@ fn write_folder(
     if !task.is_part() {
         write_record(&folder.path, &task.record);
     }
+    // The reader of a hang sees how the job looked before.
+    if !task.is_mild && !mild::is_mild(verdict) {
+        let reason = format!("the job hung later (incident {incident})");
+        verdict.timing.earlier.extend(mild::promote(&task.timeline_path, &task.captured_job(), &reason));
+    }
     let given_up = || {
         folder.give_up();
         (None, false, None)
     };
 
     let mut problems = Problems::default();
-    let world = evidence.world_size;
-    for subject in &task.subjects {
-        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
-        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
-        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
-        if !steps.step() {
-            return given_up();
-        }
+    if !write_dumps(found, &folder, &mut problems, steps) {
+        return given_up();
     }
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
     let part =
@@ -158,6 +163,11 @@ fn write_folder(
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(&task.plan, verdict);
     let mut written = write_verdict(&folder, verdict);
+    if task.is_mild {
+        write_record(&folder.path, &Record { writer: String::new(), ..task.record.clone() });
+        retention::trim_captures(&task.timeline_path, Duration::ZERO, SystemTime::now());
+        return (Some(folder.path), written, part);
+    }
     if task.is_part() {
         // The collector that makes the verdict draws the pictures of the complete job.
         return (Some(folder.path), written, part);
@@ -179,10 +189,23 @@ fn write_folder(
     if !steps.step() {
         return given_up();
     }
-    if let Err(error) = folder.link_latest() {
+    if let Err(error) = link_latest(&folder, verdict) {
         warn!("incident {incident}: {}", chain(&error));
     }
+    mild::draw(&task.timeline_path, &verdict.timing.earlier);
     (Some(folder.path), written, part)
+}
+
+/// Writes the dumps of the ranks. Returns whether the other thread still waits.
+fn write_dumps(found: &Findings, folder: &Folder, problems: &mut Problems, steps: &Steps) -> bool {
+    let Findings { task, evidence } = found;
+    let world = evidence.world_size;
+    task.subjects.iter().all(|subject| {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { return true };
+        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
+        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        steps.step()
+    })
 }
 
 /// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.
@@ -210,6 +233,10 @@ fn make(task: &DumpTask, root_choice: RootChoice) -> Result<(Folder, Option<Erro
     let (root, fallback) = (&task.timeline_path, &task.fallback_path);
     let home = task.is_part().then(|| process::home(&task.socket));
     let name = folder_name(&task.plan.head.id, task.is_part().then_some(task.node.as_str()));
+    if task.is_mild {
+        // Nobody looks for it in another place.
+        return Ok((Folder::create_only(&mild::root_of(root), &name)?, None));
+    }
     match (root_choice, &home) {
         (RootChoice::Fallback, home) => {
             let folder = Folder::create_in_fallback(fallback, &name, home.as_deref())?;

@@ -12,6 +12,7 @@ use std::{
 use serde_json::json;
 use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
+use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
     error::{Error, chain},
@@ -21,7 +22,7 @@ use crate::{
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
-        verdict_files::{self, set_status, try_write_verdict, write_record},
+        verdict_files::{self, link_latest, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
     node::{
@@ -97,35 +98,93 @@ impl NodeState {
 
     fn note_opened(&mut self, id: &str) {
         let Some(incident) = self.engine.get(id) else { return };
-        let is_counted = !self.may_be_idle(incident);
-        if is_counted {
-            info!("incident {id} opened for job {}: {:?}", incident.head.job, incident.head.trigger.kind());
+        let is_shown = !self.may_be_mild(incident);
+        if is_shown {
             self.opened += 1;
-        } else {
-            info!("job {} has launched nothing for its idle timeout; it is examined as {id}", incident.head.job);
         }
-        self.reports.insert(id.to_string(), IncidentReport { is_counted, ..IncidentReport::default() });
+        let (job, kind) = (&incident.head.job, incident.head.trigger.kind());
+        if is_shown || !incident.is_idle() {
+            info!("incident {id} opened for job {job}: {kind:?}");
+        } else {
+            info!("job {job} has launched nothing for its idle timeout; it is examined as {id}");
+        }
+        self.reports.insert(id.to_string(), IncidentReport { is_shown, ..IncidentReport::default() });
     }
 
-    /// Whether an incident is only about a job that launches nothing, and no user has asked for a
-    /// report of idle jobs. A job of several nodes is examined by all of them together.
-    fn may_be_idle(&self, incident: &Incident) -> bool {
+    /// Whether a verdict without a hang on an incident is only logged: no user has requested the
+    /// dump, or a report of idle jobs, and not all ranks have died. A job of several nodes is
+    /// examined by all of them together.
+    fn may_be_mild(&self, incident: &Incident) -> bool {
         let ranks = self.registry.of_job(&incident.head.job);
-        incident.seen.iter().all(|cause| *cause == Cause::Idle)
-            && self.settings.cluster.is_none()
-            && !ranks.iter().any(|rank| rank.settings.reports_idle)
+        let is_death = incident.head.trigger.kind() == TriggerKind::Death;
+        self.settings.cluster.is_none()
+            && !(is_death && !ranks.iter().any(|rank| rank.has_process()))
+            && !incident.seen.contains(&Cause::Manual)
+            && !(incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle))
     }
 
-    /// The examined job is idle: there is no incident. If something else has come up meanwhile, its
-    /// ranks are captured again.
-    fn found_idle(&mut self, outcome: &Outcome, now: Now) {
-        let id = &outcome.incident;
-        let Some(job) = self.engine.discard_idle(id) else { return self.capture_alone(id) };
-        info!("job {job} is idle: {} [{}]", outcome.verdict.sentence, outcome.verdict.cause);
-        self.reports.remove(id);
-        self.monitor.note_idle(&job, now.mono_ns);
-        let last_launch_ns = self.last_launch_ns(&job, now);
-        self.idle.insert(job, IdleJob { last_launch_ns, sentence: outcome.verdict.sentence.clone() });
+    /// Whether an incident is visible to users: it is not, or not yet, a dump whose verdict shows
+    /// no hang.
+    pub(super) fn is_shown(&self, incident: &Incident) -> bool {
+        self.reports.get(&incident.head.id).is_none_or(|report| report.is_shown)
+    }
+
+    /// Whether an incident is visible, or the dump of one that may be a hang is in progress.
+    pub(super) fn is_in_view(&self, incident: &Incident) -> bool {
+        self.is_shown(incident) || incident.state == State::Open && !incident.is_idle()
+    }
+
+    /// The verdict shows no hang: there is no incident, and the dump is a mild capture. If a user
+    /// has requested a dump meanwhile, the ranks are captured again.
+    fn found_mild(&mut self, outcome: Outcome, now: Now) {
+        let Outcome { incident: id, path, verdict, timeline_path, sampled_ns, .. } = outcome;
+        let Some(incident) = self.engine.get(&id) else { return };
+        if !self.may_be_mild(incident) {
+            if let Some(path) = path {
+                self.disk.submit_for(path, retention::discard_capture);
+            }
+            return self.capture_alone(&id);
+        }
+        let job = incident.head.job.clone();
+        let place = path.map_or("not kept".into(), |path| path.display().to_string());
+        let state = if incident.is_idle() { "is idle" } else { "shows no hang" };
+        info!("job {job} {state}: {} [{}, {place}]", verdict.sentence, verdict.cause);
+        for problem in &verdict.timing.errors {
+            info!("capture {id}: {problem}");
+        }
+        self.mild.insert(job.clone(), timeline_path);
+        if self.engine.found_mild(&id, now) {
+            self.reports.remove(&id);
+            self.monitor.note_idle(&job, now.mono_ns);
+            let last_launch_ns = self.last_launch_ns(&job, now);
+            self.idle.insert(job, IdleJob { last_launch_ns, sentence: verdict.sentence });
+            return;
+        }
+        let judged = VerdictSummary::of(&verdict);
+        let report = IncidentReport { is_shown: false, ..IncidentReport::of(verdict, sampled_ns) };
+        self.reports.insert(id.clone(), report);
+        self.apply_verdict(&id, &judged, now);
+    }
+
+    /// Captures the ranks of an incident again, because its hang lasts. Returns false while another
+    /// dump of it is in progress.
+    pub(super) fn examine_again(&mut self, id: &str, now: Now) -> bool {
+        if !self.engine.restart_dump(id) {
+            return false;
+        }
+        info!("incident {id}: the hang lasts; its ranks are captured again");
+        let is_mild = self.reports.get(id).is_some_and(|report| !report.is_shown);
+        // The old name is that of the mild capture.
+        let Some(renamed) = is_mild.then(|| self.engine.rename_examined(id, now)).flatten() else {
+            self.capture_alone(id);
+            return true;
+        };
+        if let Some(report) = self.reports.remove(id) {
+            self.reports.insert(renamed.clone(), report);
+        }
+        self.verdict_actions.rename(id, &renamed);
+        self.capture_alone(&renamed);
+        true
     }
 
     pub(super) fn capture_alone(&mut self, id: &str) {
@@ -159,7 +218,11 @@ impl NodeState {
             record: Record { dumped_mono_ns: now.mono_ns, writer: own_stamp().into(), ..self.record_of(incident) },
             fallback_path: self.settings.fallback_path.clone(),
             for_cluster,
-            may_be_idle: self.may_be_idle(incident),
+            may_be_mild: self.may_be_mild(incident),
+            is_mild: false,
+            commands: self.launched.running_commands().collect(),
+            ended_commands: self.launched.ended_commands().to_vec(),
+            job_started_ns: of_job.iter().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(now.mono_ns),
         };
         let (captures, shutdown, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.shutdown), self.inbox.clone());
         let (give, take) = mpsc::channel();
@@ -181,11 +244,12 @@ impl NodeState {
     }
 
     pub(super) fn dump_finished(&mut self, outcome: Outcome, now: Now) {
-        if outcome.is_idle {
-            return self.found_idle(&outcome, now);
+        if outcome.is_mild {
+            return self.found_mild(outcome, now);
         }
-        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, is_idle: _ } = outcome;
-        if self.reports.get(&id).is_some_and(|report| !report.is_counted) {
+        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, is_mild: _ } = outcome;
+        let was_shown = self.reports.get(&id).is_none_or(|report| report.is_shown);
+        if !was_shown {
             self.opened += 1;
         }
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
@@ -195,7 +259,7 @@ impl NodeState {
         let judged = VerdictSummary::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look without news causes no notification.
-        let is_news = self.reports.get(&id).is_none_or(|before| before.cause != cause);
+        let is_news = !was_shown || self.reports.get(&id).is_none_or(|before| before.cause != cause);
         if let (Some(webhook), true) = (&self.webhook, !shared && is_news) {
             webhook.post(&verdict, path.as_deref());
         }
@@ -255,6 +319,10 @@ impl NodeState {
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved: the job continues" } else { "ended" });
+        if self.reports.get(id).is_some_and(|report| !report.is_shown) {
+            self.engine.discard(id);
+            return;
+        }
         self.report_closed(id, resolved);
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
@@ -344,7 +412,7 @@ fn write_verdict_late(
 ) -> Result<PathBuf, Error> {
     if let Some(path) = path.filter(|path| path.is_dir()) {
         let folder = Folder { path: path.into() };
-        try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest())?;
+        try_write_verdict(&folder, verdict).and_then(|()| link_latest(&folder, verdict))?;
         return Ok(folder.path);
     }
     verdict_files::recreate_folder(root, fallback, &folder_name(id, None), verdict).map(|folder| folder.path)

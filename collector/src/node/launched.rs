@@ -51,11 +51,33 @@ pub enum State {
 #[derive(Debug, Default)]
 pub struct Launched {
     // Their ranks may take an hour to their first device call.
-    commands: Vec<Arc<Handle>>,
+    commands: Vec<LaunchedCommand>,
+    // Those that have ended, oldest first.
+    ended: Vec<EndedCommand>,
     // In the order in which they were found.
     ranks: Vec<Unregistered>,
 }
 
+/// A launched command that runs.
+#[derive(Debug, Clone)]
+struct LaunchedCommand {
+    process: Arc<Handle>,
+    command: String,
+}
+
+/// A launched command that has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EndedCommand {
+    /// Its pid and start time.
+    pub process: ProcessId,
+    /// Its command line.
+    pub command: String,
+    /// How it ended, when known.
+    pub exit: Option<String>,
+}
+
+/// Beyond this number, the oldest ended commands are forgotten.
+const MAX_ENDED: usize = 64;
 /// More commands than this are a mistake or an attack.
 const MAX_COMMANDS: usize = 1024;
 /// Beyond this number, the oldest ended ranks are removed.
@@ -111,7 +133,7 @@ impl Launched {
     /// Adds the command that a launcher executed. It may be a rank itself, or start ranks.
     pub fn add(&mut self, command: Arc<Handle>) {
         // A process that connects repeatedly without a message is still one command.
-        let same = |known: &Arc<Handle>| (known.pid, known.start) == (command.pid, command.start);
+        let same = |known: &LaunchedCommand| (known.process.pid, known.process.start) == (command.pid, command.start);
         if self.commands.len() >= MAX_COMMANDS || self.commands.iter().any(same) {
             return;
         }
@@ -119,7 +141,33 @@ impl Launched {
             let (instance, ancestors) = (command.instance.clone(), command.ancestors.clone());
             self.ranks.push(Unregistered::new(Arc::clone(&command), info, instance, ancestors));
         }
-        self.commands.push(command);
+        let text = process::command(command.pid);
+        self.commands.push(LaunchedCommand { process: command, command: text });
+    }
+
+    /// The pids of the launched commands that run.
+    pub fn running_commands(&self) -> impl Iterator<Item = i32> {
+        self.commands.iter().filter(|command| !command.process.is_dead()).map(|command| command.process.pid)
+    }
+
+    /// The launched commands that have ended, oldest first.
+    #[must_use]
+    pub fn ended_commands(&self) -> &[EndedCommand] {
+        &self.ended
+    }
+
+    /// Notes which commands have ended by now.
+    fn note_ended_commands(&mut self) {
+        let (ended, running) =
+            std::mem::take(&mut self.commands).into_iter().partition(|command| command.process.is_dead());
+        self.commands = running;
+        let ended: Vec<LaunchedCommand> = ended;
+        self.ended.extend(ended.into_iter().map(|LaunchedCommand { process, command }| EndedCommand {
+            process: (process.pid, process.start),
+            command,
+            exit: process.exit(),
+        }));
+        self.ended.drain(..self.ended.len().saturating_sub(MAX_ENDED));
     }
 
     /// Finds the commands of launchers that an earlier collector of this socket served.
@@ -158,8 +206,8 @@ impl Launched {
     /// Looks for new ranks below the commands that use the collector of this socket.
     /// `is_registered` takes a pid and a start time.
     pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
-        self.commands.retain(|command| !command.is_dead());
-        for command in self.commands.clone() {
+        self.note_ended_commands();
+        for LaunchedCommand { process: command, .. } in self.commands.clone() {
             // The descendants of a rank are its helpers, which may be many.
             let mut above: Vec<i32> =
                 if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };

@@ -41,7 +41,9 @@ pub fn text(state: &NodeState, now: Now) -> String {
 /// The metrics of every rank.
 fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
-        let of_job = |incident: &&Incident| incident.head.job == rank.job && incident.closed.is_none();
+        let of_job = |incident: &&Incident| {
+            incident.head.job == rank.job && incident.closed.is_none() && state.is_in_view(incident)
+        };
         state.engine.incidents().rev().find(of_job)
     };
     let begun = |rank: &Rank| Some(u64::from(newest(rank).is_some()));
@@ -222,7 +224,8 @@ fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
 
 /// The metrics of the collector itself.
 fn collector(page: &mut Page, state: &NodeState, ranks: usize, now: Now) {
-    let open = state.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
+    let is_open = |one: &&Incident| matches!(one.state, State::Open | State::Dumped) && state.is_shown(one);
+    let open = state.engine.incidents().filter(is_open).count();
     let uptime = now.mono_ns.saturating_sub(state.started.mono_ns) / 1_000_000_000;
     page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
     page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").to_string())], 1);
@@ -249,9 +252,10 @@ fn labels(state: &NodeState, rank: &Rank) -> Labels {
     ]
 }
 
-/// The labels of each rank. Processes that do not know their rank, and jobs of one name, would
-/// share labels, and a page must not have two samples with equal labels. Those ranks also get their
-/// pid.
+/// The labels of each rank. A process that does not know its rank is named by its pid and title.
+/// Its command may contain private paths, and every local user can read the page. Jobs of one name
+/// would share labels, and a page must not have two samples with equal labels: their ranks get the
+/// pid as well.
 fn labelled<'a>(state: &NodeState, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labels, &'a Rank)> {
     let mut all: Vec<(Labels, &Rank)> = ranks.map(|rank| (labels(state, rank), rank)).collect();
     let mut count: BTreeMap<Labels, usize> = BTreeMap::new();
@@ -259,8 +263,12 @@ fn labelled<'a>(state: &NodeState, ranks: impl Iterator<Item = &'a Rank>) -> Vec
         *count.entry(labels.clone()).or_default() += 1;
     }
     for (labels, rank) in &mut all {
-        if count.get(labels).is_some_and(|count| *count > 1) {
+        let is_unnamed = rank.info.rank < 0;
+        if is_unnamed || count.get(labels).is_some_and(|count| *count > 1) {
             labels.push(("pid", rank.pid().to_string()));
+        }
+        if let Some(title) = rank.process_title().filter(|_| is_unnamed) {
+            labels.push(("process", title));
         }
     }
     all

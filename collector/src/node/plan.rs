@@ -13,14 +13,14 @@ use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 
 use crate::{
-    incident::{Plan, engine::Record, part::PartLocation},
+    incident::{Plan, engine::Record, mild, part::PartLocation},
     job::{
         JobKey,
         partition::{self, Member},
     },
     node::{
         evidence::{self, Subject},
-        launched::{State, Unregistered},
+        launched::{EndedCommand, State, Unregistered},
         registry::{Presence, Rank, Registry},
     },
     os::{
@@ -52,8 +52,16 @@ pub struct DumpTask {
     pub record: Record,
     /// What is kept for the cluster collector; `None` without one.
     pub for_cluster: Option<ClusterPart>,
-    /// Whether a job that shows no hang is idle, which is no incident.
-    pub may_be_idle: bool,
+    /// Whether a verdict without a hang is only logged, and its dump kept as a mild capture.
+    pub may_be_mild: bool,
+    /// Whether the verdict is one of those.
+    pub is_mild: bool,
+    /// The pids of the launched commands that run on this node.
+    pub commands: Vec<i32>,
+    /// The launched commands of this node that have ended.
+    pub ended_commands: Vec<EndedCommand>,
+    /// When the first process of the job was started, CLOCK_MONOTONIC.
+    pub job_started_ns: u64,
 }
 
 /// A part of a job-wide incident.
@@ -71,6 +79,12 @@ impl DumpTask {
     pub(crate) fn is_part(&self) -> bool {
         self.for_cluster.is_some_and(|part| !part.alone)
     }
+
+    /// The job, to find its mild captures.
+    pub(crate) fn captured_job(&self) -> mild::OfJob {
+        let Record { job, instance, boot, .. } = self.record.clone();
+        mild::OfJob { job, instance, boot, started_ns: self.job_started_ns }
+    }
 }
 
 /// The outcome of a dump.
@@ -82,8 +96,8 @@ pub struct Outcome {
     pub path: Option<PathBuf>,
     /// The verdict.
     pub verdict: Verdict,
-    /// The job is idle, so there is no folder.
-    pub is_idle: bool,
+    /// The verdict shows no problem. `path` is the folder of the mild capture.
+    pub is_mild: bool,
     /// Whether its folder has the verdict.
     pub written: bool,
     /// The folder that should have got the incident folder.

@@ -11,7 +11,7 @@ use xpu_timer_proto::{
 
 use crate::{
     incident::{
-        engine::{Cause, RaisedCause},
+        engine::{Cause, Jobs, RaisedCause},
         records,
     },
     job::{ConnectionId, RankId, partition::CommunicatorRank},
@@ -192,7 +192,7 @@ impl NodeState {
             info!("incident {} was left open by an earlier collector", record.id);
             let known = match verdict {
                 Some(verdict) => IncidentReport::of(verdict, record.dumped_mono_ns),
-                None => IncidentReport { is_unfinished: true, is_counted: true, ..IncidentReport::default() },
+                None => IncidentReport { is_unfinished: true, is_shown: true, ..IncidentReport::default() },
             };
             let report = || IncidentReport { path: Some(folder), ..known };
             self.reports.entry(record.id.clone()).or_insert_with(report);
@@ -260,7 +260,9 @@ impl NodeState {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
         self.read_goodbye(id, now);
-        if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
+        let died = self.registry.ended(id, process.exit(), self.happened_ns(now));
+        self.raise_outlived(id, now);
+        if !died {
             return;
         }
         let Some(rank) = self.registry.get(id) else { return };
@@ -271,6 +273,22 @@ impl NodeState {
         if !rank.auxiliary {
             self.raise(raise, now);
         }
+    }
+
+    /// The last rank of a job has ended. If one of its ranks failed and the launched command runs,
+    /// nobody may notice the failure. A rank that exits with a failure says goodbye, so its end
+    /// alone raises nothing.
+    fn raise_outlived(&mut self, last: RankId, now: Now) {
+        let Some((job, attempt)) = self.registry.get(last).map(|rank| (rank.job.clone(), rank.info.attempt)) else {
+            return;
+        };
+        if Jobs::is_alive(&self.registry, &job, attempt) || !self.registry.is_outlived(&job, attempt) {
+            return;
+        }
+        let ranks = self.registry.of_job(&job);
+        let Some(failed) = ranks.into_iter().find(|rank| !rank.ended_in_order()) else { return };
+        let cause = Cause::Death { pid: cause_pid(failed) };
+        self.raise(RaisedCause { since_ns: now.mono_ns, ..raised_by(failed, cause) }, now);
     }
 
     /// Handles the end of unregistered ranks.

@@ -10,7 +10,11 @@ use std::{
 };
 
 use xpu_timer_analysis::Exit;
-use xpu_timer_proto::v1::{Hello, RankInfo};
+use xpu_timer_proto::{
+    procfs,
+    text::shortened,
+    v1::{Hello, RankInfo},
+};
 
 use crate::{
     config::Settings,
@@ -21,6 +25,7 @@ use crate::{
     metrics::sampler::LivingRank,
     node::launched::{FORGET_AFTER_NS, Unregistered},
     os::{
+        clock::nanoseconds,
         process::{self, Handle},
         ring_file::RingFile,
     },
@@ -174,10 +179,33 @@ impl Rank {
         }
     }
 
+    /// Whether it belongs to a world that another one has replaced.
+    #[must_use]
+    pub fn is_past(&self) -> bool {
+        self.past
+    }
+
     /// Whether its process runs, or does not finish its exit.
     #[must_use]
     pub fn has_process(&self) -> bool {
         self.presence.is_alive() || self.lingers
+    }
+
+    /// Whether the launched command above this process runs: an agent, a front end.
+    #[must_use]
+    pub fn has_launcher(&self) -> bool {
+        self.process.as_ref().and_then(|process| process.launched).is_some_and(process::is_alive)
+    }
+
+    /// Whether its end may go unnoticed: it failed after it had run for longer than the hang
+    /// timeout, and the launched command runs.
+    fn was_service(&self) -> bool {
+        let ran_ns = self.ended_ns.saturating_sub(self.registered_ns);
+        ran_ns > self.hang_timeout_ns() && !self.ended_in_order() && self.has_launcher()
+    }
+
+    fn hang_timeout_ns(&self) -> u64 {
+        nanoseconds(self.settings.hang_timeout)
     }
 
     fn parent(&self) -> Option<ProcessId> {
@@ -203,10 +231,25 @@ impl Rank {
         self.process.as_ref().map_or(self.registered_ns, |process| process::started_ns(process.start, now_ns))
     }
 
-    /// Description for messages.
+    /// Description for messages. A process that does not know its rank is named by its pid and
+    /// command.
     #[must_use]
     pub fn title(&self) -> String {
-        format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job)
+        if self.info.rank >= 0 {
+            return format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job);
+        }
+        match shortened(&self.info.command, TITLE_BYTES) {
+            command if command.is_empty() => format!("process {} of job {}", self.pid(), self.job),
+            command => format!("process {} ({command}) of job {}", self.pid(), self.job),
+        }
+    }
+
+    /// The name of its process from `/proc/PID/comm`, which a program may set to its role; `None`
+    /// if the process has ended.
+    #[must_use]
+    pub fn process_title(&self) -> Option<String> {
+        let process = self.process.as_ref().filter(|process| !process.is_dead())?;
+        Some(procfs::name(process.pid)).filter(|name| !name.is_empty())
     }
 }
 
@@ -232,6 +275,8 @@ pub struct Registry {
     next: RankId,
 }
 
+/// Maximum length of a command in a message.
+const TITLE_BYTES: usize = 120;
 /// Exit handlers and destructors finish within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// A process that ended without ever having known its rank gives no evidence about others, and
@@ -294,9 +339,11 @@ impl Registry {
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
         // Agents count their attempts separately.
         for rank in entries().filter(|rank| rank.info.attempt == attempt || rank.presence.is_alive()) {
-            // Prefers the living entry, else the newest, which comes last.
-            let keep =
-                ranks.get(&rank.info.rank).is_some_and(|old| old.presence.is_alive() && !rank.presence.is_alive());
+            // Prefers the living entry, else the newest, which comes last. A younger process does not
+            // replace a living one of its attempt.
+            let keep = ranks.get(&rank.info.rank).is_some_and(|old| {
+                old.presence.is_alive() && (!rank.presence.is_alive() || old.info.attempt >= rank.info.attempt)
+            });
             if !keep {
                 ranks.insert(rank.info.rank, rank);
             }
@@ -504,13 +551,20 @@ impl Registry {
         }
         let alive = self.living_jobs();
         self.ranks.retain(|_, rank| {
-            let keep_ns = if rank.info.rank < 0 { FORGET_RANKLESS_NS } else { FORGET_AFTER_NS };
+            let keep_ns = match rank.info.rank {
+                0.. => FORGET_AFTER_NS,
+                _ if rank.was_service() => rank.hang_timeout_ns() + FORGET_RANKLESS_NS,
+                _ => FORGET_RANKLESS_NS,
+            };
             alive.contains(&rank.job) || now_ns < rank.ended_ns + keep_ns
         });
         for rank in self.ranks.values_mut().filter(|rank| !rank.has_process()) {
             // In a world that continues, the record of an ended rank shows how far it came.
             let counts = alive.contains(&rank.job) && !rank.past && !rank.auxiliary;
-            if !counts && (rank.past || now_ns >= rank.ended_ns + KEEP_RING_NS) {
+            // The death of all ranks becomes an incident if their launcher outlives it.
+            let is_outlived = !rank.ended_in_order() && rank.has_launcher();
+            let keep_ns = if is_outlived { rank.hang_timeout_ns() + KEEP_RING_NS } else { KEEP_RING_NS };
+            if !counts && (rank.past || now_ns >= rank.ended_ns + keep_ns) {
                 rank.ring = None;
             }
         }

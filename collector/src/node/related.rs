@@ -3,12 +3,12 @@
 //! like ranks.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     time::{Duration, Instant},
 };
 
 use tracing::warn;
-use xpu_timer_capture::ProcessCapture;
+use xpu_timer_capture::{ProcessCapture, sock_diag};
 use xpu_timer_proto::{procfs, v1::ProcessEvidence};
 
 use crate::node::{
@@ -20,6 +20,10 @@ use crate::node::{
 const MAX_PROCESSES: usize = 32;
 /// Maximum number of parents, and of their children, that are captured because a rank is missing.
 const MAX_FAMILY: usize = 16;
+/// Number of processes below the launched commands that are looked at for their connections.
+const MAX_BELOW_COMMANDS: usize = 256;
+/// Number of these that are captured.
+const MAX_CONNECTED: usize = 16;
 /// Maximum number of processes between a rank and the end of a chain.
 const MAX_CHAIN: usize = 8;
 
@@ -105,6 +109,21 @@ pub fn family(ranks: &[i32]) -> Vec<i32> {
     let children = parents.iter().flat_map(|parent| procfs::children(*parent, MAX_FAMILY).unwrap_or_default());
     let children: BTreeSet<i32> = children.filter(|pid| !ranks.contains(pid)).take(MAX_FAMILY).collect();
     parents.iter().copied().take(MAX_FAMILY).chain(children).collect()
+}
+
+/// The launched commands and their descendants that have a TCP connection to another machine: ranks
+/// of other nodes may wait for them.
+#[must_use]
+pub fn connected_processes(commands: &[i32], ranks: &BTreeMap<u32, RankCapture>, deadline: Duration) -> Vec<i32> {
+    let until = Instant::now() + deadline;
+    let of_ranks = ranks.values().flat_map(|taken| taken.samples.iter().flatten()).flat_map(with_children);
+    let of_ranks: HashSet<i32> = of_ranks.map(|process| process.pid).collect();
+    let others = commands.iter().copied().filter(|pid| !of_ranks.contains(pid));
+    let below = |pid: i32| std::iter::once(pid).chain(procfs::descendants_until(pid, &of_ranks, Some(until)).0);
+    let all: BTreeSet<i32> = others.flat_map(below).take(MAX_BELOW_COMMANDS).collect();
+    let mut connected = sock_diag::connected_to_other_machines(all, until);
+    connected.truncate(MAX_CONNECTED);
+    connected
 }
 
 fn with_children(process: &ProcessCapture) -> Vec<&ProcessCapture> {

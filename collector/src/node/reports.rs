@@ -31,8 +31,9 @@ pub struct IncidentReport {
     pub verdict: Option<Box<Verdict>>,
     /// A killed collector has left its folder unfinished.
     pub is_unfinished: bool,
-    /// It is in the number of opened incidents. A job that may be idle is not.
-    pub is_counted: bool,
+    /// Users see it. A dump whose verdict shows no hang is not shown, and before its verdict no dump
+    /// that may be one of those.
+    pub is_shown: bool,
 }
 
 impl IncidentReport {
@@ -42,7 +43,7 @@ impl IncidentReport {
         let judged = VerdictSummary::of(&verdict);
         IncidentReport {
             path: None,
-            is_counted: true,
+            is_shown: true,
             sentence: verdict.sentence,
             cause: verdict.cause.to_string(),
             culprits: verdict.culprits,
@@ -114,6 +115,13 @@ pub(super) struct Recheck {
 impl VerdictActions {
     pub(super) fn is_busy(&self) -> bool {
         !self.signalled.is_empty()
+    }
+
+    /// An incident has got another name.
+    pub(super) fn rename(&mut self, old: &str, new: &str) {
+        if let Some(recheck) = self.rechecks.remove(old) {
+            self.rechecks.insert(new.into(), recheck);
+        }
     }
 }
 

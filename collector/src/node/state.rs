@@ -49,6 +49,8 @@ pub struct NodeState {
     pub problems: Vec<String>,
     /// Jobs that were found idle.
     pub idle: BTreeMap<JobKey, IdleJob>,
+    /// Jobs with mild captures, and the folder of their incidents.
+    pub(super) mild: BTreeMap<JobKey, PathBuf>,
     /// Incidents opened so far.
     pub opened: u64,
     /// Pid of the supervisor, when there is one.
@@ -102,11 +104,23 @@ impl Jobs for Registry {
         self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.has_process())
     }
 
+    fn is_outlived(&self, job: &JobKey, attempt: u32) -> bool {
+        let ranks = || self.ranks().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.is_past());
+        // A launcher that starts the ranks again makes a newer attempt.
+        ranks().all(|rank| rank.info.attempt <= attempt)
+            && ranks().any(|rank| rank.info.attempt == attempt && !rank.ended_in_order() && rank.has_launcher())
+    }
+
     fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64 {
         let timeouts = self.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
-        match self.is_ending(job, attempt) {
-            true => nanoseconds(timeouts.max().unwrap_or_default() * ENDING_TIMEOUTS).max(DEATH_GRACE_NS),
-            false => DEATH_GRACE_NS,
+        let timeout = timeouts.max().unwrap_or_default();
+        if self.is_ending(job, attempt) {
+            nanoseconds(timeout * ENDING_TIMEOUTS).max(DEATH_GRACE_NS)
+        } else if Jobs::is_alive(self, job, attempt) {
+            DEATH_GRACE_NS
+        } else {
+            // The launcher needs time to notice the end of its ranks, and to start others.
+            nanoseconds(timeout).max(DEATH_GRACE_NS)
         }
     }
 }
@@ -128,6 +142,7 @@ impl NodeState {
             reports: BTreeMap::new(),
             problems: Vec::new(),
             idle: BTreeMap::new(),
+            mild: BTreeMap::new(),
             opened: 0,
             supervisor: None,
             started: Now::get(),

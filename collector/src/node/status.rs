@@ -5,7 +5,11 @@ use xpu_timer_proto::{ring::header, secrets};
 
 use crate::{
     incident::{State, engine::Incident, records::WithoutFolder},
-    node::{registry::Rank, state::NodeState},
+    job::JobKey,
+    node::{
+        registry::Rank,
+        state::{IdleJob, NodeState},
+    },
     os::clock::{self, Now},
 };
 
@@ -24,12 +28,13 @@ pub fn status(state: &NodeState, now: Now) -> Value {
         "metrics_port": state.settings.metrics_port,
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(state.started.mono_ns)),
         "ranks": ranks.into_iter().map(|entry| rank(state, entry, now)).collect::<Vec<_>>(),
-        "idle": state.idle.iter().map(|(job, idle)| json!({
-            "job": job.to_string(),
-            "since": clock::rfc3339(now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(idle.last_launch_ns))),
-            "sentence": idle.sentence,
-        })).collect::<Vec<_>>(),
-        "incidents": state.engine.incidents().map(|entry| incident(state, entry)).collect::<Vec<_>>(),
+        "idle": state.idle.iter().map(|(job, found)| idle(state, job, found, now)).collect::<Vec<_>>(),
+        "incidents": state
+            .engine
+            .incidents()
+            .filter(|entry| state.is_in_view(entry))
+            .map(|entry| incident(state, entry))
+            .collect::<Vec<_>>(),
         "slow_ranks": state.slow.json(),
         "cluster": state.settings.cluster.as_ref().map(|url| json!({
             "url": secrets::text(url),
@@ -38,6 +43,23 @@ pub fn status(state: &NodeState, now: Now) -> Value {
         })),
         "captures_not_ended": state.captures.given_up(),
         "problems": state.problems,
+    })
+}
+
+fn idle(state: &NodeState, job: &JobKey, idle: &IdleJob, now: Now) -> Value {
+    let processes = state.registry.of_job(job).into_iter().filter(|rank| rank.has_process()).map(|rank| {
+        json!({
+            "rank": rank.info.rank,
+            "pid": rank.pid(),
+            "title": rank.process_title(),
+            "command": rank.info.command,
+        })
+    });
+    json!({
+        "job": job.to_string(),
+        "since": clock::rfc3339(now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(idle.last_launch_ns))),
+        "sentence": idle.sentence,
+        "processes": processes.collect::<Vec<_>>(),
     })
 }
 
@@ -54,6 +76,7 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
         "local_rank": rank.info.local_rank,
         "world_size": rank.info.world_size,
         "pid": rank.pid(),
+        "title": rank.process_title(),
         "presence": rank.presence.name(),
         "lingers": rank.lingers,
         "auxiliary": rank.auxiliary,
@@ -74,7 +97,7 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
 /// Incidents without a folder, or with a folder that lacks the verdict.
 #[must_use]
 pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
-    let done = state.engine.incidents().filter(|incident| incident.state != State::Open);
+    let done = state.engine.incidents().filter(|incident| incident.state != State::Open && state.is_shown(incident));
     let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.head.id)?)));
     let without_folder = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());
     without_folder

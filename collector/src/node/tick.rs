@@ -15,7 +15,10 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    incident::engine::{Cause, RaisedCause},
+    incident::{
+        engine::{Cause, RaisedCause},
+        mild,
+    },
     job::{JobKey, RankId, job_id},
     node::{
         monitor::{Observation, SHORTEST_SILENCE},
@@ -44,6 +47,7 @@ impl NodeState {
         self.raise_stuck(&observations, &conditions.stuck, now);
         self.raise_idle(living, &observations, &conditions.idle, now);
         self.tick_engine(now);
+        self.promote_captures_of_dead_jobs(now);
         self.tick_member(now);
         let engine = &self.engine;
         self.reports.retain(|id, _| engine.get(id).is_some());
@@ -123,6 +127,25 @@ impl NodeState {
                 self.engine.clear_cause(&job, &Cause::Idle, now);
                 self.forgive_deaths(&job, last, now);
             }
+        }
+    }
+
+    /// Makes the mild captures of jobs that have died incidents. Those of jobs that ended in order
+    /// stay what they are.
+    fn promote_captures_of_dead_jobs(&mut self, now: Now) {
+        let living = self.registry.living_jobs();
+        let ended: Vec<JobKey> = self.mild.keys().filter(|job| !living.contains(job)).cloned().collect();
+        for job in ended {
+            let Some(root) = self.mild.remove(&job) else { continue };
+            let ranks = || self.registry.ranks().filter(|rank| rank.job == job && !rank.auxiliary);
+            let started_ns = ranks().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(u64::MAX);
+            let Some(dead) = ranks().find(|rank| !rank.ended_in_order()) else { continue };
+            let how = dead.exit.clone().unwrap_or_else(|| "the reason is unknown".into());
+            let reason = format!("the job died later: {} ended ({how})", dead.title());
+            let JobKey { name, instance } = job;
+            let of = mild::OfJob { job: name, instance, boot: self.boot.clone(), started_ns };
+            let timeline = root.clone();
+            self.disk.submit(&root, move || mild::draw(&timeline, &mild::promote(&timeline, &of, &reason)));
         }
     }
 

@@ -224,10 +224,7 @@ impl NodeState {
                 if let Some(recheck) = self.verdict_actions.rechecks.get_mut(&id) {
                     recheck.due_ns = Some(quiet_ns);
                 }
-            } else if self.engine.restart_dump(&id) {
-                info!("incident {id}: the hang lasts; its ranks are captured again");
-                self.capture_alone(&id);
-            } else {
+            } else if !self.examine_again(&id, now) {
                 self.schedule_recheck(&id, false, now);
             }
         }

@@ -48,12 +48,23 @@ fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
     };
     let chain = std::iter::successors(procfs::stat(pid).ok().as_ref().and_then(parent), |(_, stat)| parent(stat));
     let mut all: Vec<ProcessId> = chain.take(MAX_ANCESTORS).map(|(pid, stat)| (pid, stat.start_time)).collect();
-    let launched = source.text("XPU_TIMER_LAUNCH_ID").and_then(|id| {
-        let (pid, start) = id.split_once(':')?;
-        Some((pid.parse().ok()?, start.parse().ok()?))
-    });
-    all.extend(launched.filter(|launched: &ProcessId| launched.0 != pid && !all.contains(launched)));
+    all.extend(launched_command(pid, source).filter(|launched| !all.contains(launched)));
     all
+}
+
+/// The launched command above a process, by the environment of the process; `None` if the process
+/// is that command.
+fn launched_command(pid: i32, source: &Source) -> Option<ProcessId> {
+    let id = source.text("XPU_TIMER_LAUNCH_ID")?;
+    let (launched, start) = id.split_once(':')?;
+    let launched = (launched.parse().ok()?, start.parse().ok()?);
+    (launched.0 != pid).then_some(launched)
+}
+
+/// Whether a process with this pid and start time runs.
+#[must_use]
+pub fn is_alive((pid, start): ProcessId) -> bool {
+    procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead())
 }
 
 const MAX_ANCESTORS: usize = 32;
@@ -78,6 +89,10 @@ pub struct Handle {
     pub rank: Option<RankInfo>,
     /// Its ancestors when it connected; see [`ancestors`].
     pub ancestors: Vec<ProcessId>,
+    /// The launched command above it; known only for processes that connected.
+    pub launched: Option<ProcessId>,
+    /// Whether that command ran when this process connected, in the collector's namespace.
+    pub launched_ran: bool,
     fd: OwnedFd,
 }
 
@@ -91,7 +106,10 @@ impl Handle {
         let source = Source::of_environ(&procfs::environ(pid).unwrap_or_default());
         let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
         let ancestors = ancestors(pid, &source);
-        Ok(Handle { instance: instance_in(pid, &source), rank, ancestors, ..Handle::open(pid)? })
+        let launched = launched_command(pid, &source);
+        let launched_ran = launched.is_some_and(is_alive);
+        let instance = instance_in(pid, &source);
+        Ok(Handle { instance, rank, ancestors, launched, launched_ran, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -99,7 +117,8 @@ impl Handle {
     pub fn open(pid: i32) -> io::Result<Handle> {
         let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
-        let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
+        let (instance, ancestors) = (String::new(), Vec::new());
+        let handle = Handle { pid, start, instance, rank: None, ancestors, launched: None, launched_ran: false, fd };
         // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());

@@ -58,7 +58,7 @@ variables! {
     XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
     XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of the key of that certificate";
     XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
-    XPU_TIMER_KEEP_INCIDENTS = "200", "number of incident folders to keep, for hangs and for dumps each; 0: all";
+    XPU_TIMER_KEEP_INCIDENTS = "200", "number of incident folders to keep, for hangs, dumps on demand and promoted captures each; 0: all";
     XPU_TIMER_KEEP_DAYS = "30", "days after which an incident folder is removed; 0: never";
     XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank after which the job is examined; 0: off; default: twice the hang timeout. If this variable is set, the job is reported even if it may be idle";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";

@@ -135,12 +135,13 @@ static SERVER_DEVICE_STATUS: [(u32, Field); 6] = [
 impl Shaped for crate::server::DeviceStatus {
     const SHAPE: &'static Shape = &SERVER_DEVICE_STATUS;
 }
-static SERVER_PROCESS_SAMPLE: [(u32, Field); 5] = [
+static SERVER_PROCESS_SAMPLE: [(u32, Field); 6] = [
     (1, Field::Message(&SERVER_PSTACK_STACKTRACE)),
     (2, Field::Message(&SERVER_PY_SPY_STACKTRACE)),
     (3, Field::Text),
     (7, Field::Text),
     (11, Field::Message(&SERVER_LIBRARY)),
+    (12, Field::Message(&SERVER_TCP_CONNECTION)),
 ];
 impl Shaped for crate::server::ProcessSample {
     const SHAPE: &'static Shape = &SERVER_PROCESS_SAMPLE;
@@ -151,6 +152,13 @@ static SERVER_LIBRARY: [(u32, Field); 2] = [
 ];
 impl Shaped for crate::server::Library {
     const SHAPE: &'static Shape = &SERVER_LIBRARY;
+}
+static SERVER_TCP_CONNECTION: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (2, Field::Text),
+];
+impl Shaped for crate::server::TcpConnection {
+    const SHAPE: &'static Shape = &SERVER_TCP_CONNECTION;
 }
 static SERVER_CHILD_PROCESS: [(u32, Field); 2] = [
     (3, Field::Text),
@@ -234,7 +242,7 @@ static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
 }
-static V1_HOST_FACTS: [(u32, Field); 17] = [
+static V1_HOST_FACTS: [(u32, Field); 18] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -249,6 +257,7 @@ static V1_HOST_FACTS: [(u32, Field); 17] = [
     (15, Field::Text),
     (17, Field::Text),
     (20, Field::Message(&V1_HOST_THREAD_WAIT)),
+    (22, Field::Message(&SERVER_TCP_CONNECTION)),
     (30, Field::Message(&SERVER_LIBRARY)),
     (31, Field::Text),
     (32, Field::Text),

@@ -193,6 +193,9 @@ pub struct ProcessSample {
     /// Libraries on the stacks whose versions known defects depend on.
     #[prost(message, repeated, tag = "11")]
     pub libraries: ::prost::alloc::vec::Vec<Library>,
+    /// Its TCP connections to other machines; at most 32.
+    #[prost(message, repeated, tag = "12")]
+    pub tcp_connections: ::prost::alloc::vec::Vec<TcpConnection>,
 }
 /// A library that a process uses.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -203,6 +206,16 @@ pub struct Library {
     /// Such as `2.18.3`; empty when unknown.
     #[prost(string, tag = "2")]
     pub version: ::prost::alloc::string::String,
+}
+/// A TCP connection of a process. Its other end is the process whose connection has both addresses
+/// exchanged.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TcpConnection {
+    /// `10.0.0.1:29500`, or `\[2001:db8::1\]:29500`.
+    #[prost(string, tag = "1")]
+    pub local: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub remote: ::prost::alloc::string::String,
 }
 /// A child process of a rank (a data loader worker, a checkpoint writer), in both samples.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -722,6 +722,9 @@ pub struct HostFacts {
     /// The main thread or another thread of the program waits with a timeout; absent when unknown.
     #[prost(bool, optional, tag = "21")]
     pub timed: ::core::option::Option<bool>,
+    /// Its TCP connections to other machines.
+    #[prost(message, repeated, tag = "22")]
+    pub tcp_connections: ::prost::alloc::vec::Vec<super::server::TcpConnection>,
     /// Libraries of the process whose versions known defects depend on.
     #[prost(message, repeated, tag = "30")]
     pub libraries: ::prost::alloc::vec::Vec<super::server::Library>,

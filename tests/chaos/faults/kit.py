@@ -338,7 +338,10 @@ def incidents():
     found = []
     for folder in sorted(glob.glob(str(TIMELINE / "incident-*"))):
         with contextlib.suppress(OSError, ValueError):
-            found.append((Path(folder), json.loads(Path(folder, "verdict.json").read_text())))
+            verdict = json.loads(Path(folder, "verdict.json").read_text())
+            # Captures without a hang, which the hang made incidents, are older than the hang.
+            if verdict["status"] != "mild":
+                found.append((Path(folder), verdict))
         if os.path.realpath(folder) == latest:
             return found
     return []

@@ -30,9 +30,15 @@ pub fn evidence(folder: &Path) -> Result<Evidence> {
     Ok(evidence)
 }
 
-/// The incident folder of a scenario.
+/// The incident folder of a scenario, or the newest mild capture if there is no incident.
 pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
-    output.join(&scenario.name).join("timeline/latest")
+    let timeline = output.join(&scenario.name).join("timeline");
+    let latest = timeline.join("latest");
+    if latest.exists() {
+        return latest;
+    }
+    let captures = fs::read_dir(timeline.join("mild")).into_iter().flatten().flatten().map(|entry| entry.path());
+    captures.max().unwrap_or(latest)
 }
 
 #[cfg(test)]

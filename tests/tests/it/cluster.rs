@@ -3,6 +3,7 @@
 
 mod membership;
 pub mod network;
+mod processes;
 mod restarts;
 mod security;
 mod slow;

@@ -130,3 +130,97 @@ fn a_rank_that_is_gone_before_its_hello_is_read_belongs_to_its_job() {
     // Linux before 6.15 forgets how a process ended when it is waited for.
     assert!(rank["exit"].is_null() || rank["exit"] == "killed by SIGKILL", "{rank}");
 }
+
+/// A front end that starts two ranks, which communicate for a while and then end or stand, and
+/// ends or stays itself.
+const FRONT_END: &str = r#"
+import os, subprocess, sys, time
+
+def stay_away():
+    time.sleep(600)
+
+def rank(number, how):
+    import cuda
+    cuda.set_device(number)
+    communicator = cuda.Communicator.create("world", number, 2)
+    stream, buffer = cuda.Stream(), cuda.Buffer(64)
+    for _ in range(20):
+        communicator.all_reduce(buffer, stream)
+        stream.synchronize()
+    if how == "signal":
+        os.abort()
+    if how == "fail":
+        sys.exit(3)
+    if how == "stand" and number == 1:
+        time.sleep(1)
+        stay_away()
+    if how == "stand":
+        communicator.all_reduce(buffer, stream)
+        stream.synchronize()
+
+role, how = sys.argv[1:]
+if role != "front_end":
+    rank(int(role), how)
+    sys.exit(0)
+variables = lambda number: dict(os.environ, RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+ranks = [subprocess.Popen([sys.executable, __file__, str(number), how], env=variables(number)) for number in range(2)]
+if how == "stand":
+    time.sleep(1)
+    sys.exit(7)
+for one in ranks:
+    one.wait()
+print("ended", flush=True)
+time.sleep(600)
+"#;
+
+fn front_end(job: &Job, how: &str) -> Process {
+    let script = job.dir.join("serve.py");
+    fs::write(&script, FRONT_END).expect("the job's folder");
+    let mut command = job.launch(python());
+    command.env("PYTHONPATH", tree().join("tests/examples")).arg(script).args(["front_end", how]);
+    Process::spawn(&mut command)
+}
+
+#[test]
+fn ranks_that_all_die_while_their_front_end_lives_are_an_incident() {
+    for (how, exit) in [("signal", "SIGABRT"), ("fail", "exit code 3")] {
+        let job = job();
+        let _front_end = front_end(&job, how);
+        let incident = job.wait_incident(1, PATIENCE);
+        let text = text(&incident);
+        assert_eq!(incident.verdict["trigger"]["kind"], "death", "{text}");
+        assert_eq!(incident.verdict["cause"], "process_dead", "{text}");
+        assert_eq!(incident.verdict["culprits"], json!([0, 1]), "{text}");
+        assert!(text.contains(exit), "{text}");
+        assert_eq!(job.incidents().len(), 1, "{}", job.logs());
+    }
+}
+
+#[test]
+fn ranks_that_all_end_in_order_while_their_front_end_lives_are_no_incident() {
+    let job = job();
+    let mut front_end = front_end(&job, "succeed");
+    front_end.wait_for("ended", PATIENCE);
+    let uptime = || job.status().ok().and_then(|status| status["uptime_s"].as_f64()).unwrap_or_default();
+    let ended = uptime();
+    wait_until(PATIENCE, "an incident would be there", || uptime() > ended + 8.0);
+    assert!(job.incidents().is_empty(), "{}", job.logs());
+}
+
+#[test]
+fn the_end_of_the_launched_command_is_in_the_verdict() {
+    let job = job();
+    let front_end = front_end(&job, "stand");
+    let incident = job.wait_incident(1, PATIENCE);
+    let text = text(&incident);
+    assert_eq!(incident.verdict["culprits"], json!([1]), "{text}");
+    let wanted = format!("its launched command, pid {} (", front_end.pid());
+    let errors: Vec<&str> = incident.verdict["ranks"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .flat_map(|group| group["errors"].as_array().into_iter().flatten().filter_map(|error| error.as_str()))
+        .collect();
+    let named = errors.iter().filter(|error| error.starts_with(&wanted) && error.contains("serve.py front_end stand"));
+    assert!(named.count() > 0 && text.contains("has ended"), "{text}");
+}

@@ -5,6 +5,7 @@ away from a step if it hangs.
     jobs.py agent JOB       the ranks of one job below this process
     jobs.py spawn JOB…      by multiprocessing: the environment names no rank
     jobs.py lightning JOB   this process is rank 0, and sets MASTER_PORT before it starts the others
+    jobs.py arguments JOB…  as shell, but each rank gets its number as an argument
     jobs.py daemons JOB…    each rank loses its parents before it begins
     jobs.py rank JOB [RANK] one rank
 """
@@ -91,6 +92,9 @@ def main():
                 process = multiprocessing.get_context("spawn").Process(target=work, args=(job, rank))
                 process.start()
                 processes.append(process)
+            elif mode == "arguments":
+                command = [sys.executable, os.path.abspath(__file__), "rank", job, str(rank)]
+                processes.append(subprocess.Popen(command))
             elif mode == "daemons":
                 orphan(job, rank)
             else:

@@ -86,8 +86,14 @@ fn check(job: &Job, incident: &Incident, training: &Training) {
     assert_eq!(dumped(&incident.path), training.pids(), "{}\n{}", incident.verdict, job.logs());
 }
 
-/// One of two jobs hangs, and is ended.
+/// One of two jobs that were started alike hangs, and is ended.
 fn one_hangs(mode: &str, together: bool) {
+    one_of_hangs([mode; 2], together);
+}
+
+/// One of two jobs hangs, and is ended.
+fn one_of_hangs(modes: [&str; 2], together: bool) {
+    let mode = modes[0];
     for hangs_first in [true, false] {
         let job = quick().with("XPU_TIMER_HANG_KILL", "1");
         let trainings = [Training::new(&job, "a", hangs_first), Training::new(&job, "b", !hangs_first)];
@@ -95,7 +101,8 @@ fn one_hangs(mode: &str, together: bool) {
             true => vec![launch(&job, mode, &[&trainings[0], &trainings[1]])],
             false => trainings
                 .iter()
-                .map(|training| {
+                .zip(modes)
+                .map(|(training, mode)| {
                     let process = launch(&job, mode, &[training]);
                     // The second one starts when the first one trains.
                     wait_until(PATIENCE, "its ranks run", || training.read("step-0").is_some());
@@ -131,6 +138,18 @@ fn under_one_launcher_in_turn() {
 #[test]
 fn spawned_by_one_program_without_a_rank_in_the_environment() {
     one_hangs("spawn", true);
+}
+
+#[test]
+fn whose_ranks_are_arguments_under_one_launcher_and_under_two() {
+    one_hangs("arguments", true);
+    one_hangs("arguments", false);
+}
+
+#[test]
+fn one_with_and_one_without_ranks_in_the_environment() {
+    one_of_hangs(["agent", "spawn"], false);
+    one_of_hangs(["spawn", "agent"], false);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use std::{
 };
 
 use browser::{Browser, DOWN, ENTER, ESCAPE, RIGHT, browser};
+use serde_json::{Value, json};
 use xpu_timer_tests::{PATIENCE, Process, artifacts, rank6_dumps, wait_until, write_files};
 
 /// Runs the viewer on a folder; the report, and how long the viewer took.
@@ -87,6 +88,32 @@ fn a_real_hang_of_the_original_tool_can_be_explored() {
     quiet(&browser);
     browser.js("document.querySelector('#flame').scrollIntoView()");
     pictures(&browser, "rank6");
+}
+
+#[test]
+fn processes_of_culprits_and_earlier_captures_are_shown() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    let path = folder.path().join("verdict.json");
+    let mut verdict: Value = serde_json::from_slice(&fs::read(&path).expect("a verdict")).expect("JSON");
+    verdict["culprit_processes"] = json!([
+        { "rank": 2, "pid": 77, "node": "gpu-node-000", "command": "python3 loader.py" },
+        { "rank": null, "pid": 8176, "node": "gpu-node-001", "command": "python3 engine.py" },
+    ]);
+    verdict["earlier"] = json!(["20261121T101500Z-00000001"]);
+    fs::write(&path, verdict.to_string()).expect("own folder");
+    browser.open(&report_of(folder.path()).0);
+    assert_eq!(browser.count(".culprit-card"), 2);
+    let facts = browser.text("#verdict .facts");
+    for text in
+        ["rank 2: pid 77 · gpu-node-000 · python3 loader.py", "no rank: pid 8176 · gpu-node-001 · python3 engine.py"]
+    {
+        assert!(facts.contains(text), "no {text:?} in {facts}");
+    }
+    let link = browser.js("return document.querySelector('#verdict .facts a').getAttribute('href')");
+    assert_eq!(link, "../incident-20261121T101500Z-00000001/report.html");
+    quiet(&browser);
 }
 
 #[test]

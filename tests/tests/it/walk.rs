@@ -176,7 +176,9 @@ fn three_nodes_as_documented() {
     let list = say(anywhere.lines().next().expect("the list"));
     let row = list.lines().nth(1).unwrap_or_else(|| panic!("no incident: {list}"));
     let id = row.split_whitespace().next().expect("its name").to_string();
-    assert!(row.contains("kernel_hang") && list.lines().count() == 3, "{list}");
+    assert!(row.contains("kernel_hang") && list.lines().count() == 4, "{list}");
+    let process = list.lines().nth(3).expect("the process of the culprit");
+    assert!(process.contains("rank 3: pid ") && process.contains(" on node-1: "), "{list}");
     let shown = say(&of("show ID").replace("ID", &id));
     assert!(shown.contains("culprits:    3") && shown.contains("6 ranks"), "{shown}");
     let fetched = say(&of("fetch ID").replace("ID", &id));

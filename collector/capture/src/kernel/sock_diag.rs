@@ -3,12 +3,15 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    fs, io,
+    fs, io, net,
     sync::OnceLock,
     time::{Duration, Instant},
 };
 
-use xpu_timer_proto::procfs::{MAX_FILES, SOCKET, inode_of};
+use xpu_timer_proto::{
+    procfs::{MAX_FILES, SOCKET, inode_of},
+    server::TcpConnection,
+};
 
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
 use netlink_packet_sock_diag::{
@@ -175,28 +178,83 @@ const BYTES_ACKED: usize = 120;
 /// programs use. The kernel reports the bytes of each connection.
 #[derive(Default)]
 pub(crate) struct TcpConnections {
-    // Bytes by the inode of the socket. `None` if not all connections could be read.
-    bytes: OnceLock<Option<HashMap<u32, u64>>>,
+    // By the inode of the socket. `None` if not all connections could be read.
+    by_inode: OnceLock<Option<HashMap<u32, Connection>>>,
 }
 
+/// A TCP connection, and the bytes that its process has moved.
+struct Connection {
+    local: net::SocketAddr,
+    remote: net::SocketAddr,
+    bytes: u64,
+}
+
+impl Connection {
+    fn of(response: &InetResponse) -> Self {
+        let id = &response.header.socket_id;
+        Connection {
+            local: net::SocketAddr::new(id.source_address.to_canonical(), id.source_port),
+            remote: net::SocketAddr::new(id.destination_address.to_canonical(), id.destination_port),
+            bytes: response.nlas.iter().map(|attribute| bytes_moved(&response.header, attribute)).sum(),
+        }
+    }
+
+    /// Whether its other end is on another machine.
+    fn leaves_machine(&self) -> bool {
+        !self.remote.ip().is_loopback() && self.remote.ip() != self.local.ip()
+    }
+}
+
+/// Number of connections that are reported of one process.
+const MAX_CONNECTIONS: usize = 32;
+
 impl TcpConnections {
-    /// Bytes that a process has read from and written to its open connections. Bytes that the
-    /// kernel has received but the process has not read do not count, because a peer may send to a
-    /// process that makes no progress. `None` if the process is in another network namespace, or if
-    /// not all connections could be read: a partial sum would look like progress in the next
+    /// The open connections of a process. `None` if the process is in another network namespace, or
+    /// if not all connections could be read: a partial sum would look like progress in the next
     /// sample.
-    pub fn bytes_of(&self, pid: i32, deadline: Instant) -> Option<u64> {
+    pub fn of(&self, pid: i32, deadline: Instant) -> Option<ProcessConnections> {
         let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
         if namespace("self")? != namespace(&pid.to_string())? {
             return None;
         }
         let socket_inodes = socket_inodes(pid);
         if socket_inodes.is_empty() {
-            return Some(0);
+            return Some(ProcessConnections::default());
         }
-        let bytes = self.bytes.get_or_init(|| read(deadline).ok()).as_ref()?;
-        Some(socket_inodes.iter().filter_map(|inode| bytes.get(inode)).sum())
+        let by_inode = self.by_inode.get_or_init(|| read(deadline).ok()).as_ref()?;
+        let open: Vec<&Connection> = socket_inodes.iter().filter_map(|inode| by_inode.get(inode)).collect();
+        let bytes = open.iter().map(|connection| connection.bytes).sum();
+        let mut remote: Vec<TcpConnection> = open
+            .into_iter()
+            .filter(|connection| connection.leaves_machine())
+            .map(|connection| TcpConnection {
+                local: connection.local.to_string(),
+                remote: connection.remote.to_string(),
+            })
+            .collect();
+        remote.sort_by(|one, other| (&one.remote, &one.local).cmp(&(&other.remote, &other.local)));
+        remote.truncate(MAX_CONNECTIONS);
+        Some(ProcessConnections { bytes, remote })
     }
+}
+
+/// The open TCP connections of a process.
+#[derive(Debug, Default)]
+pub(crate) struct ProcessConnections {
+    /// Bytes that it has read from and written to them. Bytes that the kernel has received but the
+    /// process has not read do not count, because a peer may send to a process that makes no
+    /// progress.
+    pub bytes: u64,
+    /// Those to other machines.
+    pub remote: Vec<TcpConnection>,
+}
+
+/// Those of some processes that have a TCP connection to another machine.
+#[must_use]
+pub fn connected_to_other_machines(pids: impl IntoIterator<Item = i32>, deadline: Instant) -> Vec<i32> {
+    let connections = TcpConnections::default();
+    let is_connected = |pid: &i32| connections.of(*pid, deadline).is_some_and(|open| !open.remote.is_empty());
+    pids.into_iter().filter(is_connected).collect()
 }
 
 /// Inodes of the sockets that a process has open.
@@ -206,15 +264,15 @@ fn socket_inodes(pid: i32) -> HashSet<u32> {
     entries.filter_map(socket).collect()
 }
 
-fn read(deadline: Instant) -> io::Result<HashMap<u32, u64>> {
-    let mut bytes = HashMap::new();
+fn read(deadline: Instant) -> io::Result<HashMap<u32, Connection>> {
+    let mut by_inode = HashMap::new();
     for family in [AF_INET, AF_INET6] {
-        read_family(family, deadline, &mut bytes)?;
+        read_family(family, deadline, &mut by_inode)?;
     }
-    Ok(bytes)
+    Ok(by_inode)
 }
 
-fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> io::Result<()> {
+fn read_family(family: u8, deadline: Instant, by_inode: &mut HashMap<u32, Connection>) -> io::Result<()> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
     let request = InetRequest {
         family,
@@ -224,8 +282,7 @@ fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> 
         socket_id: if family == AF_INET { SocketId::new_v4() } else { SocketId::new_v6() },
     };
     query(request, Scope::All, deadline, |response| {
-        let bytes_moved = response.nlas.iter().map(|attribute| bytes_moved(&response.header, attribute)).sum();
-        bytes.insert(response.header.inode, bytes_moved);
+        by_inode.insert(response.header.inode, Connection::of(response));
     })
 }
 
@@ -260,8 +317,9 @@ mod tests {
             let (mut held, _) = server.accept().expect("it accepts");
             let look = || {
                 TcpConnections::default()
-                    .bytes_of(own, Instant::now() + Duration::from_secs(60))
+                    .of(own, Instant::now() + Duration::from_secs(60))
                     .expect("the kernel reports them")
+                    .bytes
             };
             const SENT: u64 = 10_000;
             let before = look();
@@ -274,6 +332,6 @@ mod tests {
             assert!(about(written, SENT), "{written} bytes when all were written and none was read");
             assert!(about(read, 2 * SENT), "{read} bytes when all were read");
         }
-        assert_eq!(TcpConnections::default().bytes_of(1 << 22, Instant::now()), None, "no such process");
+        assert!(TcpConnections::default().of(1 << 22, Instant::now()).is_none(), "no such process");
     }
 }

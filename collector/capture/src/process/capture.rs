@@ -104,7 +104,8 @@ impl Capture<'_> {
         sample.process_state = state_text(stat.state);
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
         sample.io_bytes = procfs::io_bytes(pid);
-        sample.tcp_bytes = self.connections.bytes_of(pid, self.deadline).unwrap_or(0);
+        let connections = self.connections.of(pid, self.deadline).unwrap_or_default();
+        (sample.tcp_bytes, sample.tcp_connections) = (connections.bytes, connections.remote);
         self.process.command = command(pid);
         let tids = procfs::threads(pid)?;
         // If the main thread has ended, the address space is available through the living threads.

@@ -12,6 +12,8 @@ const MOST_CELLS = 20000;
 
 const VERDICT = D.verdict;
 const CULPRITS = VERDICT ? runsOf(VERDICT.culprits) : [];
+/** The processes of the culprits, with their nodes and commands. */
+const PROCESSES = VERDICT?.culprit_processes ?? [];
 
 /** Conditions of a rank: the letter or sign in its cell, and its name. */
 const CONDITIONS = {

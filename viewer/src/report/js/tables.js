@@ -102,7 +102,7 @@ function buildVerdict() {
     }
     return;
   }
-  const hasCulprits = CULPRITS.length > 0;
+  const hasCulprits = CULPRITS.length > 0 || PROCESSES.length > 0;
   box.classList.toggle("has-culprits", hasCulprits);
   box.append(
     el(
@@ -114,8 +114,13 @@ function buildVerdict() {
     ),
     el("h1", {}, VERDICT.sentence),
   );
+  if (VERDICT.promoted) box.append(el("p", {}, `This capture shows no hang. It is kept because ${VERDICT.promoted}.`));
   const shown = VERDICT.culprits.slice(0, 4);
-  if (shown.length) box.append(el("div", { class: "culprits" }, shown.map(culpritCard)));
+  // Processes that belong to no rank, such as an engine for which ranks wait.
+  const others = PROCESSES.filter((process) => typeof process.rank !== "number").slice(0, 4);
+  if (shown.length || others.length) {
+    box.append(el("div", { class: "culprits" }, [...shown.map(culpritCard), ...others.map(processCard)]));
+  }
   const more = VERDICT.culprits.slice(shown.length);
   if (more.length) box.append(el("p", {}, "More culprits: ", rankButton(runsOf(more), "culprits")));
   const evidence = VERDICT.evidence.map((line) => {
@@ -146,14 +151,39 @@ function buildVerdict() {
   }
   const trigger = VERDICT.trigger;
   const facts = [
+    ["Processes of the culprits", PROCESSES.length ? processList() : ""],
     ["Victims", VERDICT.victims.length ? ranksText(runsOf(VERDICT.victims)) : "no rank"],
     ["Job", [VERDICT.job, plural(VERDICT.world_size, "rank"), VERDICT.attempt ? `restart ${VERDICT.attempt}` : ""].filter(Boolean).join(", ")],
     ["Incident", VERDICT.incident],
+    ["Earlier captures", VERDICT.earlier?.length ? VERDICT.earlier.map(captureLink) : ""],
     ["Opened", VERDICT.opened_at ?? ""],
     ["Trigger", trigger ? [trigger.kind, typeof trigger.rank === "number" ? `rank ${trigger.rank}` : ""].filter(Boolean).join(", ") : ""],
     ["Verdict", typeof VERDICT.seconds_from_timeout === "number" ? `${VERDICT.seconds_from_timeout.toFixed(1)} s after the timeout` : ""],
   ];
   box.append(factList(facts));
+}
+
+const processText = ({ pid, node, command }) => [`pid ${pid}`, node, command].filter(Boolean).join(" · ");
+
+/** The processes of the culprits: the first ones, and the number of the others. */
+function processList() {
+  const shown = PROCESSES.slice(0, 16);
+  const line = (process) =>
+    el("div", { class: "process" }, typeof process.rank === "number" ? `rank ${process.rank}: ` : "no rank: ", processText(process));
+  const more = PROCESSES.length - shown.length;
+  return [...shown.map(line), more > 0 ? el("div", {}, `and ${plural(more, "more process", "more processes")}`) : null].filter(Boolean);
+}
+
+/** A link to the report of another incident, in the folder beside this one. */
+const captureLink = (name) => el("div", {}, el("a", { href: `../incident-${encodeURIComponent(name)}/report.html` }, name));
+
+function processCard(process) {
+  return el(
+    "div",
+    { class: "culprit-card" },
+    el("p", { class: "who" }, el("b", {}, `Process ${process.pid}`), el("span", { class: "muted" }, [process.node, "no rank"].filter(Boolean).join(" · "))),
+    process.command ? el("p", { class: "where" }, process.command) : null,
+  );
 }
 
 const factList = (facts) =>

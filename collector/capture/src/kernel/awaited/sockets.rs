@@ -35,7 +35,9 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
             });
             // A peer that has not accepted the connection has no descriptor for it yet.
             let owner = other.map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
-            socket(remote.to_string(), owner.unwrap_or_else(|| listeners(search, remote)))
+            let is_here = remote.ip().is_loopback() || remote.ip() == local.ip();
+            let waiting = || if is_here { listeners(search, remote) } else { Vec::new() };
+            socket(remote.to_string(), owner.unwrap_or_else(waiting))
         }
         _ => unix_peer(search, inode),
     }
