@@ -13,7 +13,7 @@ mod sample;
 mod training;
 
 pub(crate) use classify::{
-    is_file_lock, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
+    is_file_lock, is_message_wait, is_mutex, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
 };
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
 pub(crate) use host::{DSleep, Host, Movement, ObservedActivity};

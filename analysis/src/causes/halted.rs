@@ -91,8 +91,8 @@ fn killed_after(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 /// Whether the rank left with success and the ranks that wait for it may have made an operation too
-/// many: as many ranks left with success as wait in the collective, or it is a transfer between two
-/// ranks.
+/// many: as many ranks left with success, or may have left, as wait in the collective, or it is a
+/// transfer between two ranks.
 fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let success = |rank_index: usize| {
         let view = case.view(rank_index);
@@ -100,9 +100,11 @@ fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Eve
     };
     let Some(event) = event.filter(|_| success(rank_index)) else { return false };
     let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
-    let inside = case.graph.waiters_of(event).len();
-    let members = case.comms[comm].members.iter();
-    members.filter(|member| success(member.rank_index)).take(inside).count() == inside
+    let (comm, inside) = (&case.comms[comm], case.graph.waiters_of(event).len());
+    // A member of which nothing is known may have left as well.
+    let unseen = comm.silent.iter().filter(|rank_index| case.view(**rank_index).unseen()).take(inside).count();
+    let left = comm.members.iter().filter(|member| success(member.rank_index)).take(inside).count();
+    left + unseen + comm.unnamed as usize >= inside
 }
 
 /// Whether the process of a rank that has left still exists and is shutting down. That is

@@ -4,7 +4,7 @@
 
 use super::{expect, hosts::behind};
 use crate::{
-    Cause, Confidence,
+    Cause, Confidence, VerdictKind,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
@@ -94,6 +94,24 @@ fn a_pipe_whose_writer_is_dead_is_no_storage() {
     let told =
         "waits for a pipe whose other end only it has open, and its child process 4242 (tokenizer --serve) is dead";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_kind_of_verdict_that_was_wrong_or_is_new_has_no_high_confidence() {
+    let calibrated = |job: &Job| {
+        let verdict = job.judge();
+        assert_eq!(verdict.strength, Some(Confidence::High), "{}", verdict.to_text());
+        assert!(verdict.probability.is_some_and(|share| (share >= 0.99) == (verdict.confidence == Confidence::High)));
+        (verdict.kind, verdict.confidence)
+    };
+    let mut pipe = behind(2, receives());
+    reads_pipe_of(&mut pipe, 2, &[(1002, false)]);
+    let engine = behind_engine(Stack::sleep().state("T (stopped)", ""));
+    assert_eq!(calibrated(&behind(2, Stack::checkpoint())), (Some(VerdictKind::ByItself), Confidence::High));
+    assert_eq!(calibrated(&pipe), (Some(VerdictKind::OpenWait), Confidence::Medium));
+    assert_eq!(calibrated(&engine), (Some(VerdictKind::BehindProcess), Confidence::Medium));
+    let text = pipe.judge().to_text();
+    assert!(text.contains("\nreliability: about "), "{text}");
 }
 
 #[test]
@@ -285,7 +303,7 @@ fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
     ] {
         let verdict = behind_engine(engine).judge();
         let text = verdict.to_text();
-        assert_eq!((verdict.cause, verdict.confidence), (cause, confidence), "{text}");
+        assert_eq!((verdict.cause, verdict.strength), (cause, Some(confidence)), "{text}");
         assert_eq!((culprits(&verdict), &verdict.victims[..]), (vec![(None, 1050)], &[0, 1, 2, 3][..]), "{text}");
         let begin = format!("Process 1050 (python3 engine.py), which is not a rank, {told}");
         assert!(verdict.sentence.starts_with(&begin), "{}", verdict.sentence);
@@ -492,6 +510,8 @@ fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     let made = &mut job.flight(2).operations[29];
     (made.tid, made.kind) = (1002, OpKind::HostCall.into());
+    let counters = &mut job.flight(2).communicators[0];
+    (counters.launched, counters.started, counters.completed) = (29, 29, 29);
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     let in_d = behind_in_thread(joins(), Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
     expect(&in_d.judge(), Cause::DState, &[2], Confidence::High);

@@ -109,6 +109,7 @@ fn line(verdict: &Verdict, folder: Option<&Path>) -> Value {
         "opened_at": verdict.timing.opened_at,
         "cause": verdict.cause,
         "confidence": verdict.confidence,
+        "probability": verdict.probability,
         "culprits": verdict.culprits,
         "sentence": verdict.sentence,
     })
@@ -147,6 +148,7 @@ impl WithoutFolder {
                 "opened_at": clock::rfc3339(opened.unix_ns),
                 "cause": null,
                 "confidence": null,
+                "probability": null,
                 "culprits": [],
                 "sentence": null,
             })
