@@ -29,6 +29,8 @@ use crate::{
 ///   it, so nothing shows whether its call took part.
 /// - The rank left with success, and the waiting ranks are not a majority, or wait in a send or
 ///   receive, which involves only two ranks: they may have made one operation too many.
+/// - The rank is a member of the communicator only by the layout of the other members, and nothing
+///   is known of some other rank.
 /// - The rank completed the collective and was killed while others are still inside. A rank that
 ///   ended by itself there did not take part in the collective; that is `missing_rank`.
 pub(super) const DEAD: Rule = Rule { cause: Cause::ProcessDead, explain: dead, rule_out: all_alive };
@@ -65,12 +67,24 @@ fn dead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence = Confidence::Medium;
         evidence.push(RankFact::EndedAfterLaunch.of(rank_index));
     }
+    if may_be_no_member(case, rank_index, event) {
+        confidence = Confidence::Medium;
+    }
     Some(Finding {
         culprits: vec![rank_index],
         explanation: Explanation::Host { rank_index, state: HostState::Ended },
         confidence,
         evidence,
     })
+}
+
+/// Whether the rank is a member of the communicator only by the layout of the others, while there
+/// is a rank of which nothing is known. That rank may be the member in its place.
+fn may_be_no_member(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
+    let Some(Event::Collective { comm, .. }) = event else { return false };
+    let (comm, views) = (&case.comms[comm], &case.world.views);
+    // All ranks are members of a communicator of the whole job.
+    (comm.size as usize) < views.len() && comm.silent.contains(&rank_index) && views.iter().any(|view| view.unseen())
 }
 
 /// Ranks were killed after they completed the collective that the others are still in.
