@@ -65,7 +65,7 @@ pub(crate) struct Case<'a> {
     pub graph: Graph,
     /// Ranks whose stacks show that they wait, if no flight record shows anything. As indices.
     pub stack_waiters: Vec<usize>,
-    /// By communicator: every member is known, from a record without losses.
+    /// By communicator: every member is known, from a record without losses or contradictions.
     fully_recorded: Vec<bool>,
 }
 
@@ -79,7 +79,7 @@ impl<'a> Case<'a> {
         let fully_recorded = |comm: &Comm<'_>| {
             comm.unnamed == 0
                 && comm.silent.iter().all(|rank_index| matching::certainly_absent(&world, *rank_index))
-                && comm.members.iter().all(|member| !world.views[member.rank_index].lossy())
+                && comm.members.iter().all(|member| !member.contradicts && !world.views[member.rank_index].lossy())
         };
         let fully_recorded = comms.iter().map(fully_recorded).collect();
         Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
@@ -199,6 +199,12 @@ impl<'a> Case<'a> {
         let host = &self.view(rank_index).host;
         let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
         socket || stacks::is_network(self.native_function(rank_index)) || self.polls(rank_index)
+    }
+
+    /// The main thread of a rank waits for an event, a message or a semaphore that processes share,
+    /// by its C function. What it waits for may be unknown.
+    pub fn waits_for_message(&self, rank_index: usize) -> bool {
+        stacks::is_message_wait(self.native_function(rank_index))
     }
 
     /// The main thread of a rank waits for a lock that it shares with other processes, and no child

@@ -14,6 +14,7 @@ use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, wai
 
 use crate::{
     alias,
+    calibration::{self, FIRST_RUNS},
     case::Case,
     causes::{RULES, Rule},
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
@@ -114,11 +115,13 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
     let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
     let mut about_job = evidence_gaps(case);
-    let mut confidence = outcome.confidence;
+    let mut strength = outcome.confidence;
     if let Some(cap) = younger_than_timeout(case) {
         about_job.push(cap);
-        confidence = confidence.min(Confidence::Medium);
+        strength = strength.min(Confidence::Medium);
     }
+    let others = !outcome.conclusion.culprit_processes().is_empty();
+    let kind = calibration::kind(case, outcome.cause, &outcome.culprits, others);
     let mut lines: Vec<EvidenceLine> =
         wording::evidence::lines(case, outcome.conclusion.evidence()).take(MAX_EVIDENCE).collect();
     lines.extend(about_job.iter().map(|fact| wording::evidence::job_line(case, fact)));
@@ -135,10 +138,13 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         trigger: report::trigger(evidence),
         sentence: wording::verdict::sentence(case, &outcome.conclusion, outcome.main.as_ref(), &outcome.culprits),
         cause: outcome.cause,
-        confidence,
+        confidence: calibration::confidence(FIRST_RUNS, kind, strength),
+        probability: Some(rounded(calibration::probability(FIRST_RUNS, kind, strength))),
+        kind: Some(kind),
+        strength: Some(strength),
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
         culprit_processes: culprit_processes(case, &outcome),
-        hang: hang_evidence(case, &outcome, confidence, victims.len()),
+        hang: hang_evidence(case, &outcome, strength, victims.len()),
         helpers_busy: helpers_busy(case, &outcome),
         victims: case.world.ranks(victims),
         evidence: lines,
@@ -149,6 +155,11 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         hook: report::hook(&case.world),
         timing: Timing::default(),
     }
+}
+
+/// A probability with three digits.
+fn rounded(probability: f64) -> f64 {
+    (probability * 1000.0).round() / 1000.0
 }
 
 /// The processes of the culprits. If a rank waits for a process of its own, such as a loader

@@ -144,6 +144,7 @@ impl<'a> OneKernel<'_, 'a> {
         let launched = launches.max(waiting);
         let completed = launched - waiting;
         Some(Member {
+            contradicts: false,
             rank_index,
             comm_rank,
             claimed_size: 0,

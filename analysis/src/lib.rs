@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod alias;
+pub mod calibration;
 mod case;
 mod causes;
 mod explanation;
@@ -39,5 +40,5 @@ pub use judge::judge;
 pub use report::communicator_groups;
 pub use stacks::FREEZER_WCHAN;
 pub use text::{communicator as communicator_name, operation_state};
-pub use verdict::{Activity, Cause, Confidence, HangEvidence, RankGroup, Status, Timing, Verdict};
+pub use verdict::{Activity, Cause, Confidence, HangEvidence, RankGroup, Status, Timing, Verdict, VerdictKind};
 pub use world::{Exit, names_absent};

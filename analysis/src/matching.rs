@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, Operation, Presence};
 
-use crate::world::{World, is_collective, is_init};
+use crate::world::{RankView, World, is_collective, is_init};
 
 /// One rank in one communicator.
 #[derive(Debug)]
@@ -34,6 +34,8 @@ pub(crate) struct Member<'a> {
     pub waiting_seq: Option<u64>,
     /// It is inside the call that creates the communicator.
     pub initializing: bool,
+    /// Its counters contradict each other or its operations, so one of them is wrong.
+    pub contradicts: bool,
 }
 
 /// The kernel of a collective without a host call.
@@ -128,11 +130,17 @@ struct PendingOperations<'a> {
     newest: HashMap<u64, u64>,
     /// The call that creates the communicator.
     creating: HashMap<u64, &'a Operation>,
+    /// The sequence number of the newest collective, pending or not.
+    last: HashMap<u64, u64>,
 }
 
 impl<'a> PendingOperations<'a> {
     fn of(world: &World<'a>, rank_index: usize) -> Self {
         let mut found = PendingOperations::default();
+        for operation in world.views[rank_index].operations().filter(|operation| is_collective(operation)) {
+            let last = found.last.entry(operation.communicator).or_default();
+            *last = operation.seq.max(*last);
+        }
         for operation in world.views[rank_index].pending() {
             if is_collective(operation) {
                 let first = found.oldest.entry(operation.communicator).or_insert(operation);
@@ -192,6 +200,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
             oldest: (!initializing).then_some(operation),
             waiting_seq: (!initializing).then_some(operation.seq),
             initializing,
+            contradicts: false,
         };
         add(id, member);
     }
@@ -234,7 +243,30 @@ fn recorded_member<'a>(
         oldest: operation,
         waiting_seq: operation.map(|operation| operation.seq).or_else(by_counters),
         initializing: communicator.state() == CommunicatorState::Initializing,
+        contradicts: !ended
+            && contradicts(&world.views[rank_index], communicator, operation, pending.last.get(&id).copied()),
     }
+}
+
+/// Whether the counters of a communicator contradict each other or the operations of its record:
+/// the oldest one that has not completed, and the sequence number of the newest. A record that lost
+/// operations proves nothing, and that of a host library lacks a collective for which its rank does
+/// not wait yet.
+fn contradicts(
+    view: &RankView<'_>,
+    communicator: &Communicator,
+    oldest: Option<&Operation>,
+    newest: Option<u64>,
+) -> bool {
+    let Communicator { launched, started, completed, .. } = *communicator;
+    let (Some(newest), false) = (newest, view.lossy()) else { return completed > started || started > launched };
+    let is_complete = view.has_device();
+    let done = oldest.map_or(launched, |operation| operation.seq.saturating_sub(1));
+    completed > started
+        || started > launched
+        || newest > launched
+        || completed > done
+        || is_complete && (newest < launched || completed < done)
 }
 
 /// Infers the members without a flight record in one of three ways, each exact: the communicator is

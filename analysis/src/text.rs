@@ -193,6 +193,10 @@ impl Verdict {
         let culprits = if culprits.is_empty() { "none".to_owned() } else { culprits.join(", ") };
         let victims = if self.victims.is_empty() { "none".to_owned() } else { runs(&self.victims) };
         paragraph(&mut text, &format!("cause:       {} ({} confidence)", self.cause, self.confidence.name()), "");
+        if let Some(right) = self.right_of_hundred() {
+            let kind = "verdicts of this kind name exactly the right culprits";
+            paragraph(&mut text, &format!("reliability: about {right} of 100 {kind}"), "             ");
+        }
         paragraph(&mut text, &format!("culprits:    {culprits}"), "             ");
         paragraph(&mut text, &format!("victims:     {victims}"), "             ");
         let job = if self.job.is_empty() { String::new() } else { format!("{}, ", self.job) };

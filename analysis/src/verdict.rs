@@ -128,6 +128,47 @@ impl Confidence {
     }
 }
 
+/// What can end the trouble of a verdict. Verdicts of one kind are right about equally often.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VerdictKind {
+    /// No other process can end what the culprits are in: they cannot run, their own records or
+    /// threads show the fault, or they wait for nothing outside of their processes.
+    ByItself,
+    /// A culprit waits for something that another process may do, and it is not known which: data
+    /// in a pipe, a message, a lock that processes share.
+    OpenWait,
+    /// A culprit is a process that is no rank, or a rank that waits for one.
+    BehindProcess,
+    /// The culprits make progress.
+    Progress,
+    /// The verdict names nobody.
+    Nobody,
+}
+
+impl VerdictKind {
+    /// All kinds.
+    pub const ALL: [VerdictKind; 5] = [
+        VerdictKind::ByItself,
+        VerdictKind::OpenWait,
+        VerdictKind::BehindProcess,
+        VerdictKind::Progress,
+        VerdictKind::Nobody,
+    ];
+
+    /// The name in `verdict.json`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            VerdictKind::ByItself => "by_itself",
+            VerdictKind::OpenWait => "open_wait",
+            VerdictKind::BehindProcess => "behind_process",
+            VerdictKind::Progress => "progress",
+            VerdictKind::Nobody => "nobody",
+        }
+    }
+}
+
 /// What shows that the job hangs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -430,6 +471,19 @@ pub struct Verdict {
     pub cause: Cause,
     /// How far the verdict can be trusted.
     pub confidence: Confidence,
+    /// The estimated probability that the culprits are exactly right, from 0 to 1: how often
+    /// verdicts of this kind and strength were right on programs that were new to the judge. Absent
+    /// in verdicts of earlier releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probability: Option<f64>,
+    /// The kind that the estimate is about. Absent in verdicts of earlier releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<VerdictKind>,
+    /// The confidence by the rules of the judge alone. `confidence` is lower if verdicts of this
+    /// kind were wrong before, or too few of them are known. Absent in verdicts of earlier
+    /// releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strength: Option<Confidence>,
     /// Ranks that stopped the job, ascending. Empty if no rank is the culprit, or the evidence does
     /// not show which.
     pub culprits: Vec<u32>,
@@ -467,6 +521,16 @@ pub struct Verdict {
 }
 
 impl Verdict {
+    /// How many of a hundred verdicts of this kind name exactly the right culprits. `None` if the
+    /// verdict names nobody, or is of an earlier release.
+    #[must_use]
+    pub fn right_of_hundred(&self) -> Option<u8> {
+        let names_somebody = !self.culprits.is_empty() || !self.culprit_processes.is_empty();
+        let share = self.probability.filter(|_| names_somebody)?;
+        // A hundred of a hundred is more than any number of tests shows.
+        Some((share * 100.0).floor().clamp(0.0, 99.0) as u8)
+    }
+
     /// The ranks that hang, ascending: culprits and victims, when there is evidence of a hang.
     #[must_use]
     pub fn hanging_ranks(&self) -> Vec<u32> {

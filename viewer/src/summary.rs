@@ -93,6 +93,9 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) 
     }
     if let Some(verdict) = about.verdict {
         let _ = write!(text, "{}, {} confidence", verdict.cause.name(), verdict.confidence.name());
+        if let Some(right) = verdict.right_of_hundred() {
+            let _ = write!(text, " (right in about {right} of 100 cases)");
+        }
         if !culprits.is_empty() {
             let word = if culprits.len() == 1 { "culprit" } else { "culprits" };
             let _ = write!(text, "; {word}: {}", style.red(&ranks_of(&culprits)));
@@ -466,8 +469,8 @@ mod tests {
         merged.states.insert("S (sleeping)".into(), (0..6).collect());
         merged.states.insert("D (disk\u{1b}[1m sleep)".into(), (6..7).collect());
         merged.nodes = [("gpu-0".to_owned(), (0..4).collect()), ("gpu-1".to_owned(), (4..7).collect())].into();
-        let verdict =
-            Verdict { culprits: vec![5], ..xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default()) };
+        let verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let verdict = Verdict { culprits: vec![5], probability: Some(0.427), ..verdict };
         let absent = [
             AbsentRanks {
                 absence: Absence::Dead,
@@ -488,7 +491,7 @@ mod tests {
         let text = summary(&merged, &about, Terminal::default());
         assert_eq!(
             text,
-            "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
+            "Rank 5 reads.\n\nunknown, low confidence (right in about 42 of 100 cases); culprit: rank 5 on gpu-1\n\n\
              7 of 10 ranks have a dump. Their main threads are at 3 places, the largest group first:\n  \
                ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      first frame of this group only: step (t.py:9)\n  \
                rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \

@@ -68,6 +68,8 @@ fn build(options: &Options) -> Result<()> {
 pub(crate) fn bless() -> Result<()> {
     let packages = ["-p", "xpu_timer_proto_codegen", "-p", "xpu_timer_analysis", "-p", "xpu_timer_chaos"];
     shell::run(cargo(&["test", "--quiet"]).args(packages).env("BLESS", "1"))?;
+    let calibration = ["-p", "xpu_timer_hangs", "the_table_of_the_judge"];
+    shell::run(cargo(&["test", "--quiet"]).args(calibration).env("BLESS", "1"))?;
     let layouts = ["-p", "xpu_timer_tests", "--test", "it", "layouts_are_those_of_the_headers"];
     shell::run(cargo(&["test", "--quiet"]).args(layouts).env("BLESS", "1"))
 }

@@ -29,6 +29,8 @@ use crate::{
 ///   it, so nothing shows whether its call took part.
 /// - The rank left with success, and the waiting ranks are not a majority, or wait in a send or
 ///   receive, which involves only two ranks: they may have made one operation too many.
+/// - The rank is a member of the communicator only by the layout of the other members, and nothing
+///   is known of some other rank.
 /// - The rank completed the collective and was killed while others are still inside. A rank that
 ///   ended by itself there did not take part in the collective; that is `missing_rank`.
 pub(super) const DEAD: Rule = Rule { cause: Cause::ProcessDead, explain: dead, rule_out: all_alive };
@@ -65,12 +67,24 @@ fn dead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence = Confidence::Medium;
         evidence.push(RankFact::EndedAfterLaunch.of(rank_index));
     }
+    if may_be_no_member(case, rank_index, event) {
+        confidence = Confidence::Medium;
+    }
     Some(Finding {
         culprits: vec![rank_index],
         explanation: Explanation::Host { rank_index, state: HostState::Ended },
         confidence,
         evidence,
     })
+}
+
+/// Whether the rank is a member of the communicator only by the layout of the others, while there
+/// is a rank of which nothing is known. That rank may be the member in its place.
+fn may_be_no_member(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
+    let Some(Event::Collective { comm, .. }) = event else { return false };
+    let (comm, views) = (&case.comms[comm], &case.world.views);
+    // All ranks are members of a communicator of the whole job.
+    (comm.size as usize) < views.len() && comm.silent.contains(&rank_index) && views.iter().any(|view| view.unseen())
 }
 
 /// Ranks were killed after they completed the collective that the others are still in.
@@ -91,8 +105,8 @@ fn killed_after(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 /// Whether the rank left with success and the ranks that wait for it may have made an operation too
-/// many: as many ranks left with success as wait in the collective, or it is a transfer between two
-/// ranks.
+/// many: as many ranks left with success, or may have left, as wait in the collective, or it is a
+/// transfer between two ranks.
 fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let success = |rank_index: usize| {
         let view = case.view(rank_index);
@@ -100,9 +114,11 @@ fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Eve
     };
     let Some(event) = event.filter(|_| success(rank_index)) else { return false };
     let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
-    let inside = case.graph.waiters_of(event).len();
-    let members = case.comms[comm].members.iter();
-    members.filter(|member| success(member.rank_index)).take(inside).count() == inside
+    let (comm, inside) = (&case.comms[comm], case.graph.waiters_of(event).len());
+    // A member of which nothing is known may have left as well.
+    let unseen = comm.silent.iter().filter(|rank_index| case.view(**rank_index).unseen()).take(inside).count();
+    let left = comm.members.iter().filter(|member| success(member.rank_index)).take(inside).count();
+    left + unseen + comm.unnamed as usize >= inside
 }
 
 /// Whether the process of a rank that has left still exists and is shutting down. That is

@@ -133,13 +133,9 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
 /// The evidence that the job hangs. `XPU_TIMER_HANG_KILL` ends ranks and `XPU_TIMER_COMMON_HANG`
 /// rises only on a verdict with such evidence. The cause and its confidence alone are not enough.
 ///
-/// `victims` is the number of ranks that wait for the culprits.
-pub(super) fn hang_evidence(
-    case: &Case<'_>,
-    outcome: &Outcome,
-    confidence: Confidence,
-    victims: usize,
-) -> HangEvidence {
+/// `strength` is the confidence by the rules alone, and `victims` the number of ranks that wait for
+/// the culprits.
+pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confidence, victims: usize) -> HangEvidence {
     let (cause, culprits) = (outcome.cause, &outcome.culprits);
     let is_progress = matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc);
     if is_progress || culprits.iter().any(|rank_index| makes_progress(case, *rank_index)) {
@@ -159,7 +155,7 @@ pub(super) fn hang_evidence(
     // Within one rank the chain leads to a thread, a worker process or the kernel.
     let inside = cause == Cause::GilDeadlock
         || outcome.conclusion.is_cycle()
-        || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && confidence == Confidence::High;
+        || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && strength == Confidence::High;
     let processes = outcome.conclusion.culprit_processes();
     let is_known = !culprits.is_empty() || !processes.is_empty();
     let ends = is_known

@@ -4,7 +4,7 @@
 
 use super::{expect, hosts::behind};
 use crate::{
-    Cause, Confidence, Verdict,
+    Cause, Confidence, Verdict, VerdictKind,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
     verdict::Activity,
 };
@@ -95,6 +95,24 @@ fn a_pipe_whose_writer_is_dead_is_no_storage() {
     let told =
         "waits for a pipe whose other end only it has open, and its child process 4242 (tokenizer --serve) is dead";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_kind_of_verdict_that_was_wrong_or_is_new_has_no_high_confidence() {
+    let calibrated = |job: &Job| {
+        let verdict = job.judge();
+        assert_eq!(verdict.strength, Some(Confidence::High), "{}", verdict.to_text());
+        assert!(verdict.probability.is_some_and(|share| (share >= 0.99) == (verdict.confidence == Confidence::High)));
+        (verdict.kind, verdict.confidence)
+    };
+    let mut pipe = behind(2, receives());
+    reads_pipe_of(&mut pipe, 2, &[(1002, false)]);
+    let engine = behind_engine(Stack::sleep().state("T (stopped)", ""));
+    assert_eq!(calibrated(&behind(2, Stack::checkpoint())), (Some(VerdictKind::ByItself), Confidence::High));
+    assert_eq!(calibrated(&pipe), (Some(VerdictKind::OpenWait), Confidence::Medium));
+    assert_eq!(calibrated(&engine), (Some(VerdictKind::BehindProcess), Confidence::Medium));
+    let text = pipe.judge().to_text();
+    assert!(text.contains("\nreliability: about "), "{text}");
 }
 
 #[test]
@@ -272,7 +290,7 @@ fn chained(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: 
     dump.stacktrace[0].awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
 }
 
-fn culprits(verdict: &crate::Verdict) -> Vec<(Option<u32>, i32)> {
+fn culprits(verdict: &Verdict) -> Vec<(Option<u32>, i32)> {
     verdict.culprit_processes.iter().map(|process| (process.rank, process.pid)).collect()
 }
 
@@ -286,7 +304,7 @@ fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
     ] {
         let verdict = behind_engine(engine).judge();
         let text = verdict.to_text();
-        assert_eq!((verdict.cause, verdict.confidence), (cause, confidence), "{text}");
+        assert_eq!((verdict.cause, verdict.strength), (cause, Some(confidence)), "{text}");
         assert_eq!((culprits(&verdict), &verdict.victims[..]), (vec![(None, 1050)], &[0, 1, 2, 3][..]), "{text}");
         let begin = format!("Process 1050 (python3 engine.py), which is not a rank, {told}");
         assert!(verdict.sentence.starts_with(&begin), "{}", verdict.sentence);
@@ -432,7 +450,7 @@ fn a_silent_job_hangs_only_if_nobody_outside_can_wake_the_process_it_waits_for()
     let hangs = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, "", &[1000, 1001]));
     assert_eq!((hangs.cause, culprits(&hangs)), (Cause::HostLock, vec![(None, 1050)]), "{}", hangs.to_text());
     assert_eq!((hangs.hang, hangs.confidence), (crate::HangEvidence::WaitChain, Confidence::Medium));
-    let is_idle = |verdict: &crate::Verdict| culprits(verdict).is_empty() && verdict.hang == crate::HangEvidence::None;
+    let is_idle = |verdict: &Verdict| culprits(verdict).is_empty() && verdict.hang == crate::HangEvidence::None;
     // A thread of the engine waits for a client, for a process outside, or for some time.
     for (name, holders) in [("anybody who connects to 127.0.0.1:8000", &[][..]), ("", &[1099])] {
         let idle = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, name, holders));
@@ -502,8 +520,7 @@ fn ranks_that_wait_for_their_ended_parent_are_not_to_blame() {
             job.rank(rank).dump.as_mut().expect("a dump").ended_parent_pid = 1050;
         }
         let dump = job.process(50, "", Stack::sleep());
-        *dump =
-            xpu_timer_proto::server::Stacktrace { pid: 1050, process_state: "X (dead)".into(), ..Default::default() };
+        *dump = Stacktrace { pid: 1050, process_state: "X (dead)".into(), ..Default::default() };
         job.judge()
     };
     // Rank 3 has inherited the other end.
@@ -614,6 +631,8 @@ fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     let made = &mut job.flight(2).operations[29];
     (made.tid, made.kind) = (1002, OpKind::HostCall.into());
+    let counters = &mut job.flight(2).communicators[0];
+    (counters.launched, counters.started, counters.completed) = (29, 29, 29);
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     let in_d = behind_in_thread(joins(), Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
     expect(&in_d.judge(), Cause::DState, &[2], Confidence::High);

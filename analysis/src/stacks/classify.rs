@@ -393,6 +393,12 @@ pub(crate) fn is_network(function: &str) -> bool {
     patterns::NETWORK_NATIVE.contains(&strip_variant(function))
 }
 
+/// Whether a function of the C library waits for an event, a message or a semaphore that processes
+/// share.
+pub(crate) fn is_message_wait(function: &str) -> bool {
+    patterns::MESSAGE_NATIVE.contains(&strip_variant(function))
+}
+
 /// Whether a function of the C library waits for a signal.
 pub(crate) fn is_signal_wait(function: &str) -> bool {
     patterns::SIGNAL_NATIVE.contains(&strip_variant(function))

@@ -361,6 +361,21 @@ pub(super) const THREADING_FILE: &str = "/threading.py";
 pub(super) const NETWORK_NATIVE: &[&str] =
     &["recv", "recvfrom", "recvmsg", "connect", "accept", "accept4", "poll", "ppoll", "select", "epoll_wait"];
 
+/// Functions of the C library that wait for an event, a message or a semaphore that processes
+/// share.
+pub(super) const MESSAGE_NATIVE: &[&str] = &[
+    "eventfd_read",
+    "eventfd_write",
+    "mq_receive",
+    "mq_send",
+    "mq_timedreceive",
+    "mq_timedsend",
+    "msgrcv",
+    "msgsnd",
+    "semop",
+    "semtimedop",
+];
+
 /// Functions of the C library that wait for the end of a child process, and their system calls of
 /// x86-64.
 pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];

@@ -12,7 +12,7 @@ use super::{
         serves_socket, within_library,
     },
     location::{locate, program},
-    names::{base_name, frame_label, own_frame, stored_command},
+    names::{base_name, frame_label, is_library, stored_command},
     patterns::{self, FREEZER_WCHAN},
     sample::{Sample, ThreadStacks, reporting_threads, samples},
 };
@@ -133,7 +133,7 @@ fn waits_of_threads(
     let owner: Option<u32> = mutex.and_then(|mutex| mutex.object.parse().ok());
     let runs_own_code = |tid: u32| {
         let frames = sample.python.iter().find(|thread| thread.os_thread_id == tid).map(|thread| &thread.frames);
-        frames.is_some_and(|frames| own_frame(frames).is_some())
+        frames.is_some_and(|frames| frames.iter().any(|frame| !is_library(&frame.file_name)))
     };
     let mut waits = Vec::new();
     let mut timed = native.and_then(|thread| thread.timed);

@@ -82,6 +82,7 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
         "world_size": verdict.world_size,
         "cause": verdict.cause,
         "confidence": verdict.confidence,
+        "probability": verdict.probability,
         "culprits": verdict.culprits,
         "culprit_processes": verdict.culprit_processes,
         "sentence": verdict.sentence,

@@ -7,7 +7,6 @@ mod collectives;
 mod endings;
 mod healthy;
 mod hosts;
-mod hosts_only;
 mod strangers;
 
 use anyhow::{Result, ensure};
@@ -43,7 +42,7 @@ fn all() -> Vec<Scenario> {
         collectives::scenarios(),
         hosts::scenarios(),
         strangers::scenarios(),
-        hosts_only::scenarios(),
+        hosts::without_device(),
         hosts::machine(),
         collectives::mistakes(),
         endings::scenarios(),

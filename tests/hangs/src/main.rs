@@ -1,6 +1,7 @@
 //! Runs the hang corpus and prints how often the verdict was right: `cargo xtask hangs`.
 #![forbid(unsafe_code)]
 
+mod calibrate;
 mod corpus;
 mod folder;
 mod program;
@@ -8,6 +9,7 @@ mod record;
 mod run;
 mod scenario;
 mod score;
+mod variants;
 mod written;
 
 use std::{io::Write, path::PathBuf, process::ExitCode};
@@ -63,6 +65,19 @@ enum Command {
         /// Prints JSON, as in `verdict.json`
         #[arg(long)]
         json: bool,
+    },
+    /// Prints how often the verdicts of first runs were right, and judges variants of all recorded
+    /// evidence
+    Calibrate {
+        /// Adds the verdicts in this folder, which must be of the first run of its programs
+        #[arg(long)]
+        add: Option<PathBuf>,
+        /// Judges 100,000 variants in place of 4,000
+        #[arg(long)]
+        long: bool,
+        /// Also judges variants of the runs in this folder whose programs wrote their truths
+        #[arg(long)]
+        output: Option<PathBuf>,
     },
     /// Lists the names of all scenarios
     List,
@@ -123,6 +138,10 @@ fn work(command: Command) -> anyhow::Result<bool> {
                 print!("{}", verdict.to_text());
             }
             Ok(true)
+        }
+        Command::Calibrate { add: Some(first_run), .. } => calibrate::add(&first_run).map(|()| true),
+        Command::Calibrate { add: None, long, output } => {
+            calibrate::run(if long { 100_000 } else { 4_000 }, output.as_deref())
         }
         Command::List => {
             let list: String = corpus::runnable(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();

@@ -121,6 +121,24 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
     }
 }
 
+/// The program of a scenario, by its prefix.
+pub fn program_of(scenario: &str) -> &str {
+    let is_prefix = |prefix: &&str| scenario.strip_prefix(*prefix).is_some_and(|rest| rest.starts_with('-'));
+    let prefixes = PROGRAMS.iter().map(|(prefix, _)| *prefix).filter(is_prefix);
+    prefixes.max_by_key(|prefix| prefix.len()).unwrap_or(scenario)
+}
+
+/// The pids that a program has written as its truth, ascending; none if nothing hangs.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn pids(truth: &Path) -> Result<Vec<u32>> {
+    let mut written: Written =
+        serde_json::from_slice(&fs::read(truth)?).with_context(|| truth.display().to_string())?;
+    written.culprits.sort_unstable();
+    Ok(written.culprits)
+}
+
 fn names(causes: &[Cause]) -> &'static [&'static str] {
     // A few names for each scenario of a run.
     Box::leak(causes.iter().map(|cause| cause.name()).collect())
@@ -160,25 +178,30 @@ fn quiet(job: &Job, ranks: &mut Process, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// What was reported: a wrong accusation with high confidence, else the incident with the right
-/// culprits, else the first one that names any, with the culprits of all: each job has an incident
-/// of its own.
+/// What was reported about all jobs of a program.
 fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
     let incidents = job.finished_incidents();
     let all: Vec<Reported> =
         incidents.iter().map(|incident| Reported::of_processes(&incident.verdict)).collect::<Result<_>>()?;
-    let is_mistake = |reported: &&Reported| {
+    Ok(decisive(&all, culprits).map(|(index, culprits)| {
+        let mut found = all[index].clone();
+        found.culprits = culprits;
+        found
+    }))
+}
+
+/// Which of several verdicts counts, and the culprits that count: a wrong accusation with high
+/// confidence, else the verdict with the right culprits, else the first one that names any, with
+/// the culprits of all: each job has an incident of its own.
+pub fn decisive(all: &[Reported], culprits: &[u32]) -> Option<(usize, Vec<u32>)> {
+    let is_mistake = |reported: &Reported| {
         reported.confidence == "high" && reported.culprits.iter().any(|pid| !culprits.contains(pid))
     };
-    let is_right = |reported: &&Reported| reported.culprits == culprits;
-    if let Some(found) = all.iter().find(is_mistake).or_else(|| all.iter().find(is_right)) {
-        return Ok(Some(found.clone()));
+    let is_right = |reported: &Reported| reported.culprits == culprits;
+    if let Some(index) = all.iter().position(is_mistake).or_else(|| all.iter().position(is_right)) {
+        return Some((index, all[index].culprits.clone()));
     }
     let of_all: BTreeSet<u32> = all.iter().flat_map(|reported| reported.culprits.iter().copied()).collect();
-    let first = all.iter().find(|reported| !reported.culprits.is_empty()).or_else(|| all.first());
-    let mut found = first.cloned();
-    if let Some(found) = &mut found {
-        found.culprits = of_all.into_iter().collect();
-    }
-    Ok(found)
+    let first = all.iter().position(|reported| !reported.culprits.is_empty());
+    (!all.is_empty()).then(|| (first.unwrap_or(0), of_all.into_iter().collect()))
 }

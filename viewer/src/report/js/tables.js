@@ -79,6 +79,14 @@ function longTable(columns, rows, limit, rowName) {
   return box;
 }
 
+/** How often verdicts of this kind are right, in the words of `verdict.txt`. */
+function reliability() {
+  const named = VERDICT.culprits.length || VERDICT.culprit_processes?.length;
+  if (typeof VERDICT.probability !== "number" || !named) return null;
+  const right = Math.min(99, Math.floor(VERDICT.probability * 100));
+  return el("span", { class: "confidence" }, `right in about ${right} of 100 cases`);
+}
+
 function buildVerdict() {
   const box = byId("verdict");
   if (!VERDICT) {
@@ -110,6 +118,7 @@ function buildVerdict() {
       { class: "cause" },
       el("span", { class: "tag" }, CAUSES[VERDICT.cause] ?? VERDICT.cause),
       el("span", { class: `confidence ${VERDICT.confidence}` }, `${VERDICT.confidence} confidence`),
+      reliability(),
       VERDICT.status && VERDICT.status !== "open" ? el("span", { class: "confidence" }, VERDICT.status) : null,
     ),
     el("h1", {}, VERDICT.sentence),
