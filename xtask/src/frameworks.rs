@@ -182,7 +182,7 @@ const FRAMEWORKS: [Framework; 12] = [
 ];
 
 /// Ranks may differ by this much in the time that they take to start.
-const HANG_TIMEOUT: u64 = 10;
+const HANG_TIMEOUT: u64 = 15;
 /// A run that has not ended or hung by then has failed. Some frameworks compile when they start.
 const DEADLINE: Duration = Duration::from_secs(600);
 const POLL: Duration = Duration::from_millis(200);
