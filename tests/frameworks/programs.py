@@ -16,7 +16,7 @@ import time
 
 RANKS = 3
 CULPRIT = 1
-STEPS = 14
+STEPS = 20
 TROUBLE = 4
 HANG = os.environ["FRAMEWORKS_MODE"] == "hang"
 

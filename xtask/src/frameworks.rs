@@ -182,7 +182,7 @@ const FRAMEWORKS: [Framework; 12] = [
 ];
 
 /// Ranks may differ by this much in the time that they take to start.
-const HANG_TIMEOUT: u64 = 10;
+const HANG_TIMEOUT: u64 = 15;
 /// A run that has not ended or hung by then has failed. Some frameworks compile when they start.
 const DEADLINE: Duration = Duration::from_secs(600);
 const POLL: Duration = Duration::from_millis(200);
@@ -359,8 +359,10 @@ fn judge(incident: &Incident, truth: &Value, causes: &[&str]) -> Result<String> 
     let processes = verdict["culprit_processes"].as_array().map_or(&[][..], Vec::as_slice);
     let pids: Vec<&Value> = processes.iter().map(|process| &process["pid"]).collect();
     let place = truth["place"].as_str().context("a place")?;
+    // A child process in the sentence would be a helper that rests.
     let right = json!(pids) == json!([truth["pid"]])
         && sentence.contains(place)
+        && !sentence.contains("child process")
         && causes.iter().any(|cause| verdict["cause"] == *cause);
     ensure!(right, "process {} stays in {place}, but the verdict is {}: {sentence}", truth["pid"], verdict["cause"]);
     Ok(format!("{sentence} [{}, {} confidence]", verdict["cause"], verdict["confidence"]).replace('"', ""))

@@ -127,8 +127,8 @@ mod tests {
 
     #[test]
     fn a_thread_that_reads_the_answers_of_compile_workers_serves() {
-        let frames = |files: &[&str]| child("", files).samples[0].py_stacktrace[0].frames.clone();
         const POOL: &str = "/opt/venv/lib/python3.11/site-packages/torch/_inductor/compile_worker/subproc_pool.py:117";
+        let frames = |files: &[&str]| child("", files).samples[0].py_stacktrace[0].frames.clone();
         assert!(serves(&frames(&["/usr/lib/python3.11/socket.py:7", POOL, "/usr/lib/python3.11/threading.py:982"])));
         assert!(!serves(&frames(&["/job/data.py:3", POOL])));
         assert!(!serves(&frames(&["/usr/lib/python3.11/socket.py:7"])));
