@@ -78,7 +78,7 @@ mod tests {
     };
 
     /// Maximum length of a sentence. Longer ones repeat something.
-    const MOST_LETTERS: usize = 340;
+    const MOST_LETTERS: usize = 360;
 
     /// Number of variants of each recorded job.
     const VARIANTS: usize = 24;
