@@ -47,7 +47,7 @@ pub fn is_of_host_call(name: &str) -> bool {
 #[must_use]
 pub fn communicates(name: &str) -> bool {
     let has = |row: &&[&str]| row.iter().all(|part| name.contains(part));
-    !is_of_host_call(name) && COMMUNICATING.iter().any(|row| has(&row))
+    !is_of_host_call(name) && COMMUNICATING.iter().any(has)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@ kernel sets a flag in memory that the devices share, and busy-waits for the flag
 
 Faults (on --fault-rank, at --fault-step):
     late     the rank reads a pipe that nobody writes, instead of launching
-    branch   the rank leaves the reduction out and waits for a queue
+    branch   the rank leaves the reduction out and waits for its next batch
     signal   the rank leaves out a kernel on a second stream, for which the next rank's device waits
     flag     the devices wait for a flag that no rank sets
     kernel   a kernel before the reduction never ends

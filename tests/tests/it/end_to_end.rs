@@ -272,7 +272,7 @@ fn device_hang(job: &Job, arguments: &[&str]) -> (Process, Incident) {
 
 #[test]
 fn a_rank_that_does_not_launch_the_kernel_for_which_the_other_devices_busy_wait() {
-    for (fault, cause) in [("late", "storage_io"), ("branch", "host_lock")] {
+    for (fault, cause) in [("late", "storage_io"), ("branch", "data_loader")] {
         let job = Job::new();
         let (_ranks, incident) = device_hang(&job, &[&format!("--fault={fault}")]);
         let text = text(&incident);
