@@ -272,7 +272,7 @@ fn chained(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: 
     dump.stacktrace[0].awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
 }
 
-fn culprits(verdict: &crate::Verdict) -> Vec<(Option<u32>, i32)> {
+fn culprits(verdict: &Verdict) -> Vec<(Option<u32>, i32)> {
     verdict.culprit_processes.iter().map(|process| (process.rank, process.pid)).collect()
 }
 
