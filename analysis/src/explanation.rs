@@ -29,7 +29,7 @@ pub(crate) enum Explanation {
     /// These ranks wait for resources of each other.
     HoldEachOther(Vec<usize>),
     /// A process that is no rank, and for which ranks wait.
-    Process(ProcessFault),
+    Process(Box<ProcessFault>),
     /// A collective.
     Collective(CollectiveFault),
     /// The creation of a communicator.

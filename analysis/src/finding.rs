@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use xpu_timer_proto::v1::{Op, Operation};
 
 use crate::{
-    explanation::{CollectiveFault, Explanation, HostState, ProcessFault, TransferFault},
+    explanation::{CollectiveFault, Explanation, HostState, TransferFault},
     graph::Event,
     history::Deviation,
     verdict::Confidence,
@@ -156,8 +156,11 @@ impl Conclusion {
     /// The processes that belong to no rank and hold up the job, as indices.
     pub fn culprit_processes(&self) -> BTreeSet<usize> {
         let processes = |finding: &Finding| match &finding.explanation {
-            Explanation::Process(ProcessFault { mutual: Some(mutual), .. }) => mutual.processes.clone(),
-            Explanation::Process(fault) if finding.culprits.is_empty() => vec![fault.end],
+            Explanation::Process(fault) => match &fault.mutual {
+                Some(mutual) => mutual.processes.clone(),
+                None if finding.culprits.is_empty() => vec![fault.end],
+                None => Vec::new(),
+            },
             _ => Vec::new(),
         };
         self.findings().iter().flat_map(processes).collect()
@@ -178,21 +181,21 @@ impl Conclusion {
 
     /// Whether the culprits wait for each other and not in an operation.
     pub fn is_cycle(&self) -> bool {
-        let is_cycle = |finding: &Finding| {
-            matches!(
-                finding.explanation,
-                Explanation::HoldEachOther(_) | Explanation::Process(ProcessFault { mutual: Some(_), .. })
-            )
+        let is_cycle = |finding: &Finding| match &finding.explanation {
+            Explanation::HoldEachOther(_) => true,
+            Explanation::Process(fault) => fault.mutual.is_some(),
+            _ => false,
         };
         self.findings().iter().any(is_cycle)
     }
 
     /// Whether a rank is a culprit because it and other processes wait for each other.
     pub fn is_in_cycle(&self, wanted: usize) -> bool {
-        self.findings().iter().any(|finding| {
+        let is_wanted = |finding: &Finding| {
             matches!(&finding.explanation,
-                Explanation::Process(ProcessFault { rank_index, mutual: Some(_), .. }) if *rank_index == wanted)
-        })
+                Explanation::Process(fault) if fault.rank_index == wanted && fault.mutual.is_some())
+        };
+        self.findings().iter().any(is_wanted)
     }
 
     /// The events that all ranks are known to have entered with equal arguments, and that do not

@@ -120,7 +120,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
         ProcessFault { rank_index, before: before.to_vec(), end: *end, state, mutual, is_to_come: false, event };
     Some(Finding {
         culprits: if is_rank { vec![rank_index] } else { Vec::new() },
-        explanation: Explanation::Process(fault),
+        explanation: Explanation::Process(Box::new(fault)),
         confidence,
         evidence,
     })
@@ -138,7 +138,7 @@ fn not_yet_a_rank(case: &Case<'_>, suspect: &Suspect, rank_index: usize, wanted:
         ProcessFault { rank_index, before: Vec::new(), end, state, mutual: None, is_to_come: true, event: Some(event) };
     Some(Finding {
         culprits: Vec::new(),
-        explanation: Explanation::Process(fault),
+        explanation: Explanation::Process(Box::new(fault)),
         confidence: Confidence::Medium,
         evidence: vec![Fact::Explained],
     })

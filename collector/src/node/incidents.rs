@@ -116,11 +116,11 @@ impl NodeState {
     /// examined by all of them together.
     fn may_be_mild(&self, incident: &Incident) -> bool {
         let ranks = self.registry.of_job(&incident.head.job);
-        let is_death = incident.head.trigger.kind() == TriggerKind::Death;
-        self.settings.cluster.is_none()
-            && !(is_death && !ranks.iter().any(|rank| rank.has_process()))
-            && !incident.seen.contains(&Cause::Manual)
-            && !(incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle))
+        let all_died =
+            incident.head.trigger.kind() == TriggerKind::Death && !ranks.iter().any(|rank| rank.has_process());
+        let is_requested = incident.seen.contains(&Cause::Manual)
+            || incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle);
+        self.settings.cluster.is_none() && !all_died && !is_requested
     }
 
     /// Whether an incident is visible to users: it is not, or not yet, a dump whose verdict shows

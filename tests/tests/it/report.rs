@@ -208,7 +208,7 @@ fn dark_and_light_follow_the_system_until_somebody_chooses() {
     browser.open(&report_of(folder.path()).0);
     let brightness = || {
         let colour = browser.js("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)");
-        colour.as_array().expect("three numbers").iter().filter_map(serde_json::Value::as_u64).take(3).sum::<u64>()
+        colour.as_array().expect("three numbers").iter().filter_map(Value::as_u64).take(3).sum::<u64>()
     };
     browser.scheme("light");
     assert!(brightness() > 600);

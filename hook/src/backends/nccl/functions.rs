@@ -196,10 +196,10 @@ hooked! {
     ncclCommWindowDeregister(comm: Comm, window: Data) => |recorder, site| together(recorder, site, comm);
     ncclDevCommCreate(comm: Comm, wanted: Data, new: Data) => |recorder, site| together(recorder, site, comm);
     ncclCommRegister | mcclCommRegister(comm: Comm, buffer: Data, bytes: usize, handle: *mut Data)
-        => |recorder, site| alone(recorder, site);
-    ncclCommDeregister | mcclCommDeregister(comm: Comm, handle: Data) => |recorder, site| alone(recorder, site);
-    ncclMemAlloc | mcclMemAlloc(address: *mut Data, bytes: usize) => |recorder, site| alone(recorder, site);
-    ncclMemFree | mcclMemFree(address: Data) => |recorder, site| alone(recorder, site);
+        => alone;
+    ncclCommDeregister | mcclCommDeregister(comm: Comm, handle: Data) => alone;
+    ncclMemAlloc | mcclMemAlloc(address: *mut Data, bytes: usize) => alone;
+    ncclMemFree | mcclMemFree(address: Data) => alone;
     ncclCommSuspend(comm: Comm, flags: c_int) => |recorder, site| together(recorder, site, comm);
     ncclCommResume(comm: Comm) => |recorder, site| together(recorder, site, comm);
 }

@@ -129,9 +129,8 @@ impl AttentionKernels {
     fn see(&self, function: u64, name: &[u8]) {
         let contains = |part: &str| name.windows(part.len()).any(|window| window == part.as_bytes());
         let is_backward = contains("flash_bwd_dq_dk_dv_loop");
-        if !is_backward && !(contains("flash_fwd_kernel") || contains("flash_fwd_splitkv_kernel"))
-            || function & Self::KIND != 0
-        {
+        let is_attention = is_backward || contains("flash_fwd_kernel") || contains("flash_fwd_splitkv_kernel");
+        if !is_attention || function & Self::KIND != 0 {
             return;
         }
         let index = self.used.fetch_add(1, Ordering::Relaxed);
