@@ -79,8 +79,8 @@ impl<'a> Case<'a> {
         owners.unwrap_or_default().into_iter().collect()
     }
 
-    /// The few ranks that wait for a key that differs from the key of most ranks in one number, such
-    /// as the count of a barrier.
+    /// The few ranks that wait for a key that differs from the key of most ranks in one number,
+    /// such as the count of a barrier.
     pub fn other_number(&self) -> Option<OtherNumber> {
         let waits = self.key_waits();
         let all: usize = waits.iter().map(|wait| wait.waiters.len()).sum();

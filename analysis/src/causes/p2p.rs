@@ -24,10 +24,10 @@ use crate::{
 /// waits for, such as a child process. Other forms:
 ///
 /// - The peer waits in a collective for the very rank that waits for it: the two made different
-///   plans. If all other members, at least two, have launched that collective, and the rank in
-///   the transfer had made only collectives before, that rank is named. Else the peer is named, with medium confidence, because the other rank could
-///   have made a call too many. The same holds for the one rank of a cycle of transfers that is in none of
-///   them.
+///   plans. If all other members, at least two, have launched that collective, and the rank in the
+///   transfer had made only collectives before, that rank is named. Else the peer is named, with
+///   medium confidence, because the other rank could have made a call too many. The same holds for
+///   the one rank of a cycle of transfers that is in none of them.
 /// - Groups of transfers match and do not complete: the members that have made fewer transfers in
 ///   as many groups as most members are named.
 /// - The tags of two ranks do not match: both are named, or only the rank whose tag has changed.

@@ -274,8 +274,8 @@ impl Chains<'_, '_> {
         waits && !self.state(member).cannot_continue()
     }
 
-    /// Whether a member waits in the store of its job. It waits for whoever sets its key, and not for
-    /// the process that has the store, unless that cannot answer.
+    /// Whether a member waits in the store of its job. It waits for whoever sets its key, and not
+    /// for the process that has the store, unless that cannot answer.
     fn in_store(&self, member: Member) -> bool {
         let host = self.host(member);
         let awaited = host.awaited.as_ref().filter(|_| host.observed.activity == Activity::CommInit);

@@ -1,5 +1,5 @@
-//! Known defects: each is found by its published stacks, or by what its records show, in an affected
-//! version only.
+//! Known defects: each is found by its published stacks, or by what its records show, in an
+//! affected version only.
 
 use std::collections::BTreeSet;
 

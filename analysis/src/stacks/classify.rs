@@ -158,8 +158,8 @@ fn is_nccl(function: &str) -> bool {
     patterns::NCCL_PREFIXES.iter().any(|prefix| lower.starts_with(prefix))
 }
 
-/// A thread that uses a CPU in the host code of NCCL. It does not wait for the device: then it would
-/// be in a function of the device.
+/// A thread that uses a CPU in the host code of NCCL. It does not wait for the device: then it
+/// would be in a function of the device.
 fn runs_in_nccl(thread: &Thread<'_>) -> Option<String> {
     runs(thread)?;
     let inside =

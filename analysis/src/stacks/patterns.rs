@@ -132,8 +132,8 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "shm_allgather",
     "shm_gather",
 ];
-/// Prefixes of the functions of NCCL and of libraries like it, in lower case, and parts of the paths
-/// of these libraries, whose own functions often have no names.
+/// Prefixes of the functions of NCCL and of libraries like it, in lower case, and parts of the
+/// paths of these libraries, whose own functions often have no names.
 pub(super) const NCCL_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl"];
 pub(super) const NCCL_LIBRARIES: &[&str] = &["/libnccl.so", "/librccl.so", "/libmccl.so"];
 /// Prefixes of the C functions of collective libraries.

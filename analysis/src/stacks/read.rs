@@ -109,8 +109,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     }
 }
 
-/// What a thread waits for. On a busy machine, the processes at the other end may have been found in
-/// time only in the first sample.
+/// What a thread waits for. On a busy machine, the processes at the other end may have been found
+/// in time only in the first sample.
 fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) -> Option<Awaited> {
     let found = after?.awaited.as_ref()?;
     let first = before.and_then(|before| before.awaited.as_ref());

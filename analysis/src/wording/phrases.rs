@@ -170,9 +170,9 @@ impl<'a> Case<'a> {
             }
             Event::Init { comm } => format!("the creation of {}", of_comm(comm)),
             Event::Split { comm } => match self.operation(event).map(|operation| operation.function.as_str()) {
-                // MPI has several calls that make a communicator from another one, and NCCL has calls
-                // that all ranks make together and that create none, such as the registration of a
-                // window.
+                // MPI has several calls that make a communicator from another one, and NCCL has
+                // calls that all ranks make together and that create none, such as the registration
+                // of a window.
                 Some(function) if !function.is_empty() && !function.ends_with("CommSplit") => {
                     format!("{function} of {}", of_comm(comm))
                 }

@@ -139,7 +139,8 @@ fn fewer_in_groups_line(case: &Case<'_>, fewer: &[usize], others: &[usize], coun
     who.line(text)
 }
 
-/// `Rank 1 is in a recv from rank 0 at a.py:7, where all other ranks have called all_reduce 31 of …`.
+/// `Rank 1 is in a recv from rank 0 at a.py:7, where all other ranks have called all_reduce 31 of
+/// …`.
 fn instead_of_collective(case: &Case<'_>, rank_index: usize, event: Event, collective: Event) -> Statement {
     let rank = case.view(rank_index).rank;
     let (transfer, called, place) = (case.describe(event), case.describe(collective), case.place(rank_index));

@@ -339,8 +339,8 @@ impl Registry {
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
         // Agents count their attempts separately.
         for rank in entries().filter(|rank| rank.info.attempt == attempt || rank.presence.is_alive()) {
-            // Prefers the living entry, else the newest, which comes last. A younger process does not
-            // replace a living one of its attempt.
+            // Prefers the living entry, else the newest, which comes last. A younger process does
+            // not replace a living one of its attempt.
             let keep = ranks.get(&rank.info.rank).is_some_and(|old| {
                 old.presence.is_alive() && (!rank.presence.is_alive() || old.info.attempt >= rank.info.attempt)
             });

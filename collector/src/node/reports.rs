@@ -31,8 +31,8 @@ pub struct IncidentReport {
     pub verdict: Option<Box<Verdict>>,
     /// A killed collector has left its folder unfinished.
     pub is_unfinished: bool,
-    /// Users see it. A dump whose verdict shows no hang is not shown, and before its verdict no dump
-    /// that may be one of those.
+    /// Users see it. A dump whose verdict shows no hang is not shown, and before its verdict no
+    /// dump that may be one of those.
     pub is_shown: bool,
 }
 

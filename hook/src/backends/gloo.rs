@@ -261,10 +261,10 @@ fn root(options: Word) -> i32 {
     unsafe { (options as *const i32).as_ref() }.map_or(NOBODY, |root| *root)
 }
 
-/// The reduce operation of some options, and the place of the word behind it. It is the first member
-/// of the options: an object of 32 bytes, or of 40 where reference counts are two words. The last
-/// two words of that object are its kind and a pointer. `None` if the memory does not match this
-/// layout; older versions had only the kind. `fits` checks the words behind the object.
+/// The reduce operation of some options, and the place of the word behind it. It is the first
+/// member of the options: an object of 32 bytes, or of 40 where reference counts are two words. The
+/// last two words of that object are its kind and a pointer. `None` if the memory does not match
+/// this layout; older versions had only the kind. `fits` checks the words behind the object.
 fn reduce_operation(options: Word, fits: impl Fn(&dyn Fn(usize) -> u64, usize) -> bool) -> Option<(u8, usize)> {
     const KINDS: u64 = 16;
     if options == 0 {
@@ -343,7 +343,8 @@ fn number(answer: Word) -> c_int {
 /// Defines hooked C++ functions from rows: the symbol, its arguments as words, and the code that
 /// runs before it. `bypass` determines whether calls inside other hooked collectives are recorded
 /// too. If `when` is false, a call goes straight to the original and does not start the hook.
-/// `result` converts the value that the original returned to the result that the code after it gets.
+/// `result` converts the value that the original returned to the result that the code after it
+/// gets.
 macro_rules! symbols {
     ($(bypass $bypass:expr, when $when:expr, result $result:expr => { $($name:ident($($arg:ident),*) => $before:expr;)* })*) => {
         $($(

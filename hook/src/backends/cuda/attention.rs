@@ -28,8 +28,8 @@ const ROUNDED_KEYS: usize = 200;
 const ROUNDED_HEAD_SIZE: usize = 204;
 const OFFSETS_OF_QUERIES: usize = 224;
 
-/// The operation of a kernel that is launched with these arguments. `None` if it is not timed, or if
-/// its sizes are unknown.
+/// The operation of a kernel that is launched with these arguments. `None` if it is not timed, or
+/// if its sizes are unknown.
 pub fn timed(recorder: &Recorder, kernel: AttentionKernel, parameters: Data) -> Option<NewOperation> {
     // SAFETY: the caller's array of pointers to arguments, if there is one. These kernels have one
     // argument.

@@ -100,8 +100,8 @@ pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOp
 /// Bytes of the keys in an entry.
 const KEY_BYTES: usize = (store_wait::WORDS - store_wait::TEXT) * 8;
 
-/// Records the keys that an open call waits for in a store: their number, and the first of them that
-/// fit, each ended by a zero byte.
+/// Records the keys that an open call waits for in a store: their number, and the first of them
+/// that fit, each ended by a zero byte.
 pub fn await_keys<'a>(recorder: &'static Recorder, slot: usize, keys: impl Iterator<Item = &'a [u8]>) {
     let Some(cell) = recorder.slots[slot].output.load(Ordering::Relaxed).checked_sub(1) else { return };
     let entry = recorder.ring.entry(offset::STORE_WAITS, cell, store_wait::WORDS);

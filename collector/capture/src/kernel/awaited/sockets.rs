@@ -120,8 +120,8 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
 
 /// The inode of the socket that listens or receives datagrams at a path.
 fn unix_receiver(search: &Search<'_>, path: &str) -> Option<u64> {
-    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000, and a
-    // datagram socket the type 2.
+    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000, and
+    // a datagram socket the type 2.
     let table = fs::read_to_string(format!("/proc/{}/net/unix", search.pid)).ok()?;
     table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
