@@ -35,8 +35,9 @@ enum Process {
     Rank,
     /// A child process of a rank.
     Child,
-    /// A child process of a rank with one thread.
-    ChildWithOneThread,
+    /// A process with one thread: a child process of a rank, or a forked one with the number of the
+    /// rank.
+    WithOneThread,
 }
 
 /// What the records and the other ranks show.
@@ -338,7 +339,7 @@ pub(crate) const DEFECTS: &[Defect] = &[
         name: "gomp_after_fork",
         library: "GNU OpenMP",
         affected: &[("", "")],
-        process: Process::ChildWithOneThread,
+        process: Process::WithOneThread,
         threads: &[native(&[
             &["*gomp_barrier_wait", "*gomp_team_barrier_wait", "gomp_team_start", "gomp_simple_barrier_wait"],
             &["*GOMP_parallel", "gomp_team_start"],
@@ -415,7 +416,11 @@ pub(crate) fn signs(dump: &Stacktrace) -> Vec<String> {
     let (first, last) = samples(dump);
     let has = |defect: &&Defect| match defect.process {
         Process::Rank => matches(defect, first, last),
-        Process::Child | Process::ChildWithOneThread => dump.children.iter().any(|child| in_child(defect, child)),
+        Process::Child => dump.children.iter().any(|child| in_child(defect, child)),
+        Process::WithOneThread => {
+            (last.native.len() == 1 && matches(defect, first, last))
+                || dump.children.iter().any(|child| in_child(defect, child))
+        }
     };
     let specific = DEFECTS.iter().filter(|defect| defect.is_specific());
     specific.filter(has).map(|defect| defect.name.to_owned()).collect()
