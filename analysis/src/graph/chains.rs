@@ -6,7 +6,7 @@ use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use crate::{
     facts,
-    stacks::{Host, ProcessState},
+    stacks::{self, Host, ProcessState},
     verdict::Activity,
     world::{World, is_collective},
 };
@@ -242,7 +242,8 @@ impl Chains<'_, '_> {
         let waits = if is_inside { &host.thread_waits[..] } else { &[] };
         let candidates = if is_inside { self.of_threads(current) } else { Vec::new() };
         let reached = self.branches(&candidates, seen, branches);
-        let only = matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
+        let in_queue = matches!(host.observed.activity, Activity::Lock | Activity::DataLoader);
+        let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
         // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
         let inside = reached.inside.clone();
         match reached.likely_end(|state| only || state.is_stuck()) {
@@ -303,7 +304,9 @@ impl Chains<'_, '_> {
     fn may_wait_for_threads(&self, member: Member) -> bool {
         let host = self.host(member);
         let is_inner = |awaited: &Awaited| awaited.holders.iter().all(|holder| holder.pid == self.pid(member));
+        let by_signal = host.location.native.as_deref().is_some_and(stacks::is_signal_wait);
         !matches!(host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+            && !by_signal
             && host.awaited.as_ref().is_none_or(is_inner)
     }
 

@@ -60,6 +60,8 @@ pub(super) const RUNTIME_LIBRARIES: &[&str] = &[
     "libmpi",
     "libopen-pal",
     "libopen-rte",
+    "libpmix",
+    "libprrte",
     "libucp",
     "libuct",
     "libxpu_timer_hook",

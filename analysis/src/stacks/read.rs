@@ -11,7 +11,7 @@ use super::{
         BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, ThreadWait, in_same_function, movement,
         serves_socket, within_library,
     },
-    location::{locate, program},
+    location::{locate, own_native_place, program},
     names::{base_name, frame_label, is_library, stored_command},
     patterns::{self, FREEZER_WCHAN},
     sample::{Sample, ThreadStacks, reporting_threads, samples},
@@ -135,10 +135,13 @@ fn waits_of_threads(
         let frames = sample.python.iter().find(|thread| thread.os_thread_id == tid).map(|thread| &thread.frames);
         frames.is_some_and(|frames| frames.iter().any(|frame| !is_library(&frame.file_name)))
     };
+    let program = program(sample.native);
+    let runs_program =
+        |thread: &PstackStacktrace| program.is_some_and(|program| own_native_place(&thread.frames, program).is_some());
     let mut waits = Vec::new();
     let mut timed = native.and_then(|thread| thread.timed);
     for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_of_runtime(thread)) {
-        let own = sample.python.is_empty() || runs_own_code(thread.pid);
+        let own = if sample.python.is_empty() { runs_program(thread) } else { runs_own_code(thread.pid) };
         if own {
             timed = timed.zip(thread.timed).map(|(one, other)| one || other);
         }
