@@ -14,7 +14,7 @@ const CAUSES = {
   host_lock: "Stuck on a lock",
   comm_init: "A communicator is not complete",
   p2p_unmatched: "A send or receive without its counterpart",
-  missing_rank: "A rank did not enter the collective",
+  missing_rank: "A rank did not do what the others wait for",
   kernel_hang: "A kernel does not complete",
   op_mismatch: "Ranks run different operations",
   size_mismatch: "Ranks pass different sizes",
