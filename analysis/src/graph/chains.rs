@@ -227,8 +227,10 @@ impl Chains<'_, '_> {
             Member::Process(index) => chain.processes.iter().position(|one| *one == index),
         };
         let members = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
-        let rank = from.is_none().then_some(member);
-        chain.is_closed = members.chain(rank).all(|member| self.is_closed(member, seen));
+        let members: Vec<Member> = members.chain(from.is_none().then_some(member)).collect();
+        // The kernel of a notebook and its front end look like this between two cells.
+        let may_rest = self.world.views.len() == 1 && members.iter().all(|member| self.waits_for_message(*member));
+        chain.is_closed = !may_rest && members.iter().all(|member| self.is_closed(*member, seen));
         End::Cycle(chain, from)
     }
 
@@ -286,11 +288,16 @@ impl Chains<'_, '_> {
 
     /// Whether a rank waits for a message, and the sender is not known.
     pub fn has_unknown_peer(&self, rank_index: usize) -> bool {
-        let awaited = self.host(Member::Rank(rank_index)).awaited.as_ref();
-        awaited.is_some_and(|awaited| {
-            use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
-            matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue) && awaited.holders.is_empty()
-        })
+        let member = Member::Rank(rank_index);
+        let awaited = self.host(member).awaited.as_ref();
+        self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
+    }
+
+    /// Whether the main thread of a process waits for a message of another one.
+    fn waits_for_message(&self, member: Member) -> bool {
+        use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
+        let awaited = self.host(member).awaited.as_ref();
+        awaited.is_some_and(|awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue))
     }
 
     /// Whether the main thread of a process waits for the end of a child.

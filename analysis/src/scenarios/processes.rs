@@ -842,16 +842,22 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
         assert!(hangs.sentence.starts_with("Ranks 0-1 wait for each other: rank 0 is at"), "{}", hangs.sentence);
     }
     assert_eq!(judged(true, 3).hang, crate::HangEvidence::None);
-    // A job of one rank, and a process.
-    let mut job = Job::with_world(1, 30);
-    job.trigger(TriggerKind::Idle);
-    awaits(&mut job, 0, "recv", AwaitedKind::Socket, &[1050]);
-    job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
-    job.process(50, "engine", Stack::sleep()).stacktrace[0].timed = Some(false);
-    chained(&mut job, 0, AwaitedKind::Socket, "", &[1000]);
-    let hangs = job.judge();
-    assert_eq!(culprits(&hangs), [(Some(0), 1000), (None, 1050)], "{}", hangs.to_text());
-    assert_eq!(hangs.hang, crate::HangEvidence::WaitChain);
+    // Ranks, and a process of which they wait for messages. With one rank, it may be the front end of
+    // a notebook.
+    for (ranks, hang) in [(1, crate::HangEvidence::None), (2, crate::HangEvidence::WaitChain)] {
+        let mut job = Job::with_world(ranks, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..ranks {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+            job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
+        }
+        job.process(50, "engine", Stack::sleep()).stacktrace[0].timed = Some(false);
+        chained(&mut job, 0, AwaitedKind::Socket, "", &[1000]);
+        let verdict = job.judge();
+        assert_eq!(verdict.hang, hang, "{}", verdict.to_text());
+        let named = culprits(&verdict);
+        assert_eq!(named, if ranks == 1 { vec![] } else { vec![(Some(0), 1000), (None, 1050)] });
+    }
 }
 
 #[test]
