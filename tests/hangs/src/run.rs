@@ -138,7 +138,10 @@ fn run(scenario: &mut Scenario, compiled: &Compiled, folder: &Path, kill: bool) 
         Truth::Slow(expected) => slow(&job, &mut ranks, scenario.world, expected),
         Truth::Healthy => healthy(&job, ranks),
         Truth::Written(expected) => {
-            let (truth, reported) = written::watch(&job, &mut ranks, *expected, &truth)?;
+            let expected = *expected;
+            // If the run fails, this counts.
+            scenario.truth = written::without_truth(expected);
+            let (truth, reported) = written::watch(&job, &mut ranks, expected, &truth)?;
             scenario.truth = truth;
             Ok(reported)
         }
