@@ -176,7 +176,9 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
         let helper = case.stuck_child(*index).filter(|_| waits.contains(index));
         let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         match (wait, helper) {
-            (Some(wait), _) if wait.is_certain || wait.state.is_stuck() || !is_helper_stuck => {
+            (Some(wait), _)
+                if wait.is_certain && wait.mutual.is_none() || wait.state.is_stuck() || !is_helper_stuck =>
+            {
                 Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank)))
             }
             (_, Some(child)) => Some(report::child_process(view, child)),
