@@ -842,8 +842,8 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
         assert!(hangs.sentence.starts_with("Ranks 0-1 wait for each other: rank 0 is at"), "{}", hangs.sentence);
     }
     assert_eq!(judged(true, 3).hang, crate::HangEvidence::None);
-    // Ranks, and a process of which they wait for messages. With one rank, it may be the front end of
-    // a notebook.
+    // Ranks, and a process of which they wait for messages. With one rank, it may be the front end
+    // of a notebook.
     for (ranks, hang) in [(1, crate::HangEvidence::None), (2, crate::HangEvidence::WaitChain)] {
         let mut job = Job::with_world(ranks, 30);
         job.trigger(TriggerKind::Idle);
