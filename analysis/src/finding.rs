@@ -189,13 +189,13 @@ impl Conclusion {
         self.findings().iter().any(is_cycle)
     }
 
-    /// Whether a rank is a culprit because it and other processes wait for each other.
-    pub fn is_in_cycle(&self, wanted: usize) -> bool {
-        let is_wanted = |finding: &Finding| {
-            matches!(&finding.explanation,
-                Explanation::Process(fault) if fault.rank_index == wanted && fault.mutual.is_some())
+    /// The ranks that are culprits because they and other processes wait for each other.
+    pub fn ranks_in_cycles(&self) -> BTreeSet<usize> {
+        let rank = |finding: &Finding| match &finding.explanation {
+            Explanation::Process(fault) if fault.mutual.is_some() => Some(fault.rank_index),
+            _ => None,
         };
-        self.findings().iter().any(is_wanted)
+        self.findings().iter().filter_map(rank).collect()
     }
 
     /// The events that all ranks are known to have entered with equal arguments, and that do not

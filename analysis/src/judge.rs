@@ -165,15 +165,14 @@ fn rounded(probability: f64) -> f64 {
 /// The processes of the culprits. If a rank waits for a process of its own, such as a loader
 /// worker, that is the process; others belong to no rank.
 fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> {
-    let waits = outcome.conclusion.ranks_that_wait();
+    let (waits, in_cycles) = (outcome.conclusion.ranks_that_wait(), outcome.conclusion.ranks_in_cycles());
     let of_rank = |index: &usize| {
         let view = case.view(*index);
-        if outcome.conclusion.is_in_cycle(*index) {
+        if in_cycles.contains(index) || !waits.contains(index) {
             return report::process(view);
         }
-        let wait = case.graph.process_wait(*index);
-        let wait = wait.filter(|wait| wait.is_own && waits.contains(index));
-        let helper = case.stuck_child(*index).filter(|_| waits.contains(index));
+        let wait = case.graph.process_wait(*index).filter(|wait| wait.is_own);
+        let helper = case.stuck_child(*index);
         let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         match (wait, helper) {
             (Some(wait), _)
