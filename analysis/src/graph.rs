@@ -19,7 +19,7 @@ pub(crate) use builder::{Event, Suspect};
 pub(crate) use processes::{Mutual, ProcessWait};
 pub(crate) use transfers::tags_meet;
 
-use crate::{matching::Comm, world::World};
+use crate::{matching::Comm, stacks::ProcessState, world::World};
 
 /// The graph of one job.
 #[derive(Debug)]
@@ -37,6 +37,8 @@ pub(crate) struct Graph {
     pub rank_cycles: Vec<Vec<usize>>,
     /// Ranks that wait for a process that is no rank, ascending.
     pub process_waits: Vec<ProcessWait>,
+    /// The processes that should become missing ranks; see [`Graph::to_come`].
+    to_come: Vec<(usize, usize, ProcessState)>,
     /// Ranks that wait for a process that waits for clients itself, ascending.
     at_rest: Vec<usize>,
     /// Ranks that wait for a process of which too little is known, ascending.
@@ -51,6 +53,13 @@ impl Graph {
     pub fn process_wait(&self, rank_index: usize) -> Option<&ProcessWait> {
         let index = self.process_waits.binary_search_by_key(&rank_index, |wait| wait.waiter).ok()?;
         Some(&self.process_waits[index])
+    }
+
+    /// The process that should become a missing rank or start it, as an index, and its state.
+    pub fn to_come(&self, rank_index: usize) -> Option<(usize, &ProcessState)> {
+        let index = self.to_come.binary_search_by_key(&rank_index, |(missing, ..)| *missing).ok()?;
+        let (_, process, state) = &self.to_come[index];
+        Some((*process, state))
     }
 
     /// Whether a rank waits for a process that waits for clients itself.
@@ -88,6 +97,7 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
         resource_waits: builder.resource_waits,
         rank_cycles: waits.cycles,
         process_waits: waits.of_processes,
+        to_come: processes::to_come(world),
         at_rest: waits.at_rest,
         on_unknown: waits.on_unknown,
         assumed,

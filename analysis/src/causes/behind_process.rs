@@ -1,7 +1,5 @@
 //! A rank waits for a process that is no rank, and that process holds up the job.
 
-use std::collections::BTreeSet;
-
 use xpu_timer_proto::server::AwaitedKind;
 
 use super::rule::{Rule, never_ruled_out};
@@ -130,49 +128,23 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
 /// parent as the other ranks has not come so far, or that parent cannot start it.
 fn not_yet_a_rank(case: &Case<'_>, suspect: &Suspect, rank_index: usize, wanted: Cause) -> Option<Finding> {
     let event = case.main_event(suspect).filter(|event| matches!(event, Event::Init { .. } | Event::Split { .. }))?;
-    let (end, state) = to_come(case, rank_index)?;
-    if cause(&state) != wanted {
+    let (end, state) = case.graph.to_come(rank_index)?;
+    if cause(state) != wanted {
         return None;
     }
-    let fault =
-        ProcessFault { rank_index, before: Vec::new(), end, state, mutual: None, is_to_come: true, event: Some(event) };
+    let fault = ProcessFault {
+        rank_index,
+        before: Vec::new(),
+        end,
+        state: state.clone(),
+        mutual: None,
+        is_to_come: true,
+        event: Some(event),
+    };
     Some(Finding {
         culprits: Vec::new(),
         explanation: Explanation::Process(Box::new(fault)),
         confidence: Confidence::Medium,
         evidence: vec![Fact::Explained],
     })
-}
-
-/// The process that should become a missing rank or start it: a parent of ranks that cannot
-/// continue; else, of the other children of these parents, the one that is stuck, or all of them if
-/// there are as many as missing ranks.
-fn to_come(case: &Case<'_>, rank_index: usize) -> Option<(usize, ProcessState)> {
-    let (views, processes) = (&case.world.views, &case.world.processes);
-    let known = views.iter().filter(|view| view.host.parent_pid > 1);
-    let parents: BTreeSet<(&str, i32)> =
-        known.map(|view| (view.node().unwrap_or_default(), view.host.parent_pid)).collect();
-    let state = |index: usize| ProcessState::of(&processes[index].host, processes[index].gil_holder.as_ref());
-    let all = 0..processes.len();
-    let is_parent = |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.pid));
-    if let Some(parent) = all.clone().filter(is_parent).find(|index| state(*index).cannot_continue()) {
-        return Some((parent, state(parent)));
-    }
-    let is_child =
-        |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.parent_pid));
-    // A process that waits for a message is a helper at rest.
-    let is_at_rest = |index: &usize| {
-        processes[*index].host.awaited.as_ref().is_some_and(|awaited| {
-            let pid = processes[*index].host.pid;
-            matches!(awaited.kind(), AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several)
-                && awaited.holders.iter().any(|holder| holder.pid != pid)
-        })
-    };
-    let children: Vec<usize> = all.filter(is_child).filter(|index| !is_at_rest(index)).collect();
-    let missing: Vec<usize> = (0..views.len()).filter(|index| views[*index].unseen()).collect();
-    let place = missing.iter().position(|index| *index == rank_index)?;
-    let stuck: Vec<usize> = children.iter().copied().filter(|index| state(*index).is_stuck()).collect();
-    let of_place = |children: &[usize]| (children.len() == missing.len()).then(|| children[place]);
-    let chosen = of_place(&stuck).or_else(|| of_place(&children))?;
-    Some((chosen, state(chosen)))
 }

@@ -473,10 +473,14 @@ impl Chains<'_, '_> {
                 host.ended_parent_pid == parent || host.ended_parent_pid == 0 && host.parent_pid == new_parent
             })
         };
-        let is_stream = matches!(awaited.kind(), AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several);
         let is_left = matches!(next, Next::Nobody) || awaited.holders.iter().all(is_sibling);
-        parent > 0 && is_stream && is_left && !awaited.name.starts_with(LISTENS)
+        parent > 0 && is_stream(awaited.kind()) && is_left && !awaited.name.starts_with(LISTENS)
     }
+}
+
+/// Whether a wait is for the other end of a pipe or of a socket.
+pub(super) fn is_stream(kind: AwaitedKind) -> bool {
+    matches!(kind, AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several)
 }
 
 /// A process that has the other end.

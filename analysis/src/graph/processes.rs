@@ -1,11 +1,11 @@
 //! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
 //! for a server, which is stopped.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::{
     builder::ResourceWait,
-    chains::{Chain, Chains, End, Member},
+    chains::{Chain, Chains, End, Member, is_stream},
 };
 use crate::{stacks::ProcessState, world::World};
 
@@ -139,4 +139,40 @@ impl Mutual {
         }
         Mutual { rank: from.is_none(), processes: inside.to_vec() }
     }
+}
+
+/// The processes that should become missing ranks or start them, with their states, by the index of
+/// the missing rank, ascending: a parent of ranks that cannot continue, for all missing ranks; else,
+/// of the other children of these parents, those that are stuck, or all of them, if there are as
+/// many as missing ranks.
+pub(super) fn to_come(world: &World<'_>) -> Vec<(usize, usize, ProcessState)> {
+    let (views, processes) = (&world.views, &world.processes);
+    let missing: Vec<usize> = (0..views.len()).filter(|index| views[*index].unseen()).collect();
+    if processes.is_empty() || missing.is_empty() {
+        return Vec::new();
+    }
+    let known = views.iter().filter(|view| view.host.parent_pid > 1);
+    let parents: BTreeSet<(&str, i32)> =
+        known.map(|view| (view.node().unwrap_or_default(), view.host.parent_pid)).collect();
+    let states: Vec<ProcessState> =
+        processes.iter().map(|process| ProcessState::of(&process.host, process.gil_holder.as_ref())).collect();
+    let all = 0..processes.len();
+    let is_parent = |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.pid));
+    if let Some(parent) = all.clone().filter(is_parent).find(|index| states[*index].cannot_continue()) {
+        return missing.into_iter().map(|rank_index| (rank_index, parent, states[parent].clone())).collect();
+    }
+    let is_child =
+        |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.parent_pid));
+    // A process that waits for a message is a helper at rest.
+    let is_at_rest = |index: &usize| {
+        let host = &processes[*index].host;
+        host.awaited.as_ref().is_some_and(|awaited| {
+            is_stream(awaited.kind()) && awaited.holders.iter().any(|holder| holder.pid != host.pid)
+        })
+    };
+    let children: Vec<usize> = all.filter(is_child).filter(|index| !is_at_rest(index)).collect();
+    let stuck: Vec<usize> = children.iter().copied().filter(|index| states[*index].is_stuck()).collect();
+    let chosen = [stuck, children].into_iter().find(|processes| processes.len() == missing.len());
+    let pairs = missing.into_iter().zip(chosen.unwrap_or_default());
+    pairs.map(|(rank_index, process)| (rank_index, process, states[process].clone())).collect()
 }
