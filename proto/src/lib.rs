@@ -39,6 +39,13 @@ mod shapes {
 
 pub use prost::Message;
 
+/// Start of the name of an awaited socket on which a process listens. The address follows. The
+/// capture writes it, and the judge reads it.
+pub const LISTENS: &str = "anybody who connects";
+
+/// Name of the hook's thread in a rank. It waits for the device and for the collector.
+pub const WATCHER_THREAD: &str = "xpu_timer_watch";
+
 /// Version of the messages between hook, node and cluster. A peer with another version is rejected
 /// with a clear error.
 pub const PROTOCOL_VERSION: u32 = 1;

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
+use xpu_timer_proto::{
+    LISTENS,
+    server::{Awaited, AwaitedKind, Holder},
+};
 
 use crate::{
     facts,
@@ -10,9 +13,6 @@ use crate::{
     verdict::Activity,
     world::{World, is_collective},
 };
-
-/// Start of the name of an awaited socket on which a process listens: it waits for a client.
-const LISTENS: &str = "anybody who connects";
 
 /// Maximum number of times that one chain branches.
 const MAX_BRANCHES: usize = 3;

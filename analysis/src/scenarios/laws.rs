@@ -6,7 +6,8 @@ use std::time::Duration;
 use proptest::{collection::vec, prelude::*};
 use xpu_timer_proto::{
     Message,
-    v1::{Communicator, Evidence, Op, Operation, RankEvidence},
+    server::{Awaited, AwaitedKind, Holder},
+    v1::{Communicator, CommunicatorState, Evidence, Op, OpKind, Operation, RankEvidence},
 };
 
 use crate::{
@@ -254,6 +255,48 @@ fn tensor_and_data_groups(world: u32) -> Job {
         RankEvidence { flight, ..small.evidence.ranks.swap_remove(42) }
     };
     job
+}
+
+#[test]
+fn judging_takes_linear_time_with_half_of_the_ranks_missing_beside_a_stopped_parent() {
+    let verdict = in_linear_time(|world| {
+        let mut job = Job::new(world);
+        job.evidence.ranks.truncate(world as usize / 2);
+        for entry in &mut job.evidence.ranks {
+            let (id, rank) = (0x77, entry.rank as i32);
+            let flight = entry.flight.as_mut().unwrap();
+            let state = CommunicatorState::Initializing.into();
+            flight.communicators.push(Communicator { id, size: world, rank, state, ..Default::default() });
+            let operation = Operation { kind: OpKind::HostCall.into(), ..Job::operation(id, 1, Op::CommInit) };
+            flight.operations.push(operation);
+            entry.dump.as_mut().unwrap().parent_pid = 1040;
+        }
+        job.process(40, "zygote", Stack::sleep().state("T (stopped)", ""));
+        job
+    });
+    assert_eq!((verdict.cause, verdict.culprit_processes.len()), (Cause::ProcessStopped, 1), "{}", verdict.sentence);
+}
+
+#[test]
+fn judging_takes_linear_time_with_half_of_the_ranks_in_cycles_with_processes() {
+    let verdict = in_linear_time(|world| {
+        let mut job = half_outside(world);
+        let waits_for = |pid: i32| {
+            let holders = vec![Holder { pid, ..Default::default() }];
+            Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() })
+        };
+        for index in (1..job.evidence.ranks.len()).step_by(2) {
+            let engine = job.process(50, "engine", Stack::sleep());
+            engine.stacktrace[0].awaited = waits_for(1001);
+            let node = format!("node-{index}");
+            job.evidence.processes.last_mut().unwrap().node.clone_from(&node);
+            let entry = &mut job.evidence.ranks[index];
+            entry.node = node;
+            entry.dump.as_mut().unwrap().stacktrace[0].awaited = waits_for(1050);
+        }
+        job
+    });
+    assert_eq!(verdict.culprit_processes.len(), 2 * 8192, "{}", verdict.sentence);
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
+    LISTENS, WATCHER_THREAD,
     procfs::{self, Syscall},
     server::{Awaited, AwaitedKind},
 };
@@ -21,7 +22,6 @@ use xpu_timer_proto::{
 use super::open_files::{self, Descriptor, OpenFiles};
 use crate::memory;
 use search::{MAX_HOLDERS, Operation, Search};
-use sockets::LISTENS;
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -31,8 +31,6 @@ const MAX_POLLED: usize = 64;
 
 /// Maximum number of threads of one process, besides the main thread, that are examined.
 const MAX_THREADS: usize = 64;
-/// The thread of the hook. It waits for the collector and for the device.
-const WATCHER: &str = "xpu_timer_watch";
 
 /// A thread whose wait is examined.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +66,7 @@ pub(crate) fn of_process(
     let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
     // All others together have as much time as the main thread.
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let others = others.into_iter().filter(|thread| thread.name != WATCHER).take(MAX_THREADS);
+    let others = others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS);
     found.extend(others.filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
     found
 }

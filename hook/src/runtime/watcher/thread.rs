@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use xpu_timer_proto::file;
+use xpu_timer_proto::{WATCHER_THREAD, file};
 
 use crate::runtime::{
     lifecycle::{config::Environment, panics::guarded},
@@ -19,9 +19,6 @@ use crate::runtime::{
     recorder::Recorder,
     watcher::watch::Watcher,
 };
-
-/// Name of the thread.
-const NAME: &str = "xpu_timer_watch";
 
 /// Enough for the messages and the log. The host's limits include the stack. The C library stores
 /// the host's thread-local variables in it, so their size is added.
@@ -72,7 +69,8 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let taken = thread_local_bytes();
         file::TAKEN_FROM_STACKS.store(taken, Ordering::Relaxed);
-        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES.saturating_add(taken));
+        let thread =
+            std::thread::Builder::new().name(WATCHER_THREAD.into()).stack_size(STACK_BYTES.saturating_add(taken));
         let spawned = thread.spawn(move || {
             let is_last = thread_state::in_hook(|| guarded(|| run(make())));
             if is_last == Some(true) {

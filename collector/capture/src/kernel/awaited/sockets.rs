@@ -7,6 +7,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
+    LISTENS,
     procfs::{LISTEN, find_tcp_socket},
     server::{Awaited, AwaitedKind, Holder},
 };
@@ -16,9 +17,6 @@ use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
 };
-
-/// Start of the name of a socket on which a process listens; the judge knows it.
-pub(super) const LISTENS: &str = "anybody who connects";
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
