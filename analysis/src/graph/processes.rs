@@ -142,9 +142,9 @@ impl Mutual {
 }
 
 /// The processes that should become missing ranks or start them, with their states, by the index of
-/// the missing rank, ascending: a parent of ranks that cannot continue, for all missing ranks; else,
-/// of the other children of these parents, those that are stuck, or all of them, if there are as
-/// many as missing ranks.
+/// the missing rank, ascending: a parent of ranks that cannot continue, for all missing ranks;
+/// else, of the other children of these parents, those that are stuck, or all of them, if there are
+/// as many as missing ranks.
 pub(super) fn to_come(world: &World<'_>) -> Vec<(usize, usize, ProcessState)> {
     let (views, processes) = (&world.views, &world.processes);
     let missing: Vec<usize> = (0..views.len()).filter(|index| views[*index].unseen()).collect();

@@ -769,7 +769,7 @@ fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
         "{}",
         stopped.to_text()
     );
-    let told = "Process 1040 (zygote), which is related to the ranks and is none yet, is stopped";
+    let told = "Process 1040 (zygote), which belongs to the job and is not yet a rank, is stopped";
     assert!(stopped.sentence.starts_with(told), "{}", stopped.sentence);
     // A worker that has not come so far, beside a monitor.
     let locked = judged(&|job| {

@@ -228,7 +228,7 @@ fn not_waited_for(case: &Case<'_>, away: &[usize], waiting: &[usize], event: Eve
 fn is_elsewhere(case: &Case<'_>, rank_index: usize, most: &[usize]) -> Statement {
     let (rank, place) = (case.view(rank_index).rank, case.place(rank_index));
     let (others, there) = (Ranks::of(case, most), case.place(most[0]));
-    Statement::Sentence(format!("Rank {rank} is{place}, while {} are{there}.", others.text()))
+    Statement::Sentence(format!("Rank {rank} is{place}, while {} {}{there}.", others.text(), others.number().is()))
 }
 
 /// The common place of ranks.

@@ -80,7 +80,7 @@ fn to_come(case: &Case<'_>, fault: &ProcessFault) -> Statement {
     let state = predicate(case, fault.end, &fault.state);
     let rank = case.view(fault.rank_index).rank;
     let mut sentence =
-        format!("{process}, which is related to the ranks and is none yet, {state}; rank {rank} is missing");
+        format!("{process}, which belongs to the job and is not yet a rank, {state}; rank {rank} is missing");
     if let Some(event) = fault.event {
         let inside = Ranks::of(case, case.graph.waiters_of(event));
         let verb = inside.number().waits();
