@@ -20,6 +20,7 @@ pub mod ring;
 pub mod secrets;
 pub mod socket;
 pub mod text;
+pub mod timeline;
 
 /// The `.stacktrace` file format, shared with the original tool.
 #[allow(missing_docs, clippy::all, unused_qualifications)]

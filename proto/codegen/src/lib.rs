@@ -8,10 +8,11 @@ use std::{fs, path::Path};
 
 use prost_types::field_descriptor_proto::Type;
 
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "xpu_timer/server.proto",
     "xpu_timer/v1/flight.proto",
     "xpu_timer/v1/hook.proto",
+    "xpu_timer/v1/timeline.proto",
     "xpu_timer/v1/evidence.proto",
     "xpu_timer/v1/cluster.proto",
 ];

@@ -11,13 +11,19 @@ static V1_RANK_INFO: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankInfo {
     const SHAPE: &'static Shape = &V1_RANK_INFO;
 }
-static V1_OPERATION: [(u32, Field); 3] = [
+static V1_OPERATION: [(u32, Field); 4] = [
     (19, Field::Text),
     (21, Field::Message(&V1_MATMUL)),
     (23, Field::Text),
+    (25, Field::Message(&V1_LAUNCH_CONFIG)),
 ];
 impl Shaped for crate::v1::Operation {
     const SHAPE: &'static Shape = &V1_OPERATION;
+}
+static V1_LAUNCH_CONFIG: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::LaunchConfig {
+    const SHAPE: &'static Shape = &V1_LAUNCH_CONFIG;
 }
 static V1_MATMUL: [(u32, Field); 0] = [
 ];
@@ -230,6 +236,35 @@ static V1_GOODBYE: [(u32, Field); 0] = [
 ];
 impl Shaped for crate::v1::Goodbye {
     const SHAPE: &'static Shape = &V1_GOODBYE;
+}
+static V1_TIMELINE_CHUNK: [(u32, Field); 2] = [
+    (1, Field::Message(&V1_TIMELINE_HEAD)),
+    (2, Field::Message(&V1_TIMELINE_BLOCK)),
+];
+impl Shaped for crate::v1::TimelineChunk {
+    const SHAPE: &'static Shape = &V1_TIMELINE_CHUNK;
+}
+static V1_TIMELINE_HEAD: [(u32, Field); 6] = [
+    (2, Field::Message(&V1_RANK_INFO)),
+    (3, Field::Text),
+    (4, Field::Message(&V1_CLOCK_READING)),
+    (7, Field::Message(&V1_COMMUNICATOR)),
+    (9, Field::Message(&V1_OPERATION)),
+    (10, Field::Text),
+];
+impl Shaped for crate::v1::TimelineHead {
+    const SHAPE: &'static Shape = &V1_TIMELINE_HEAD;
+}
+static V1_CLOCK_READING: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::ClockReading {
+    const SHAPE: &'static Shape = &V1_CLOCK_READING;
+}
+static V1_TIMELINE_BLOCK: [(u32, Field); 1] = [
+    (2, Field::Message(&V1_OPERATION)),
+];
+impl Shaped for crate::v1::TimelineBlock {
+    const SHAPE: &'static Shape = &V1_TIMELINE_BLOCK;
 }
 static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
     (3, Field::Message(&SERVER_STACKTRACE)),

@@ -243,6 +243,8 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
         store_keys: Vec::new(),
         store_key_count: 0,
+        launch: None,
+        direction: 0,
     }
 }
 
