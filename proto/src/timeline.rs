@@ -30,7 +30,7 @@ const STATUS_BITS: u32 = 2;
 
 /// Name of the file of one rank.
 #[must_use]
-pub fn file_name(rank: i32, world_size: u32) -> String {
+pub fn file_name(rank: u32, world_size: u32) -> String {
     format!("{rank:05}-{world_size:05}.{EXTENSION}")
 }
 
@@ -305,7 +305,7 @@ impl<R: Read> Reader<R> {
 
 /// The rank and the world size in the name of a timeline file; `None` for other files.
 #[must_use]
-pub fn rank_of_file(path: &Path) -> Option<(i32, u32)> {
+pub fn rank_of_file(path: &Path) -> Option<(u32, u32)> {
     let (rank, world) = path.file_name()?.to_str()?.strip_suffix(EXTENSION)?.strip_suffix('.')?.split_once('-')?;
     Some((rank.parse().ok()?, world.parse().ok()?))
 }
