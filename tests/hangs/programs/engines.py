@@ -796,7 +796,7 @@ def read_counters(counters):
 
 
 # A coordinator that hands out a job array over HTTP, where workers wait for the answer to a request
-# until there is a task: the coordinator waits for a notification that has come before.
+# until there is a task: the coordinator waits for a notification that came earlier.
 
 
 class TaskBoard:
@@ -1031,7 +1031,7 @@ async def serve_adapters(index, port):
 
 
 def adapter_of(batch, loop):
-    """Right from another thread, a deadlock from the thread of the loop."""
+    """Works from any thread but that of the loop, where it deadlocks."""
     return asyncio.run_coroutine_threadsafe(fetch_adapter(batch), loop).result()
 
 
