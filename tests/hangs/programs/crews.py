@@ -170,9 +170,12 @@ class Crew:
         return int(published(f"pid.{rank}"))
 
     def steps(self, count=None, pause=PAUSE):
+        """Rank 0 reports its step at most every 0.3 s."""
+        said = 0
         for step in itertools.count() if count is None else range(count):
             time.sleep(pause)
-            if self.rank == 0 and step % 10 == 0:
+            if self.rank == 0 and time.monotonic() > said + 0.3:
+                said = time.monotonic()
                 say(f"step {step}")
             yield step
 
@@ -743,12 +746,16 @@ class Metrics:
 
     def __init__(self):
         self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
+        self.is_flushing = threading.Event()
 
     def close(self):
         self.pool.submit(self.flush)
+        self.is_flushing.wait()
 
     def flush(self):
-        return self.pool.submit(os.fsync, sys.stdout.fileno()).result()
+        written = self.pool.submit(sys.stdout.flush)
+        self.is_flushing.set()
+        return written.result()
 
 
 @hang(ranks=4)
@@ -896,13 +903,43 @@ def long_evaluation(crew):
         trainer.step()
 
 
+def read_tokens(source):
+    return re.findall(r"\w+|\S", source)
+
+
+def number_tokens(tokens):
+    numbers = {}
+    return [numbers.setdefault(token, len(numbers)) for token in tokens]
+
+
+def schedule(numbers):
+    return sorted(numbers, key=lambda number: (number % 7, number % 31, number))
+
+
+def allocate_registers(numbers):
+    registers = [0] * 16
+    for number in numbers:
+        registers[number % 16] += number
+    return registers
+
+
+def encode_instructions(numbers):
+    return b"".join(number.to_bytes(4, "little") for number in numbers)
+
+
 @helper
 def busy_compiler(seconds, output):
+    """Compiles one function after the other, each in about 0.2 s of CPU time."""
     end = time.monotonic() + float(seconds)
-    unit = bytes(range(256)) * 512
     with open(output, "wb") as file:
-        while time.monotonic() < end:
-            file.write(zlib.compress(unit, 9)[:64])
+        for function in itertools.count():
+            if time.monotonic() > end:
+                break
+            source = "".join(f"x{function}_{line} = x{line % 97} + {line % 13};" for line in range(15000))
+            numbers = number_tokens(read_tokens(source))
+            order = schedule(numbers)
+            allocate_registers(order)
+            file.write(zlib.compress(encode_instructions(order)))
             file.flush()
 
 
