@@ -889,6 +889,29 @@ fn a_polling_rank_with_equal_evidence_stays_beside_another_culprit() {
 }
 
 #[test]
+fn a_rank_that_alone_retries_seldom_stays_beside_a_stuck_rank_and_a_dead_one() {
+    let retries = Stack::sleep().with(|stack| stack.switches = 7);
+    let mut job = Job::with_world(5, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 1, Op::AllReduce);
+    job.enter(0x77, 4, Op::AllReduce);
+    job.set_stack(2, retries.clone());
+    job.set_stack(3, Stack::lock());
+    expect(&job.judge(), Cause::HostLock, &[2, 3], Confidence::Medium);
+    let mut dead = job.clone();
+    dead.dies(3, "killed by SIGKILL");
+    expect(&dead.judge(), Cause::ProcessDead, &[2, 3], Confidence::Medium);
+    // Two ranks that poll may wait for the same thing.
+    let mut two = Job::with_world(5, 30);
+    two.enter(0x77, 0, Op::AllReduce);
+    two.enter(0x77, 1, Op::AllReduce);
+    two.set_stack(2, retries.clone());
+    two.set_stack(4, retries);
+    two.set_stack(3, Stack::lock());
+    expect(&two.judge(), Cause::HostLock, &[3], Confidence::Medium);
+}
+
+#[test]
 fn a_compiler_that_stands_still_is_a_hang() {
     let builds = Stack::new(&[("build", "/job/train.py:5")], &["wait4"]);
     let with_compiler = |cpu_ns: u64| {

@@ -8,7 +8,7 @@ use crate::{
     explanation::{Differ, HostState},
     facts,
     graph::Event,
-    stacks::GilHolder,
+    stacks::{GilHolder, NO_OTHER_THREAD},
     text::shape,
     verdict::EvidenceLine,
 };
@@ -171,13 +171,21 @@ fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement
     let helper = case.helper_text(rank_index).or_else(other);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
-        let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
+        let helper = helper.as_deref().map_or(String::new(), |helper| beside_lock(helper, number));
         match (&awaited, shared) {
             (Some(lock), _) => format!("{waits} for {lock}{place}{helper}"),
             (None, true) => format!("{waits} for a lock that several processes share{place}{helper}"),
             (None, false) => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
         }
     })
+}
+
+/// What another thread or a child process does while the main thread waits for a lock, as a clause.
+pub(super) fn beside_lock(helper: &str, number: Number) -> String {
+    match helper {
+        NO_OTHER_THREAD => format!(", and {} {helper}", number.it_has()),
+        helper => format!(", while {} {helper}", number.its()),
+    }
 }
 
 /// A rank inside a read, write or sync, or in a call that waits for a file lock.
