@@ -228,8 +228,10 @@ fn rank_cycle(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 }
 
 fn gil_deadlock(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
-    let is_deadlocked =
-        |index: &usize| ranks.case.view(*index).evidence.is_some_and(|evidence| facts::gil_holder(evidence).is_some());
+    let is_deadlocked = |index: &usize| {
+        let holder = ranks.case.view(*index).evidence.and_then(facts::gil_holder);
+        holder.is_some_and(|holder| holder.has_waiters())
+    };
     let deadlocked: Vec<usize> = ranks.all().filter(is_deadlocked).collect();
     (!deadlocked.is_empty()).then(|| hosts(deadlocked, ranks.waiting.clone()))
 }

@@ -339,7 +339,15 @@ pub(crate) struct GilHolder {
     pub waiting: usize,
 }
 
-/// Finds a deadlock on the GIL.
+impl GilHolder {
+    /// Whether threads wait for the GIL, so that it is known to hold them up.
+    pub fn has_waiters(&self) -> bool {
+        self.waiting > 0
+    }
+}
+
+/// Finds a deadlock on the GIL. If no thread waits for the GIL, a holder other than the main thread
+/// counts too: the main thread cannot continue its Python code, whatever it waits for.
 pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     let (first, last) = samples(dump);
     let first = first?;
@@ -372,7 +380,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
                 .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
         })
         .count();
-    if !blocked || waiting == 0 {
+    if !blocked || waiting == 0 && tid == u32::try_from(dump.pid).unwrap_or(0) {
         return None;
     }
     let python = last.python.iter().find(|thread| thread.os_thread_id == tid);

@@ -215,14 +215,15 @@ impl<'a> Case<'a> {
     /// The clause with the ranks that wait for a suspect: `; ranks 0-1, 3 wait for it in all_reduce
     /// 31 of …`, or `there` if the sentence so far already names the event.
     pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
-        let held =
-            self.suspect_rank(suspect).map_or(String::new(), |rank_index| self.resource_waiter_clause(rank_index));
+        let held = self.suspect_rank(suspect).map_or(String::new(), |rank| self.resource_waiter_clause(rank, culprits));
         held + &self.event_waiters_clause(suspect, culprits, sentence)
     }
 
-    /// The clause with the rank that waits for a resource of this rank.
-    fn resource_waiter_clause(&self, holder: usize) -> String {
-        let wait = self.graph.resource_waits.iter().find(|wait| wait.holder == holder);
+    /// The clause with the rank that waits for a resource of this rank. The sentence has the waits of
+    /// culprits already.
+    fn resource_waiter_clause(&self, holder: usize, culprits: &[usize]) -> String {
+        let is_new = |waiter: &usize| !culprits.contains(waiter);
+        let wait = self.graph.resource_waits.iter().find(|wait| wait.holder == holder && is_new(&wait.waiter));
         let text = wait.and_then(|wait| {
             let what = self.awaited_text(wait.waiter)?;
             Some(format!("; rank {} waits for {what}{}", self.view(wait.waiter).rank, self.place(wait.waiter)))

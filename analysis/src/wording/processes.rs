@@ -41,14 +41,18 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
     }
 }
 
-/// The clause about the process of its own that is behind a rank, for which the sentence so far has
-/// no place: `; process 4242 is at train.py:7 in load`. Empty if there is none.
+/// The clause about the process of its own that is behind a rank, if the sentence so far does not
+/// say where it is: `; process 4242 is at train.py:7 in load`. Empty if there is none.
 pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) -> String {
     let Behind::Process(wait) = case.behind(rank_index) else { return String::new() };
     let process = wait.end();
     let host = &case.world.processes[process].host;
     let short = phrases::place(Position { native: None, ..Position::of(&host.location) });
-    if short.is_empty() || sentence.contains(&short) {
+    let is_said = match wait.state {
+        ProcessState::Ended => sentence.contains("is dead"),
+        _ => short.is_empty() || sentence.contains(&short),
+    };
+    if is_said {
         return String::new();
     }
     let state = match &wait.state {
@@ -59,7 +63,7 @@ pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) 
     if sentence.contains(&format!("{pid} ")) {
         format!("; {pid} {state}")
     } else {
-        format!("; the wait ends at its {}, which {state}", name(case, process))
+        format!("; the wait ends at {}, which {state}", name(case, process))
     }
 }
 
