@@ -134,6 +134,8 @@ fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
 fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
     let pid = search.pid;
     match number {
+        libc::SYS_open => opened(pid, arguments[0]),
+        libc::SYS_openat => opened(pid, arguments[1]),
         libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
         libc::SYS_sendto if arguments[4] != 0 => sockets::connection(search, arguments[4], arguments[5]),
         libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
@@ -152,6 +154,20 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
             descriptor::awaited(search, descriptor, operation)
         }
     }
+}
+
+/// The file that a call opens whose path is at `address`: a named pipe without its other end, or a
+/// file on a file system that does not answer.
+fn opened(pid: i32, address: u64) -> Option<Awaited> {
+    const PAGE: u64 = 4096;
+    let in_page = PAGE - address % PAGE;
+    let mut bytes = memory::read_exact(pid, address, in_page as usize).ok()?;
+    if !bytes.contains(&0) {
+        bytes.extend(memory::read_exact(pid, address + in_page, PAGE as usize).ok()?);
+    }
+    let path = bytes.split(|byte| *byte == 0).next()?;
+    let name = String::from_utf8_lossy(path).into_owned();
+    (!name.is_empty()).then(|| Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
 }
 
 fn operation_of(number: i64, second: u64) -> Option<Operation> {
@@ -366,6 +382,17 @@ mod tests {
         drop(held);
         assert_eq!((found.kind(), found.name), (AwaitedKind::Lock, path.display().to_string()));
         assert_eq!(found.holders.iter().map(|holder| holder.pid).collect::<Vec<_>>(), [own]);
+    }
+
+    #[test]
+    fn finds_the_file_that_a_thread_opens() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("commands");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a named pipe");
+        let opens = path.clone();
+        let found = awaited(move || drop(fs::File::open(opens)));
+        fs::OpenOptions::new().write(true).open(&path).expect("the thread reads");
+        assert_eq!((found.kind(), found.name), (AwaitedKind::File, path.display().to_string()));
     }
 
     #[test]
