@@ -1015,6 +1015,12 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("a lock or a thread of its own process"), "{}", verdict.sentence);
     let frames = [("upload", "/job/s3.py:30".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    let nested =
+        [("tokenize", "/job/tokens.py:7".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    let native = native_thread(5003, &["futex_wait", "pthread_mutex_lock"], "S (sleeping)", "", None, 9);
+    job.thread(2, native, Some(python_thread(5003, "executor_0", &nested)));
+    let other = "while its thread executor_0 waits for a lock at tokenize (tokens.py:7)";
+    assert!(job.judge().sentence.contains(other), "{}", job.judge().sentence);
     let native = native_thread(5002, &["recv", "sock_recv"], "S (sleeping)", "", None, 9);
     job.thread(2, native, Some(python_thread(5002, "uploader", &frames)));
     let verdict = job.judge();

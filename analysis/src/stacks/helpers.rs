@@ -77,18 +77,23 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     let python = |thread: &PySpyStacktrace| {
         let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
-        let does = match classify(Some(native), Some(thread)).activity {
-            _ if waits_for_network(native) => "waits for the network",
-            Activity::Io => "reads or writes",
-            Activity::Running => "runs",
+        let is_own = thread.frames.iter().any(|frame| !is_library(&frame.file_name));
+        // What says most about the lock comes first.
+        let (order, does) = match classify(Some(native), Some(thread)).activity {
+            _ if waits_for_network(native) => (0, "waits for the network"),
+            Activity::Io => (0, "reads or writes"),
+            Activity::Running => (0, "runs"),
+            Activity::Lock if is_own => (1, "waits for a lock"),
+            Activity::Sleep if is_own => (2, "sleeps"),
             _ => return None,
         };
         let place = own_frame(&thread.frames).map(frame_label)?;
-        Some(format!("thread {} {does} at {place}", thread.thread_name))
+        Some((order, format!("thread {} {does} at {place}", thread.thread_name)))
     };
     let others = last.python.iter().filter(|thread| thread.os_thread_id != 0 && thread.os_thread_id != main);
     // A thread in a queue waits for its tasks.
-    let named = others.filter(|thread| !in_queue(&thread.frames)).find_map(python).or_else(|| {
+    let known = others.filter(|thread| !in_queue(&thread.frames)).filter_map(python);
+    let named = known.min_by_key(|(order, _)| *order).map(|(_, text)| text).or_else(|| {
         let natives = last.native.iter().filter(|thread| thread.pid != main);
         natives.into_iter().find_map(|thread| {
             let mut frames = thread.frames.iter().map(|frame| plain(&frame.func_name));
