@@ -130,8 +130,10 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 io,
                 own_frame,
                 main_ran,
+                main_ran_seldom,
                 helper_busy,
                 helper_progressed,
+                helper_may_loop,
                 library_progressed,
             } = moved;
             HostMovement {
@@ -140,8 +142,10 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 io,
                 own_frame,
                 main_ran,
+                main_ran_seldom,
                 helper_busy,
                 helper_progressed,
+                helper_may_loop,
                 library_progressed,
             }
         }),
@@ -215,8 +219,10 @@ fn host_of_facts(facts: &HostFacts) -> Host {
             io: moved.io,
             own_frame: moved.own_frame,
             main_ran: moved.main_ran,
+            main_ran_seldom: moved.main_ran_seldom,
             helper_busy: moved.helper_busy,
             helper_progressed: moved.helper_progressed,
+            helper_may_loop: moved.helper_may_loop,
             library_progressed: moved.library_progressed,
         }),
         d_sleep: facts.d_sleep.as_ref().map(|sleep| DSleep {
@@ -251,6 +257,14 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
 pub(crate) fn other_thread(evidence: &RankEvidence) -> Option<String> {
     match &evidence.dump {
         Some(dump) => stacks::other_thread(dump, training(evidence)),
+        None => evidence.host.as_ref()?.other_thread.clone(),
+    }
+}
+
+/// See [`stacks::other_thread`].
+pub(crate) fn other_thread_of(evidence: &ProcessEvidence) -> Option<String> {
+    match &evidence.dump {
+        Some(dump) => stacks::other_thread(dump, None),
         None => evidence.host.as_ref()?.other_thread.clone(),
     }
 }

@@ -224,6 +224,8 @@ pub(crate) struct ProcessView {
     pub host: Host,
     /// The thread that holds its GIL, if that is deadlocked.
     pub gil_holder: Option<GilHolder>,
+    /// What its other threads do; see [`stacks::other_thread`](crate::stacks::other_thread).
+    pub other_thread: Option<String>,
 }
 
 impl ProcessView {
@@ -232,6 +234,7 @@ impl ProcessView {
         ProcessView {
             node: evidence.node.clone(),
             gil_holder: facts::gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref()),
+            other_thread: facts::other_thread_of(evidence),
             host,
         }
     }

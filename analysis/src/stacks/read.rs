@@ -82,7 +82,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         io: moved.io && !stood(moved) || flows,
         own_frame: moved.own_frame && !looks,
         helper_busy: work.busy,
-        helper_progressed: work.progressed,
+        helper_progressed: work.progressed || work.reached_line,
+        helper_may_loop: work.reached_line && !work.progressed,
         library_progressed: (runnable || moved.cpu_share >= BUSY_SHARE)
             && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),

@@ -930,6 +930,13 @@ pub struct HostMovement {
     /// The main thread is busy, and made progress within a library that the user's own line calls.
     #[prost(bool, tag = "8")]
     pub library_progressed: bool,
+    /// The progress of the helpers is only that child processes reached other lines of one function,
+    /// and transferred nothing. An endless loop looks the same.
+    #[prost(bool, tag = "9")]
+    pub helper_may_loop: bool,
+    /// The main thread ran less than four times a second: it slept for long each time.
+    #[prost(bool, tag = "10")]
+    pub main_ran_seldom: bool,
 }
 /// A thread in uninterruptible sleep.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
