@@ -201,8 +201,9 @@ fn peak_tflops(device: &str, dtype: &str) -> f64 {
     }
 }
 
-/// Size of an element in bytes.
-fn width(dtype: DataType) -> Option<u32> {
+/// Size of an element in bytes; `None` if unknown.
+#[must_use]
+pub fn width(dtype: DataType) -> Option<u32> {
     match dtype {
         DataType::Int8 | DataType::Uint8 | DataType::Float8E4m3 | DataType::Float8E5m2 => Some(1),
         DataType::Float16 | DataType::Bfloat16 => Some(2),
@@ -234,7 +235,8 @@ fn dtype_name(dtype: DataType) -> &'static str {
 }
 
 /// NCCL's name for the kernel of an operation, without its prefix.
-fn operation_name(op: Op) -> &'static str {
+#[must_use]
+pub fn operation_name(op: Op) -> &'static str {
     match op {
         Op::AllReduce => "AllReduce",
         Op::Reduce => "Reduce",
