@@ -19,9 +19,11 @@ use crate::{
 /// code.
 ///
 /// The same thread holds the GIL in both samples, it is at the same place, and it used no processor
-/// in between. At least one other thread waits for the GIL in both samples. Only all of this
-/// together counts: a single wait for the GIL is normal. The sentence includes what blocks the
-/// holder, such as a file or another lock. Without the GIL, that would not harm the other threads.
+/// in between. At least one other thread waits for the GIL in both samples, or the holder waits
+/// without a timeout, and neither for a device nor for storage, while other threads of the program
+/// are in calls of their own. Only all of this together counts: a single wait for the GIL is normal.
+/// The sentence includes what blocks the holder, such as a file or another lock. Without the GIL,
+/// that would not harm the other threads.
 pub(super) const GIL_DEADLOCK: Rule = Rule {
     cause: Cause::GilDeadlock,
     explain: gil_deadlock,

@@ -141,12 +141,13 @@ fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
 pub(super) fn gil_held(holder: &GilHolder) -> String {
     let location = holder.location.as_ref().map_or(String::new(), |location| format!(" at {location}"));
     format!(
-        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {} for it",
+        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {}",
         holder.thread,
         holder.function,
         match holder.waiting {
-            1 => "another thread waits".to_owned(),
-            waiting => format!("{waiting} other threads wait"),
+            0 => "no other thread can take it".to_owned(),
+            1 => "another thread waits for it".to_owned(),
+            waiting => format!("{waiting} other threads wait for it"),
         }
     )
 }
