@@ -40,7 +40,8 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
 #[must_use]
 pub fn condense_process(evidence: &ProcessEvidence) -> ProcessEvidence {
     let host = evidence.dump.as_ref().map(|dump| read(dump, None)).or_else(|| evidence.host.clone());
-    ProcessEvidence { node: evidence.node.clone(), dump: None, host }
+    let shared_memory_with = evidence.shared_memory_with.clone();
+    ProcessEvidence { node: evidence.node.clone(), dump: None, host, shared_memory_with }
 }
 
 /// The flight record of a rank, from its own field or from its dump.

@@ -20,10 +20,12 @@ use crate::{
 ///
 /// The same thread holds the GIL in both samples, it is at the same place, and it used no processor
 /// in between. At least one other thread waits for the GIL in both samples. Only all of this
-/// together counts: a single wait for the GIL is normal. If no thread waits for the GIL, and the
-/// main thread is neither the holder nor waits for its device, the confidence is medium: whatever
-/// the main thread waits for, it then needs the GIL. The sentence includes what blocks the
-/// holder, such as a file or another lock. Without the GIL, that would not harm the other threads.
+/// together counts: a single wait for the GIL is normal. If no thread waits for the GIL, the holder
+/// must wait without a timeout, and neither for a device nor for storage, while other threads of
+/// the program are in calls of their own: whatever the main thread waits for, it then needs the
+/// GIL. The confidence is then medium if the main thread does not wait for its device. The sentence
+/// includes what blocks the holder, such as a file or another lock. Without the GIL, that would not
+/// harm the other threads.
 pub(super) const GIL_DEADLOCK: Rule = Rule {
     cause: Cause::GilDeadlock,
     explain: gil_deadlock,

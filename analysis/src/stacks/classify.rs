@@ -228,7 +228,15 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
         .iter()
         .filter(|frame| !is_library(&frame.file_name))
         .any(|frame| has_word(&frame.func_name, patterns::LOADER_HINTS));
-    hinted.then(|| frame_label(queue))
+    (hinted && !calls_manager(frames)).then(|| frame_label(queue))
+}
+
+/// Whether a thread waits for the result of a method of an object in a manager process, other than
+/// of a queue.
+fn calls_manager(frames: &[PySpyFrame]) -> bool {
+    let call = frames.iter().rposition(|frame| frame.file_name.contains(patterns::MANAGER_FILE));
+    let method = call.and_then(|call| frames.get(call + 1));
+    method.is_some_and(|method| !patterns::QUEUE_FUNCTIONS.contains(&unqualified(&method.func_name)))
 }
 
 /// Whether a word in a name begins with one of `parts`. Words are separated by `_` and by capital

@@ -330,8 +330,8 @@ fn may_progress(child: &ChildProcess) -> bool {
 /// between the samples ran by itself.
 const MAX_CAPTURE_RUN_NS: u64 = 5_000_000;
 
-/// The holder of the GIL, blocked at the same place in both samples while other threads wait for
-/// the GIL.
+/// The holder of the GIL, blocked at the same place in both samples while other threads need the
+/// GIL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GilHolder {
     /// Name of the thread.
@@ -340,7 +340,8 @@ pub(crate) struct GilHolder {
     pub function: String,
     /// Its location in Python code.
     pub location: Option<String>,
-    /// Number of threads that wait for the GIL.
+    /// Number of threads that wait for the GIL. If none does, the holder waits without an end, and
+    /// the other threads of the program need the GIL as soon as their own calls end.
     pub waiting: usize,
 }
 
@@ -385,10 +386,16 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
                 .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
         })
         .count();
-    if !blocked || waiting == 0 && tid == u32::try_from(dump.pid).unwrap_or(0) {
+    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    // Devices and storage answer late, but they answer.
+    let may_end = || {
+        use Activity::{CommInit, DeviceWait, Io};
+        after.timed != Some(false) || matches!(classify(Some(&after), None).activity, CommInit | DeviceWait | Io)
+    };
+    let is_alone = || last.python.iter().all(|thread| [0, tid].contains(&thread.os_thread_id));
+    if !blocked || waiting == 0 && (tid == u32::try_from(dump.pid).unwrap_or(0) || may_end() || is_alone()) {
         return None;
     }
-    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
     Some(GilHolder {
         thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
         function: after

@@ -1021,6 +1021,10 @@ pub struct ProcessEvidence {
     /// The facts that the judge reads from `dump`, in its place.
     #[prost(message, optional, tag = "3")]
     pub host: ::core::option::Option<HostFacts>,
+    /// If the process was killed or failed: the pids of the processes with which it had writable
+    /// memory in common.
+    #[prost(int32, repeated, tag = "4")]
+    pub shared_memory_with: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
