@@ -219,11 +219,6 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
         .iter()
         .take(5)
         .find(|frame| is_queue(frame) && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))?;
-    // The method of an object in a manager process is no queue, unless it has such a name.
-    let called = frames.iter().rposition(|frame| frame.file_name.contains(patterns::MANAGER_FILE));
-    if called.is_some_and(|call| frames.get(call + 1).is_none_or(|method| !is_queue(method))) {
-        return None;
-    }
     let hinted = frames
         .iter()
         .filter(|frame| !is_library(&frame.file_name))

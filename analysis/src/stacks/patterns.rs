@@ -260,9 +260,6 @@ pub(super) const MANAGER_FILE: &str = "/multiprocessing/managers.py";
 pub(super) const QUEUE_FUNCTIONS: &[&str] =
     &["get", "recv", "recv_bytes", "_recv", "_recv_bytes", "poll", "_poll", "wait"];
 
-/// The file of Python's multiprocessing in which a thread calls an object in another process.
-pub(super) const MANAGER_FILE: &str = "/multiprocessing/managers.py";
-
 /// Files of libraries in which a thread waits for the work of child processes: pools and futures,
 /// of the standard library and of others.
 pub(super) const WORKER_FILES: &[&str] = &[
