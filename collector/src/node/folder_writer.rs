@@ -224,7 +224,7 @@ fn write_timelines(
     let some = some_ranks(verdict);
     let wanted = task.timelines.iter().filter(|(rank, _)| all || some.contains(rank));
     wanted.into_iter().all(|(rank, timeline)| {
-        let name = timeline::file_name(*rank as i32, evidence.world_size);
+        let name = timeline::file_name(*rank, evidence.world_size);
         problems.note(folder.write_with(&name, |file| timeline.write(file).map(drop)));
         steps.step()
     })

@@ -41,7 +41,7 @@ impl RankTimeline {
     /// Name of the file.
     #[must_use]
     pub fn name(&self) -> String {
-        timeline::file_name(self.info.rank.max(0), self.info.world_size)
+        timeline::file_name(self.info.rank.max(0).unsigned_abs(), self.info.world_size)
     }
 
     /// Writes the file. Returns the number of its operations.
