@@ -1,6 +1,8 @@
 //! A matrix product in the argument buffer of a kernel, and its computation. Column-major, as in
 //! BLAS.
 
+#![deny(unsafe_code)]
+
 use half::{bf16, f16};
 use sim_abi::{
     cuda::{CuError, StreamHandle},
