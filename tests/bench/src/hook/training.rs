@@ -29,7 +29,8 @@ use crate::report::Report;
 struct Loop {
     what: &'static str,
     python: PathBuf,
-    script: &'static str,
+    /// The argument of `training_loop.py`.
+    steps: &'static str,
     /// Folder of the device libraries, if it differs from that of other test jobs.
     library_path: Option<OsString>,
 }
@@ -37,7 +38,7 @@ struct Loop {
 impl Loop {
     fn plain() -> Self {
         let what = "400 kernels and 4 all-reduces a step";
-        Loop { what, python: python(), script: "hook_loop.py", library_path: None }
+        Loop { what, python: python(), steps: "kernels", library_path: None }
     }
 
     /// On PyPI's PyTorch, which is set up first.
@@ -45,7 +46,7 @@ impl Loop {
         let torch = PypiTorch::set_up()?;
         let what = "PyTorch DistributedDataParallel";
         let library_path = Some(torch.library_path()?);
-        Ok(Loop { what, python: torch.python(), script: "torch_loop.py", library_path })
+        Ok(Loop { what, python: torch.python(), steps: "torch", library_path })
     }
 }
 
@@ -96,7 +97,7 @@ impl Team {
             command.env("LD_LIBRARY_PATH", library_path);
         }
         command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
-        command.arg(tree().join("tests/bench/targets").join(training.script)).env("LOOP_CONTROL", &path);
+        command.arg(tree().join("tests/bench/targets/training_loop.py")).arg(training.steps).env("LOOP_CONTROL", &path);
         command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", hook);
         let launched = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn()?;
         let mut team = Team { job, launched, ranks: Vec::new() };
