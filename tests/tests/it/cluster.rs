@@ -4,8 +4,6 @@
 mod membership;
 pub mod network;
 mod processes;
-mod restarts;
-mod security;
 mod slow;
 mod trouble;
 
