@@ -1,5 +1,5 @@
-//! Checks of the layout of source files: module style, functions, imports, and the width of comments
-//! and Markdown.
+//! Checks of the layout of source files: module style, functions, imports, and the width of
+//! comments and of Markdown.
 
 use std::path::{Path, PathBuf};
 
