@@ -164,21 +164,22 @@ struct Added {
     alone: [Vec<f64>; 2],
 }
 
-/// Measures the loops.
+/// Measures the loops, and adds their figures to the report.
 pub fn training(hook: &Path, options: &Options, report: &mut Report) {
-    measured(hook, &Loop::plain(), options, report);
+    measure_loop(hook, &Loop::plain(), options, report);
     if options.torch {
         match Loop::torch() {
-            Ok(training) => measured(hook, &training, options, report),
+            Ok(training) => measure_loop(hook, &training, options, report),
             Err(error) => report.failed("a loop of PyPI's PyTorch", &error),
         }
     }
 }
 
-fn measured(hook: &Path, training: &Loop, options: &Options, report: &mut Report) {
+/// Measures one loop, and adds its figures to the report.
+fn measure_loop(hook: &Path, training: &Loop, options: &Options, report: &mut Report) {
     report.section(&format!("Hook: time added to a training loop of {RANKS} ranks: {}", training.what));
     let what = "added time: median (95 % interval)";
-    match measure(hook, training, options) {
+    match measure_pairs(hook, training, options) {
         Ok(added) => {
             let (wall, processor) = (Median::of(&added.wall), Median::of(&added.processor));
             let starts = added.wall.len();
@@ -200,7 +201,8 @@ fn measured(hook: &Path, training: &Loop, options: &Options, report: &mut Report
     }
 }
 
-fn measure(hook: &Path, training: &Loop, options: &Options) -> Result<Added> {
+/// Measures pairs of jobs until the figure is precise enough, or the time runs out.
+fn measure_pairs(hook: &Path, training: &Loop, options: &Options) -> Result<Added> {
     let mut added = Added::default();
     let deadline = Instant::now() + Duration::from_secs(options.loop_seconds);
     while Instant::now() < deadline
