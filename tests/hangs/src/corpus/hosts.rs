@@ -129,6 +129,7 @@ pub fn machine() -> Vec<Scenario> {
         .collect()
 }
 
+/// What the machine must support for a trouble of `sharded.py`.
 fn need(trouble: &str) -> Option<Need> {
     match trouble {
         "frozen_with_group" => Some(Need::Groups),
