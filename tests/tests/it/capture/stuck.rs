@@ -44,8 +44,8 @@ fn start_stuck(folder: &Path) -> Process {
     process
 }
 
-/// Whether this machine lets us mount a file system of our own; says so when not.
-fn fuse() -> bool {
+/// Whether this machine permits mounting a file system of our own; otherwise the test is skipped.
+fn can_mount_fuse() -> bool {
     let allowed = Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
     if !allowed || !Path::new("/dev/fuse").exists() {
         skip("it takes root, or CAP_SYS_ADMIN, and /dev/fuse");
@@ -62,7 +62,7 @@ fn timed(capturer: &mut Capturer, pids: &[i32], options: &Options) -> (Vec<Proce
 
 #[test]
 fn a_library_on_a_file_system_that_hangs() {
-    if !fuse() {
+    if !can_mount_fuse() {
         return;
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -120,7 +120,7 @@ fn eight_ranks_with_every_capture_fault_at_once() {
     let leaderless = start(&program, &["zombie_leader"]);
     let churning = start(&program, &["churn"]);
     let deep = start(&program, &["deep", "5000"]);
-    let hanging = fuse().then(|| start_stuck(folder.path()));
+    let hanging = can_mount_fuse().then(|| start_stuck(folder.path()));
     let dying = start(&program, &["threads", "300"]);
     let processes = [&spinning, &uninterruptible, &stopped, &traced, &leaderless, &churning, &deep];
     let mut pids: Vec<i32> = processes.iter().map(|process| process.pid()).collect();
