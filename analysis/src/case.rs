@@ -10,7 +10,7 @@ use xpu_timer_proto::{
 
 use crate::{
     facts,
-    graph::{self, Event, Graph, Suspect},
+    graph::{self, Event, Graph, ProcessWait, Suspect},
     kernels,
     matching::{self, Comm, KernelGroup},
     stacks::{self, StuckHelper},
@@ -51,6 +51,24 @@ impl<'a> Position<'a> {
     pub fn is_unknown(&self) -> bool {
         self.python.is_none() && self.native.is_none()
     }
+}
+
+/// Whether a call waits for keyboard input, or for a standard input that replaces it.
+pub(crate) fn is_terminal(awaited: &Awaited) -> bool {
+    let name = awaited.name.as_str();
+    let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
+    awaited.kind() == AwaitedKind::File && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
+}
+
+/// Which process is behind a rank that waits.
+#[derive(Debug)]
+pub(crate) enum Behind<'a> {
+    /// The rank itself.
+    Itself,
+    /// The process at the end of this chain, which belongs to the rank.
+    Process(&'a ProcessWait),
+    /// A child process that is stuck.
+    Child(StuckHelper),
 }
 
 /// One incident, as the rules see it.
@@ -173,6 +191,11 @@ impl<'a> Case<'a> {
         self.does(rank_index, Activity::Sleep) && self.view(rank_index).host.moved.is_some_and(ran)
     }
 
+    /// The main thread of a rank polls seldom, as one that tries again after a failure.
+    pub fn retries(&self, rank_index: usize) -> bool {
+        self.polls(rank_index) && self.view(rank_index).host.moved.is_some_and(|moved| moved.main_ran_seldom)
+    }
+
     /// Those of `views` that, by their records, wait in a call for members of an MPI window, while
     /// another of `views` is a member of that window and in no such call.
     pub fn ranks_waiting_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
@@ -266,6 +289,23 @@ impl<'a> Case<'a> {
         self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
     }
 
+    /// Which process is behind a rank that waits: one of its own, which the chain of its waits ends
+    /// at or which is stuck, or the rank itself.
+    pub fn behind(&self, rank_index: usize) -> Behind<'_> {
+        let wait = self.graph.process_wait(rank_index).filter(|wait| wait.is_own);
+        let helper = self.stuck_child(rank_index);
+        let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
+        match (wait, helper) {
+            (Some(wait), _)
+                if wait.is_certain && wait.mutual.is_none() || wait.state.is_stuck() || !is_helper_stuck =>
+            {
+                Behind::Process(wait)
+            }
+            (_, Some(child)) => Behind::Child(child),
+            _ => Behind::Itself,
+        }
+    }
+
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
     pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);
@@ -290,13 +330,7 @@ impl<'a> Case<'a> {
     /// Whether the main thread of a rank waits for keyboard input, or for a standard input that
     /// replaces it.
     pub fn at_terminal(&self, rank_index: usize) -> bool {
-        let awaited = self.view(rank_index).host.awaited.as_ref();
-        awaited.is_some_and(|awaited| {
-            let name = awaited.name.as_str();
-            let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
-            awaited.kind() == AwaitedKind::File
-                && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
-        })
+        self.view(rank_index).host.awaited.as_ref().is_some_and(is_terminal)
     }
 
     /// Whether the main thread of a rank waits for a child process by a pipe: the child has the

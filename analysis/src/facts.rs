@@ -40,7 +40,8 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
 #[must_use]
 pub fn condense_process(evidence: &ProcessEvidence) -> ProcessEvidence {
     let host = evidence.dump.as_ref().map(|dump| read(dump, None)).or_else(|| evidence.host.clone());
-    ProcessEvidence { node: evidence.node.clone(), dump: None, host }
+    let shared_memory_with = evidence.shared_memory_with.clone();
+    ProcessEvidence { node: evidence.node.clone(), dump: None, host, shared_memory_with }
 }
 
 /// The flight record of a rank, from its own field or from its dump.
@@ -130,8 +131,10 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 io,
                 own_frame,
                 main_ran,
+                main_ran_seldom,
                 helper_busy,
                 helper_progressed,
+                helper_may_loop,
                 library_progressed,
             } = moved;
             HostMovement {
@@ -140,8 +143,10 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 io,
                 own_frame,
                 main_ran,
+                main_ran_seldom,
                 helper_busy,
                 helper_progressed,
+                helper_may_loop,
                 library_progressed,
             }
         }),
@@ -215,8 +220,10 @@ fn host_of_facts(facts: &HostFacts) -> Host {
             io: moved.io,
             own_frame: moved.own_frame,
             main_ran: moved.main_ran,
+            main_ran_seldom: moved.main_ran_seldom,
             helper_busy: moved.helper_busy,
             helper_progressed: moved.helper_progressed,
+            helper_may_loop: moved.helper_may_loop,
             library_progressed: moved.library_progressed,
         }),
         d_sleep: facts.d_sleep.as_ref().map(|sleep| DSleep {
@@ -251,6 +258,14 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
 pub(crate) fn other_thread(evidence: &RankEvidence) -> Option<String> {
     match &evidence.dump {
         Some(dump) => stacks::other_thread(dump, training(evidence)),
+        None => evidence.host.as_ref()?.other_thread.clone(),
+    }
+}
+
+/// See [`stacks::other_thread`].
+pub(crate) fn other_thread_of(evidence: &ProcessEvidence) -> Option<String> {
+    match &evidence.dump {
+        Some(dump) => stacks::other_thread(dump, None),
         None => evidence.host.as_ref()?.other_thread.clone(),
     }
 }

@@ -15,12 +15,11 @@ use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, wai
 use crate::{
     alias,
     calibration::{self, FIRST_RUNS},
-    case::Case,
+    case::{Behind, Case},
     causes::{RULES, Rule},
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
     report,
-    stacks::StuckHelper,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::RankView,
@@ -171,17 +170,10 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
         if in_cycles.contains(index) || !waits.contains(index) {
             return report::process(view);
         }
-        let wait = case.graph.process_wait(*index).filter(|wait| wait.is_own);
-        let helper = case.stuck_child(*index);
-        let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
-        match (wait, helper) {
-            (Some(wait), _)
-                if wait.is_certain && wait.mutual.is_none() || wait.state.is_stuck() || !is_helper_stuck =>
-            {
-                Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank)))
-            }
-            (_, Some(child)) => Some(report::child_process(view, child)),
-            _ => report::process(view),
+        match case.behind(*index) {
+            Behind::Process(wait) => Some(report::other_process(&case.world.processes[wait.end()], Some(view.rank))),
+            Behind::Child(child) => Some(report::child_process(view, child)),
+            Behind::Itself => report::process(view),
         }
     };
     let others = outcome.conclusion.culprit_processes().into_iter();

@@ -441,7 +441,7 @@ impl Job {
     pub fn process(&mut self, number: u32, command: &str, stack: Stack) -> &mut Stacktrace {
         let dump = Stacktrace { command: command.into(), rank: -1, ..dump(number, stack) };
         let node = self.rank(0).node.clone();
-        self.evidence.processes.push(ProcessEvidence { node, dump: Some(dump), host: None });
+        self.evidence.processes.push(ProcessEvidence { node, dump: Some(dump), ..Default::default() });
         self.evidence.processes.last_mut().and_then(|process| process.dump.as_mut()).expect("it was just added")
     }
 

@@ -85,6 +85,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
         Op::Graph => "graph_launch",
         Op::Matmul => "matmul",
         Op::Attention => "flash_attention",
+        Op::Copy => "copy",
     }
 }
 
@@ -131,7 +132,10 @@ pub(crate) fn reduction(operation: &Operation) -> String {
 }
 
 /// An operation with its size: `all_reduce of 1024 x float32`.
-pub(crate) fn shape(operation: &Operation) -> String {
+pub fn shape(operation: &Operation) -> String {
+    if operation.op() == Op::Copy {
+        return format!("{} of {} bytes", operation.function, operation.count);
+    }
     if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {
         let batch = if batch > 1 { format!("{batch} x ") } else { String::new() };
         return format!("{} of {batch}{m} x {n} x {k} {}", operation.function, dtype_name(operation.dtype()));

@@ -224,6 +224,10 @@ pub(crate) struct ProcessView {
     pub host: Host,
     /// The thread that holds its GIL, if that is deadlocked.
     pub gil_holder: Option<GilHolder>,
+    /// What its other threads do; see [`stacks::other_thread`](crate::stacks::other_thread).
+    pub other_thread: Option<String>,
+    /// If it was killed or failed: the pids of the processes with which it shared memory.
+    pub shared_memory_with: Vec<i32>,
 }
 
 impl ProcessView {
@@ -232,6 +236,8 @@ impl ProcessView {
         ProcessView {
             node: evidence.node.clone(),
             gil_holder: facts::gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref()),
+            other_thread: facts::other_thread_of(evidence),
+            shared_memory_with: evidence.shared_memory_with.clone(),
             host,
         }
     }

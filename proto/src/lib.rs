@@ -20,11 +20,18 @@ pub mod ring;
 pub mod secrets;
 pub mod socket;
 pub mod text;
+pub mod timeline;
 
 /// The `.stacktrace` file format, shared with the original tool.
 #[allow(missing_docs, clippy::all, unused_qualifications)]
 pub mod server {
     include!("generated/xpu_timer.server.rs");
+}
+
+/// The `.timeline` file format of the original tool.
+#[allow(missing_docs, clippy::all, unused_qualifications)]
+pub mod hook {
+    include!("generated/xpu_timer.hook.rs");
 }
 
 /// Messages of this project: flight records, hook, evidence and cluster.

@@ -40,9 +40,10 @@ pub const PACKAGES: [&str; 13] = [
 ];
 
 /// The installed files of a node, by name.
-pub const INSTALLED: [&str; 6] = [
+pub const INSTALLED: [&str; 7] = [
     "xpu_timer_launch",
     "xpu_timer_collector",
+    "xpu_timer_dump_timeline",
     "xpu_timer_stacktrace_viewer",
     "xpu_timer_dump",
     "xpu_timer_print_env",

@@ -183,6 +183,15 @@ impl FakeCollector {
         self.with_ring(pid, |file| ring::read_header(|at, buffer| file.read_exact_at(buffer, at))).expect("its header")
     }
 
+    /// Writes a word of the header, as the collector does.
+    ///
+    /// # Panics
+    /// See [`FakeCollector::ring`].
+    pub fn write_header(&self, pid: i32, word: usize, value: u64) {
+        let write = |file: &File| file.write_all_at(&value.to_le_bytes(), word as u64 * 8);
+        self.with_ring(pid, write).expect("a ring that can be written");
+    }
+
     fn with_ring<R>(&self, pid: i32, read: impl FnOnce(&File) -> R) -> R {
         let log = self.log.lock().expect("the listening thread does not panic");
         let found = log.rings.iter().rev().find(|(owner, _)| *owner == pid);

@@ -10,12 +10,14 @@ pub mod dump;
 pub mod filter;
 pub mod folder;
 pub mod incidents;
+pub mod last_operations;
 pub mod merge;
 pub mod output;
 pub mod picture;
 pub mod report;
 pub mod stacks;
 pub mod summary;
+pub mod timeline;
 
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -25,6 +27,7 @@ use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
 pub use output::Terminal;
 use picture::Picture;
+use report::Report;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
@@ -129,6 +132,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     });
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
+    let lanes = choice.html.then(|| report::lanes::read(&path, verdict.as_ref(), &mut notes)).flatten();
     print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
@@ -153,9 +157,12 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
             absent: &absent,
             notes,
         };
-        result = write_report(&report.finish(&about, &mut merged), output).map(|path| written.push(path));
+        let report = Report { lanes, ..report.finish(&about, &mut merged) };
+        result = write_report(&report, output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
+    let operations = verdict.as_ref().filter(|_| !args.json && args.filter.is_all());
+    let operations = operations.and_then(|verdict| last_operations::text(&path, verdict, args.terminal.width));
     let about = summary::SummaryContext {
         chosen: chosen.then_some(folder.as_str()),
         world: listed.world,
@@ -165,6 +172,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         requested: args.filter.rank.as_ref(),
         stacks: !args.filter.is_all(),
         selects_threads: args.filter.selects_threads(),
+        operations: operations.as_deref(),
         written: &written,
     };
     let text = if args.json {
@@ -283,7 +291,7 @@ pub fn write_all(
 }
 
 /// Writes `report.html` and returns its path.
-pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<PathBuf> {
+pub fn write_report(report: &Report, output: &Path) -> anyhow::Result<PathBuf> {
     let page = report::render(report).context("cannot build report.html")?;
     output::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))

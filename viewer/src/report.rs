@@ -11,6 +11,7 @@
 mod builder;
 mod communicators;
 mod data;
+pub(crate) mod lanes;
 mod mixed;
 
 pub use builder::{Builder, ReportContext};
@@ -30,6 +31,7 @@ const SCRIPTS: &[&str] = &[
     include_str!("report/js/base.js"),
     include_str!("report/js/flame.js"),
     include_str!("report/js/ranks.js"),
+    include_str!("report/js/lanes.js"),
     include_str!("report/js/tables.js"),
     include_str!("report/js/main.js"),
 ];

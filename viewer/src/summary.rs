@@ -58,6 +58,8 @@ pub struct SummaryContext<'a> {
     pub stacks: bool,
     /// Whether only some threads are selected. Main threads are then not summarized.
     pub selects_threads: bool,
+    /// The last operations of a culprit and of a peer, if the folder has timelines.
+    pub operations: Option<&'a str>,
     /// The files that were written.
     pub written: &'a [PathBuf],
 }
@@ -121,6 +123,9 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) 
         push_groups(&mut text, merged, &culprits, terminal);
     }
     push_absent(&mut text, merged, &about.absent(), prose);
+    if let Some(operations) = about.operations {
+        let _ = write!(text, "\n{operations}");
+    }
     if about.stacks {
         push_stacks(&mut text, merged, terminal.width);
     }

@@ -20,8 +20,12 @@ use crate::{
 ///
 /// The same thread holds the GIL in both samples, it is at the same place, and it used no processor
 /// in between. At least one other thread waits for the GIL in both samples. Only all of this
-/// together counts: a single wait for the GIL is normal. The sentence includes what blocks the
-/// holder, such as a file or another lock. Without the GIL, that would not harm the other threads.
+/// together counts: a single wait for the GIL is normal. If no thread waits for the GIL, the holder
+/// must wait without a timeout, and neither for a device nor for storage, while other threads of
+/// the program are in calls of their own: whatever the main thread waits for, it then needs the
+/// GIL. The confidence is then medium if the main thread does not wait for its device. The sentence
+/// includes what blocks the holder, such as a file or another lock. Without the GIL, that would not
+/// harm the other threads.
 pub(super) const GIL_DEADLOCK: Rule = Rule {
     cause: Cause::GilDeadlock,
     explain: gil_deadlock,
@@ -110,12 +114,18 @@ fn no_culprit_does(case: &Case<'_>, culprits: &[usize], activity: Activity, excl
 
 fn gil_deadlock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank_index = case.suspect_rank(suspect)?;
+    let event = case.main_event(suspect);
     let holder = facts::gil_holder(case.view(rank_index).evidence?)?;
+    if !holder.has_waiters() && (event.is_none() || case.does(rank_index, Activity::DeviceWait)) {
+        return None;
+    }
+    let most = if holder.has_waiters() { Confidence::High } else { Confidence::Medium };
     let mut evidence = vec![Fact::Explained];
-    evidence.extend(case.main_event(suspect).map(|event| Fact::Counters { rank_index, event }));
+    evidence.extend(event.map(|event| Fact::Counters { rank_index, event }));
     evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Host { rank_index, state: HostState::DeadlockedOnGil(holder) };
-    Some(Finding { culprits: vec![rank_index], explanation, confidence: case.host_confidence(suspect), evidence })
+    let confidence = case.host_confidence(suspect).min(most);
+    Some(Finding { culprits: vec![rank_index], explanation, confidence, evidence })
 }
 
 fn data_loader(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {

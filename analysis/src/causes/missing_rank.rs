@@ -45,7 +45,8 @@ const MOST_MEMBERS: usize = 1024;
 ///   This may be long and end by itself. Two samples cannot tell it from an endless loop.
 /// - A rank that waits for data from a socket, or polls for something: the process that should have
 ///   answered may be the culprit. If another rank stands still, a rank that only polls is not
-///   named.
+///   named, unless it is the only one and polls seldom, as a loop does that tries again after a
+///   failure.
 /// - The few ranks that have started an MPI collective and do not wait for it while most do: the
 ///   library runs the collective only inside the calls of its process.
 /// - A rank whose record has not been written for a while and ends in a collective that most others

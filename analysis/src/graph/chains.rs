@@ -11,7 +11,7 @@ use crate::{
     facts,
     stacks::{self, Host, ProcessState},
     verdict::Activity,
-    world::{World, is_collective},
+    world::{ProcessView, World, is_collective},
 };
 
 /// Maximum number of times that one chain branches.
@@ -173,7 +173,17 @@ impl Chains<'_, '_> {
             let host = self.host(current);
             let is_first = current == start && before.is_empty();
             let awaited = host.awaited.as_ref().filter(|_| !host.halted() && host.same_in_both);
-            let Some(awaited) = awaited else { return self.through_threads(current, chain, &seen, branches) };
+            let Some(awaited) = awaited else {
+                // A process that polls the memory that it shares looks as if it slept.
+                let polls = host.observed.activity == Activity::Sleep && host.same_in_both;
+                return match self.ended_sharers(current)[..] {
+                    [only] if polls => {
+                        chain.processes.push(only);
+                        End::Process(Chain { is_certain: false, ..chain })
+                    }
+                    _ => self.through_threads(current, chain, &seen, branches),
+                };
+            };
             let next = match self.next(current, awaited) {
                 next if is_first && self.is_orphaned(current, awaited, &next) => {
                     chain.is_certain = false;
@@ -268,6 +278,16 @@ impl Chains<'_, '_> {
     fn of_threads(&self, member: Member) -> Vec<Candidate> {
         let waits = self.host(member).thread_waits.iter();
         waits.flat_map(|wait| self.next(member, &wait.awaited).candidates()).collect()
+    }
+
+    /// The processes that were killed or failed and had memory in common with a member. A lock in
+    /// that memory stays locked, and a counter in it is never written again.
+    fn ended_sharers(&self, member: Member) -> Vec<usize> {
+        let is_sharer = |process: &ProcessView| {
+            process.node == self.node(member) && process.shared_memory_with.contains(&self.pid(member))
+        };
+        let processes = self.world.processes.iter().enumerate();
+        processes.filter(|(_, process)| is_sharer(process)).map(|(index, _)| index).collect()
     }
 
     /// Whether a process that is no rank of this job waits in an operation.
@@ -401,7 +421,8 @@ impl Chains<'_, '_> {
     fn next(&self, current: Member, awaited: &Awaited) -> Next {
         let own = self.pid(current);
         let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
-        if others.is_empty() {
+        let ended = if awaited.kind() == AwaitedKind::SharedMemory { self.ended_sharers(current) } else { Vec::new() };
+        if others.is_empty() && ended.is_empty() {
             return self.on_other_node(current, awaited);
         }
         // The standard input of a rank comes from a person, or from a program that replaces one.
@@ -413,9 +434,12 @@ impl Chains<'_, '_> {
             let member = self.by_pid.get(&(self.node(current), holder.pid)).copied()?;
             Some(Candidate { member, is_child: holder.child })
         };
-        let Some(known) = others.iter().map(candidate).collect::<Option<Vec<Candidate>>>() else {
+        let Some(mut known) = others.iter().map(candidate).collect::<Option<Vec<Candidate>>>() else {
             return Next::Unknown;
         };
+        let is_known = |index: &usize| others.iter().any(|one| one.pid == self.pid(Member::Process(*index)));
+        let ended = ended.into_iter().filter(|index| !is_known(index));
+        known.extend(ended.map(|index| Candidate { member: Member::Process(index), is_child: false }));
         let waits_alike = |member: Member| {
             let object = self.host(member).awaited.as_ref().map(|awaited| &awaited.object);
             object.is_some_and(|object| !object.is_empty() && *object == awaited.object)

@@ -81,7 +81,7 @@ const ARBITRATIONS: &[Arbitration] = &[
     },
     Arbitration {
         name: "polling",
-        reason: "A rank that polls may wait for another rank that is known to be stuck.",
+        reason: "A rank that polls often, or together with others, may wait for another rank that is known to be stuck.",
         scenario: "hosts::a_polling_rank_is_not_named_beside_one_that_stands_still",
         leaves_doubt: true,
         apply: polling,
@@ -257,7 +257,13 @@ fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
 }
 
 fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
-    let polls = |index: usize| case.polls(index) || case.does(index, Activity::DeviceWait);
+    // Several ranks that poll may wait for the same thing. One alone that sleeps for long between its
+    // attempts does not look like one that waits for another rank.
+    let accused = findings.iter().flat_map(|ruling| ruling.finding.culprits.iter().copied());
+    let is_alone = accused.filter(|index| case.polls(*index)).count() == 1;
+    let polls = |index: usize| {
+        case.polls(index) && !(is_alone && case.retries(index)) || case.does(index, Activity::DeviceWait)
+    };
     let is_weak = |ruling: &Ruling<'_>| matches!(ruling.cause(), Cause::MissingRank | Cause::CommInit);
     // A rank that is only absent too has equal evidence, so both stay, unless it is certain to be
     // stuck.

@@ -164,13 +164,16 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
 }
 
-/// Whether a rank waits for a loader with a worker that computes, and has not done so for two hang
-/// timeouts. Up to then it may be a large batch. After that, it may be an endless loop.
-fn waits_for_busy_worker(case: &Case<'_>, rank_index: usize) -> bool {
-    let is_busy = case.view(rank_index).host.moved.is_some_and(|moved| moved.helper_busy);
+/// Whether the work of the threads and child processes for which a rank waits is progress: bytes
+/// flowed, or one of them reached another line. A worker of a loader that computes, and a child
+/// process that stays in one function, count until the others have waited for two hang timeouts. Up
+/// to then it may be a large batch. After that, it may be an endless loop.
+fn helpers_progress(case: &Case<'_>, rank_index: usize, moved: Movement) -> bool {
     let first = case.graph.waiters.iter().flatten().next();
     let waited_ns = first.map_or(0, |waiter| case.view(*waiter).oldest_pending_ns());
-    is_busy && case.does(rank_index, Activity::DataLoader) && waited_ns < 2 * case.evidence.hang_timeout_ns
+    let loads = moved.helper_busy && case.does(rank_index, Activity::DataLoader);
+    let may_loop = moved.helper_may_loop || !moved.helper_progressed && loads;
+    if may_loop { waited_ns < 2 * case.evidence.hang_timeout_ns } else { moved.helper_progressed }
 }
 
 /// The program of this rank made progress between the samples (it reached another line, bytes
@@ -178,10 +181,10 @@ fn waits_for_busy_worker(case: &Case<'_>, rank_index: usize) -> bool {
 /// within the timeout.
 fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
-    let progressed =
-        |moved: Movement| moved.own_frame || moved.io || moved.helper_progressed || moved.library_progressed;
-    let moved = view.host.moved.is_some_and(progressed) || waits_for_busy_worker(case, rank_index);
-    !view.halted() && (moved || uses_device(case, rank_index))
+    let progressed = |moved: Movement| {
+        moved.own_frame || moved.io || moved.library_progressed || helpers_progress(case, rank_index, moved)
+    };
+    !view.halted() && (view.host.moved.is_some_and(progressed) || uses_device(case, rank_index))
 }
 
 /// This rank has called its device, or the device has completed an operation, within the last

@@ -3,9 +3,9 @@
 //!
 //! An ordered table of rules: the first rule that applies names the suspects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use xpu_timer_proto::v1::{OpKind, TriggerKind};
+use xpu_timer_proto::v1::{OpKind, Operation, TriggerKind};
 
 use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
@@ -228,8 +228,10 @@ fn rank_cycle(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 }
 
 fn gil_deadlock(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
-    let is_deadlocked =
-        |index: &usize| ranks.case.view(*index).evidence.is_some_and(|evidence| facts::gil_holder(evidence).is_some());
+    let is_deadlocked = |index: &usize| {
+        let holder = ranks.case.view(*index).evidence.and_then(facts::gil_holder);
+        holder.is_some_and(|holder| holder.has_waiters())
+    };
     let deadlocked: Vec<usize> = ranks.all().filter(is_deadlocked).collect();
     (!deadlocked.is_empty()).then(|| hosts(deadlocked, ranks.waiting.clone()))
 }
@@ -244,9 +246,40 @@ fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
 fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let has_kernel =
         |index: &usize| ranks.has_pending(*index, OpKind::Kernel) || ranks.has_pending(*index, OpKind::GraphLaunch);
+    let all: Vec<usize> = ranks.all().filter(has_kernel).collect();
+    if all.is_empty() || ranks.manual {
+        return None;
+    }
+    let behind = behind_in_graphs(ranks.case, &all);
+    let others = all.iter().filter(|index| !behind.contains(index));
+    let waiters: BTreeSet<usize> =
+        others.chain(&ranks.waiting).copied().filter(|index| !behind.contains(index)).collect();
     let device = |rank_index| Suspect::Device { rank_index, events: Vec::new() };
-    let suspects: Vec<Suspect> = ranks.all().filter(has_kernel).map(device).collect();
-    (!suspects.is_empty() && !ranks.manual).then(|| Suspects { suspects, waiters: ranks.waiting.clone() })
+    Some(Suspects { suspects: behind.into_iter().map(device).collect(), waiters: waiters.into_iter().collect() })
+}
+
+/// Of ranks with a pending kernel or graph, those for which the others may wait inside their
+/// graphs: the few that have completed one graph less often than all others, else those whose
+/// devices have not started the graph that the others are in. All of them if there are none.
+fn behind_in_graphs(case: &Case<'_>, ranks: &[usize]) -> Vec<usize> {
+    let is_graph = |operation: &&Operation| operation.kind() == OpKind::GraphLaunch;
+    let completed = |index: usize| {
+        let launched = case.view(index).flight.map_or(0, |flight| flight.graphs_launched);
+        launched.saturating_sub(case.view(index).pending().filter(is_graph).count() as u64)
+    };
+    let is_inside = |index: usize| {
+        let mut pending = case.view(index).pending();
+        let oldest = pending.find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
+        oldest.as_ref().is_some_and(is_graph) && oldest.is_some_and(|operation| operation.started_ns != 0)
+    };
+    let most = ranks.iter().map(|index| completed(*index)).max().unwrap_or(0);
+    let (level, fewer): (Vec<usize>, Vec<usize>) = ranks.iter().partition(|index| completed(**index) == most);
+    if !fewer.is_empty() {
+        let is_behind = fewer.len() < level.len() && level.iter().all(|index| is_inside(*index));
+        return if is_behind { fewer } else { ranks.to_vec() };
+    }
+    let (inside, before): (Vec<usize>, Vec<usize>) = ranks.iter().partition(|index| is_inside(**index));
+    if inside.is_empty() || before.is_empty() { ranks.to_vec() } else { before }
 }
 
 fn key_owner(ranks: &Ranks<'_, '_>) -> Option<Suspects> {

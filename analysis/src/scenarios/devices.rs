@@ -146,6 +146,30 @@ fn one_rank_has_not_launched_its_graph() {
 }
 
 #[test]
+fn a_rank_that_is_behind_explains_the_graphs_of_the_others() {
+    let with = |launched: [u64; 4], started: [bool; 4], kernel: Option<u32>| {
+        let mut job = Job::new(4);
+        if let Some(rank) = kernel {
+            job.kernel(rank, "stuck_kernel");
+        }
+        for (rank, (launched, started)) in (0..).zip(launched.into_iter().zip(started)) {
+            job.flight(rank).graphs_launched = launched;
+            let (kind, started_ns) = (xpu_timer_proto::v1::OpKind::GraphLaunch.into(), u64::from(started));
+            job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns, ..Job::operation(0, 0, Op::Graph) });
+        }
+        job.judge()
+    };
+    let verdict = with([9; 4], [true, true, false, true], Some(2));
+    expect(&verdict, Cause::KernelHang, &[2], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    assert!(verdict.sentence.contains("stuck_kernel does not complete"), "{}", verdict.sentence);
+    assert_eq!(with([9; 4], [true, true, false, true], None).culprits, [2], "its device is blocked");
+    assert_eq!(with([9, 9, 8, 9], [true; 4], None).culprits, [2], "the others are in the next graph");
+    assert_eq!(with([9; 4], [true; 4], None).culprits, [0, 1, 2, 3]);
+    assert_eq!(with([9, 8, 7, 9], [true; 4], None).culprits, [0, 1, 2, 3], "the numbers differ everywhere");
+}
+
+#[test]
 fn a_dump_on_demand_of_a_healthy_job_is_no_hang() {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Manual);

@@ -129,6 +129,24 @@ fn ranks_that_wait_for_one_whose_workers_go_on_do_not_hang() {
     assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true), "it may be an endless loop");
     let idle = with(pool(), 0, 40);
     assert_eq!((idle.hang, idle.helpers_busy), (HangEvidence::PendingOperation, false));
+    // It stays in one function: after two timeouts it may be an endless loop.
+    let moves = |function: &'static str, hang_timeout_ns: u64| {
+        let mut job = waits_for(pool());
+        worker(&mut job, 5 * SECOND, 0);
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        let samples = &mut dump.children.last_mut().expect("a child").samples;
+        for (sample, function, line) in [(0, "augment", 12), (1, function, 13)] {
+            let frames =
+                [("get", "/usr/lib/python3.11/os.py:9".to_owned()), (function, format!("/job/data.py:{line}"))];
+            samples[sample].py_stacktrace = vec![python_thread(4300, "MainThread", &frames)];
+        }
+        job.evidence.hang_timeout_ns = hang_timeout_ns;
+        job.judge()
+    };
+    assert_eq!(moves("augment", 40 * SECOND).hang, HangEvidence::None);
+    let loops = moves("augment", 20 * SECOND);
+    assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true));
+    assert_eq!(moves("tokenize", 20 * SECOND).hang, HangEvidence::None);
     // A child process does not matter to a rank that waits for a lock of its own.
     let beside = with(Stack::lock(), 5 * SECOND, 1 << 20);
     assert_eq!((beside.hang, beside.helpers_busy), (HangEvidence::PendingOperation, false));

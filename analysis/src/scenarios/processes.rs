@@ -724,8 +724,76 @@ fn a_gil_deadlock_is_found_although_the_main_thread_seems_idle() {
 }
 
 #[test]
+fn a_blocked_gil_holder_counts_without_waiters_if_others_wait_for_its_rank() {
+    let judged = |main: Stack| {
+        let mut job = gil(false);
+        let thread = job.rank(2).dump.as_ref().expect("a dump").clone();
+        job.set_stack(2, main);
+        job.thread(2, thread.stacktrace[1].clone(), Some(thread.py_stacktrace[1].clone()));
+        job
+    };
+    let accepts = || Stack::new(&[("serve", "/job/serve.py:9")], &["accept"]);
+    let verdict = judged(accepts()).judge();
+    expect(&verdict, Cause::GilDeadlock, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("and no other thread can run Python code"), "{}", verdict.sentence);
+    // It may be a long call, and nobody waits for the rank.
+    let mut alone = Job::with_world(1, 30);
+    alone.trigger(TriggerKind::Idle);
+    alone.set_stack(0, accepts());
+    let dump = judged(accepts()).rank(2).dump.clone().expect("a dump");
+    alone.thread(0, dump.stacktrace[1].clone(), Some(dump.py_stacktrace[1].clone()));
+    assert_ne!(alone.judge().cause, Cause::GilDeadlock, "{}", alone.judge().to_text());
+}
+
+#[test]
+fn a_call_of_an_object_in_a_manager_process_is_no_loader() {
+    let calls = |method: &'static str| {
+        let frames = [
+            ("_recv", "/usr/lib/python3.11/multiprocessing/connection.py:383"),
+            ("recv", "/usr/lib/python3.11/multiprocessing/connection.py:250"),
+            ("_callmethod", "/usr/lib/python3.11/multiprocessing/managers.py:822"),
+            (method, "<string>:2"),
+            ("next_shard", "/job/train.py:66"),
+        ];
+        behind(2, Stack::new(&frames, &["read", "os_read_impl"])).judge()
+    };
+    assert_eq!(calls("schedule").cause, Cause::MissingRank);
+    assert_eq!(calls("get").cause, Cause::DataLoader, "a queue in a manager process");
+}
+
+#[test]
+fn the_place_of_a_child_that_holds_up_its_rank_is_named() {
+    let mut job = behind(2, Stack::new(&[("read_tokens", "/job/train.py:66")], &["read"]));
+    reads_pipe_of(&mut job, 2, &[(1050, true)]);
+    job.process(50, "python3 tokenize.py", Stack::new(&[("back_off", "/job/tokens.py:18")], &["clock_nanosleep"]));
+    let verdict = job.judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1050)], "{}", verdict.to_text());
+    let told = "; process 1050 is at tokens.py:18 in back_off (C function clock_nanosleep).";
+    assert!(verdict.sentence.ends_with(told), "{}", verdict.sentence);
+    // It waits for a process that the sentence has not named.
+    chained(&mut job, 0, AwaitedKind::Child, "", &[1051]);
+    job.process(51, "python3 fetch.py", Stack::lock()).parent_pid = 1050;
+    let verdict = job.judge();
+    let told = "; the wait ends at process 1051 (python3 fetch.py), which waits for a lock at";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.ends_with(", and it has no other Python thread."), "{}", verdict.sentence);
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_are_described_once() {
+    let mut job = outside(&[1, 2]);
+    for (rank, other) in [(1, 1002), (2, 1001)] {
+        awaits(&mut job, rank, "flock", AwaitedKind::Lock, &[other]);
+    }
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [1, 2], "{}", verdict.to_text());
+    assert_eq!(verdict.sentence.matches("rank 1 (process 1001)").count(), 1, "{}", verdict.sentence);
+    assert!(!verdict.sentence.contains("C function flock"), "it is named: {}", verdict.sentence);
+}
+
+#[test]
 fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions() {
-    let judged = |insides: &str, caller: &str| {
+    let waits = |insides: &str, caller: &str| {
         let mut job = gil(false);
         let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
         let first = dump.first_sample.as_mut().expect("two samples");
@@ -737,12 +805,12 @@ fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions()
             thread.frames[1].func_name = "??".to_owned();
             thread.frames[2].func_name = caller.to_owned();
         }
-        job.judge().cause
+        job.judge().sentence.contains("another thread waits for it")
     };
-    assert_eq!(judged("/usr/bin/python3.11", "PyEval_RestoreThread"), Cause::GilDeadlock);
-    assert_eq!(judged("/usr/bin/python3.11", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
-    assert_ne!(judged("/usr/bin/python3.11", "PyThread_acquire_lock_timed"), Cause::GilDeadlock);
-    assert_ne!(judged("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
+    assert!(waits("/usr/bin/python3.11", "PyEval_RestoreThread"));
+    assert!(waits("/usr/bin/python3.11", "_PyEval_EvalFrameDefault"));
+    assert!(!waits("/usr/bin/python3.11", "PyThread_acquire_lock_timed"));
+    assert!(!waits("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"));
 }
 
 #[test]
@@ -889,6 +957,29 @@ fn a_polling_rank_with_equal_evidence_stays_beside_another_culprit() {
 }
 
 #[test]
+fn a_rank_that_alone_retries_seldom_stays_beside_a_stuck_rank_and_a_dead_one() {
+    let retries = Stack::sleep().with(|stack| stack.switches = 7);
+    let mut job = Job::with_world(5, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 1, Op::AllReduce);
+    job.enter(0x77, 4, Op::AllReduce);
+    job.set_stack(2, retries.clone());
+    job.set_stack(3, Stack::lock());
+    expect(&job.judge(), Cause::HostLock, &[2, 3], Confidence::Medium);
+    let mut dead = job.clone();
+    dead.dies(3, "killed by SIGKILL");
+    expect(&dead.judge(), Cause::ProcessDead, &[2, 3], Confidence::Medium);
+    // Two ranks that poll may wait for the same thing.
+    let mut two = Job::with_world(5, 30);
+    two.enter(0x77, 0, Op::AllReduce);
+    two.enter(0x77, 1, Op::AllReduce);
+    two.set_stack(2, retries.clone());
+    two.set_stack(4, retries);
+    two.set_stack(3, Stack::lock());
+    expect(&two.judge(), Cause::HostLock, &[3], Confidence::Medium);
+}
+
+#[test]
 fn a_compiler_that_stands_still_is_a_hang() {
     let builds = Stack::new(&[("build", "/job/train.py:5")], &["wait4"]);
     let with_compiler = |cpu_ns: u64| {
@@ -924,6 +1015,12 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("a lock or a thread of its own process"), "{}", verdict.sentence);
     let frames = [("upload", "/job/s3.py:30".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    let nested =
+        [("tokenize", "/job/tokens.py:7".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    let native = native_thread(5003, &["futex_wait", "pthread_mutex_lock"], "S (sleeping)", "", None, 9);
+    job.thread(2, native, Some(python_thread(5003, "executor_0", &nested)));
+    let other = "while its thread executor_0 waits for a lock at tokenize (tokens.py:7)";
+    assert!(job.judge().sentence.contains(other), "{}", job.judge().sentence);
     let native = native_thread(5002, &["recv", "sock_recv"], "S (sleeping)", "", None, 9);
     job.thread(2, native, Some(python_thread(5002, "uploader", &frames)));
     let verdict = job.judge();

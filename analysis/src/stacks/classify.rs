@@ -214,15 +214,29 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
         return Some(function.to_owned());
     }
     // A queue belongs to a loader if one of the frames around it has a name about data.
-    let queue = frames.iter().take(5).find(|frame| {
-        patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
-            && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
-    })?;
+    let is_queue = |frame: &PySpyFrame| patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name));
+    let queue = frames
+        .iter()
+        .take(5)
+        .find(|frame| is_queue(frame) && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))?;
+    // The method of an object in a manager process is no queue, unless it has such a name.
+    let called = frames.iter().rposition(|frame| frame.file_name.contains(patterns::MANAGER_FILE));
+    if called.is_some_and(|call| frames.get(call + 1).is_none_or(|method| !is_queue(method))) {
+        return None;
+    }
     let hinted = frames
         .iter()
         .filter(|frame| !is_library(&frame.file_name))
         .any(|frame| has_word(&frame.func_name, patterns::LOADER_HINTS));
-    hinted.then(|| frame_label(queue))
+    (hinted && !calls_manager(frames)).then(|| frame_label(queue))
+}
+
+/// Whether a thread waits for the result of a method of an object in a manager process, other than
+/// of a queue.
+fn calls_manager(frames: &[PySpyFrame]) -> bool {
+    let call = frames.iter().rposition(|frame| frame.file_name.contains(patterns::MANAGER_FILE));
+    let method = call.and_then(|call| frames.get(call + 1));
+    method.is_some_and(|method| !patterns::QUEUE_FUNCTIONS.contains(&unqualified(&method.func_name)))
 }
 
 /// Whether a word in a name begins with one of `parts`. Words are separated by `_` and by capital
@@ -331,15 +345,12 @@ fn sleeps(thread: &Thread<'_>) -> Option<String> {
     })
 }
 
-/// The witness of a lock of Python's multiprocessing.
-pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
-
 fn locks(thread: &Thread<'_>) -> Option<String> {
     let lock = own_lock(thread)?;
     let mut native = thread.native.into_iter().flat_map(|thread| &thread.frames);
     let shared = native.any(|frame| frame.module.contains(patterns::SHARED_LOCK_MODULE))
         || thread.python().first().is_some_and(|frame| frame.file_name.contains(patterns::SHARED_LOCK_FILE));
-    Some(if shared { SHARED_LOCK.to_owned() } else { lock })
+    Some(if shared { patterns::SHARED_LOCK.to_owned() } else { lock })
 }
 
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
@@ -369,7 +380,7 @@ pub(crate) fn is_file_lock(witness: &str) -> bool {
 /// Whether a witness of [`Activity::Lock`] is a lock that processes
 /// share.
 pub(crate) fn is_shared_lock(witness: &str) -> bool {
-    witness == SHARED_LOCK
+    witness == patterns::SHARED_LOCK
 }
 
 /// Whether a witness of [`Activity::Running`] is a function of NCCL.

@@ -9,7 +9,7 @@ use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
-    names::{base_name, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
+    names::{base_name, file, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
     patterns,
     sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
     services::{executed, serves, workers},
@@ -67,25 +67,33 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
         .or_else(|| workers(dump).find_map(busy_child))
 }
 
+/// What [`other_thread`] says of a process that has only one Python thread.
+pub(crate) const NO_OTHER_THREAD: &str = "no other Python thread";
+
 /// What another thread of the process does that may hold a lock for which the main thread waits:
-/// `thread uploader waits for the network at put (s3.py:30)`.
+/// `thread uploader waits for the network at put (s3.py:30)`, or [`NO_OTHER_THREAD`].
 pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<String> {
     let (_, last) = samples(dump);
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     let python = |thread: &PySpyStacktrace| {
         let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
-        let does = match classify(Some(native), Some(thread)).activity {
-            _ if waits_for_network(native) => "waits for the network",
-            Activity::Io => "reads or writes",
-            Activity::Running => "runs",
+        let is_own = thread.frames.iter().any(|frame| !is_library(&frame.file_name));
+        // What says most about the lock comes first.
+        let (order, does) = match classify(Some(native), Some(thread)).activity {
+            _ if waits_for_network(native) => (0, "waits for the network"),
+            Activity::Io => (0, "reads or writes"),
+            Activity::Running => (0, "runs"),
+            Activity::Lock if is_own => (1, "waits for a lock"),
+            Activity::Sleep if is_own => (2, "sleeps"),
             _ => return None,
         };
         let place = own_frame(&thread.frames).map(frame_label)?;
-        Some(format!("thread {} {does} at {place}", thread.thread_name))
+        Some((order, format!("thread {} {does} at {place}", thread.thread_name)))
     };
     let others = last.python.iter().filter(|thread| thread.os_thread_id != 0 && thread.os_thread_id != main);
     // A thread in a queue waits for its tasks.
-    others.filter(|thread| !in_queue(&thread.frames)).find_map(python).or_else(|| {
+    let known = others.filter(|thread| !in_queue(&thread.frames)).filter_map(python);
+    let named = known.min_by_key(|(order, _)| *order).map(|(_, text)| text).or_else(|| {
         let natives = last.native.iter().filter(|thread| thread.pid != main);
         natives.into_iter().find_map(|thread| {
             let mut frames = thread.frames.iter().map(|frame| plain(&frame.func_name));
@@ -94,7 +102,9 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
             let name = reader.split(['(', '<']).next().unwrap_or(reader);
             (!idle).then(|| format!("thread {} is in {name}", thread.thread_name))
         })
-    })
+    });
+    let is_alone = matches!(last.python, [only] if only.os_thread_id == main);
+    named.or_else(|| is_alone.then(|| NO_OTHER_THREAD.to_owned()))
 }
 
 /// A child process that computed between its samples.
@@ -110,13 +120,20 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
 pub(super) struct HelperWork {
     /// One of them used a processor. That may be an endless loop.
     pub busy: bool,
-    /// One of them made progress: bytes flowed, or it was busy and reached another line.
+    /// One of them made progress: bytes flowed, a busy thread reached another line, or a busy child
+    /// process another function of the program.
     pub progressed: bool,
+    /// A busy child process reached another line in one function. That may be an endless loop.
+    pub reached_line: bool,
 }
 
 impl HelperWork {
     fn and(self, other: Self) -> Self {
-        HelperWork { busy: self.busy || other.busy, progressed: self.progressed || other.progressed }
+        HelperWork {
+            busy: self.busy || other.busy,
+            progressed: self.progressed || other.progressed,
+            reached_line: self.reached_line || other.reached_line,
+        }
     }
 }
 
@@ -140,7 +157,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
         let runnable = before.state.starts_with('R') && after.state.starts_with('R');
         let busy = runnable || is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
         let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
-        HelperWork { busy, progressed: busy && moved }
+        HelperWork { busy, progressed: busy && moved, reached_line: false }
     });
     let awaits_children = waits_for_child(native, python)
         || python.is_some_and(|thread| in_files(&thread.frames, patterns::WORKER_FILES))
@@ -161,8 +178,16 @@ fn child_work(child: &ChildProcess) -> HelperWork {
     let frames = |sample: &ProcessSample| {
         sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()
     };
+    let functions = |sample: &ProcessSample| {
+        let function = |thread: &PySpyStacktrace| {
+            let frame = own_frame(&thread.frames)?;
+            Some((thread.os_thread_id, frame.func_name.clone(), file(frame).map(str::to_owned)))
+        };
+        sample.py_stacktrace.iter().filter_map(function).collect::<Vec<_>>()
+    };
     // A worker that computes hands over few bytes, but more than none.
-    HelperWork { busy, progressed: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
+    let progressed = flows || busy && (bytes > 0 || functions(first) != functions(last));
+    HelperWork { busy, progressed, reached_line: busy && frames(first) != frames(last) }
 }
 
 fn is_busy(used_ns: u64, between_ns: u64) -> bool {
@@ -305,8 +330,8 @@ fn may_progress(child: &ChildProcess) -> bool {
 /// between the samples ran by itself.
 const MAX_CAPTURE_RUN_NS: u64 = 5_000_000;
 
-/// The holder of the GIL, blocked at the same place in both samples while other threads wait for
-/// the GIL.
+/// The holder of the GIL, blocked at the same place in both samples while other threads need the
+/// GIL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GilHolder {
     /// Name of the thread.
@@ -315,11 +340,20 @@ pub(crate) struct GilHolder {
     pub function: String,
     /// Its location in Python code.
     pub location: Option<String>,
-    /// Number of threads that wait for the GIL.
+    /// Number of threads that wait for the GIL. If none does, the holder waits without an end, and
+    /// the other threads of the program need the GIL as soon as their own calls end.
     pub waiting: usize,
 }
 
-/// Finds a deadlock on the GIL.
+impl GilHolder {
+    /// Whether threads wait for the GIL, so that it is known to hold them up.
+    pub fn has_waiters(&self) -> bool {
+        self.waiting > 0
+    }
+}
+
+/// Finds a deadlock on the GIL. If no thread waits for the GIL, a holder other than the main thread
+/// counts too: the main thread cannot continue its Python code, whatever it waits for.
 pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     let (first, last) = samples(dump);
     let first = first?;
@@ -352,10 +386,16 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
                 .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
         })
         .count();
-    if !blocked || waiting == 0 {
+    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    // Devices and storage answer late, but they answer.
+    let may_end = || {
+        use Activity::{CommInit, DeviceWait, Io};
+        after.timed != Some(false) || matches!(classify(Some(&after), None).activity, CommInit | DeviceWait | Io)
+    };
+    let is_alone = || last.python.iter().all(|thread| [0, tid].contains(&thread.os_thread_id));
+    if !blocked || waiting == 0 && (tid == u32::try_from(dump.pid).unwrap_or(0) || may_end() || is_alone()) {
         return None;
     }
-    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
     Some(GilHolder {
         thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
         function: after

@@ -15,6 +15,9 @@ use crate::verdict::{Activity, Location};
 pub(super) const BUSY_SHARE: f64 = 0.2;
 /// A process with less than this share of a processor computes nothing.
 pub(super) const IDLE_SHARE: f64 = 0.05;
+/// A thread that looks for the work of another process runs at least this often in a second. One
+/// that tries again after a failure sleeps for longer.
+const SELDOM: f64 = 4.0;
 /// A lower rate, in bytes per second, is the noise of logs and of watchers' pipes, and not progress
 /// of I/O.
 pub(super) const MOVING_BYTES_PER_SECOND: f64 = 16_384.0;
@@ -41,10 +44,15 @@ pub(crate) struct Movement {
     pub own_frame: bool,
     /// The main thread ran.
     pub main_ran: bool,
+    /// The main thread ran less than [`SELDOM`] times a second: it slept for long each time.
+    pub main_ran_seldom: bool,
     /// A thread or child process that the main thread may wait for used a processor.
     pub helper_busy: bool,
     /// One of these made progress: bytes flowed, or it reached another line.
     pub helper_progressed: bool,
+    /// That progress is only that child processes reached other lines of one function, and
+    /// transferred nothing. An endless loop looks the same.
+    pub helper_may_loop: bool,
     /// The main thread is busy and made progress inside a library that the user's own line calls:
     /// `trainer.evaluate()`.
     pub library_progressed: bool,
@@ -149,6 +157,8 @@ pub(super) fn movement(
     }
     let seconds = between_ns as f64 / 1e9;
     let io_bytes = bytes_between(first, last);
+    let both = before.0.zip(after.0);
+    let runs = both.map(|(before, after)| after.context_switches.abs_diff(before.context_switches));
     Some(Movement {
         cpu_share: last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64 / between_ns as f64,
         io_bytes,
@@ -157,10 +167,8 @@ pub(super) fn movement(
         own_frame: own_frames(before, after).is_some_and(|[before, after]| {
             (&before.func_name, &before.file_name) != (&after.func_name, &after.file_name)
         }),
-        main_ran: before
-            .0
-            .zip(after.0)
-            .is_some_and(|(before, after)| before.context_switches != after.context_switches),
+        main_ran: runs.is_some_and(|runs| runs > 0),
+        main_ran_seldom: runs.is_some_and(|runs| (runs as f64) < SELDOM * seconds),
         ..Movement::default()
     })
 }

@@ -39,6 +39,11 @@ pub(super) fn locate(
     let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
     let native_function = native.and_then(|thread| {
         let function = most_specific_function(&thread.frames, &doing.witness)?;
+        // What the interpreter does inside says nothing beside the Python code that it runs.
+        let runs = matches!(doing.activity, Activity::Running | Activity::Gil);
+        if runs && own.is_some() && is_interpreter(&function.module) {
+            return None;
+        }
         Some(match own_native(&thread.frames) {
             Some(own) => native_path(&thread.frames, function, own),
             None => plain(&function.func_name).to_owned(),
@@ -66,6 +71,11 @@ fn native_path(frames: &[PstackFrame], function: &PstackFrame, own: &PstackFrame
     } else {
         format!("{place}, called from {name}{}", source(function))
     }
+}
+
+/// Whether an object contains Python's interpreter.
+fn is_interpreter(module: &str) -> bool {
+    patterns::INTERPRETER_FILES.iter().any(|start| base_name(module).starts_with(start))
 }
 
 /// The object that a process runs: the one with `main`, by the stack of its main thread.
@@ -122,6 +132,10 @@ fn most_specific_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Optio
         !frame.func_name.starts_with('_') && !frame.func_name.contains('.') && frame.func_name != "syscall"
     };
     let entry = frames[..library].iter().rfind(public).copied();
+    // libffi has called an internal function of the C library, whose plain name is known.
+    let is_called =
+        frames.get(library).is_some_and(|caller| caller.func_name.starts_with(patterns::FOREIGN_CALL_NATIVE));
+    let entry = entry.or_else(|| frames[..library].last().copied().filter(|_| is_called));
     let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES));
     Some(by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost))
 }
@@ -161,6 +175,28 @@ mod tests {
     }
 
     #[test]
+    fn the_insides_of_a_running_interpreter_are_no_location() {
+        let frames = vec![frame("spin", "/job/train.py:188")];
+        let python = PySpyStacktrace { frames, ..Default::default() };
+        let native = |module: &str| PstackStacktrace {
+            frames: vec![PstackFrame {
+                func_name: "unicodekeys_lookup_unicode".into(),
+                module: module.into(),
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        let running = ObservedActivity { activity: Activity::Running, witness: String::new() };
+        let located = |module: &str, python: Option<&PySpyStacktrace>| {
+            locate(Some(&native(module)), python, &running, None).native
+        };
+        assert_eq!(located("/usr/bin/python3.11", Some(&python)), None);
+        assert_eq!(located("/opt/lib/libpython3.11.so.1.0", Some(&python)), None);
+        assert!(located("/opt/lib/libtorch.so", Some(&python)).is_some());
+        assert!(located("/usr/bin/python3.11", None).is_some());
+    }
+
+    #[test]
     fn the_location_includes_the_caller_of_a_device_wrapper() {
         let frames = vec![
             frame("sync", "/job/cuda.py:143"),
@@ -186,6 +222,12 @@ mod tests {
         assert_eq!(most_specific("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
         let device = [("ioctl", LIBC), ("??", CUDA), ("cuStreamSynchronize", CUDA), ("cudaStreamSynchronize", CUDA)];
         assert_eq!(most_specific("cuStreamSynchronize", &device), "cuStreamSynchronize");
+        let called = [
+            ("__futex_abstimed_wait_common64", LIBC),
+            ("__new_sem_wait_slow64.constprop.0", LIBC),
+            ("ffi_call", "/usr/lib/libffi.so.8"),
+        ];
+        assert_eq!(plain(&most_specific("", &called)), "sem_wait");
         let rust = [("syscall", LIBC), ("std::sys::futex_wait", "/app"), ("app::wait", "/app")];
         assert_eq!(most_specific("", &rust), "app::wait");
         assert_eq!(most_specific("", &[("syscall", LIBC)]), "syscall");

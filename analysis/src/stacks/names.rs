@@ -55,8 +55,11 @@ pub(crate) fn plain(function: &str) -> &str {
     let end = PARTS.iter().filter_map(|part| function.find(part)).min().unwrap_or(function.len());
     let name = &function[..end];
     let internal = patterns::INTERNAL_NATIVE.iter().find(|(part, _)| name.starts_with("__") && name.contains(part));
+    let large_file = name.strip_suffix("64").filter(|plain| patterns::LARGE_FILE_NATIVE.contains(plain));
     match internal {
+        _ if name.starts_with(patterns::SHARED_LOCK_NATIVE) => patterns::SHARED_LOCK,
         Some((_, plain)) => plain,
+        None if large_file.is_some() => large_file.unwrap_or(name),
         None if name.starts_with("__GI_") => strip_variant(name),
         None => name,
     }
@@ -120,6 +123,19 @@ pub(super) fn in_c_library(frame: &PstackFrame) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn internal_names_have_plain_ones() {
+        for (internal, name) in [
+            ("open64", "open"),
+            ("fcntl64", "fcntl"),
+            ("base64", "base64"),
+            ("_multiprocessing_SemLock_acquire_impl", "SemLock.acquire"),
+            ("__new_sem_wait_slow64.constprop.0", "sem_wait"),
+        ] {
+            assert_eq!(plain(internal), name);
+        }
+    }
 
     #[test]
     fn internal_functions_have_plain_names() {

@@ -79,6 +79,17 @@ pub(super) const INTERNAL_NATIVE: &[(&str, &str)] = &[
     ("pthread_rwlock_wrlock", "pthread_rwlock_wrlock"),
 ];
 
+/// Functions of the C library that exist a second time with the suffix `64`, for large files.
+pub(super) const LARGE_FILE_NATIVE: &[&str] =
+    &["open", "openat", "creat", "fcntl", "pread", "pwrite", "lseek", "fallocate", "sendfile", "copy_file_range"];
+/// The start of the C functions of a lock of Python's multiprocessing, and the name of the method.
+pub(super) const SHARED_LOCK_NATIVE: &str = "_multiprocessing_SemLock_acquire";
+pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
+/// The start of the function of libffi that calls a C function for Python.
+pub(super) const FOREIGN_CALL_NATIVE: &str = "ffi_call";
+/// The starts of the names of files that contain Python's interpreter.
+pub(super) const INTERPRETER_FILES: &[&str] = &["python3", "libpython3"];
+
 /// Parts of the paths of the C library and its companions.
 pub(super) const C_LIBRARY: &[&str] =
     &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];
@@ -243,9 +254,14 @@ pub(super) const OF_PROCESSES: &str = "/multiprocessing/";
 pub(super) const QUEUE_OF_PROCESSES: &str = "/multiprocessing/queues.py";
 /// Files of the standard library whose [`QUEUE_FUNCTIONS`] wait for another thread or process.
 pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.py", "/multiprocessing/connection.py"];
+/// The file of the standard library that calls methods of objects in a manager process.
+pub(super) const MANAGER_FILE: &str = "/multiprocessing/managers.py";
 /// Functions in those files.
 pub(super) const QUEUE_FUNCTIONS: &[&str] =
     &["get", "recv", "recv_bytes", "_recv", "_recv_bytes", "poll", "_poll", "wait"];
+
+/// The file of Python's multiprocessing in which a thread calls an object in another process.
+pub(super) const MANAGER_FILE: &str = "/multiprocessing/managers.py";
 
 /// Files of libraries in which a thread waits for the work of child processes: pools and futures,
 /// of the standard library and of others.

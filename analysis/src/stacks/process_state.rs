@@ -41,7 +41,7 @@ impl ProcessState {
         if let Some(sleep) = host.d_sleep.as_ref().filter(|sleep| sleep.main) {
             return ProcessState::SleepsUninterruptibly { wchan: sleep.wchan.clone() };
         }
-        if let Some(holder) = gil_holder {
+        if let Some(holder) = gil_holder.filter(|holder| holder.has_waiters()) {
             return ProcessState::DeadlockedOnGil(holder.clone());
         }
         let kind = host.awaited.as_ref().map(|awaited| awaited.kind());

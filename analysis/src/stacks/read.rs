@@ -60,6 +60,15 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let did = before.map(|before| does(before).activity);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
+    let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
+    let observed = match observed.activity {
+        Activity::DataLoader
+            if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
+        {
+            classify_without(Activity::DataLoader, main.0, main.1)
+        }
+        _ => observed,
+    };
     // I/O of other threads does not count as progress of a main thread that slept, or was in one
     // call, all the time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
@@ -82,13 +91,13 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         io: moved.io && !stood(moved) || flows,
         own_frame: moved.own_frame && !looks,
         helper_busy: work.busy,
-        helper_progressed: work.progressed,
+        helper_progressed: work.progressed || work.reached_line,
+        helper_may_loop: work.reached_line && !work.progressed,
         library_progressed: (runnable || moved.cpu_share >= BUSY_SHARE)
             && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
     });
-    let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
     Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
@@ -107,6 +116,17 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         connections: connections(dump),
         observed,
     }
+}
+
+/// Whether a queue inside of a process gets its content from other processes that are no children:
+/// all own threads that wait do so for these. A loader is a thread or a child.
+fn is_fed(waits: &[ThreadWait], pid: i32) -> bool {
+    let is_foreign = |wait: &ThreadWait| {
+        let holders = &wait.awaited.holders;
+        !holders.is_empty() && holders.iter().all(|holder| !holder.child && holder.pid != pid)
+    };
+    let mut own = waits.iter().filter(|wait| wait.own).peekable();
+    own.peek().is_some() && own.all(is_foreign)
 }
 
 /// What a thread waits for. On a busy machine, the processes at the other end may have been found

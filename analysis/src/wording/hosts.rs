@@ -2,13 +2,13 @@
 
 use xpu_timer_proto::v1::{Operation, Presence};
 
-use super::{Number, Ranks, Statement, about, collectives, detail, line};
+use super::{Number, Ranks, Statement, about, collectives, detail, line, phrases};
 use crate::{
-    case::Case,
+    case::{Case, Position},
     explanation::{Differ, HostState},
     facts,
     graph::Event,
-    stacks::GilHolder,
+    stacks::{GilHolder, NO_OTHER_THREAD, plain},
     text::shape,
     verdict::EvidenceLine,
 };
@@ -141,12 +141,13 @@ fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
 pub(super) fn gil_held(holder: &GilHolder) -> String {
     let location = holder.location.as_ref().map_or(String::new(), |location| format!(" at {location}"));
     format!(
-        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {} for it",
+        "deadlocked on the GIL: thread {} holds it and is blocked in {}{location}, and {}",
         holder.thread,
         holder.function,
         match holder.waiting {
-            1 => "another thread waits".to_owned(),
-            waiting => format!("{waiting} other threads wait"),
+            0 => "no other thread can run Python code".to_owned(),
+            1 => "another thread waits for it".to_owned(),
+            waiting => format!("{waiting} other threads wait for it"),
         }
     )
 }
@@ -171,7 +172,7 @@ fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement
     let helper = case.helper_text(rank_index).or_else(other);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
-        let helper = helper.as_ref().map_or(String::new(), |helper| format!(", while {its} {helper}"));
+        let helper = helper.as_deref().map_or(String::new(), |helper| beside_lock(helper, number));
         match (&awaited, shared) {
             (Some(lock), _) => format!("{waits} for {lock}{place}{helper}"),
             (None, true) => format!("{waits} for a lock that several processes share{place}{helper}"),
@@ -180,12 +181,24 @@ fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement
     })
 }
 
+/// What another thread or a child process does while the main thread waits for a lock, as a clause.
+pub(super) fn beside_lock(helper: &str, number: Number) -> String {
+    match helper {
+        NO_OTHER_THREAD => format!(", and {} {helper}", number.it_has()),
+        helper => format!(", while {} {helper}", number.its()),
+    }
+}
+
 /// A rank inside a read, write or sync, or in a call that waits for a file lock.
 fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement {
     let witness = &case.view(rank_index).host.observed.witness;
     let what = case.awaited_text(rank_index);
     Statement::of_ranks(|number| {
-        let place = case.place(rank_index);
+        // The place ends with the C function, unless the sentence names it already.
+        let witness = plain(witness);
+        let position = case.position(rank_index);
+        let native = position.native.filter(|native| *native != witness || position.python.is_none());
+        let place = phrases::place(Position { native, ..position });
         if file_lock {
             let what = what.as_deref().unwrap_or("a file lock that another process or file handle holds");
             return format!("{} for {what}, in {witness}{place}", number.waits());

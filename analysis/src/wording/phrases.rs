@@ -1,15 +1,15 @@
 //! Phrases about the ranks and the events of an incident.
 
-use xpu_timer_proto::server::{AwaitedKind, Holder};
+use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::{Number, awaited_keys, missing_keys};
 use crate::{
-    case::{Case, Position, STANDARD_INPUT},
+    case::{Case, Position, STANDARD_INPUT, is_terminal},
     graph::{Event, Suspect},
     stacks::{self, StuckHelper},
     store::key_wait,
     text::{self, communicator, rank_count, ranks},
-    world::RankView,
+    world::{ProcessView, RankView},
 };
 
 /// `train.py:88 in step`.
@@ -78,14 +78,30 @@ impl<'a> Case<'a> {
         if let Some(call) = key_wait(self.view(rank_index)) {
             return Some(format!("{} in the store", awaited_keys(call)));
         }
-        let awaited = self.awaited(rank_index)?;
-        let own = |holder: &Holder| self.view(rank_index).pid() == Some(holder.pid);
+        let view = self.view(rank_index);
+        self.object_text(view.node().unwrap_or_default(), view.pid()?, self.awaited(rank_index)?)
+    }
+
+    /// The lock for which the main thread of a process waits that is no rank: `a lock that its
+    /// thread uploader holds`.
+    pub(super) fn lock_text(&self, process: usize) -> Option<String> {
+        let ProcessView { node, host, .. } = &self.world.processes[process];
+        let is_named = |awaited: &&Awaited| match awaited.kind() {
+            AwaitedKind::Mutex => host.location.native.as_deref().is_some_and(stacks::is_mutex),
+            kind => kind == AwaitedKind::SharedMemory,
+        };
+        self.object_text(node, host.pid, host.awaited.as_ref().filter(is_named)?)
+    }
+
+    /// What a call of the process `pid` on `node` waits for.
+    fn object_text(&self, node: &str, pid: i32, awaited: &Awaited) -> Option<String> {
+        let own = |holder: &Holder| holder.pid == pid;
         let others: Vec<String> = awaited
             .holders
             .iter()
             .filter(|holder| !own(holder))
             .take(2)
-            .map(|holder| self.holder_text(rank_index, holder))
+            .map(|holder| self.holder_text(node, holder))
             .collect();
         let have = if others.len() == 1 { "has" } else { "have" };
         let holders = others.join(" and ");
@@ -98,7 +114,7 @@ impl<'a> Case<'a> {
             AwaitedKind::File if awaited.name == STANDARD_INPUT => {
                 format!("its standard input, whose other end {holders} {have} open")
             }
-            AwaitedKind::File if self.at_terminal(rank_index) => format!("its terminal {}", awaited.name),
+            AwaitedKind::File if is_terminal(awaited) => format!("its terminal {}", awaited.name),
             AwaitedKind::File => file.to_owned(),
             AwaitedKind::Socket if holders.is_empty() => awaited.name.clone(),
             AwaitedKind::Socket if awaited.name.is_empty() => format!("{holders} at the other end of a socket"),
@@ -132,9 +148,9 @@ impl<'a> Case<'a> {
         Some(format!("{name} {state}"))
     }
 
-    fn holder_text(&self, rank_index: usize, holder: &Holder) -> String {
+    fn holder_text(&self, node: &str, holder: &Holder) -> String {
         let of_rank =
-            |other: &RankView<'_>| other.pid() == Some(holder.pid) && other.node() == self.view(rank_index).node();
+            |other: &RankView<'_>| other.pid() == Some(holder.pid) && other.node().unwrap_or_default() == node;
         match self.world.views.iter().position(of_rank) {
             Some(other) => format!("rank {} (process {})", self.view(other).rank, holder.pid),
             None if holder.child => format!("its child process {} ({})", holder.pid, holder.name),
@@ -199,14 +215,15 @@ impl<'a> Case<'a> {
     /// The clause with the ranks that wait for a suspect: `; ranks 0-1, 3 wait for it in all_reduce
     /// 31 of …`, or `there` if the sentence so far already names the event.
     pub(super) fn waiters_clause(&self, suspect: &Suspect, culprits: &[usize], sentence: &str) -> String {
-        let held =
-            self.suspect_rank(suspect).map_or(String::new(), |rank_index| self.resource_waiter_clause(rank_index));
+        let held = self.suspect_rank(suspect).map_or(String::new(), |rank| self.resource_waiter_clause(rank, culprits));
         held + &self.event_waiters_clause(suspect, culprits, sentence)
     }
 
-    /// The clause with the rank that waits for a resource of this rank.
-    fn resource_waiter_clause(&self, holder: usize) -> String {
-        let wait = self.graph.resource_waits.iter().find(|wait| wait.holder == holder);
+    /// The clause with the rank that waits for a resource of this rank. The sentence has the waits of
+    /// culprits already.
+    fn resource_waiter_clause(&self, holder: usize, culprits: &[usize]) -> String {
+        let is_new = |waiter: &usize| !culprits.contains(waiter);
+        let wait = self.graph.resource_waits.iter().find(|wait| wait.holder == holder && is_new(&wait.waiter));
         let text = wait.and_then(|wait| {
             let what = self.awaited_text(wait.waiter)?;
             Some(format!("; rank {} waits for {what}{}", self.view(wait.waiter).rank, self.place(wait.waiter)))

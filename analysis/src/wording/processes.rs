@@ -1,8 +1,8 @@
 //! A process that is no rank holds up ranks.
 
-use super::{Ranks, Statement, hosts, phrases};
+use super::{Number, Ranks, Statement, hosts, phrases};
 use crate::{
-    case::{Case, Position},
+    case::{Behind, Case, Position},
     explanation::ProcessFault,
     graph::Mutual,
     stacks::{self, ProcessState},
@@ -27,12 +27,43 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
         }
         ProcessState::DeadlockedOnGil(holder) => format!("is {}", hosts::gil_held(holder)),
         ProcessState::MakesProgress => format!("is busy and makes progress{place}"),
-        ProcessState::WaitsForLock => format!("waits for a lock{place}"),
+        ProcessState::WaitsForLock => {
+            let lock = case.lock_text(process);
+            let other = case.world.processes[process].other_thread.as_deref().filter(|_| lock.is_none());
+            let beside = other.map_or(String::new(), |other| hosts::beside_lock(other, Number::One));
+            format!("waits for {}{place}{beside}", lock.as_deref().unwrap_or("a lock"))
+        }
         ProcessState::StuckInIo => match host.awaited.as_ref().filter(|awaited| !awaited.name.is_empty()) {
             Some(awaited) => format!("is stuck in I/O on {}{place}", stacks::base_name(&awaited.name)),
             None => format!("is stuck in I/O{place}"),
         },
         ProcessState::Elsewhere => format!("does not answer; it is{place}"),
+    }
+}
+
+/// The clause about the process of its own that is behind a rank, if the sentence so far does not
+/// say where it is: `; process 4242 is at train.py:7 in load`. Empty if there is none.
+pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) -> String {
+    let Behind::Process(wait) = case.behind(rank_index) else { return String::new() };
+    let process = wait.end();
+    let host = &case.world.processes[process].host;
+    let short = phrases::place(Position { native: None, ..Position::of(&host.location) });
+    let is_said = match wait.state {
+        ProcessState::Ended => sentence.contains("is dead"),
+        _ => short.is_empty() || sentence.contains(&short),
+    };
+    if is_said {
+        return String::new();
+    }
+    let state = match &wait.state {
+        ProcessState::Elsewhere => format!("is{}", phrases::place(Position::of(&host.location))),
+        state => predicate(case, process, state),
+    };
+    let pid = format!("process {}", host.pid);
+    if sentence.contains(&format!("{pid} ")) {
+        format!("; {pid} {state}")
+    } else {
+        format!("; the wait ends at {}, which {state}", name(case, process))
     }
 }
 

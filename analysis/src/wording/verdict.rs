@@ -20,9 +20,13 @@ pub(crate) fn sentence(case: &Case<'_>, conclusion: &Conclusion, main: Option<&S
     match conclusion {
         Conclusion::Explained { findings, primary } => {
             let (primary, others) = findings.split_at(*primary);
-            explained(case, primary, others, main, culprits)
+            let mut text = explained(case, primary, others, main, culprits);
+            for rank_index in conclusion.ranks_that_wait().difference(&conclusion.ranks_in_cycles()).take(MAX_SPELLED) {
+                text.push_str(&processes::behind_clause(case, *rank_index, &text));
+            }
+            capital(&text) + "."
         }
-        Conclusion::AllStuckAlike(findings) => no_rank_differs(&explained(case, findings, &[], None, &[])),
+        Conclusion::AllStuckAlike(findings) => no_rank_differs(&capital(&explained(case, findings, &[], None, &[]))),
         Conclusion::NoHang(why) => no_hang(case, why),
         Conclusion::MayBeIdle { together } => may_be_idle(case, *together),
         Conclusion::Unexplained(known) => unexplained(case, known),
@@ -97,7 +101,7 @@ fn sentences(case: &Case<'_>, findings: &[Finding]) -> String {
     sentences.join("; also ")
 }
 
-/// The sentence of findings: the clauses of the first rule, the ranks that wait for `main` among
+/// The clauses of findings: those of the first rule, the ranks that wait for `main` among
 /// its suspects, and the clauses of the other rules. `culprits` are those of all findings.
 fn explained(
     case: &Case<'_>,
@@ -117,16 +121,12 @@ fn explained(
         text.push_str("; also ");
         text.push_str(&spelled(case, &statement(case, &finding.explanation), &finding.culprits));
     }
-    text.push('.');
-    capital(&text)
+    text
 }
 
 /// The sentence about ranks that are stuck in one way, extended: they are all ranks of the job.
 fn no_rank_differs(sentence: &str) -> String {
-    format!(
-        "{}; all ranks of the job are in this state, so no rank is the culprit: check what they wait for.",
-        sentence.trim_end_matches('.')
-    )
+    format!("{sentence}; all ranks of the job are in this state, so no rank is the culprit: check what they wait for.")
 }
 
 fn no_hang(case: &Case<'_>, why: &HealthyReason) -> String {

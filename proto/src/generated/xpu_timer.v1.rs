@@ -107,6 +107,28 @@ pub struct Operation {
     /// Number of all these keys.
     #[prost(uint32, tag = "24")]
     pub store_key_count: u32,
+    /// Only for OP_KERNEL, if the launch was recorded in detail.
+    #[prost(message, optional, tag = "25")]
+    pub launch: ::core::option::Option<LaunchConfig>,
+    /// Only for OP_COPY.
+    #[prost(enumeration = "CopyDirection", tag = "26")]
+    pub direction: i32,
+}
+/// The launch configuration of a kernel. Each dimension is clamped to 65,535 (`grid_x`: 2^31 - 1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LaunchConfig {
+    #[prost(uint32, tag = "1")]
+    pub grid_x: u32,
+    #[prost(uint32, tag = "2")]
+    pub grid_y: u32,
+    #[prost(uint32, tag = "3")]
+    pub grid_z: u32,
+    #[prost(uint32, tag = "4")]
+    pub block_x: u32,
+    #[prost(uint32, tag = "5")]
+    pub block_y: u32,
+    #[prost(uint32, tag = "6")]
+    pub block_z: u32,
 }
 /// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit into 32
 /// bits is clamped to the maximum.
@@ -352,6 +374,9 @@ pub enum Op {
     Matmul = 42,
     /// A kernel of flash attention; its kind is KERNEL.
     Attention = 43,
+    /// A memory copy or memset; its kind is KERNEL. `count` is the number of bytes, and `function` the
+    /// called C function.
+    Copy = 44,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -382,6 +407,7 @@ impl Op {
             Self::Graph => "OP_GRAPH",
             Self::Matmul => "OP_MATMUL",
             Self::Attention => "OP_ATTENTION",
+            Self::Copy => "OP_COPY",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -409,6 +435,7 @@ impl Op {
             "OP_GRAPH" => Some(Self::Graph),
             "OP_MATMUL" => Some(Self::Matmul),
             "OP_ATTENTION" => Some(Self::Attention),
+            "OP_COPY" => Some(Self::Copy),
             _ => None,
         }
     }
@@ -511,6 +538,46 @@ impl OpStatus {
             "OP_STATUS_COMPLETED" => Some(Self::Completed),
             "OP_STATUS_FAILED" => Some(Self::Failed),
             "OP_STATUS_ABORTED" => Some(Self::Aborted),
+            _ => None,
+        }
+    }
+}
+/// Between which memories a copy moves bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum CopyDirection {
+    Unspecified = 0,
+    HostToHost = 1,
+    HostToDevice = 2,
+    DeviceToHost = 3,
+    DeviceToDevice = 4,
+    /// A memset.
+    Fill = 5,
+}
+impl CopyDirection {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "COPY_DIRECTION_UNSPECIFIED",
+            Self::HostToHost => "COPY_DIRECTION_HOST_TO_HOST",
+            Self::HostToDevice => "COPY_DIRECTION_HOST_TO_DEVICE",
+            Self::DeviceToHost => "COPY_DIRECTION_DEVICE_TO_HOST",
+            Self::DeviceToDevice => "COPY_DIRECTION_DEVICE_TO_DEVICE",
+            Self::Fill => "COPY_DIRECTION_FILL",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "COPY_DIRECTION_UNSPECIFIED" => Some(Self::Unspecified),
+            "COPY_DIRECTION_HOST_TO_HOST" => Some(Self::HostToHost),
+            "COPY_DIRECTION_HOST_TO_DEVICE" => Some(Self::HostToDevice),
+            "COPY_DIRECTION_DEVICE_TO_HOST" => Some(Self::DeviceToHost),
+            "COPY_DIRECTION_DEVICE_TO_DEVICE" => Some(Self::DeviceToDevice),
+            "COPY_DIRECTION_FILL" => Some(Self::Fill),
             _ => None,
         }
     }
@@ -643,6 +710,105 @@ pub struct HangResolved {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Goodbye {}
 #[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TimelineChunk {
+    #[prost(oneof = "timeline_chunk::Part", tags = "1, 2")]
+    pub part: ::core::option::Option<timeline_chunk::Part>,
+}
+/// Nested message and enum types in `TimelineChunk`.
+pub mod timeline_chunk {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Part {
+        #[prost(message, tag = "1")]
+        Head(super::TimelineHead),
+        #[prost(message, tag = "2")]
+        Block(super::TimelineBlock),
+    }
+}
+/// What is known of the rank and its clock.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TimelineHead {
+    /// Version of this format, now 1. A reader refuses a newer one.
+    #[prost(uint32, tag = "1")]
+    pub format: u32,
+    #[prost(message, optional, tag = "2")]
+    pub rank: ::core::option::Option<RankInfo>,
+    /// Version of xpu_timer that wrote it.
+    #[prost(string, tag = "3")]
+    pub writer: ::prost::alloc::string::String,
+    /// Simultaneous readings of the node's clocks, oldest first: at least one at either end of the
+    /// window.
+    #[prost(message, repeated, tag = "4")]
+    pub clock: ::prost::alloc::vec::Vec<ClockReading>,
+    /// The window, CLOCK_MONOTONIC: operations that ended in it are in the blocks.
+    #[prost(uint64, tag = "5")]
+    pub from_ns: u64,
+    #[prost(uint64, tag = "6")]
+    pub until_ns: u64,
+    /// Communicators of the process, so that operations can be grouped.
+    #[prost(message, repeated, tag = "7")]
+    pub communicators: ::prost::alloc::vec::Vec<Communicator>,
+    /// Operations that ended in the window and are missing. Should be 0.
+    #[prost(uint64, tag = "8")]
+    pub lost: u64,
+    /// Operations that are pending at the end of the window.
+    #[prost(message, repeated, tag = "9")]
+    pub pending: ::prost::alloc::vec::Vec<Operation>,
+    /// Name of the device; empty if unknown.
+    #[prost(string, tag = "10")]
+    pub device: ::prost::alloc::string::String,
+}
+/// Two clocks of a node at one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ClockReading {
+    /// CLOCK_MONOTONIC. Nodes have different ones.
+    #[prost(uint64, tag = "1")]
+    pub monotonic_ns: u64,
+    /// CLOCK_REALTIME, since the epoch.
+    #[prost(uint64, tag = "2")]
+    pub realtime_ns: u64,
+}
+/// Operations in columns: entry i of each column belongs to operation i. Operations are in the order
+/// in which they were read; their begins may be out of order. A column whose values are all 0 is
+/// empty.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TimelineBlock {
+    /// Number of operations.
+    #[prost(uint32, tag = "1")]
+    pub operations: u32,
+    /// The distinct descriptions of operations: all fields but `ticket`, `seq`, `status`, `error` and
+    /// the times, which are 0 here.
+    #[prost(message, repeated, tag = "2")]
+    pub shapes: ::prost::alloc::vec::Vec<Operation>,
+    /// Index into `shapes`.
+    #[prost(uint32, repeated, tag = "3")]
+    pub shape: ::prost::alloc::vec::Vec<u32>,
+    /// Ticket, minus the ticket of the operation before plus one; the first one minus 0.
+    #[prost(sint64, repeated, tag = "4")]
+    pub ticket: ::prost::alloc::vec::Vec<i64>,
+    /// Sequence number, minus that of the previous operation of this shape in this block plus one; the
+    /// first one of a shape minus 0.
+    #[prost(sint64, repeated, tag = "5")]
+    pub seq: ::prost::alloc::vec::Vec<i64>,
+    /// `entered_ns`, minus that of the operation before; the first one minus 0.
+    #[prost(sint64, repeated, tag = "6")]
+    pub entered: ::prost::alloc::vec::Vec<i64>,
+    /// `returned_ns` minus `entered_ns`, plus one; 0 if it has not returned.
+    #[prost(sint64, repeated, tag = "7")]
+    pub returned: ::prost::alloc::vec::Vec<i64>,
+    /// `started_ns` minus `entered_ns`, plus one; 0 if the start is unknown.
+    #[prost(sint64, repeated, tag = "8")]
+    pub started: ::prost::alloc::vec::Vec<i64>,
+    /// `completed_ns` minus `started_ns`, or minus `entered_ns` if the start is unknown.
+    #[prost(sint64, repeated, tag = "9")]
+    pub completed: ::prost::alloc::vec::Vec<i64>,
+    /// `device_ns`, minus `completed_ns` minus `started_ns`.
+    #[prost(sint64, repeated, tag = "10")]
+    pub device: ::prost::alloc::vec::Vec<i64>,
+    /// `status` plus 4 times `error`, exclusive or OP_STATUS_COMPLETED.
+    #[prost(sint64, repeated, tag = "11")]
+    pub status: ::prost::alloc::vec::Vec<i64>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RankEvidence {
     #[prost(uint32, tag = "1")]
     pub rank: u32,
@@ -764,6 +930,13 @@ pub struct HostMovement {
     /// The main thread is busy, and made progress within a library that the user's own line calls.
     #[prost(bool, tag = "8")]
     pub library_progressed: bool,
+    /// The progress of the helpers is only that child processes reached other lines of one function,
+    /// and transferred nothing. An endless loop looks the same.
+    #[prost(bool, tag = "9")]
+    pub helper_may_loop: bool,
+    /// The main thread ran less than four times a second: it slept for long each time.
+    #[prost(bool, tag = "10")]
+    pub main_ran_seldom: bool,
 }
 /// A thread in uninterruptible sleep.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -848,6 +1021,10 @@ pub struct ProcessEvidence {
     /// The facts that the judge reads from `dump`, in its place.
     #[prost(message, optional, tag = "3")]
     pub host: ::core::option::Option<HostFacts>,
+    /// If the process was killed or failed: the pids of the processes with which it had writable
+    /// memory in common.
+    #[prost(int32, repeated, tag = "4")]
+    pub shared_memory_with: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1020,7 +1197,7 @@ pub mod node_message {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Delivery {
-    #[prost(oneof = "delivery::Message", tags = "1, 2, 3")]
+    #[prost(oneof = "delivery::Message", tags = "1, 2, 3, 4")]
     pub message: ::core::option::Option<delivery::Message>,
 }
 /// Nested message and enum types in `Delivery`.
@@ -1034,13 +1211,15 @@ pub mod delivery {
         Dump(super::NodeDump),
         #[prost(message, tag = "3")]
         File(super::DumpFile),
+        #[prost(message, tag = "4")]
+        Timeline(super::TimelineFile),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Delivered {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ClusterMessage {
-    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7")]
+    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8")]
     pub message: ::core::option::Option<cluster_message::Message>,
 }
 /// Nested message and enum types in `ClusterMessage`.
@@ -1061,6 +1240,8 @@ pub mod cluster_message {
         Closed(super::IncidentClosed),
         #[prost(message, tag = "7")]
         Declined(super::AlarmDeclined),
+        #[prost(message, tag = "8")]
+        Timeline(super::TimelineRequest),
     }
 }
 /// Identifies a job: the name alone may be `none` for all jobs.
@@ -1285,6 +1466,44 @@ pub struct DumpFile {
     /// The file is complete.
     #[prost(bool, tag = "4")]
     pub last: bool,
+}
+/// Requests the timelines of ranks of a job, or that they record every kernel.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TimelineRequest {
+    /// See the key of `Deliver`; empty with `detail`.
+    #[prost(string, tag = "1")]
+    pub key: ::prost::alloc::string::String,
+    #[prost(message, optional, tag = "2")]
+    pub job: ::core::option::Option<JobId>,
+    /// The window: from so long ago until now.
+    #[prost(uint64, tag = "3")]
+    pub window_ms: u64,
+    /// None: all ranks.
+    #[prost(message, repeated, tag = "4")]
+    pub ranks: ::prost::alloc::vec::Vec<RankRun>,
+    /// Send nothing, but record every kernel for as long as the window.
+    #[prost(bool, tag = "5")]
+    pub detail: bool,
+}
+/// A chunk of the `.ops` file of a rank.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TimelineFile {
+    /// Empty in the last message of a node.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(bytes = "vec", tag = "2")]
+    pub data: ::prost::alloc::vec::Vec<u8>,
+    /// The file is complete. The next fields are set only then.
+    #[prost(bool, tag = "3")]
+    pub last: bool,
+    #[prost(uint64, tag = "4")]
+    pub operations: u64,
+    /// Operations that are missing. Should be 0.
+    #[prost(uint64, tag = "5")]
+    pub lost: u64,
+    /// What could not be sent, and why.
+    #[prost(string, tag = "6")]
+    pub problem: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentUpdate {
@@ -1532,7 +1751,7 @@ pub mod cluster_client {
             req.extensions_mut().insert(GrpcMethod::new("xpu_timer.v1.Cluster", "Join"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Delivers what the cluster requested with `Deliver` or `FetchFiles`. It is a separate call on
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
         /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
         /// delivery is a thousand times as large as other messages of a node.
         pub async fn bring(
@@ -1583,7 +1802,7 @@ pub mod cluster_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::NodeMessage>>,
         ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
-        /// Delivers what the cluster requested with `Deliver` or `FetchFiles`. It is a separate call on
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
         /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
         /// delivery is a thousand times as large as other messages of a node.
         async fn bring(

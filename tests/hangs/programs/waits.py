@@ -912,22 +912,22 @@ def mp_condition_never_notified(job):
     """Rank 0 waits on a condition, and the child that notifies it sleeps in a retry loop."""
     if job.rank != 0:
         return job.train()
-    condition = FORK.Condition()
+    condition, made = FORK.Condition(), FORK.Value("i", 0, lock=False)
 
     def notify_batch():
         with condition:
+            made.value += 1
             condition.notify_all()
 
-    def wait_for_batch():
-        with condition:
-            condition.wait(None if started else 1.0)
-
-    started = []
     worker(mp_rounds, notify_batch, back_off, ["host_lock", "missing_rank", "data_loader"], name="batcher")
-    for _ in range(TROUBLE_STEP - 10):
-        wait_for_batch()
-        job.train_step()
-    started.append(True)
+    used = itertools.count()
+
+    def wait_for_batch():
+        mine = next(used)
+        with condition:
+            while made.value <= mine:
+                condition.wait()
+
     job.train(wait_for_batch)
 
 

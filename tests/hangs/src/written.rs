@@ -23,6 +23,8 @@ use crate::{
 /// The programs with their prefixes.
 const PROGRAMS: &[(&str, Program)] = &[
     ("actors", Program::Spawning("actors.py")),
+    ("crews", Program::Spawning("crews.py")),
+    ("engines", Program::Spawning("engines.py")),
     ("idle", Program::Spawning("idle.py")),
     ("servers", Program::Spawning("servers.py")),
     ("waits", Program::Spawning("waits.py")),

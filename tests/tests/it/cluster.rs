@@ -5,6 +5,7 @@ mod membership;
 pub mod network;
 mod processes;
 mod slow;
+mod timeline;
 mod trouble;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};

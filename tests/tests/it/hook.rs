@@ -4,6 +4,7 @@ mod families;
 mod filters;
 mod rules;
 mod safety;
+mod timeline;
 
 use std::{
     fs,

@@ -26,6 +26,7 @@ mod silent;
 mod sim;
 mod strangers;
 mod text_of_others;
+mod timeline;
 mod torch;
 mod viewer;
 mod walk;

@@ -224,6 +224,53 @@ fn dark_and_light_follow_the_system_until_somebody_chooses() {
 }
 
 #[test]
+fn the_lanes_show_what_each_rank_did_before_the_hang() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    folders::timelines(folder.path(), 4, 1500, 2);
+    browser.open(&report_of(folder.path()).0);
+    assert!(browser.text("#lanes-title").contains("Before the hang"));
+    browser.picture("lanes");
+    // The culprit is on top. Before the hang is its last operation, after it that of its peer.
+    browser.click("#lanes-hang");
+    browser.js("document.getElementById('lanes-box').focus()");
+    browser.keys("p");
+    let detail = browser.text("#lanes-detail");
+    assert!(detail.starts_with("rank 2: ") && detail.contains("µs") || detail.contains("ms from "), "{detail}");
+    browser.click("#lanes-hang");
+    browser.js("document.getElementById('lanes-box').focus()");
+    browser.keys(DOWN);
+    browser.keys("n");
+    let detail = browser.text("#lanes-detail");
+    assert!(detail.starts_with("rank 0: ") && detail.contains("pending since"), "{detail}");
+    browser.picture("lanes-hang");
+    // A group opens: three peers below the culprit.
+    let height = || browser.js("return document.querySelector('.lanes-pad').offsetHeight").as_f64().expect("a number");
+    let folded = height();
+    browser.keys(ENTER);
+    assert!(height() > folded, "{folded} to {}", height());
+    browser.click("#lanes-search");
+    browser.keys("cudaMemcpy");
+    assert!(browser.text("#lanes-found").contains("bars in the shown lanes"), "{}", browser.text("#lanes-found"));
+    browser.picture("lanes-open");
+    check_no_complaints(&browser);
+}
+
+#[test]
+fn the_last_operations_of_the_culprit_and_a_peer_are_side_by_side() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    folders::timelines(folder.path(), 4, 20, 2);
+    let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
+    let text = Process::spawn(Command::new(viewer).args(["--text", "--path"]).arg(folder.path())).wait(PATIENCE).stdout;
+    let head = text.lines().find(|line| line.starts_with("rank 2 (culprit)")).unwrap_or_else(|| panic!("{text}"));
+    assert!(head.ends_with("rank 0 (peer)"), "{text}");
+    let pending = text.lines().find(|line| line.ends_with("pending")).expect("the peer waits");
+    assert!(pending.contains("all_reduce of 1048576") && pending.contains("-310.00 s"), "{text}");
+}
+
+#[test]
 fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");

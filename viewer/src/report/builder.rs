@@ -356,6 +356,7 @@ impl Builder {
             threads: threads.items,
             lists: lists.items,
             ranks: ranks.into_values().collect(),
+            lanes: None,
         }
     }
 }

@@ -2,6 +2,7 @@
 //! once and referenced by number, so that a thousand ranks with a hundred threads each need only a
 //! few megabytes.
 
+use super::lanes::Lanes;
 use hashbrown::{HashMap, HashSet};
 use serde::Serialize;
 use std::borrow::Borrow;
@@ -56,6 +57,8 @@ pub struct Report {
     pub lists: Vec<Vec<i64>>,
     /// The ranks that have a dump, ascending.
     pub ranks: Vec<Rank>,
+    /// What the ranks did before the hang; `None` if the folder has no timeline.
+    pub lanes: Option<Lanes>,
 }
 
 /// The merged stacks of all ranks, by kind of stack.

@@ -32,6 +32,23 @@ const MAX_POLLED: usize = 64;
 /// Maximum number of threads of one process, besides the main thread, that are examined.
 const MAX_THREADS: usize = 64;
 
+/// A system call and its arguments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub number: i64,
+    pub arguments: [u64; 6],
+}
+
+impl Call {
+    /// The system call in which a thread sleeps. `None` if it does not sleep in one.
+    pub fn of(syscall: &Syscall) -> Option<Self> {
+        match *syscall {
+            Syscall::Blocked { number, arguments: Some(arguments), .. } => Some(Call { number, arguments }),
+            _ => None,
+        }
+    }
+}
+
 /// A thread whose wait is examined.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sleeper<'a> {
@@ -39,6 +56,8 @@ pub(crate) struct Sleeper<'a> {
     pub name: &'a str,
     /// The kernel function that it sleeps in; may be empty.
     pub wchan: &'a str,
+    /// The call in which it slept when its stack was read.
+    pub call: Option<Call>,
 }
 
 /// The wait of one thread.
@@ -88,9 +107,7 @@ fn of_thread(
     wanted: Wanted,
 ) -> Option<Waits> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, thread.tid) else {
-        return None;
-    };
+    let Call { number, arguments } = thread.call?;
     let search = Search::new(pid, thread.wchan, open_files, deadline);
     let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
     let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
@@ -117,6 +134,8 @@ fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
 fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
     let pid = search.pid;
     match number {
+        libc::SYS_open => opened(pid, arguments[0]),
+        libc::SYS_openat => opened(pid, arguments[1]),
         libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
         libc::SYS_sendto if arguments[4] != 0 => sockets::connection(search, arguments[4], arguments[5]),
         libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
@@ -135,6 +154,20 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
             descriptor::awaited(search, descriptor, operation)
         }
     }
+}
+
+/// The file that a call opens whose path is at `address`: a named pipe without its other end, or a
+/// file on a file system that does not answer.
+fn opened(pid: i32, address: u64) -> Option<Awaited> {
+    const PAGE: u64 = 4096;
+    let in_page = PAGE - address % PAGE;
+    let mut bytes = memory::read_exact(pid, address, in_page as usize).ok()?;
+    if !bytes.contains(&0) {
+        bytes.extend(memory::read_exact(pid, address + in_page, PAGE as usize).ok()?);
+    }
+    let path = bytes.split(|byte| *byte == 0).next()?;
+    let name = String::from_utf8_lossy(path).into_owned();
+    (!name.is_empty()).then(|| Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
 }
 
 fn operation_of(number: i64, second: u64) -> Option<Operation> {
@@ -272,7 +305,8 @@ mod tests {
         loop {
             let own = std::process::id().cast_signed();
             let wchan = procfs::wchan(own, tid);
-            let thread = Sleeper { tid, name: "", wchan: &wchan };
+            let call = procfs::syscall(own, tid).ok().as_ref().and_then(Call::of);
+            let thread = Sleeper { tid, name: "", wchan: &wchan, call };
             let wait = |deadline| of_thread(own, &thread, &OpenFiles::default(), deadline, Wanted::All)?.awaited;
             if let Some(late) = wait(start) {
                 let needs_no_search =
@@ -288,13 +322,21 @@ mod tests {
         }
     }
 
+    /// Starts `sleep` with these options, and waits until the child has that name: `spawn` may
+    /// return before the kernel has renamed it.
+    fn sleeping(options: &mut std::process::Command) -> std::process::Child {
+        let child = options.arg("1000").spawn().expect("sleep starts");
+        let start = Instant::now();
+        while procfs::name(child.id().cast_signed()) != "sleep" {
+            assert!(start.elapsed() < Duration::from_secs(20), "the child has not become sleep");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        child
+    }
+
     #[test]
     fn finds_the_child_at_the_other_end_of_a_pipe() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("1000")
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .expect("sleep starts");
+        let mut child = sleeping(std::process::Command::new("sleep").stdout(std::process::Stdio::piped()));
         let mut output = child.stdout.take().expect("a pipe");
         let found = awaited(move || drop(output.read(&mut [0])));
         let pid = child.id().cast_signed();
@@ -343,8 +385,19 @@ mod tests {
     }
 
     #[test]
+    fn finds_the_file_that_a_thread_opens() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("commands");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a named pipe");
+        let opens = path.clone();
+        let found = awaited(move || drop(fs::File::open(opens)));
+        fs::OpenOptions::new().write(true).open(&path).expect("the thread reads");
+        assert_eq!((found.kind(), found.name), (AwaitedKind::File, path.display().to_string()));
+    }
+
+    #[test]
     fn finds_the_child_that_a_thread_waits_for() {
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep starts");
+        let mut child = sleeping(&mut std::process::Command::new("sleep"));
         let pid = child.id().cast_signed();
         let (sender, receiver) = std::sync::mpsc::channel();
         let found = awaited_when(
@@ -365,9 +418,8 @@ mod tests {
     /// A Unix socket whose other end only a child has.
     fn socket_of_child() -> (UnixStream, std::process::Child) {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let mut sleep = std::process::Command::new("sleep");
-        sleep.arg("1000").stdin(std::process::Stdio::from(OwnedFd::from(theirs)));
-        (ours, sleep.spawn().expect("sleep starts"))
+        let stdin = std::process::Stdio::from(OwnedFd::from(theirs));
+        (ours, sleeping(std::process::Command::new("sleep").stdin(stdin)))
     }
 
     #[test]

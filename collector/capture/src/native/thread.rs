@@ -11,7 +11,10 @@ use xpu_timer_proto::{
 
 use crate::{
     error::Error,
-    kernel::{awaited::Sleeper, permission},
+    kernel::{
+        awaited::{Call, Sleeper},
+        permission,
+    },
     memory::Region,
 };
 
@@ -51,6 +54,8 @@ pub(crate) struct Thread {
     pub kernel_stack: Vec<String>,
     pub cpu_time_ns: u64,
     pub syscall: Option<i64>,
+    /// The call with its arguments, while the thread sleeps in it.
+    call: Option<Call>,
     pub method: CaptureMethod,
     pub frames: Vec<RawFrame>,
     /// Length of its stack in bytes; 0 if unknown.
@@ -97,7 +102,7 @@ impl Thread {
 
     /// The thread, to find what it waits for.
     pub fn sleeper(&self) -> Sleeper<'_> {
-        Sleeper { tid: self.tid, name: &self.status.name, wchan: &self.wchan }
+        Sleeper { tid: self.tid, name: &self.status.name, wchan: &self.wchan, call: self.call }
     }
 
     /// Reads where in the kernel the thread is.
@@ -163,7 +168,7 @@ impl Thread {
         if !has_slept(pid, tid, &schedule, &self.status) {
             return Ok(ReadResult::RanBetween);
         }
-        self.store_sleeping(frames, end, syscall);
+        self.store_sleeping(frames, end, &syscall);
         Ok(ReadResult::Done)
     }
 
@@ -184,21 +189,20 @@ impl Thread {
             let schedule = Schedule::of(pid, tid);
             let status = procfs::status(pid, tid)?;
             let syscall = procfs::syscall(pid, tid)?;
-            let Syscall::Blocked { number, .. } = syscall else { return Err(ReadFailure::Running) };
             let registers = Registers::from_syscall(&syscall).ok_or(ReadFailure::Running)?;
             let regions = buffers.fill(tid, registers.sp(), space, wanted)?;
             action();
             if !has_slept(pid, tid, &schedule, &status) {
                 return Err(ReadFailure::RanBetween);
             }
-            seen = Some((schedule.cpu_ns, status, number));
+            seen = Some((schedule.cpu_ns, status, syscall));
             Ok((registers, regions))
         });
         match (taken, seen) {
-            (Ok((frames, end)), Some((cpu_ns, status, number))) => {
+            (Ok((frames, end)), Some((cpu_ns, status, syscall))) => {
                 self.cpu_time_ns = cpu_ns;
                 self.status = status;
-                self.store_sleeping(frames, end, number);
+                self.store_sleeping(frames, end, &syscall);
                 Ok(ReadResult::Done)
             }
             (Err(ReadFailure::Failed(error)), _) => {
@@ -220,9 +224,13 @@ impl Thread {
         ended
     }
 
-    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: i64) {
+    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: &Syscall) {
         self.frames = frames;
-        self.syscall = Some(syscall);
+        self.syscall = match *syscall {
+            Syscall::Blocked { number, .. } => Some(number),
+            Syscall::Running => None,
+        };
+        self.call = Call::of(syscall);
         self.method = CaptureMethod::ZeroStop;
         self.incomplete = end.describe();
     }
@@ -249,6 +257,7 @@ impl Thread {
         };
         // For a running thread, the kernel does not report which system call it is in.
         self.syscall = if sample.in_kernel { None } else { Some(-1) };
+        self.call = None;
         self.cpu_time_ns = Schedule::of(pid, self.tid).cpu_ns;
         if let Ok(status) = procfs::status(pid, self.tid) {
             self.status = status;
@@ -271,8 +280,8 @@ impl Thread {
 struct SleepingStack {
     frames: Vec<RawFrame>,
     end: End,
-    /// Number of the system call.
-    syscall: i64,
+    /// The system call in which it sleeps.
+    syscall: Syscall,
     /// Length of the stack in bytes.
     stack_length: usize,
 }
@@ -285,12 +294,11 @@ fn unwind_sleeping(
     context: &mut UnwindContext<usize>,
 ) -> Result<Option<SleepingStack>, Error> {
     let syscall = procfs::syscall(pid, tid)?;
-    let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
     let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
     let memory = Memory::on_demand(tid, space);
     memory.fetch_stack(registers.sp())?;
     let (frames, end) = unwind(registers, &memory, space, context);
-    Ok(Some(SleepingStack { frames, end, syscall: number, stack_length: memory.stack_length() }))
+    Ok(Some(SleepingStack { frames, end, syscall, stack_length: memory.stack_length() }))
 }
 
 /// Whether a thread has not run since its schedule was read. The kernel counts a run before it

@@ -140,7 +140,7 @@ fn a_missing_signal_is_a_pending_receive() {
 }
 
 /// Operations that have ended in any way.
-fn all_ended(record: &FlightRecord) -> bool {
+pub fn all_ended(record: &FlightRecord) -> bool {
     record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
 }
 

@@ -38,6 +38,7 @@ buildTheme();
 buildVerdict();
 buildLegend();
 buildStrip();
+buildLanes();
 buildGroups();
 buildCommunicators();
 buildMoved();
