@@ -4,7 +4,6 @@
 
 mod probes;
 mod rows;
-mod traps;
 
 use std::{
     env, fs,
