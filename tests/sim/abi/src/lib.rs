@@ -6,7 +6,6 @@
 #![deny(unsafe_code)]
 
 pub mod cuda;
-pub mod driver;
 pub mod fault;
 pub mod ffi;
 pub mod nccl;

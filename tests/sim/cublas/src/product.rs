@@ -5,8 +5,7 @@
 
 use half::{bf16, f16};
 use sim_abi::{
-    cuda::{CuError, StreamHandle},
-    driver::HostKernels,
+    cuda::{CuError, HostKernels, StreamHandle},
     ffi::{read, write},
 };
 

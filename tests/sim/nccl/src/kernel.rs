@@ -10,8 +10,7 @@ use std::{
 };
 
 use sim_abi::{
-    cuda::StreamHandle,
-    driver::HostKernels,
+    cuda::{HostKernels, StreamHandle},
     fault::{self, Kind},
     ffi::{Out, copy, read},
     nccl::NcclError,
