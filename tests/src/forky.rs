@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::procfs;
 
-use crate::set_up::{finish, remove, set_up};
+use crate::needs::{finish, remove, set_up};
 
 /// Packages of the small root, besides a minimal Debian.
 const PACKAGES: &str = "python3.14,python3.15";

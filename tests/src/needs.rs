@@ -1,14 +1,23 @@
-//! The external programs and libraries that tests use, their Debian packages, and checks that they
-//! work.
+//! What tests need from outside: external programs and libraries with their Debian packages, and
+//! folders under `target/` that are set up once per tree.
 //!
 //! A check uses the tool as the tests do. The presence of one file of a package proves little:
-//! Debian ships `mpicc.openmpi` in `openmpi-bin`, without the headers that it needs.
+//! Debian ships `mpicc.openmpi` in `openmpi-bin`, without the headers that it needs. A folder is
+//! set up by the first process that needs it, and appears complete or not at all. Commands have a
+//! deadline, and their failures are reduced to one line.
 
-use std::{fs, path::Path, process::Command, sync::OnceLock, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::fcntl::{Flock, FlockArg};
 
-use crate::set_up::{finish_within, last_line};
+use crate::tools::tree;
 
 /// The Python of Debian's Python modules.
 pub const DEBIAN_PYTHON: &str = "/usr/bin/python3";
@@ -195,4 +204,102 @@ fn link(name: &str) -> Result<()> {
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
     finish_within(command, &program, CHECK_DEADLINE)
+}
+
+/// Setup takes about 30 s. A slow mirror may take much longer, but a dead one must not block
+/// forever.
+const SETUP_DEADLINE: Duration = Duration::from_secs(900);
+
+/// `target/NAME`. If it does not exist, `fill` fills a folder beside it, which is then renamed. A
+/// lock file prevents two processes from doing this at once.
+pub(crate) fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let target = tree().join("target");
+    let root = target.join(name);
+    if root.exists() {
+        return Ok(root);
+    }
+    fs::create_dir_all(root.parent().unwrap_or(&target))?;
+    let _lock = lock(&target.join(format!("{name}.lock")))?;
+    if root.exists() {
+        return Ok(root);
+    }
+    let temporary = target.join(format!("{name}.new"));
+    remove(&temporary)?;
+    fs::create_dir(&temporary).with_context(|| format!("{}", temporary.display()))?;
+    eprintln!("setting up {}", root.display());
+    if let Err(error) = fill(&temporary) {
+        // The failure is more important than an error of this removal; the next run removes the
+        // rest.
+        let _ = remove(&temporary);
+        return Err(error.context(format!("{} cannot be set up", root.display())));
+    }
+    fs::rename(&temporary, &root)?;
+    Ok(root)
+}
+
+/// Removes a folder, which may be missing.
+pub(crate) fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("{}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn lock(path: &Path) -> Result<Flock<fs::File>> {
+    let start = Instant::now();
+    let mut file = fs::File::create(path).with_context(|| format!("{}", path.display()))?;
+    loop {
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((back, nix::errno::Errno::EWOULDBLOCK)) => file = back,
+            Err((_, error)) => return Err(error).with_context(|| format!("{}", path.display())),
+        }
+        ensure!(start.elapsed() < SETUP_DEADLINE, "{} has been locked for {SETUP_DEADLINE:?}", path.display());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Runs a setup command.
+pub(crate) fn finish(command: &mut Command, what: &str) -> Result<()> {
+    finish_within(command, what, SETUP_DEADLINE)
+}
+
+/// Runs a command to its end, with a deadline. A failure is one line, with the most informative
+/// line of the output.
+pub(crate) fn finish_within(command: &mut Command, what: &str, deadline: Duration) -> Result<()> {
+    let mut log = tempfile::tempfile()?;
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    let mut child = command.spawn().with_context(|| format!("{what} cannot be started"))?;
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if start.elapsed() > deadline {
+            child.kill()?;
+            child.wait()?;
+            bail!("{what} did not end within {deadline:?}");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    if !status.success() {
+        let mut text = Vec::new();
+        io::Seek::rewind(&mut log)?;
+        io::Read::read_to_end(&mut log, &mut text)?;
+        bail!("{what}: {status}: {}", last_line(&text));
+    }
+    Ok(())
+}
+
+/// The most informative line: the first that contains "error", else the last.
+pub(crate) fn last_line(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines()
+        .find(|line| line.to_lowercase().contains("error"))
+        .or_else(|| lines().next_back())
+        .unwrap_or_default()
+        .into()
 }

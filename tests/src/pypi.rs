@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::artifacts::artifacts;
-use crate::set_up::{finish, set_up};
+use crate::needs::{finish, set_up};
 use crate::tools::{compile_c, python};
 
 /// Torch's version. The versions are pinned, so that a new failure is caused by this project. All

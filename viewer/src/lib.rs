@@ -15,7 +15,6 @@ pub mod merge;
 pub mod output;
 pub mod picture;
 pub mod report;
-pub mod stacks;
 pub mod summary;
 pub mod timeline;
 

@@ -29,12 +29,10 @@ const STYLE: &str = include_str!("report/style.css");
 /// The parts of the script, in the order of their dependencies.
 const SCRIPTS: &[&str] = &[
     include_str!("report/js/base.js"),
-    include_str!("report/js/data.js"),
     include_str!("report/js/flame.js"),
     include_str!("report/js/ranks.js"),
     include_str!("report/js/lanes.js"),
     include_str!("report/js/tables.js"),
-    include_str!("report/js/threads.js"),
     include_str!("report/js/main.js"),
 ];
 

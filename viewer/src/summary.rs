@@ -2,9 +2,8 @@
 //! missing, and which files were written.
 
 use crate::absent_ranks::AbsentRanks;
-use crate::merge::{Group, Merged, Mode};
+use crate::merge::{Group, Merged, Mode, StackEnd};
 use crate::output::Terminal;
-use crate::stacks::StackEnd;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -295,11 +295,11 @@ impl Framework {
             seen = seen.max(ranks(&job));
             match process.try_wait() {
                 Some(status) => break status,
-                None => ensure!(start.elapsed() < DEADLINE, "it does not end\n{}", ends(&process)),
+                None => ensure!(start.elapsed() < DEADLINE, "it does not end\n{}", last_lines(&process)),
             }
             sleep(POLL);
         };
-        ensure!(status.success() && process.stdout().contains("done"), "{status}\n{}", ends(&process));
+        ensure!(status.success() && process.stdout().contains("done"), "{status}\n{}", last_lines(&process));
         if let Some(incident) = job.incidents().first() {
             bail!("an incident: {}", incident.verdict["sentence"]);
         }
@@ -333,7 +333,7 @@ fn wait_truth(job: &Job, process: &mut Process) -> Result<Value> {
             return serde_json::from_slice(&text).context("the program's truth");
         }
         let ended = process.try_wait();
-        ensure!(ended.is_none() && start.elapsed() < DEADLINE, "it does not hang: {ended:?}\n{}", ends(process));
+        ensure!(ended.is_none() && start.elapsed() < DEADLINE, "it does not hang: {ended:?}\n{}", last_lines(process));
         sleep(POLL);
     }
 }
@@ -345,7 +345,7 @@ fn wait_incident(job: &Job, process: &mut Process, deadline: Duration) -> Result
             return Ok(Some(incident));
         }
         if let Some(status) = process.try_wait() {
-            bail!("it ended: {status}\n{}", ends(process));
+            bail!("it ended: {status}\n{}", last_lines(process));
         }
         sleep(POLL);
     }
@@ -385,7 +385,7 @@ fn ranks(job: &Job) -> usize {
 }
 
 /// The last lines of the program's output.
-fn ends(process: &Process) -> String {
+fn last_lines(process: &Process) -> String {
     const LINES: usize = 15;
     let end = |text: String| {
         let lines: Vec<&str> = text.lines().collect();

@@ -66,7 +66,7 @@ const PLANTED_ATTEMPTS: u32 = 50_000_000;
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let built = build(options.seconds == 0)?;
-    guided(&built)?;
+    check_guidance(&built)?;
     let chosen =
         |name: &&str| options.names.is_empty() || options.names.iter().any(|word| name.contains(word.as_str()));
     for name in TARGETS.into_iter().filter(chosen) {
@@ -90,7 +90,7 @@ fn build(is_short: bool) -> Result<PathBuf> {
 
 /// Proves that coverage guides the fuzzer: it must find a planted word. Without guidance it would
 /// find nothing and seem to succeed.
-fn guided(built: &Path) -> Result<()> {
+fn check_guidance(built: &Path) -> Result<()> {
     let work = work("planted")?;
     // Results of an earlier run must not help this one.
     let corpus = work.join("corpus");

@@ -3,21 +3,23 @@
 
 mod bench;
 mod demo;
-mod dist;
 mod frameworks;
-mod functions;
 mod fuzz;
 mod lint;
-mod sample;
 mod shell;
 mod source;
-mod suite;
 mod test;
 
-use std::process::ExitCode;
+use std::{
+    fs,
+    process::{self, ExitCode},
+};
 
+use anyhow::{Context, Result};
 use clap::Parser;
-use xpu_timer_tests::PACKAGES;
+use xpu_timer_tests::{PACKAGES, copy_stripped, tree, write_wheel};
+
+use shell::{cargo, need};
 
 /// The commands of this repository.
 #[derive(Parser)]
@@ -62,7 +64,7 @@ enum Command {
     /// Checks layout, format, clippy, documentation and licences
     Lint(lint::Options),
     /// Prints random functions of the workspace: file:line, name, lines of the body
-    Sample(sample::Options),
+    Sample(source::Options),
     /// Runs a benchmark, and prints ratios of two measurements of the same run
     Bench(bench::Options),
     /// Builds everything that a node needs, as one archive and as a wheel, in target/dist
@@ -71,9 +73,9 @@ enum Command {
     Bless,
 }
 
-fn hangs(arguments: &[String]) -> anyhow::Result<()> {
+fn hangs(arguments: &[String]) -> Result<()> {
     let run = |command: &str, arguments: &[&String]| {
-        shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", command]).args(arguments))
+        shell::run(cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", command]).args(arguments))
     };
     let others: Vec<&String> = arguments.iter().filter(|argument| *argument != "--calibrate").collect();
     if others.len() < arguments.len() {
@@ -83,21 +85,51 @@ fn hangs(arguments: &[String]) -> anyhow::Result<()> {
     run("run", &others)
 }
 
-fn chaos(arguments: &[String]) -> anyhow::Result<()> {
-    shell::need(&["gcc", "libc6-dev", "python3", "python3-torch", "util-linux", "iproute2", "sudo"])?;
-    shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
+fn chaos(arguments: &[String]) -> Result<()> {
+    need(&["gcc", "libc6-dev", "python3", "python3-torch", "util-linux", "iproute2", "sudo"])?;
+    shell::run(cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
 }
 
-fn soak(arguments: &[String]) -> anyhow::Result<()> {
+fn soak(arguments: &[String]) -> Result<()> {
     test::need_tools()?;
     let packages = PACKAGES.iter().flat_map(|package| ["-p", *package]);
-    shell::run(shell::cargo(&["build", "--quiet"]).args(packages))?;
-    shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_soak", "--"]).args(arguments))
+    shell::run(cargo(&["build", "--quiet"]).args(packages))?;
+    shell::run(cargo(&["run", "--quiet", "-p", "xpu_timer_soak", "--"]).args(arguments))
 }
 
-fn model() -> anyhow::Result<()> {
+fn model() -> Result<()> {
     let arguments = ["test", "--release", "-p", "xpu_timer_models", "--", "--nocapture"];
-    shell::run(shell::cargo(&arguments).env("XPU_TIMER_MODELS", "exhaustive"))
+    shell::run(cargo(&arguments).env("XPU_TIMER_MODELS", "exhaustive"))
+}
+
+/// The packages of the installed files.
+const INSTALLED_PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
+
+/// Packs the installed files of a node into an archive and a Python wheel.
+fn dist() -> Result<()> {
+    need(&["binutils"])?;
+    let packages = INSTALLED_PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
+    let target = tree().join("target");
+    shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;
+
+    let dist = target.join("dist");
+    // `deploy/` expects this folder below `/opt`, where `tar -C /opt` unpacks it.
+    let folder = dist.join("xpu_timer");
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    }
+    fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    copy_stripped(&target.join("release"), &folder)?;
+    let wheel = write_wheel(&folder, &dist)?;
+    for file in ["README.md", "LICENSE"] {
+        fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("cannot copy {file}"))?;
+    }
+    let archive = dist.join(format!("xpu_timer-{}-x86_64-linux.tar.gz", env!("CARGO_PKG_VERSION")));
+    let mut tar = process::Command::new("tar");
+    tar.args(["--owner=0", "--group=0", "-C"]).arg(&dist).arg("-czf").arg(&archive).arg("xpu_timer");
+    shell::run(&mut tar)?;
+    println!("{}\n{}", archive.display(), wheel.display());
+    Ok(())
 }
 
 fn main() -> ExitCode {
@@ -111,9 +143,9 @@ fn main() -> ExitCode {
         Command::Soak { arguments } => soak(&arguments),
         Command::Model => model(),
         Command::Lint(options) => lint::run(&options),
-        Command::Sample(options) => sample::run(&options),
+        Command::Sample(options) => source::sample(&options),
         Command::Bench(options) => bench::run(&options),
-        Command::Dist => dist::run(),
+        Command::Dist => dist(),
         Command::Bless => test::bless(),
     };
     match result {

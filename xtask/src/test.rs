@@ -1,12 +1,19 @@
-//! `cargo xtask test` and `bless`.
+//! `cargo xtask test` and `bless`. `test` runs a few failed tests again, alone.
 
-use std::{env, fs};
+use std::{
+    env, fs,
+    io::{BufRead, BufReader},
+    process::{Command, Stdio},
+    thread::available_parallelism,
+};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use xpu_timer_tests::{Artifacts, PypiTorch};
 
-use crate::shell::{self, cargo};
-use crate::{fuzz, suite};
+use crate::{
+    fuzz,
+    shell::{self, cargo, command_line},
+};
 
 /// Options of `test`.
 #[derive(clap::Args)]
@@ -42,7 +49,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
         command
     };
-    suite::run(test, filter)?;
+    run_tests(test, filter)?;
     if filter.is_none() {
         fuzz::run(&fuzz::Options::short())?;
     }
@@ -72,4 +79,129 @@ pub(crate) fn bless() -> Result<()> {
     shell::run(cargo(&["test", "--quiet"]).args(calibration).env("BLESS", "1"))?;
     let layouts = ["-p", "xpu_timer_tests", "--test", "it", "layouts_are_those_of_the_headers"];
     shell::run(cargo(&["test", "--quiet"]).args(layouts).env("BLESS", "1"))
+}
+
+/// Maximum number of failed tests that are run again. More failures are not caused by a busy
+/// machine.
+const MAX_RETRIED: usize = 4;
+
+/// How often failed tests are run again. A broken test fails each time.
+const RETRIES: usize = 2;
+
+/// Concurrent tests per core: most tests mostly wait for a timeout.
+const TESTS_A_CORE: usize = 2;
+
+/// The results that libtest printed.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Log {
+    failed: Vec<String>,
+    /// Number of executables that began to run tests.
+    begun: usize,
+    /// Number of executables that printed their last line; one that crashed does not.
+    ended: usize,
+}
+
+impl Log {
+    fn read(&mut self, line: &str) {
+        let result = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"));
+        if let Some(name) = result {
+            self.failed.push(name.to_owned());
+        } else if line.starts_with("test result: ") {
+            self.ended += 1;
+        } else if line.strip_prefix("running ").is_some_and(|rest| rest.ends_with(" tests") || rest == "1 test") {
+            self.begun += 1;
+        }
+    }
+
+    /// Whether the failures are few, and no test executable crashed or was not built.
+    fn can_be_retried(&self) -> bool {
+        (1..=MAX_RETRIED).contains(&self.failed.len()) && self.begun == self.ended
+    }
+}
+
+/// Runs `cargo test` with `harness` options for libtest. Many tests start dozens of processes and
+/// share two cores, so a few failed tests are run again, one at a time. A test that always fails is
+/// a failure; one that passes is named at the end. Programs that read the output count a test as
+/// failed by its last line, so intermediate results are reworded.
+///
+/// # Errors
+/// A test failed each time, more than [`MAX_RETRIED`] tests failed, or an executable crashed or
+/// could not be built.
+fn run_tests(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
+    let mut command = test();
+    let at_once = TESTS_A_CORE * available_parallelism().map_or(1, usize::from);
+    command.arg("--").arg(format!("--test-threads={at_once}")).args(harness);
+    let (success, mut log) = follow(&mut command)?;
+    if success {
+        return Ok(());
+    }
+    let line = command_line(&command);
+    let mut late = Vec::new();
+    for _ in 0..RETRIES {
+        if !log.can_be_retried() {
+            break;
+        }
+        eprintln!("repeating alone: {}", log.failed.join(" "));
+        let mut again = test();
+        again.args(["--", "--exact", "--test-threads=1"]).args(&log.failed);
+        let (success, next) = follow(&mut again)?;
+        late.extend(log.failed.into_iter().filter(|name| !next.failed.contains(name)));
+        if success {
+            eprintln!("passed only when repeated alone: {}", late.join(" "));
+            return Ok(());
+        }
+        log = next;
+    }
+    log.failed.iter().for_each(|name| println!("test {name} ... FAILED"));
+    bail!("{line}: {} tests failed: {}", log.failed.len(), log.failed.join(" "))
+}
+
+/// Runs a command, forwards its output, and reads it.
+fn follow(command: &mut Command) -> Result<(bool, Log)> {
+    let line = command_line(command);
+    eprintln!("$ {line}");
+    let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| line.clone())?;
+    let mut log = Log::default();
+    for text in BufReader::new(child.stdout.take().expect("piped")).split(b'\n') {
+        let text = String::from_utf8_lossy(&text?).into_owned();
+        log.read(&text);
+        println!("{}", as_intermediate(&text));
+    }
+    Ok((child.wait()?.success(), log))
+}
+
+/// Rewords a line about a failure that is not final.
+fn as_intermediate(line: &str) -> String {
+    match line.strip_prefix("test result: FAILED. ") {
+        Some(counts) => format!("so far: {counts}"),
+        None => line.replace(" ... FAILED", " ... failed this time"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Log;
+
+    fn read(text: &str) -> Log {
+        let mut log = Log::default();
+        text.lines().for_each(|line| log.read(line));
+        log
+    }
+
+    #[test]
+    fn a_failure_is_run_again_and_a_crash_is_not() {
+        let closing = "test result: FAILED. 1 passed; 1 failed; 0 ignored\n";
+        let one = "\nrunning 2 tests\ntest a::b ... ok\ntest a::c ... FAILED\n\nfailures:\n    a::c\n";
+        let ended = read(&[one, closing].concat());
+        assert_eq!(ended, Log { failed: vec!["a::c".to_owned()], begun: 1, ended: 1 });
+        assert!(ended.can_be_retried());
+        assert!(!read(one).can_be_retried(), "it crashed");
+        assert!(!read("").can_be_retried(), "it was not built");
+        let many = "test a ... FAILED\n".repeat(super::MAX_RETRIED + 1);
+        assert!(!read(&["running 5 tests\n", &many, closing].concat()).can_be_retried());
+        let said: Vec<String> = [one, closing].concat().lines().map(super::as_intermediate).collect();
+        assert!(
+            said.iter().all(|line| !line.contains("FAILED")) && said.contains(&"test a::c ... failed this time".into())
+        );
+    }
 }

@@ -371,7 +371,7 @@ fn some_ranks_create_a_communicator_while_the_others_are_in_a_collective() {
 }
 
 #[test]
-fn a_reduction_that_computes_something_else() {
+fn a_rank_with_another_reduction_is_named_unless_it_worked_before() {
     let job = all_enter(4, 3, Op::AllReduce, |operation| operation.reduce_op = 2);
     let verdict = job.judge();
     expect(&verdict, Cause::OpMismatch, &[3], Confidence::Medium);

@@ -22,7 +22,7 @@ fn together(world: u32) -> Job {
 }
 
 #[test]
-fn a_transfer_cycle_that_never_worked_has_high_confidence() {
+fn a_cycle_of_transfers_has_high_confidence_unless_a_transfer_worked_before() {
     let mut job = together(2);
     job.transfer(0x77, 0, Op::Send, 1);
     job.transfer(0x77, 1, Op::Send, 0);
@@ -287,7 +287,7 @@ fn the_rank_with_fewer_transfers_is_named_if_two_have_left() {
 }
 
 #[test]
-fn a_cycle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
+fn a_cycle_behind_a_stuck_kernel_is_a_kernel_hang_if_transfers_worked_before() {
     // Rank 0 has launched its send behind a kernel that does not complete, and has started to
     // receive on another stream.
     let judge = |worked: bool| {

@@ -10,7 +10,7 @@
 mod layouts;
 pub(crate) mod runtime;
 
-use crate::memory::snapshot::{ReadError, Snapshot};
+use crate::memory::{ReadError, Snapshot};
 
 macro_rules! layout {
     (

@@ -19,7 +19,6 @@
 //! or a short count. Unwinding and symbolizing work on the copies.
 #![deny(unsafe_code)]
 
-mod capturer;
 mod cpython;
 pub mod dump;
 mod error;
@@ -36,13 +35,82 @@ mod python;
 mod stacks;
 mod symbols;
 
-pub use capturer::Capturer;
+use std::{collections::HashSet, sync::Arc, time::Instant};
+
+use xpu_timer_proto::procfs;
+
+use objects::Images;
+use process::{Job, worker};
+use symbols::Symbolizer;
+
 pub use error::Error;
 pub use kernel::sock_diag;
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
 pub use stacks::{CodeLocation, Function, ProcessCapture, Stacks};
 pub use symbols::demangle;
+
+/// Captures the processes of one node. It keeps what is expensive to find (unwind rows, names,
+/// source lines, the addresses of interpreters within their objects) from one capture to the next.
+pub struct Capturer {
+    images: Arc<Images>,
+    symbolizer: Symbolizer,
+}
+
+impl Default for Capturer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Capturer {
+    /// Creates a capturer with empty caches.
+    #[must_use]
+    pub fn new() -> Self {
+        Capturer { images: Arc::default(), symbolizer: Symbolizer::default() }
+    }
+
+    /// Captures each pid and returns one entry for each, in the given order. For a process that
+    /// cannot be captured, the `errors` of its sample hold the reason. The call returns by the
+    /// deadline even when the kernel does not answer for a process. It waits longer, up to
+    /// [`Options::longest`], for processes that are late because the machine is busy.
+    pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
+        let mut captured = Vec::with_capacity(pids.len());
+        self.capture_each(pids, options, |process| captured.push(process.into()));
+        captured
+    }
+
+    /// Like [`Capturer::capture`], but passes one entry after the other to `each`, and keeps what
+    /// many frames have in common only once.
+    pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(Stacks)) {
+        let deadline = Instant::now() + options.deadline;
+        let requested: HashSet<i32> = pids.iter().copied().collect();
+        let mut jobs: Vec<Job> = Vec::new();
+        let (connections, open_files) = (Arc::default(), Arc::default());
+        let mut descendants = Vec::new();
+        for pid in pids {
+            let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };
+            descendants.push(descendant_count.len());
+            for pid in std::iter::once(*pid).chain(descendant_count) {
+                let (connections, open_files) = (Arc::clone(&connections), Arc::clone(&open_files));
+                jobs.push(Job { pid, options: options.clone(), deadline, connections, open_files });
+            }
+        }
+        let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);
+        // Stacks that arrived late are of no use without names.
+        let deadline = deadline.max(Instant::now() + options.deadline / 4);
+        self.symbolizer.prepare(&raw_processes, options.lines_budget, deadline);
+        let mut raw_processes = raw_processes.into_iter();
+        for descendant_count in descendants {
+            let mut process = self.symbolizer.symbolize(raw_processes.next().expect("one answer for each job"));
+            process.children =
+                raw_processes.by_ref().take(descendant_count).map(|child| self.symbolizer.symbolize(child)).collect();
+            each(process);
+        }
+        self.symbolizer.trim();
+        self.images.trim();
+    }
+}
 
 const _: fn() = || {
     fn is_send<T: Send>() {}

@@ -1,9 +1,14 @@
-//! Copies of the memory of other processes.
-
-pub(crate) mod snapshot;
+//! Copies of the memory of other processes: single ranges, and the pages that the reader of an
+//! interpreter copies only once each.
+//!
+//! The reader follows pointers, tens of thousands of them in a rank with deep stacks. Copying whole
+//! pages needs few system calls. When the pages are known in advance, all of them can be copied at
+//! once during a stop.
 
 use std::{
+    collections::HashMap,
     fs::File,
+    hash::{BuildHasherDefault, Hasher},
     io::{self, IoSliceMut},
     os::unix::fs::FileExt,
 };
@@ -13,7 +18,6 @@ use nix::{
     sys::uio::{RemoteIoVec, process_vm_readv},
     unistd::Pid,
 };
-
 use xpu_timer_proto::procfs::Mapping;
 
 use crate::error::Error;
@@ -85,6 +89,277 @@ impl Region {
     }
 }
 
+pub(crate) const PAGE: u64 = 4096;
+const PAGE_BYTES: usize = PAGE as usize;
+/// Maximum number of pages: 128 MB. A stack of 100,000 frames needs about half of that on the
+/// CPython versions with the largest frames.
+const MAX_PAGES: usize = 32 << 10;
+/// Number of ranges that the kernel accepts in one call.
+const BATCH_PAGES: usize = 1024;
+/// Number of spare pages in the buffer, for pages that turn out to be needed during a stop.
+const SPARE_PAGES: usize = 64;
+
+/// A structure that could not be read or followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ReadError {
+    pub what: &'static str,
+    pub address: u64,
+}
+
+impl std::fmt::Display for ReadError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} at {:#x} cannot be read", self.what, self.address)
+    }
+}
+
+/// Copied pages of one process.
+pub(crate) struct Snapshot {
+    /// Any live thread of the process.
+    tid: i32,
+    /// Offset in `bytes` of each page, by its address.
+    offsets: HashMap<u64, usize, BuildHasherDefault<PageHasher>>,
+    bytes: Vec<u8>,
+    last: (u64, usize),
+    /// How many more pages may be fetched one by one.
+    fetches: usize,
+    /// Pages that were requested when no more could be fetched.
+    missing: Vec<u64>,
+    /// The pages that the buffer was prepared for, and how many more may be fetched after them.
+    prepared: (Vec<u64>, usize),
+    filled: bool,
+}
+
+impl Snapshot {
+    /// Creates an empty snapshot. Pages are copied when they are first read.
+    pub fn new(tid: i32) -> Self {
+        Snapshot {
+            tid,
+            offsets: HashMap::default(),
+            bytes: Vec::new(),
+            last: (u64::MAX, 0),
+            fetches: MAX_PAGES,
+            missing: Vec::new(),
+            prepared: (Vec::new(), MAX_PAGES),
+            filled: false,
+        }
+    }
+
+    /// Prepares the buffer for these pages and some more. This happens before a stop, so that
+    /// copying is all that is left to do during the stop. [`Snapshot::fill`] copies the pages;
+    /// after that, `fetches` more can be fetched one by one.
+    pub fn with_buffer(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
+        pages.truncate(MAX_PAGES);
+        let mut bytes = vec![0; (pages.len() + SPARE_PAGES) * PAGE_BYTES];
+        // The first write to fresh memory costs a page fault, which would otherwise happen during
+        // the stop.
+        for page in bytes.chunks_mut(PAGE_BYTES) {
+            page[0] = std::hint::black_box(1);
+        }
+        let offsets = HashMap::with_capacity_and_hasher(pages.len() + SPARE_PAGES, BuildHasherDefault::default());
+        let prepared = (pages, fetches);
+        let mut prepared_snapshot = Snapshot {
+            tid,
+            offsets,
+            bytes,
+            last: (u64::MAX, 0),
+            fetches,
+            missing: Vec::new(),
+            prepared,
+            filled: false,
+        };
+        prepared_snapshot.reset();
+        prepared_snapshot
+    }
+
+    /// Copies the prepared pages with as few system calls as possible, and forgets those that
+    /// cannot be read. It also forgets pages that were fetched after an earlier call, because they
+    /// are from that earlier moment.
+    pub fn fill(&mut self) {
+        if std::mem::replace(&mut self.filled, true) {
+            self.reset();
+        }
+        let offsets = &mut self.offsets;
+        copy(self.tid, &self.prepared.0, &mut self.bytes, |page| {
+            offsets.remove(&page);
+        });
+    }
+
+    fn reset(&mut self) {
+        self.last = (u64::MAX, 0);
+        let (pages, fetches) = &self.prepared;
+        self.fetches = *fetches;
+        self.bytes.truncate(pages.len() * PAGE_BYTES);
+        self.offsets.clear();
+        self.offsets.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
+    }
+
+    /// Stops reading from the process.
+    pub fn freeze(&mut self) {
+        self.fetches = 0;
+    }
+
+    /// Pages that were requested when no more could be fetched.
+    pub fn missing(&self) -> &[u64] {
+        &self.missing
+    }
+
+    /// Addresses of all pages, ascending.
+    pub fn pages(&self) -> Vec<u64> {
+        let mut pages: Vec<u64> = self.offsets.keys().copied().collect();
+        pages.sort_unstable();
+        pages
+    }
+
+    /// Copies all pages of these ranges (start, length) at once, except those that are present
+    /// already. Unreadable pages are left out.
+    pub fn fetch(&mut self, ranges: impl Iterator<Item = (u64, u64)>) {
+        if self.fetches == 0 {
+            return;
+        }
+        let mut wanted = Vec::new();
+        for (start, length) in ranges {
+            let (first, end) = (start / PAGE, start.saturating_add(length).div_ceil(PAGE));
+            let pages = (first..end).map(|number| number * PAGE).take(MAX_PAGES.saturating_sub(wanted.len()));
+            wanted.extend(pages.filter(|page| !self.offsets.contains_key(page)));
+        }
+        wanted.sort_unstable();
+        wanted.dedup();
+        wanted.truncate(self.fetches.min(MAX_PAGES.saturating_sub(self.offsets.len())));
+        if wanted.is_empty() {
+            return;
+        }
+        self.fetches -= wanted.len();
+        let from = self.bytes.len();
+        self.bytes.resize(from + wanted.len() * PAGE_BYTES, 0);
+        self.offsets.extend(wanted.iter().enumerate().map(|(index, page)| (*page, from + index * PAGE_BYTES)));
+        let offsets = &mut self.offsets;
+        copy(self.tid, &wanted, &mut self.bytes[from..], |page| {
+            offsets.remove(&page);
+        });
+    }
+
+    /// Offset in `bytes` of a page.
+    fn page(&mut self, page: u64) -> Option<usize> {
+        if self.last.0 == page {
+            return Some(self.last.1);
+        }
+        let at = match self.offsets.get(&page) {
+            Some(at) => *at,
+            None => self.fetch_one(page)?,
+        };
+        self.last = (page, at);
+        Some(at)
+    }
+
+    fn fetch_one(&mut self, page: u64) -> Option<usize> {
+        if self.fetches == 0 || self.offsets.len() >= MAX_PAGES {
+            if self.missing.len() < MAX_PAGES {
+                self.missing.push(page);
+            }
+            return None;
+        }
+        self.fetches -= 1;
+        let at = self.bytes.len();
+        self.bytes.resize(at + PAGE_BYTES, 0);
+        match read(self.tid, page, &mut self.bytes[at..]) {
+            Ok(PAGE_BYTES) => {
+                self.offsets.insert(page, at);
+                Some(at)
+            }
+            _ => {
+                self.bytes.truncate(at);
+                None
+            }
+        }
+    }
+
+    /// Fills `bytes` with the memory at `address`. Returns false if not all of it can be read.
+    pub fn copy(&mut self, address: u64, bytes: &mut [u8]) -> bool {
+        let mut done = 0;
+        while done < bytes.len() {
+            let Some(at) = address.checked_add(done as u64) else { return false };
+            let offset = (at & (PAGE - 1)) as usize;
+            let length = (PAGE_BYTES - offset).min(bytes.len() - done);
+            let Some(page) = self.page(at & !(PAGE - 1)) else { return false };
+            bytes[done..done + length].copy_from_slice(&self.bytes[page + offset..page + offset + length]);
+            done += length;
+        }
+        true
+    }
+
+    /// Reads `length` bytes.
+    pub fn bytes(&mut self, what: &'static str, address: u64, length: usize) -> Result<Vec<u8>, ReadError> {
+        let mut bytes = vec![0; length];
+        if self.copy(address, &mut bytes) { Ok(bytes) } else { Err(ReadError { what, address }) }
+    }
+
+    /// Reads a pointer or a number of eight bytes.
+    pub fn read_u64(&mut self, what: &'static str, address: u64) -> Result<u64, ReadError> {
+        let mut bytes = [0; 8];
+        if self.copy(address, &mut bytes) { Ok(u64::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
+    }
+
+    /// Reads a number of four bytes.
+    pub fn read_u32(&mut self, what: &'static str, address: u64) -> Result<u32, ReadError> {
+        let mut bytes = [0; 4];
+        if self.copy(address, &mut bytes) { Ok(u32::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
+    }
+
+    /// Reads one byte.
+    pub fn read_u8(&mut self, what: &'static str, address: u64) -> Result<u8, ReadError> {
+        let mut bytes = [0];
+        if self.copy(address, &mut bytes) { Ok(bytes[0]) } else { Err(ReadError { what, address }) }
+    }
+}
+
+/// Copies pages into `bytes`, one after the other, and passes the unreadable ones to `unreadable`.
+fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u64)) {
+    let mut done = 0;
+    while done < pages.len() {
+        let batch = &pages[done..pages.len().min(done + BATCH_PAGES)];
+        let remote: Vec<RemoteIoVec> =
+            batch.iter().map(|page| RemoteIoVec { base: *page as usize, len: PAGE_BYTES }).collect();
+        let local = &mut bytes[done * PAGE_BYTES..(done + batch.len()) * PAGE_BYTES];
+        let whole = match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(local)], &remote) {
+            Ok(read) => read / PAGE_BYTES,
+            // Seccomp filters of containers forbid the call. Then read each page from
+            // `/proc/TID/mem`.
+            Err(Errno::ENOSYS | Errno::EPERM) => {
+                usize::from(read(tid, batch[0], &mut local[..PAGE_BYTES]).is_ok_and(|read| read == PAGE_BYTES))
+            }
+            Err(_) => 0,
+        };
+        done += whole;
+        // The call ends at the first page that cannot be read.
+        if whole == 0 {
+            unreadable(pages[done]);
+            done += 1;
+        }
+    }
+}
+
+/// Hashes page addresses. It need not resist attacks.
+#[derive(Default)]
+pub(crate) struct PageHasher(u64);
+
+impl Hasher for PageHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // The table takes bits from both ends of the hash, so fold the product.
+        let product = u128::from(self.0 ^ number) * 0x9e37_79b9_7f4a_7c15_u128;
+        self.0 = product as u64 ^ (product >> 64) as u64;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,5 +370,59 @@ mod tests {
         let pid = std::process::id() as i32;
         assert_eq!(read_exact(pid, text.as_ptr() as u64, text.len()).unwrap(), text);
         assert!(read_exact(pid, 8, 8).is_err());
+    }
+
+    fn own() -> i32 {
+        std::process::id() as i32
+    }
+
+    #[test]
+    fn a_page_is_copied_once() {
+        let mut text: Vec<u8> = (0..20_000).map(|index| index as u8).collect();
+        let before = text.clone();
+        let address = text.as_ptr() as u64;
+        let mut snapshot = Snapshot::new(own());
+        assert_eq!(snapshot.bytes("text", address, text.len()).unwrap(), text);
+        assert!((5..=6).contains(&snapshot.pages().len()), "one for each page: {}", snapshot.pages().len());
+        text.fill(7);
+        assert_eq!(snapshot.bytes("text", address + 5000, 10).unwrap(), before[5000..5010], "copied once");
+        assert_eq!(snapshot.read_u64("text", 16), Err(ReadError { what: "text", address: 16 }));
+        assert!(snapshot.missing().is_empty());
+    }
+
+    #[test]
+    fn fills_prepared_pages_and_freezes() {
+        let text = vec![1u8; 4 * PAGE_BYTES];
+        let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
+        let pages = [0, page, page + PAGE];
+        let mut snapshot = Snapshot::with_buffer(own(), pages.to_vec(), 1);
+        snapshot.fill();
+        assert_eq!(snapshot.pages(), [page, page + PAGE], "what cannot be read is left out");
+        assert_eq!(snapshot.read_u8("text", page + 2 * PAGE), Ok(1), "one may be fetched");
+        snapshot.freeze();
+        assert!(snapshot.read_u64("another page", page + 3 * PAGE).is_err());
+        assert_eq!(snapshot.missing(), [page + 3 * PAGE]);
+        assert_eq!(snapshot.read_u32("text", page + 10), Ok(0x0101_0101));
+    }
+
+    #[test]
+    fn refilling_drops_all_earlier_pages() {
+        let mut text = vec![1u8; 3 * PAGE_BYTES];
+        let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
+        let mut snapshot = Snapshot::with_buffer(own(), vec![page], 1);
+        snapshot.fill();
+        assert_eq!((snapshot.read_u8("text", page), snapshot.read_u8("text", page + PAGE)), (Ok(1), Ok(1)));
+        std::hint::black_box(&mut text).fill(2);
+        snapshot.fill();
+        assert_eq!((snapshot.read_u8("text", page), snapshot.read_u8("text", page + PAGE)), (Ok(2), Ok(2)));
+    }
+
+    #[test]
+    fn fetching_takes_many_pages_and_skips_holes() {
+        let text = vec![1u8; 3 * PAGE_BYTES];
+        let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
+        let mut snapshot = Snapshot::new(own());
+        snapshot.fetch([(16, 8), (page + 8, PAGE), (page, 1)].into_iter());
+        assert_eq!(snapshot.pages(), [page, page + PAGE]);
     }
 }

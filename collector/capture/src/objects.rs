@@ -42,6 +42,8 @@ const MAX_IMAGES: usize = 1024;
 const MAX_COPIED_BYTES: usize = 64 << 20;
 /// Maximum number of cached unwind rows of all images together, of some 200 bytes each.
 const MAX_CACHED_ROWS: usize = 1 << 16;
+/// In place of the device of a file system that is not known.
+const UNKNOWN_DEVICE: (u32, u32) = (0, 0);
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Key {
@@ -72,7 +74,7 @@ impl Images {
     /// The names of the code that a process generated at run time. `None` if its `/tmp` does not
     /// answer.
     pub fn perf_map(&self, pid: i32) -> Option<PerfMap> {
-        self.file_systems.run_with_timeout((0, 0), Source::Temporary(pid), move || PerfMap::of(pid))
+        self.file_systems.run_with_timeout(UNKNOWN_DEVICE, Source::Temporary(pid), move || PerfMap::of(pid))
     }
 
     /// The object behind a mapping of a process. `first` finds the mapping of the object's first
@@ -156,7 +158,7 @@ impl Images {
         let torch = torch.or_else(|| python_files.into_iter().find_map(versions::torch_file));
         let remote = torch.is_some() || objects.iter().any(|image| image.is_remote());
         let work = move || versions::find(pid, &objects, torch.as_deref());
-        self.run_with_timeout(remote, (0, 0), Source::Packages(pid), work).unwrap_or_default()
+        self.run_with_timeout(remote, UNKNOWN_DEVICE, Source::Packages(pid), work).unwrap_or_default()
     }
 
     /// Does work that may wait for a file system. `None` if the file system does not answer in

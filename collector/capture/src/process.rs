@@ -14,7 +14,7 @@ use xpu_timer_proto::server::ProcessSample;
 
 use crate::{
     kernel::{open_files::OpenFiles, sock_diag::TcpConnections},
-    native::{address_space::AddressSpace, frame::RawFrame},
+    native::{RawFrame, address_space::AddressSpace},
     objects::image::Image,
 };
 

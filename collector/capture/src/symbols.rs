@@ -7,7 +7,6 @@
 
 mod lines;
 mod names;
-mod split_dwarf;
 mod units;
 
 pub use names::demangle;

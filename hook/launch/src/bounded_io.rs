@@ -108,7 +108,7 @@ fn close_all_but(keep: i32) {
             && libc::syscall(libc::SYS_close_range, keep + 1, libc::c_uint::MAX, 0) == 0
     };
     if !closed {
-        for fd in crate::detach::descriptors().into_iter().filter(|fd| *fd as libc::c_uint != keep) {
+        for fd in crate::process::descriptors().into_iter().filter(|fd| *fd as libc::c_uint != keep) {
             // SAFETY: closes a descriptor that this process does not use.
             unsafe { libc::close(fd) };
         }

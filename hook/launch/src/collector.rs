@@ -32,7 +32,7 @@ use xpu_timer_proto::{
 use crate::{
     bounded_io,
     config::{Config, LOG_FILE},
-    detach,
+    process,
 };
 
 /// Time from a collector's start to its first Welcome.
@@ -107,7 +107,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
         arguments.extend(["--log", path]);
     }
     let log_path = log_path.as_ref().unwrap_or_else(|why| why);
-    let mut child = detach::spawn(&program, &arguments, changes, log)
+    let mut child = process::spawn_detached(&program, &arguments, changes, log)
         .with_context(|| format!("{} cannot be started", program.display()))?;
 
     let begun = Instant::now();

@@ -12,16 +12,13 @@ mod cli;
 mod collector;
 mod config;
 mod container;
-#[allow(unsafe_code)]
-mod detach;
 mod image;
 mod preload;
 mod print_env;
 #[allow(unsafe_code)]
 mod probe;
 #[allow(unsafe_code)]
-mod signals;
-mod timeline;
+mod process;
 
 use std::{
     ffi::{CString, OsString},
@@ -114,7 +111,7 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
         Ok(found) => {
             // Processes that never connect can then permit the collector to inspect them, too.
             changes.push(("XPU_TIMER_COLLECTOR_PID", found.pid.to_string().into()));
-            let remarks = [found.remark, collector::overruled(config), timeline::remark(&config.timeline)];
+            let remarks = [found.remark, collector::overruled(config), config::timeline_remark(&config.timeline)];
             remarks.into_iter().flatten().for_each(|remark| say(&remark));
         }
         Err(error) => say(&format!("running without the node collector: {error:#}")),
@@ -181,7 +178,7 @@ fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
         // happen.
         return NOT_EXECUTABLE;
     };
-    signals::as_inherited();
+    process::restore_inherited();
     let Err(error) = nix::unistd::execvpe(&arguments[0], &arguments, &environment);
     say(&format!("{}: {}", command[0].display(), error.desc()));
     if error == Errno::ENOENT || error == Errno::ENOTDIR { NOT_FOUND } else { NOT_EXECUTABLE }

@@ -4,8 +4,6 @@
 //! It starts nothing but the dynamic loader, which lists the libraries of a program without running
 //! it. Exit codes: 0 no problem; 1 a problem, which is printed; 2 wrong usage.
 
-mod library;
-mod loaded;
 mod report;
 mod target;
 
@@ -51,7 +49,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
 /// Compares a library with the hook. Functions that are not hooked are not a failure: the user
 /// asked for them.
 fn compare(file: &Path, json: bool) -> ExitCode {
-    match library::Compared::with_hook(file) {
+    match target::Compared::with_hook(file) {
         Ok(compared) => print(&if json { json_of(&compared.json()) } else { compared.text() }),
         Err(error) => {
             say(&format!("{error:#}"));

@@ -9,10 +9,7 @@ use xpu_timer_proto::{
     server::{PstackStacktrace, PySpyStacktrace},
 };
 
-use crate::{
-    rivals::{self, NativeStack, PythonStack},
-    tools::Tools,
-};
+use crate::rivals::{self, NativeStack, PythonStack, Tools};
 
 /// The number of agreements, of comparisons, and one example of a difference.
 #[derive(Debug, Default)]

@@ -9,12 +9,10 @@ use xpu_timer_tests::{forky, forky_with_torch, python, python_version, tree};
 use crate::{
     agreement::{self, Score},
     churn::{self, Language},
-    report::Report,
-    rivals::{self, Order, wall},
+    report::{Contender, Report, alternate, median, ms, ratio, time},
+    rivals::{self, Order, Tools, wall},
     stops::{self, PtraceLog},
     targets::{Python, Target},
-    timing::{Contender, alternate, median, ms, ratio, time},
-    tools::Tools,
 };
 
 /// Options of the benchmark.

@@ -24,10 +24,7 @@ use xpu_timer_proto::{Message as _, v1::Evidence};
 use xpu_timer_tests::{Artifacts, http, tree};
 
 use self::nodes::{PATIENCE, RANKS, SLOW, Shared, alarm, culprit, play};
-use crate::{
-    report::Report,
-    timing::{peak_bytes, processor_time},
-};
+use crate::report::{Report, peak_bytes, processor_time};
 
 /// Options of the benchmark.
 #[derive(clap::Args)]

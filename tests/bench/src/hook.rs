@@ -14,10 +14,7 @@ use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
 use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, idle_library, python, tree};
 
-use crate::{
-    report::Report,
-    timing::{median, ms, time},
-};
+use crate::report::{Report, median, ms, time};
 
 /// Options of the benchmark.
 #[derive(clap::Args)]
@@ -348,7 +345,7 @@ mod tests {
 
     #[test]
     fn the_programs_are_there() {
-        for name in ["hook_stubs.c", "hook_calls.c", "hook_start.c", "hook_loop.py"] {
+        for name in ["hook_stubs.c", "hook_calls.c", "hook_start.c", "training_loop.py"] {
             assert!(std::fs::metadata(tree().join("tests/bench/targets").join(name)).is_ok(), "{name}");
         }
     }

@@ -13,8 +13,6 @@ mod report;
 mod rivals;
 mod stops;
 mod targets;
-mod timing;
-mod tools;
 
 use std::path::PathBuf;
 

@@ -22,7 +22,11 @@ use nix::{
 use xpu_timer_capture::{Capturer, Options};
 use xpu_timer_tests::{compile_c, tree};
 
-use crate::{rivals::run_quiet, targets::Spinner, timing::median, tools::Tools};
+use crate::{
+    report::median,
+    rivals::{Tools, run_quiet},
+    targets::Spinner,
+};
 
 /// A stop of a thread, from the first to the second time at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,7 +151,7 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     let mut capturer = Capturer::new();
     let warm = Options::default();
     capturer.capture(&[pid], &warm);
-    let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
+    let (wall, _) = crate::report::time(|| capturer.capture(&[pid], &warm));
     // On a busy machine, some captures take several times as long as others.
     let length = (wall * 4 + MARGIN * 2).min(REST);
     let (mut quiet, mut held, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());

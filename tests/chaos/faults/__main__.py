@@ -8,7 +8,7 @@ import traceback
 
 import kit
 
-AREAS = ["healthy", "hangs", "kills", "command", "limits", "files", "sockets", "web", "texts", "programs", "captures",
+AREAS = ["hang_kill", "kills", "command", "limits", "files", "sockets", "web", "texts", "programs", "captures",
          "jobs", "spaces", "cluster", "disks", "recovery", "leaks"]
 
 

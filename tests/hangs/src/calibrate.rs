@@ -21,7 +21,7 @@ use xpu_timer_analysis::{
 use xpu_timer_tests::tree;
 
 use crate::{
-    folder, record,
+    record, scenario,
     score::Reported,
     variants::{Blame, KnownHang, judge_many},
     written,
@@ -105,7 +105,7 @@ fn row(name: &str, folder: &Path) -> Result<Option<Row>> {
     let verdict: Verdict = serde_json::from_value(verdicts[index].clone())?;
     let kind = match verdict.kind {
         Some(kind) => kind,
-        None => kind_of(&folder::evidence(&incidents[index])?, &verdict),
+        None => kind_of(&scenario::evidence(&incidents[index])?, &verdict),
     };
     Ok(Some(Row {
         scenario: name.to_owned(),
@@ -254,7 +254,7 @@ fn of_folder(output: &Path) -> Result<Vec<KnownHang>> {
         if !truth.exists() || !latest.exists() {
             continue;
         }
-        let mut evidence = folder::evidence(&latest)?;
+        let mut evidence = scenario::evidence(&latest)?;
         evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, record::OPERATIONS)).collect();
         evidence.processes = evidence.processes.iter().map(condense_process).collect();
         let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();

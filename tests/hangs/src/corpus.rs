@@ -4,7 +4,6 @@
 //! causes fit, the first one is the preferred one.
 
 mod collectives;
-mod endings;
 mod healthy;
 mod hosts;
 mod strangers;
@@ -45,9 +44,9 @@ fn all() -> Vec<Scenario> {
         hosts::without_device(),
         hosts::machine(),
         collectives::mistakes(),
-        endings::scenarios(),
+        hosts::endings(),
         strangers::threads(),
-        endings::elastic(),
+        hosts::elastic(),
         healthy::stragglers(),
         healthy::scenarios(),
         strangers::blind(),

@@ -3,7 +3,6 @@
 
 mod calibrate;
 mod corpus;
-mod folder;
 mod program;
 mod record;
 mod run;
@@ -124,14 +123,14 @@ fn work(command: Command) -> anyhow::Result<bool> {
         Command::Record { filter, output } => {
             let hangs = corpus::matching(filter.as_deref())?.into_iter().filter(Scenario::hangs);
             let incident = |scenario: Scenario| {
-                let folder = folder::incident(&output, &scenario);
+                let folder = scenario.incident(&output);
                 (scenario, folder)
             };
             record::write(&hangs.map(incident).collect::<Vec<_>>())?;
             Ok(true)
         }
         Command::Judge { folder, json } => {
-            let verdict = judge(&folder::evidence(&folder)?);
+            let verdict = judge(&scenario::evidence(&folder)?);
             if json {
                 println!("{}", serde_json::to_string_pretty(&verdict)?);
             } else {

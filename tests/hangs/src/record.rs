@@ -12,8 +12,8 @@ use xpu_timer_proto::{Message, v1::Evidence};
 use xpu_timer_tests::{read_archive, tree, write_archive};
 
 use crate::{
-    corpus, folder,
-    scenario::{Scenario, Truth},
+    corpus,
+    scenario::{self, Scenario, Truth},
     variants::{Blame, KnownHang},
 };
 
@@ -34,7 +34,7 @@ fn name(scenario: &Scenario) -> String {
 pub fn write(incidents: &[(Scenario, PathBuf)]) -> Result<()> {
     let mut files = if archive().exists() { read_archive(&archive())? } else { BTreeMap::new() };
     for (scenario, incident) in incidents {
-        let mut evidence = folder::evidence(incident)?;
+        let mut evidence = scenario::evidence(incident)?;
         evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
         files.insert(name(scenario), evidence.encode_to_vec());
     }

@@ -14,9 +14,8 @@ use xpu_timer_proto::procfs;
 use xpu_timer_tests::{Incident, Job, Output, Process, http, in_parallel, skip, tree};
 
 use crate::{
-    folder,
     program::{Compiled, Need, Program, tail},
-    scenario::{Scenario, Truth},
+    scenario::{self, Scenario, Truth},
     score::{Outcome, Reported},
     written,
 };
@@ -58,11 +57,11 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> 
 pub fn judge_again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
     let mut outcomes = Vec::new();
     for scenario in scenarios.into_iter().filter(Scenario::hangs) {
-        let latest = folder::incident(output, &scenario);
+        let latest = scenario.incident(output);
         if !latest.exists() {
             continue;
         }
-        let reported = Reported::of(&serde_json::to_value(judge(&folder::evidence(&latest)?))?);
+        let reported = Reported::of(&serde_json::to_value(judge(&scenario::evidence(&latest)?))?);
         let outcome = Outcome { scenario, reported: reported.map(Some), wall: Duration::ZERO };
         println!("{outcome}");
         outcomes.push(outcome);

@@ -6,10 +6,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use xpu_timer_analysis::judge;
 
-use crate::{
-    folder,
-    scenario::{SLOW, Scenario, Truth},
-};
+use crate::scenario::{self, SLOW, Scenario, Truth};
 
 /// Shares that the corpus must achieve.
 const CULPRITS_RIGHT: f64 = 0.95;
@@ -225,7 +222,7 @@ fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
     let mut gaps = Gaps::default();
     // Pids are no ranks of the evidence.
     for outcome in hangs.iter().filter(|outcome| outcome.scenario.world > 0) {
-        let Ok(evidence) = folder::evidence(&folder::incident(output, &outcome.scenario)) else { continue };
+        let Ok(evidence) = scenario::evidence(&outcome.scenario.incident(output)) else { continue };
         for missing in 0..ONE_MISSING_OF {
             let mut evidence = evidence.clone();
             for rank in evidence.ranks.iter_mut().filter(|rank| rank.rank % ONE_MISSING_OF == missing) {

@@ -1,12 +1,13 @@
 //! A busy mixed node: training, servers without a rank, short processes, hangs that resolve and
 //! hangs that do not, dumps on demand, scrapes, and, in the first fifth of the time, killed
-//! collectors. Our processes are measured throughout. They must not grow between the second and the
-//! last quarter.
+//! collectors. Our processes and folders are measured throughout. They must not grow between the
+//! second and the last quarter.
+
 #![forbid(unsafe_code)]
 
-mod sample;
-
 use std::{
+    fmt, fs,
+    path::Path,
     sync::{
         Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -21,9 +22,8 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use xpu_timer_tests::{Job, Process, compile_c, http, idle_library, python, tree};
-
-use sample::Sample;
+use xpu_timer_proto::procfs;
+use xpu_timer_tests::{Job, Process, compile_c, has_variable, http, idle_library, python, tree};
 
 /// Options of the soak.
 #[derive(Debug, Parser)]
@@ -141,7 +141,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let time = Duration::try_from_secs_f64(options.hours * 3600.0).context("--hours")?;
     let dir = tree().join("target/soak");
     // Remove the remains of the previous run.
-    let _ = std::fs::remove_dir_all(&dir);
+    let _ = fs::remove_dir_all(&dir);
     let job = Job::at(&dir).with("XPU_TIMER_SAMPLE_INTERVAL", "1").with("XPU_TIMER_KEEP_INCIDENTS", "20");
     let job = job.with("XPU_TIMER_LINGER", "600");
     let (over, counts) = (AtomicBool::new(false), Counts::default());
@@ -184,14 +184,14 @@ pub fn run(options: &Options) -> Result<bool> {
         samples.len(),
         begun.elapsed()
     );
-    Ok(sample::compare(&samples, options.flood) && reached)
+    Ok(compare(&samples, options.flood) && reached)
 }
 
 /// A program that starts short processes. It is in C, because a Python process takes ten times as
 /// long to end as the hook and the collector take for it.
 fn short_processes(job: &Job, rate: f64) -> Result<Process> {
     let folder = job.dir.join("short");
-    std::fs::create_dir_all(&folder)?;
+    fs::create_dir_all(&folder)?;
     idle_library(&folder, "libcuda.so.1", "-DDRIVER");
     let beside = format!("-L{}", folder.display());
     let program = compile_c(&folder, "short", SHORT, &["-O2", &beside, "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
@@ -243,7 +243,7 @@ fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
         while ranks.try_wait().is_none() && told.elapsed() < Duration::from_secs(5) {
             thread::sleep(Duration::from_millis(50));
         }
-        for pid in sample::of_job(job, &format!("soak-{seed}-{number}")) {
+        for pid in of_job(job, &format!("soak-{seed}-{number}")) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         counts.jobs.fetch_add(1, Ordering::Relaxed);
@@ -284,5 +284,136 @@ fn end_collectors(job: &Job, over: &AtomicBool, counts: &Counts, begun: Instant,
                 .kills
                 .fetch_add(usize::from(kill(Pid::from_raw(pid as i32), Signal::SIGKILL).is_ok()), Ordering::Relaxed);
         }
+    }
+}
+
+/// One measurement.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    at: Duration,
+    /// In the order of [`MEASURES`].
+    values: [u64; 5],
+}
+
+/// Name, relative growth limit, and additional absolute growth limit.
+const MEASURES: [(&str, f64, u64); 5] = [
+    ("resident KiB", 0.10, 4096),
+    (DESCRIPTORS, 0.0, 24),
+    ("threads", 0.0, 8),
+    ("processes", 0.0, 1),
+    ("files", 0.10, 40),
+];
+
+const DESCRIPTORS: &str = "descriptors";
+
+/// The relative limit of the descriptors in a flood. They vary with the number of short processes
+/// that live at one time, by a tenth; a leak of one descriptor per process would be a thousand
+/// times that much.
+const DESCRIPTORS_IN_A_FLOOD: f64 = 0.25;
+
+impl Sample {
+    /// `None` while no collector runs.
+    fn take(job: &Job, at: Duration) -> Option<Sample> {
+        let pids: Vec<i32> = job.processes().into_iter().filter(|pid| is_ours(*pid)).collect();
+        if pids.is_empty() {
+            return None;
+        }
+        let count =
+            |pid: i32, what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count) as u64;
+        let sum = |measure: &dyn Fn(i32) -> u64| pids.iter().map(|pid| measure(*pid)).sum::<u64>();
+        let values = [
+            sum(&resident_kib),
+            sum(&|pid| count(pid, "fd")),
+            sum(&|pid| count(pid, "task")),
+            pids.len() as u64,
+            files(&job.dir.join("timeline")) + files(&job.dir.join("log")),
+        ];
+        Some(Sample { at, values })
+    }
+}
+
+impl fmt::Display for Sample {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:>8.0?}", self.at)?;
+        for (value, (name, ..)) in self.values.iter().zip(MEASURES) {
+            write!(f, "  {value:>7} {name}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether it is a collector or a supervisor. The processes of viewers and captures are
+/// short-lived.
+fn is_ours(pid: i32) -> bool {
+    let command = procfs::cmdline(pid).unwrap_or_default();
+    command.split(|byte| *byte == 0).next().is_some_and(|program| program.ends_with(b"xpu_timer_collector"))
+}
+
+/// The processes of a job, by name.
+fn of_job(job: &Job, name: &str) -> Vec<i32> {
+    let is_its = |pid: &i32| !is_ours(*pid) && has_variable(*pid, "XPU_TIMER_JOB", name);
+    job.processes().into_iter().filter(is_its).collect()
+}
+
+fn resident_kib(pid: i32) -> u64 {
+    let status = procfs::status_text(pid).unwrap_or_default();
+    let resident = procfs::field(&status, "VmRSS:").unwrap_or_default();
+    resident.trim_end_matches(" kB").parse().unwrap_or(0)
+}
+
+fn files(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| 1 + if entry.file_type().is_ok_and(|kind| kind.is_dir()) { files(&entry.path()) } else { 0 })
+        .sum()
+}
+
+/// Compares the medians of the second and the last quarter. Returns whether nothing has grown
+/// beyond its limit.
+fn compare(samples: &[Sample], flood: bool) -> bool {
+    let quarter = samples.len() / 4;
+    if quarter == 0 {
+        println!("too few samples to compare");
+        return false;
+    }
+    let mut flat = true;
+    for (index, (name, part, more)) in MEASURES.into_iter().enumerate() {
+        let part = if flood && name == DESCRIPTORS { DESCRIPTORS_IN_A_FLOOD } else { part };
+        let median = |samples: &[Sample]| {
+            let mut values: Vec<u64> = samples.iter().map(|sample| sample.values[index]).collect();
+            values.sort_unstable();
+            values[values.len() / 2]
+        };
+        let (before, after) = (median(&samples[quarter..2 * quarter]), median(&samples[3 * quarter..]));
+        let limit = before + (before as f64 * part) as u64 + more;
+        let verdict = if after <= limit { "flat" } else { "GROWS" };
+        println!("{name:>14}: {before} in the second quarter, {after} in the last (at most {limit}): {verdict}");
+        flat &= after <= limit;
+    }
+    flat
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples(resident: impl Fn(u64) -> u64) -> Vec<Sample> {
+        let sample = |second| Sample { at: Duration::from_secs(second), values: [resident(second), 40, 12, 2, 100] };
+        (0..100).map(sample).collect()
+    }
+
+    #[test]
+    fn a_leak_is_seen_and_noise_is_not() {
+        assert!(compare(&samples(|second| 30_000 + second % 7 * 500), false));
+        assert!(!compare(&samples(|second| 30_000 + second * 300), false));
+        assert!(!compare(&samples(|_| 30_000)[..3], false));
+    }
+
+    #[test]
+    fn the_descriptors_of_a_flood_vary() {
+        let descriptors = |second| [30_000, 400 + second, 12, 2, 100];
+        let samples: Vec<Sample> =
+            (0..100).map(|second| Sample { at: Duration::from_secs(second), values: descriptors(second) }).collect();
+        assert!(compare(&samples, true) && !compare(&samples, false));
     }
 }

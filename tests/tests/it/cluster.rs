@@ -4,8 +4,6 @@
 mod membership;
 pub mod network;
 mod processes;
-mod restarts;
-mod security;
 mod slow;
 mod timeline;
 mod trouble;
@@ -582,7 +580,8 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert_eq!(command(&["steal"]).code(), 2);
 }
 
-/// Takes requests on a port and answers each with the next of some codes; returns what was posted.
+/// A server that answers each request with the next of these codes. Returns its URL, and a channel
+/// with what was posted.
 fn webhook(codes: Vec<u16>) -> (String, std::sync::mpsc::Receiver<Value>) {
     use std::io::{BufRead, BufReader, Read, Write};
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

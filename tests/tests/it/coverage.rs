@@ -2,10 +2,8 @@
 //! exactly once. The programs are the C files in `coverage/`; their results are in
 //! `docs/coverage.md`, which `BLESS=1` writes.
 
-mod frida;
 mod probes;
 mod rows;
-mod traps;
 
 use std::{
     env, fs,
@@ -65,6 +63,8 @@ const WAY: Way =
 const DRIVER_ONLY: &[(&str, &str)] =
     &[("runtime", "only the driver has it"), ("NCCL", "only the driver has it"), ("cuBLAS", "only the driver has it")];
 const BY_VERSION: &str = "-DVERSION=\"SOME_VERSION\"";
+/// A linker script that gives all symbols of a library a version.
+const VERSIONS_MAP: &str = "SOME_VERSION { global: *; };\n";
 /// A library that defines the function by a version.
 const VERSIONED: Option<(&str, &[&str])> = Some(("CALLER_LIBRARY", &["-DCOPY", "-Wl,--version-script=versions.map"]));
 const PAST_THE_LINKER: &str =
@@ -197,12 +197,14 @@ fn gcc_part(output: &Path, source: &str, part: &str, arguments: &[String]) {
     gcc(output, source, &[&[format!("-D{part}")], arguments].concat());
 }
 
+/// Compiles a file of `coverage/` in the folder of its output, which also gets `versions.map`.
 fn gcc(output: &Path, source: &str, arguments: &[String]) {
-    let folder = tree().join("tests/tests/it/coverage");
+    let folder = output.parent().expect("a file in a folder");
+    fs::write(folder.join("versions.map"), VERSIONS_MAP).expect("the folder can be written");
     let gcc = Command::new("gcc")
         .args(["-O1", "-w", "-Wl,--no-as-needed", "-o"])
         .arg(output)
-        .arg(source)
+        .arg(tree().join("tests/tests/it/coverage").join(source))
         .args(arguments)
         .current_dir(folder)
         .output()

@@ -248,19 +248,19 @@ fn debian_ranks_without_a_store_host() {
 #[test]
 fn debian_ranks_wait_for_a_key_that_one_of_them_has_to_set() {
     let Some(torch) = debian() else { return };
-    let waits = |fault: &str, part: &str| {
+    let expect_wait = |fault: &str, part: &str| {
         let (_job, incident) = expect(&torch, fault, "missing_rank", &[part, "ranks 0-1, 3 wait"]);
         assert!(!text(&incident).contains("creation of"), "{}", text(&incident));
         flight(&incident, 3)
     };
-    waits("store", "has not set the key \"default_pg/from 2\" that the others wait for in the store");
+    expect_wait("store", "has not set the key \"default_pg/from 2\" that the others wait for in the store");
     let record =
-        waits("store_barrier", "has not set the key \"default_pg/done.2\" that the others wait for in the store");
+        expect_wait("store_barrier", "has not set the key \"default_pg/done.2\" that the others wait for in the store");
     let is_pending = |operation: &&Operation| operation.status() == OpStatus::Pending;
-    let waits = record.operations.iter().find(is_pending).expect("the wait is pending");
+    let wait = record.operations.iter().find(is_pending).expect("the wait is pending");
     let keys: Vec<String> = (0..RANKS).map(|rank| format!("default_pg/done.{rank}")).collect();
-    assert_eq!((&waits.store_keys, waits.store_key_count), (&keys, RANKS));
-    assert_eq!(waits.function, "c10d::TCPStore::wait");
+    assert_eq!((&wait.store_keys, wait.store_key_count), (&keys, RANKS));
+    assert_eq!(wait.function, "c10d::TCPStore::wait");
 }
 
 #[test]

@@ -11,7 +11,6 @@ mod end_to_end;
 mod ends;
 mod gloo;
 mod guest;
-mod healthy;
 mod hook;
 mod installed;
 mod jobs;

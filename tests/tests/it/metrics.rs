@@ -1,14 +1,23 @@
 //! `/metrics` of a real job on the simulated device: names, labels and values, checked by promtool,
 //! scraped by a real Prometheus, and judged by DLRover's own diagnosis.
+//!
+//! Debian's Prometheus and PyPI's DLRover are found, or unpacked under `target`. Nothing is
+//! installed into the machine, because the package would start a service of its own.
 
-mod tools;
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write,
+    net::{Ipv4Addr, TcpListener},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::Duration,
+};
 
-use std::{collections::BTreeMap, time::Duration};
-
+use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
-use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, skip, wait_until};
-
-use tools::{Prometheus, dlrover_python, promtool};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, skip, tree, wait_until};
 
 /// One line of a page without its name: labels and value.
 #[derive(Debug, Clone)]
@@ -136,7 +145,7 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
         // The one thing that is not by the conventions is a name that is kept.
         Ok(promtool) => {
             let kept = "exit status: 3: XPU_TIMER_MEMORY_COUNTER metric name should not include type 'counter'\n";
-            assert_eq!(tools::check(&promtool, &text), kept, "{text}");
+            assert_eq!(check(&promtool, &text), kept, "{text}");
         }
         Err(reason) => skip(&reason),
     }
@@ -173,7 +182,7 @@ int main(void) {
 "#;
 
 /// The program of matrix products, compiled for a job.
-fn products(job: &Job) -> std::path::PathBuf {
+fn products(job: &Job) -> PathBuf {
     let sim = format!("-L{}", artifacts().sim().display());
     compile_c(&job.dir, "products", PRODUCTS, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"])
 }
@@ -303,7 +312,7 @@ fn dlrovers_diagnosis_distinguishes_a_hung_job_from_a_healthy_one() {
     let job = job().with("XPU_TIMER_HANG_TIMEOUT", "3");
     let judge = |state: &str| {
         let mut command = job.command(&python);
-        command.arg(xpu_timer_tests::tree().join("tests/tests/it/metrics/judge.py")).arg(state);
+        command.arg(tree().join("tests/tests/it/metrics/judge.py")).arg(state);
         let output = Process::spawn(command.env("XPU_TIMER_PORT", (job.port + 1).to_string()).env("NO_PROXY", "*"))
             .wait(PATIENCE);
         assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
@@ -328,4 +337,117 @@ fn dlrovers_diagnosis_distinguishes_a_hung_job_from_a_healthy_one() {
     drop(ranks);
     collector.signal(nix::sys::signal::Signal::SIGTERM);
     wait_until(PATIENCE, "the collector ends", || collector.try_wait().is_some());
+}
+
+/// Debian's promtool.
+fn promtool() -> Result<PathBuf, String> {
+    Ok(debian()?.join("promtool"))
+}
+
+/// A program of Debian's package `prometheus`.
+fn debian() -> Result<PathBuf, String> {
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let find = || {
+        let installed = PathBuf::from("/usr/bin");
+        if installed.join("prometheus").exists() && installed.join("promtool").exists() {
+            return Ok(installed);
+        }
+        once("prometheus", "bin-ready", |folder| {
+            run(Command::new("apt-get").args(["update", "-qq"]))?;
+            run(Command::new("apt-get").args(["download", "-qq", "prometheus"]).current_dir(folder))?;
+            let packages = fs::read_dir(folder).map_err(|error| error.to_string())?.flatten().map(|entry| entry.path());
+            let package = packages.filter(|path| path.extension().is_some_and(|name| name == "deb")).last();
+            let package = package.ok_or("apt-get download left no package")?;
+            run(Command::new("dpkg-deb").arg("-x").arg(package).arg(folder))
+        })
+        .map(|folder| folder.join("usr/bin"))
+    };
+    FOLDER.get_or_init(find).clone().map_err(|error| format!("no prometheus: {error}"))
+}
+
+/// The Python of a virtual environment that has dlrover.
+fn dlrover_python() -> Result<PathBuf, String> {
+    static PYTHON: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let find = || {
+        let folder = once("dlrover-venv", "k8s-ready", |folder| {
+            run(Command::new(xpu_timer_tests::python()).args(["-m", "venv"]).arg(folder))?;
+            run(Command::new(folder.join("bin/pip")).args(["install", "--quiet", "dlrover[k8s]"]))
+        })?;
+        Ok(folder.join("bin/python"))
+    };
+    PYTHON.get_or_init(find).clone().map_err(|error: String| format!("no dlrover: {error}"))
+}
+
+/// A folder under `target` that the first test sets up.
+fn once(name: &str, mark: &str, set_up: impl FnOnce(&Path) -> Result<(), String>) -> Result<PathBuf, String> {
+    let folder = tree().join("target").join(name);
+    fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let lock = fs::File::create(folder.join(".lock")).map_err(|error| error.to_string())?;
+    let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error.to_string())?;
+    if !folder.join(mark).exists() {
+        set_up(&folder)?;
+        fs::write(folder.join(mark), "").map_err(|error| error.to_string())?;
+    }
+    Ok(folder)
+}
+
+fn run(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    let words = String::from_utf8_lossy(&output.stderr);
+    let last = words.trim_end().lines().next_back().unwrap_or_default().to_string();
+    if output.status.success() { Ok(()) } else { Err(format!("{command:?}: {last}")) }
+}
+
+/// The problems that promtool finds in a page; empty when it is valid and follows the conventions.
+fn check(promtool: &Path, page: &str) -> String {
+    let mut command = Command::new(promtool);
+    let mut child = command
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("promtool starts");
+    child.stdin.take().expect("stdin is piped").write_all(page.as_bytes()).expect("promtool reads");
+    let output = child.wait_with_output().expect("promtool ends");
+    let words = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    if output.status.success() { words } else { format!("{}: {words}", output.status) }
+}
+
+/// A Prometheus for one job, on its own port; it ends with the job.
+struct Prometheus {
+    port: u16,
+    _process: Process,
+}
+
+impl Prometheus {
+    /// Starts it and waits until it is ready.
+    fn start(job: &Job) -> Result<Self, String> {
+        let program = debian()?.join("prometheus");
+        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+        let port = port.map_err(|error| error.to_string())?.port();
+        let config = job.dir.join("prometheus.yml");
+        let target = job.port + 1;
+        let text = format!(
+            "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: xpu_timer\n    static_configs:\n      - targets: \
+             ['127.0.0.1:{target}']\n"
+        );
+        fs::write(&config, text).map_err(|error| error.to_string())?;
+        let mut command = job.command(program);
+        command.arg(format!("--config.file={}", config.display()));
+        command.arg(format!("--storage.tsdb.path={}", job.dir.join("tsdb").display()));
+        command.arg(format!("--web.listen-address=127.0.0.1:{port}"));
+        let process = Process::spawn(&mut command);
+        wait_until(PATIENCE, "Prometheus is ready", || {
+            http("GET", port, "/-/ready").is_ok_and(|(status, _)| status == 200)
+        });
+        Ok(Prometheus { port, _process: process })
+    }
+
+    /// The answer to an instant query.
+    fn query(&self, query: &str) -> Value {
+        let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        let (_, body) = http("GET", self.port, &format!("/api/v1/query?query={encoded}")).expect("Prometheus answers");
+        serde_json::from_str(&body).expect("JSON")
+    }
 }

@@ -154,6 +154,7 @@ fn flight(incident: &Incident, rank: u32) -> FlightRecord {
     dump(incident, rank).flight_record.expect("a flight record")
 }
 
+/// The dump of a rank in an incident's folder.
 fn dump(incident: &Incident, rank: u32) -> Stacktrace {
     let file = incident.path.join(format!("{rank:05}-{RANKS:05}.stacktrace"));
     let bytes = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));

@@ -30,8 +30,9 @@ fn rank6() -> tempfile::TempDir {
     folder
 }
 
-/// Pictures at a desk in light and dark, and on a phone; nowhere is the page wider than its window.
-fn pictures(browser: &Browser, name: &str) {
+/// Takes pictures of the page at a desk, in light and dark, and on a phone. Checks that the page is
+/// never wider than its window.
+fn take_pictures(browser: &Browser, name: &str) {
     for (look, scheme, width, phone) in
         [("light", "light", 1280, false), ("dark", "dark", 1280, false), ("phone", "light", 360, true)]
     {
@@ -44,7 +45,8 @@ fn pictures(browser: &Browser, name: &str) {
     browser.size(1280, 900, false);
 }
 
-fn quiet(browser: &Browser) {
+/// Checks that the page has logged no error.
+fn check_no_complaints(browser: &Browser) {
     assert_eq!(browser.complaints(), Vec::<String>::new());
 }
 
@@ -85,9 +87,9 @@ fn a_real_hang_of_the_original_tool_can_be_explored() {
     browser.click("#tab-native");
     browser.click("#main-only");
     assert!(browser.count("#flame .node") > 30);
-    quiet(&browser);
+    check_no_complaints(&browser);
     browser.js("document.querySelector('#flame').scrollIntoView()");
-    pictures(&browser, "rank6");
+    take_pictures(&browser, "rank6");
 }
 
 #[test]
@@ -113,7 +115,7 @@ fn processes_of_culprits_and_earlier_captures_are_shown() {
     }
     let link = browser.js("return document.querySelector('#verdict .facts a').getAttribute('href')");
     assert_eq!(link, "../incident-20261121T101500Z-00000001/report.html");
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -122,7 +124,7 @@ fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
     browser.open(&report_of(folder.path()).0);
-    pictures(&browser, "verdict");
+    take_pictures(&browser, "verdict");
     let sentence = browser.text("h1");
     assert!(sentence.contains("ank 2"), "{sentence}");
     assert!(browser.text(".culprit-card").contains("gpu-node-000"));
@@ -148,7 +150,7 @@ fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
     browser.click("#panel details.child > summary");
     let reads = || browser.text("#panel details.child").contains("indexed.py:214");
     wait_until(PATIENCE, "the stack of the worker is shown", reads);
-    pictures(&browser, "rank-panel");
+    take_pictures(&browser, "rank-panel");
     browser.click("#close-panel");
     assert_eq!(browser.js("return document.activeElement.id"), "cell-2");
 
@@ -158,7 +160,7 @@ fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
     let frames: Vec<&str> = frames.as_array().expect("a list").iter().filter_map(|frame| frame.as_str()).collect();
     assert_eq!(&frames[..3], ["_start", "__libc_start_main", "<module>"], "{frames:?}");
     assert!(frames.contains(&"cuCtxSynchronize"), "{frames:?}");
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -198,7 +200,7 @@ fn everything_can_be_done_with_the_keyboard() {
     browser.keys(ESCAPE);
     assert_eq!(browser.js("return document.querySelector('#panel').hidden"), true);
     assert_eq!(browser.js("return document.activeElement.id"), "cell-1");
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -218,7 +220,7 @@ fn dark_and_light_follow_the_system_until_somebody_chooses() {
     browser.click("#theme");
     assert_eq!(browser.text("#theme"), "Theme: light");
     assert!(brightness() > 600);
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -252,7 +254,7 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     browser.keys("cudaMemcpy");
     assert!(browser.text("#lanes-found").contains("bars in the shown lanes"), "{}", browser.text("#lanes-found"));
     browser.picture("lanes-open");
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -286,7 +288,7 @@ fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
     for condition in ["stopped", "d_state", "dead", "no_dump"] {
         assert_eq!(browser.count(&format!("#strip .cell.{condition}")), 1, "{condition}");
     }
-    pictures(&browser, "large");
+    take_pictures(&browser, "large");
     // One rank of a thousand is less than a pixel wide, but it is a culprit.
     browser.click("#flame .many.culprit");
     assert!(browser.text("#detail").contains("@389|0-388/390-1023"), "{}", browser.text("#detail"));
@@ -297,7 +299,7 @@ fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
     assert!((10..3000).contains(&drawn), "{drawn} frames are in the page");
     browser.click("#cell-389");
     assert!(browser.text("#panel").contains("115 other threads did not move"), "{}", browser.text("#panel"));
-    quiet(&browser);
+    check_no_complaints(&browser);
 }
 
 #[test]
@@ -314,5 +316,5 @@ fn hostile_names_are_shown_as_text() {
     assert_ne!(browser.js("return document.title"), "owned");
     assert!(browser.text("#panel").contains("onerror="));
     assert!(browser.fits());
-    quiet(&browser);
+    check_no_complaints(&browser);
 }

@@ -53,11 +53,13 @@ impl Check<'_> {
     }
 }
 
-fn one(name: &str) -> Vec<Output> {
+/// Runs a check of `checks.py` in one process.
+fn check(name: &str) -> Vec<Output> {
     Check { name, ranks: 1, environment: &[] }.succeeds()
 }
 
-fn several(name: &str, ranks: usize) -> Vec<Output> {
+/// Runs a check of `checks.py` as a job of some ranks.
+fn check_ranks(name: &str, ranks: usize) -> Vec<Output> {
     Check { name, ranks, environment: &[] }.succeeds()
 }
 
@@ -77,13 +79,13 @@ fn simulated(program: &Path) -> Command {
 
 #[test]
 fn streams_run_in_order_and_events_mark_their_progress() {
-    let outputs = one("streams_and_events");
+    let outputs = check("streams_and_events");
     assert_eq!(outputs[0].stderr, "", "the libraries print nothing");
 }
 
 #[test]
 fn the_legacy_stream_and_blocking_streams_wait_for_each_other() {
-    one("legacy_stream_waits_for_blocking_streams");
+    check("legacy_stream_waits_for_blocking_streams");
 }
 
 #[test]
@@ -94,12 +96,12 @@ fn a_full_queue_blocks_the_host() {
 
 #[test]
 fn capture_follows_the_rules_of_cuda() {
-    one("capture_rules");
+    check("capture_rules");
 }
 
 #[test]
 fn a_graph_keeps_alive_what_it_refers_to() {
-    one("user_objects");
+    check("user_objects");
 }
 
 #[test]
@@ -133,42 +135,42 @@ fn get_proc_address_has_two_forms_of_a_function() {
 
 #[test]
 fn modules_define_kernels() {
-    one("modules");
+    check("modules");
 }
 
 #[test]
 fn the_runtime_launches_registered_kernels() {
-    one("registered_kernels");
+    check("registered_kernels");
 }
 
 #[test]
 fn memory_and_devices() {
-    one("memory");
+    check("memory");
 }
 
 #[test]
 fn forked_children_are_refused_or_work_completely() {
-    one("forks");
+    check("forks");
 }
 
 #[test]
 fn four_ranks_get_right_results_from_every_collective() {
-    several("collectives", 4);
+    check_ranks("collectives", 4);
 }
 
 #[test]
 fn sends_and_receives_of_a_group_do_not_wait_for_each_other() {
-    several("point_to_point", 4);
+    check_ranks("point_to_point", 4);
 }
 
 #[test]
 fn a_missing_rank_leaves_events_pending() {
-    several("missing_rank", 4);
+    check_ranks("missing_rank", 4);
 }
 
 #[test]
 fn ranks_that_call_different_collectives_hang() {
-    several("shape_mismatch_of_the_program", 2);
+    check_ranks("shape_mismatch_of_the_program", 2);
 }
 
 #[test]
@@ -212,51 +214,51 @@ fn fault_slow_is_the_kernels_of_one_rank_and_a_bad_fault_is_named_once() {
 
 #[test]
 fn nonblocking_communicators_are_in_progress_until_all_are_in() {
-    several("nonblocking", 2);
-    several("nonblocking_children", 2);
+    check_ranks("nonblocking", 2);
+    check_ranks("nonblocking_children", 2);
 }
 
 #[test]
 fn kernels_of_several_processes_wait_for_the_flags_of_each_other() {
-    several("kernels_meet", 2);
+    check_ranks("kernels_meet", 2);
 }
 
 #[test]
 fn an_abort_releases_what_is_pending() {
-    several("abort", 2);
+    check_ranks("abort", 2);
 }
 
 #[test]
 fn communicators_split_and_shrink() {
-    several("split_and_shrink", 4);
+    check_ranks("split_and_shrink", 4);
 }
 
 #[test]
 fn a_communicator_grows() {
-    several("grown", 4);
-    several("children_of_a_grown_one", 4);
+    check_ranks("grown", 4);
+    check_ranks("children_of_a_grown_one", 4);
 }
 
 #[test]
 fn a_graph_holds_collectives() {
-    several("captured_collectives", 2);
+    check_ranks("captured_collectives", 2);
 }
 
 #[test]
 fn a_lost_device_and_a_destroyed_context_answer_errors() {
     let environment = [("XPU_SIM_FAULT", "lost:n=3")];
     Check { name: "a_lost_device_answers_its_error", ranks: 1, environment: &environment }.succeeds();
-    one("a_destroyed_context_has_no_events");
+    check("a_destroyed_context_has_no_events");
 }
 
 #[test]
 fn green_contexts_have_streams_and_belong_to_one_thread() {
-    several("green_contexts", 2);
+    check_ranks("green_contexts", 2);
 }
 
 #[test]
 fn one_process_drives_all_devices() {
-    one("one_process_all_devices");
+    check("one_process_all_devices");
 }
 
 #[test]
@@ -266,7 +268,7 @@ fn a_job_that_ends_leaves_nothing_in_shared_memory() {
     // at.
     let stale = Path::new("/dev/shm/xpu-sim-nccl-00000000000000000000000000stale");
     fs::write(stale, [0; 64]).unwrap();
-    several("split_and_shrink", 4);
+    check_ranks("split_and_shrink", 4);
     assert!(!stale.exists());
 }
 

@@ -3,7 +3,7 @@
 
 mod cases;
 
-use cases::reference;
+use cases::check_with_reference;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -454,6 +454,8 @@ fn a_closed_pipe_is_success_and_a_full_disk_is_not() {
     assert_eq!(status(full.into()), Some(1));
 }
 
+/// The name of a function, a file or a state: mostly one of few, and some that a line of a folded
+/// file cannot contain.
 fn name() -> impl Strategy<Value = String> {
     prop_oneof![6 => "[ab]", 1 => Just("x.lto_priv.1".to_owned()), 1 => "[a;@ |/#\\n\u{e4}\u{85}]{0,3}", 1 => any::<String>()]
 }
@@ -499,7 +501,7 @@ proptest! {
             put(dir.path(), &format!("{rank:05}-{world:05}.stacktrace"), dump);
         }
         view_ok(dir.path());
-        prop_assert_eq!(reference(dir.path(), dir.path()), Vec::<String>::new());
+        prop_assert_eq!(check_with_reference(dir.path(), dir.path()), Vec::<String>::new());
     }
 }
 
@@ -509,7 +511,8 @@ fn rank6() -> tempfile::TempDir {
     folder
 }
 
-fn narrowed(folder: &Path, arguments: &[&str]) -> Output {
+/// Runs the viewer on a folder with more arguments; it must succeed.
+fn view_with(folder: &Path, arguments: &[&str]) -> Output {
     let mut all: Vec<&OsStr> = vec!["--path".as_ref(), folder.as_ref()];
     all.extend(arguments.iter().map(OsStr::new));
     let output = run(&all);
@@ -522,14 +525,14 @@ fn filters_show_stacks_and_replace_no_file() {
     let folder = rank6();
     let files = || fs::read_dir(folder.path()).unwrap().count();
     let before = files();
-    let output = narrowed(folder.path(), &["--rank", "6", "--grep", "barrier"]);
+    let output = view_with(folder.path(), &["--rank", "6", "--grep", "barrier"]);
     assert!(output.stdout.starts_with("1 of the 1 requested rank has a dump."), "{}", output.stdout);
     let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
     assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
     assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");
     assert_eq!(files(), before, "a part of the folder is not written over the whole");
 
-    let output = narrowed(folder.path(), &["--grep", "barrier", "--json"]);
+    let output = view_with(folder.path(), &["--grep", "barrier", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");
     assert_eq!((&json["world"], &json["ranks"]), (&8.into(), &"0-7".into()));
     let stacks = json["stacks"].as_array().unwrap();
@@ -545,7 +548,7 @@ fn filters_show_stacks_and_replace_no_file() {
 #[test]
 fn filtered_files_are_written_to_the_output_folder() {
     let (folder, output) = (rank6(), tempfile::tempdir().unwrap());
-    narrowed(folder.path(), &["--rank", "6", "--folded", "--output", output.path().to_str().unwrap()]);
+    view_with(folder.path(), &["--rank", "6", "--folded", "--output", output.path().to_str().unwrap()]);
     let python = fs::read_to_string(output.path().join("py_stack")).unwrap();
     assert!(python.lines().all(|line| line.ends_with("@6|0-5/7 1")), "{python}");
     assert_eq!(fs::read_dir(output.path()).unwrap().count(), 2);
@@ -558,7 +561,7 @@ fn all_incidents_are_listed() {
         fs::create_dir(folder.path().join(name)).unwrap();
     }
     fs::write(folder.path().join("incident-20261121T101500Z-3/verdict.txt"), "Rank 2 stands.\n").unwrap();
-    let output = narrowed(folder.path(), &["--list"]);
+    let output = view_with(folder.path(), &["--list"]);
     let lines: Vec<_> = output.stdout.lines().collect();
     assert_eq!(lines[..2], ["2026-11-21T10:15:00Z  incident-20261121T101500Z-3", "    Rank 2 stands."]);
     assert!(lines[2].ends_with("incident-20261121T101800Z-4"), "{lines:?}");

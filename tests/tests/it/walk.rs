@@ -30,9 +30,10 @@ fn commands() -> Vec<(String, String)> {
     commands
 }
 
-fn under<'a>(commands: &'a [(String, String)], words: &str) -> &'a str {
+/// The command below the comment that contains these words.
+fn command_below<'a>(commands: &'a [(String, String)], words: &str) -> &'a str {
     let found = commands.iter().find(|(comment, _)| comment.contains(words));
-    &found.unwrap_or_else(|| panic!("the page has no command under {words:?}: {commands:#?}")).1
+    &found.unwrap_or_else(|| panic!("the page has no command below {words:?}: {commands:#?}")).1
 }
 
 /// `head` means the head's address on every node.
@@ -130,12 +131,12 @@ fn three_nodes_as_documented() {
     fs::set_permissions(folder.join("bin/torchrun"), fs::Permissions::from_mode(0o755)).unwrap();
 
     let head = Job::new().within(&network.namespace(0));
-    let collector = Process::spawn(&mut shell(&head, folder, under(&commands, "once, on the machine `head`")));
+    let collector = Process::spawn(&mut shell(&head, folder, command_below(&commands, "once, on the machine `head`")));
     wait_until(PATIENCE, "the cluster collector listens", || collector.stderr().contains("listening on https://"));
 
     let rendezvous = folder.join("rendezvous");
     fs::create_dir(&rendezvous).unwrap();
-    let on_a_node = under(&commands, "on each of three nodes");
+    let on_a_node = command_below(&commands, "on each of three nodes");
     assert!(on_a_node.contains("--node-rank=N") && on_a_node.contains("--nproc-per-node=8"), "{on_a_node}");
     let nodes: Vec<(Job, Process)> = (0..3u32)
         .map(|number| {
@@ -160,7 +161,7 @@ fn three_nodes_as_documented() {
     }
 
     // An on-call person, on one of the nodes.
-    let anywhere = under(&commands, "anywhere");
+    let anywhere = command_below(&commands, "anywhere");
     let exports: Vec<&str> = on_a_node.lines().filter(|line| line.starts_with("export ")).collect();
     let variables = exports.join("\n");
     let reader = Job::new().within(&network.namespace(2));

@@ -9,8 +9,7 @@ use super::data::{
 use super::mixed::mix;
 use crate::absent_ranks::{Absence, AbsentRanks};
 use crate::dump::{self, Dump, Threads};
-use crate::merge::{Interned, Merged, Merger, Mode};
-use crate::stacks::{StackEnd, StackId, Stacks};
+use crate::merge::{Interned, Merged, Merger, Mode, StackEnd, StackId, Stacks};
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
 use xpu_timer_analysis::Verdict;

@@ -13,7 +13,7 @@ use object::{
     read::elf::{ElfFile64, FileHeader, SectionHeader, Sym, SymbolTable},
 };
 
-use crate::memory::{self, snapshot::Snapshot};
+use crate::memory::{self, Snapshot};
 
 use super::{Layout, OFFSETS, layouts::LAYOUTS};
 

@@ -18,7 +18,7 @@ use crate::{
 };
 
 use super::{
-    frame::RawFrame,
+    RawFrame,
     prologue::{self, FrameLayout},
 };
 

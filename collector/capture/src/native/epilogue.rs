@@ -6,7 +6,7 @@
 //! single system call, as in Go. For any other code there is no result, because it would be a
 //! guess.
 
-use super::frame::{FRAME_POINTER, PC, Registers, STACK_POINTER};
+use super::{FRAME_POINTER, PC, Registers, STACK_POINTER};
 
 /// Maximum number of bytes of code to read.
 pub(crate) const MAX_CODE_BYTES: usize = 64;

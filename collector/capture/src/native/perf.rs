@@ -15,7 +15,7 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::memory::Region;
 
-use super::frame::Registers;
+use super::Registers;
 
 /// CPU time of the thread until the sample. The kernel's minimum is 10 us.
 const PERIOD_NS: u64 = 20_000;

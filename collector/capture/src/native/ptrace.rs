@@ -18,7 +18,7 @@ use xpu_timer_proto::procfs;
 
 use crate::{error::Error, kernel::permission};
 
-use super::frame::Registers;
+use super::Registers;
 
 /// Usual maximum time until a thread on another CPU has stopped.
 const SPIN_TIME: Duration = Duration::from_micros(20);

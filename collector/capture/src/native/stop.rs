@@ -11,8 +11,8 @@ use xpu_timer_proto::{
 use crate::{error::Error, memory::Region};
 
 use super::{
+    RawFrame, Registers,
     address_space::AddressSpace,
-    frame::{RawFrame, Registers},
     ptrace::{self, RaisedPriority, Stop},
     thread::{CopyBuffers, Thread, copy_and_unwind, initial_copy_length},
     unwind::{End, Memory, unwind},

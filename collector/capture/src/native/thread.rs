@@ -19,8 +19,8 @@ use crate::{
 };
 
 use super::{
+    RawFrame, Registers,
     address_space::AddressSpace,
-    frame::{RawFrame, Registers},
     perf::Sample,
     unwind::{End, Memory, unwind},
 };

@@ -10,10 +10,11 @@ use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, Un
 use crate::{error::Error, memory::Region, objects::image::RuleSection};
 
 use super::{
+    FRAME_POINTER, PC, RawFrame, Registers, STACK_POINTER, SYSCALL_RESULT,
     address_space::{AddressSpace, MappedObject},
     epilogue,
-    frame::{FRAME_POINTER, PC, RawFrame, Registers, STACK_POINTER, SYSCALL_RESULT, register_name},
     prologue::{FrameLayout, FramePointer},
+    register_name,
 };
 
 /// Maximum number of frames of one thread. The unwinding of a deeper stack ends there, with

@@ -50,6 +50,9 @@ const USER_POLLS: usize = 2;
 const BUSY_POLLS: usize = 5;
 /// How often to sample a thread until its Python stack agrees with its native stack.
 const ATTEMPTS: usize = 4;
+/// Why a thread that does not leave a system call was not sampled.
+const BUSY_IN_SYSTEM_CALL: &str = "the thread is busy inside a system call, where a user without CAP_PERFMON may \
+    sample it only if /proc/sys/kernel/perf_event_paranoid is below 2";
 
 /// State that is shared by the running threads of one process.
 pub(crate) struct RunningThreads<'a> {
@@ -288,11 +291,7 @@ impl RunningThreads<'_> {
         let reason = match (&self.refusal, watched.mode) {
             _ if late => "the deadline passed before the thread was sampled".into(),
             (Some(_), _) => "the thread runs, and the kernel does not permit sampling it".into(),
-            (None, SampleMode::User) if busy => {
-                "the thread is busy inside a system call, where a user without CAP_PERFMON may sample \
-                                            it only if /proc/sys/kernel/perf_event_paranoid is below 2"
-                    .into()
-            }
+            (None, SampleMode::User) if busy => BUSY_IN_SYSTEM_CALL.into(),
             (None, SampleMode::Kernel) if busy => "the thread is busy inside the kernel".into(),
             _ if used == 0 => format!("the thread got no CPU for {} ms", waited.as_millis()),
             _ => format!("the thread ran for {} us in {} ms and was not sampled", used / 1000, waited.as_millis()),

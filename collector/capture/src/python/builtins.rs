@@ -2,7 +2,7 @@
 
 use crate::{
     cpython::Layout,
-    memory::snapshot::{ReadError, Snapshot},
+    memory::{ReadError, Snapshot},
 };
 
 /// Maximum number of characters of a string. Longer strings are cut.

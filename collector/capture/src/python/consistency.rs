@@ -5,8 +5,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::{
-    memory::snapshot::Snapshot,
-    native::{address_space::AddressSpace, frame::RawFrame, thread::Thread},
+    memory::Snapshot,
+    native::{RawFrame, address_space::AddressSpace, thread::Thread},
 };
 
 use super::{

@@ -18,7 +18,7 @@ use xpu_timer_proto::procfs;
 
 use crate::{
     cpython::Layout,
-    memory::snapshot::{ReadError, Snapshot},
+    memory::{ReadError, Snapshot},
     native::address_space::AddressSpace,
     objects::Images,
     pool::{self, PoolConfig},

@@ -6,7 +6,7 @@ use xpu_timer_proto::server::PySpyFrame;
 
 use crate::{
     cpython::Layout,
-    memory::snapshot::{ReadError, Snapshot},
+    memory::{ReadError, Snapshot},
 };
 
 use super::threads::ThreadState;

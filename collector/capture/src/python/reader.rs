@@ -9,10 +9,10 @@ use crate::{
         Layout,
         runtime::{Runtime, file_name},
     },
-    memory::snapshot::{ReadError, Snapshot},
+    memory::{ReadError, Snapshot},
     native::{
+        RawFrame,
         address_space::{AddressSpace, MappedObject},
-        frame::RawFrame,
     },
 };
 

@@ -11,10 +11,7 @@ use std::collections::HashMap;
 
 use crate::{
     cpython::Layout,
-    memory::{
-        self,
-        snapshot::{ReadError, Snapshot},
-    },
+    memory::{self, ReadError, Snapshot},
 };
 
 use super::builtins::{attributes, item, pairs, read_integer, string};

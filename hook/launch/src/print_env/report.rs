@@ -15,10 +15,7 @@ use xpu_timer_proto::{
     secrets,
 };
 
-use super::{
-    loaded::{self, Library},
-    target::{self, Process, Program, Target},
-};
+use super::target::{self, Library, Process, Program, Target};
 use crate::{collector, config::Config, preload};
 
 /// The contents of the report.
@@ -185,7 +182,7 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
         }
         None => (false, "the hook is not loaded: the process was not started under xpu_timer_launch".into()),
     };
-    let libraries = loaded::of_process(process);
+    let libraries = target::of_process(process);
     let mut hooked = Hooked {
         title: format!("process {} ({})", process.pid, process.command),
         loaded,
@@ -206,7 +203,7 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
 }
 
 fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result<Hooked> {
-    let (libraries, missing) = loaded::of_program(program)?;
+    let (libraries, missing) = target::of_program(program)?;
     let (loaded, words) = match hook {
         _ if let Some(elsewhere) = &program.elsewhere => (false, elsewhere.advice.clone()),
         _ if let Some(obstacle) = &program.image.obstacle => (false, obstacle.to_string()),
@@ -242,13 +239,13 @@ impl Hooked {
     /// Finds the libraries with functions that the hook has, and these functions.
     fn find(&mut self, libraries: &[Library], hook: Option<&Path>) {
         let Some(hook) = hook else { return };
-        let exports = match loaded::exported_functions(hook) {
+        let exports = match target::exported_functions(hook) {
             Ok(exports) => exports,
             Err(error) => return self.notes.push(format!("the hook cannot be read: {error:#}")),
         };
         for layer in Layer::ALL.into_iter().chain([Layer::Mpi]) {
             for library in libraries.iter().filter(|library| belongs(library, layer, self.family)) {
-                let functions = loaded::exported_functions(&library.file).map_err(|error| format!("{error:#}"));
+                let functions = target::exported_functions(&library.file).map_err(|error| format!("{error:#}"));
                 let functions = functions.map(|names| names.intersection(&exports).cloned().collect());
                 let layer = coverage::LAYERS[usize::from(layer.layer())];
                 self.libraries.push(HookedLibrary { layer, library: library.clone(), functions });

@@ -12,10 +12,7 @@ use anyhow::{Context, Result, ensure};
 use xpu_timer_tests::{Artifacts, Job, PATIENCE, Process, compile_c, idle_library};
 
 use super::nodes::RANKS;
-use crate::{
-    report::Report,
-    timing::{peak_bytes, processor_time},
-};
+use crate::report::{Report, peak_bytes, processor_time};
 
 const LAUNCHES_A_SECOND: f64 = 10_000.0;
 const PROCESSOR_LIMIT: f64 = 0.01;

@@ -29,7 +29,8 @@ use crate::report::Report;
 struct Loop {
     what: &'static str,
     python: PathBuf,
-    script: &'static str,
+    /// The argument of `training_loop.py`.
+    steps: &'static str,
     /// Folder of the device libraries, if it differs from that of other test jobs.
     library_path: Option<OsString>,
 }
@@ -37,7 +38,7 @@ struct Loop {
 impl Loop {
     fn plain() -> Self {
         let what = "400 kernels and 4 all-reduces a step";
-        Loop { what, python: python(), script: "hook_loop.py", library_path: None }
+        Loop { what, python: python(), steps: "kernels", library_path: None }
     }
 
     /// On PyPI's PyTorch, which is set up first.
@@ -45,7 +46,7 @@ impl Loop {
         let torch = PypiTorch::set_up()?;
         let what = "PyTorch DistributedDataParallel";
         let library_path = Some(torch.library_path()?);
-        Ok(Loop { what, python: torch.python(), script: "torch_loop.py", library_path })
+        Ok(Loop { what, python: torch.python(), steps: "torch", library_path })
     }
 }
 
@@ -96,7 +97,7 @@ impl Team {
             command.env("LD_LIBRARY_PATH", library_path);
         }
         command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
-        command.arg(tree().join("tests/bench/targets").join(training.script)).env("LOOP_CONTROL", &path);
+        command.arg(tree().join("tests/bench/targets/training_loop.py")).arg(training.steps).env("LOOP_CONTROL", &path);
         command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", hook);
         let launched = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn()?;
         let mut team = Team { job, launched, ranks: Vec::new() };
@@ -163,21 +164,22 @@ struct Added {
     alone: [Vec<f64>; 2],
 }
 
-/// Measures the loops.
+/// Measures the loops, and adds their figures to the report.
 pub fn training(hook: &Path, options: &Options, report: &mut Report) {
-    measured(hook, &Loop::plain(), options, report);
+    measure_loop(hook, &Loop::plain(), options, report);
     if options.torch {
         match Loop::torch() {
-            Ok(training) => measured(hook, &training, options, report),
+            Ok(training) => measure_loop(hook, &training, options, report),
             Err(error) => report.failed("a loop of PyPI's PyTorch", &error),
         }
     }
 }
 
-fn measured(hook: &Path, training: &Loop, options: &Options, report: &mut Report) {
+/// Measures one loop, and adds its figures to the report.
+fn measure_loop(hook: &Path, training: &Loop, options: &Options, report: &mut Report) {
     report.section(&format!("Hook: time added to a training loop of {RANKS} ranks: {}", training.what));
     let what = "added time: median (95 % interval)";
-    match measure(hook, training, options) {
+    match measure_pairs(hook, training, options) {
         Ok(added) => {
             let (wall, processor) = (Median::of(&added.wall), Median::of(&added.processor));
             let starts = added.wall.len();
@@ -199,7 +201,8 @@ fn measured(hook: &Path, training: &Loop, options: &Options, report: &mut Report
     }
 }
 
-fn measure(hook: &Path, training: &Loop, options: &Options) -> Result<Added> {
+/// Measures pairs of jobs until the figure is precise enough, or the time runs out.
+fn measure_pairs(hook: &Path, training: &Loop, options: &Options) -> Result<Added> {
     let mut added = Added::default();
     let deadline = Instant::now() + Duration::from_secs(options.loop_seconds);
     while Instant::now() < deadline

@@ -1,11 +1,19 @@
-//! Arguments from C.
+//! What code that is called from C needs: arguments, and handles of objects.
 //!
-//! A C function trusts its caller about every pointer, and so do these types. They contain all of
-//! that trust, so that the functions themselves are safe Rust.
+//! A C function trusts its caller about every pointer, and so do the types of arguments. They
+//! contain all of that trust, so that the functions themselves are safe Rust.
+//!
+//! C sees the address of an object as its handle, and a table contains the live addresses. A freed
+//! address may be used again, as with the real libraries. An address that was never a handle, or is
+//! already freed, is an error and not a crash.
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char};
+use std::{
+    collections::HashMap,
+    ffi::{CStr, c_char},
+    sync::{Arc, PoisonError, RwLock},
+};
 
 /// A required pointer was NULL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,4 +228,50 @@ pub fn read<T: Copy>(from: usize, index: usize) -> T {
 pub fn write<T: Copy>(to: usize, index: usize, value: T) {
     // SAFETY: the caller guarantees the range.
     unsafe { (to as *mut T).add(index).write_unaligned(value) };
+}
+
+/// The live objects of one kind.
+#[derive(Debug)]
+pub struct Handles<T> {
+    table: RwLock<Option<HashMap<usize, Arc<T>>>>,
+}
+
+impl<T> Handles<T> {
+    /// An empty table.
+    #[must_use]
+    pub const fn new() -> Self {
+        Handles { table: RwLock::new(None) }
+    }
+
+    /// Adds an object and returns its handle.
+    pub fn insert(&self, object: Arc<T>) -> usize {
+        let handle = Arc::as_ptr(&object) as usize;
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.get_or_insert_default().insert(handle, object);
+        handle
+    }
+
+    /// The object of a handle.
+    pub fn get(&self, handle: usize) -> Option<Arc<T>> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        table.as_ref()?.get(&handle).cloned()
+    }
+
+    /// Removes an object.
+    pub fn remove(&self, handle: usize) -> Option<Arc<T>> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.as_mut()?.remove(&handle)
+    }
+
+    /// All objects, unordered.
+    pub fn all(&self) -> Vec<Arc<T>> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        table.as_ref().map(|table| table.values().cloned().collect()).unwrap_or_default()
+    }
+}
+
+impl<T> Default for Handles<T> {
+    fn default() -> Self {
+        Self::new()
+    }
 }

@@ -6,9 +6,38 @@
 #![deny(unsafe_code)]
 
 pub mod cuda;
-pub mod driver;
 pub mod fault;
 pub mod ffi;
-pub mod handles;
 pub mod nccl;
-pub mod trace;
+
+/// Prints one line on stderr for every call when `XPU_SIM_DEBUG` is set. Otherwise the simulated
+/// device prints nothing.
+pub mod trace {
+    use std::{fmt, io::Write, sync::LazyLock};
+
+    static ENABLED: LazyLock<bool> =
+        LazyLock::new(|| std::env::var_os("XPU_SIM_DEBUG").is_some_and(|value| !value.is_empty() && value != "0"));
+
+    /// Traces that `function` returned `code`.
+    #[inline]
+    pub fn returned(function: &str, code: i32) {
+        if *ENABLED {
+            line(format_args!("{function} = {code}"));
+        }
+    }
+
+    /// Traces a message.
+    pub fn note(message: fmt::Arguments) {
+        if *ENABLED {
+            line(message);
+        }
+    }
+
+    fn line(message: fmt::Arguments) {
+        // One write per line, so that the lines of several ranks do not mix. If stderr is closed,
+        // the line is lost.
+        let thread = std::thread::current();
+        let text = format!("sim[{}/{}] {message}\n", std::process::id(), thread.name().unwrap_or("?"));
+        let _ = std::io::stderr().write_all(text.as_bytes());
+    }
+}

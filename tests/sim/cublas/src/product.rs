@@ -1,10 +1,11 @@
 //! A matrix product in the argument buffer of a kernel, and its computation. Column-major, as in
 //! BLAS.
 
+#![deny(unsafe_code)]
+
 use half::{bf16, f16};
 use sim_abi::{
-    cuda::{CuError, StreamHandle},
-    driver::HostKernels,
+    cuda::{CuError, HostKernels, StreamHandle},
     ffi::{read, write},
 };
 

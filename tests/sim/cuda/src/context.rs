@@ -13,7 +13,7 @@ use std::{
 
 use sim_abi::{
     cuda::{ContextHandle, CuError, Device},
-    handles::Handles,
+    ffi::Handles,
 };
 
 use crate::{process, queue::open_queues};

@@ -8,11 +8,8 @@
 mod api;
 mod capture;
 mod context;
-mod event;
-mod graph;
 mod memory;
 mod module;
 mod process;
 mod queue;
-mod record;
 mod stream;

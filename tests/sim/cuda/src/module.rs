@@ -21,8 +21,7 @@ use std::{
 
 use sim_abi::{
     cuda::{CuError, FunctionHandle, HOST_IMAGE, HostImage, ModuleHandle, TEXT_IMAGE},
-    ffi::{In, Text},
-    handles::Handles,
+    ffi::{Handles, In, Text},
 };
 
 /// All loaded modules.

@@ -4,7 +4,6 @@
 
 mod device;
 mod launch;
-mod memory;
 mod stream;
 
 /// Defines exported functions whose bodies are `Result<(), CuError>`.

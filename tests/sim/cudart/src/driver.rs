@@ -5,9 +5,8 @@ use std::{ffi::c_char, sync::OnceLock};
 use sim_abi::{
     cuda::{
         ContextHandle, CuError, Device, DevicePointer, EventHandle, ExecHandle, FunctionHandle, GraphHandle,
-        LaunchConfig, ModuleHandle, StreamHandle,
+        LaunchConfig, ModuleHandle, PER_THREAD, StreamHandle,
     },
-    driver::PER_THREAD,
     driver_table,
     ffi::{In, Out, Text},
 };

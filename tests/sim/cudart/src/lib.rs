@@ -9,5 +9,4 @@
 
 mod api;
 mod driver;
-mod fatbin;
 mod state;

@@ -24,8 +24,8 @@ use sim_abi::{
 use crate::{
     communicator::Communicator,
     driver::{cuda, driver},
-    group, init, reduce,
-    task::{Combine, Op, Task},
+    group,
+    task::{self, Combine, Op, Task},
 };
 
 thread_local! {
@@ -84,17 +84,17 @@ nccl_api! {
     }
 
     fn ncclGetUniqueId / pncclGetUniqueId(id: Out<UniqueId>) {
-        Ok(id.set(init::unique_id()?)?)
+        Ok(id.set(group::unique_id()?)?)
     }
 
     fn ncclCommInitRank / pncclCommInitRank(communicator: Out<CommHandle>, ranks: i32, id: UniqueId, rank: i32) {
-        init::init_rank(communicator, ranks, id, rank, In::null())
+        group::init_rank(communicator, ranks, id, rank, In::null())
     }
 
     fn ncclCommInitRankConfig / pncclCommInitRankConfig(
         communicator: Out<CommHandle>, ranks: i32, id: UniqueId, rank: i32, config: In<Config>
     ) {
-        init::init_rank(communicator, ranks, id, rank, config)
+        group::init_rank(communicator, ranks, id, rank, config)
     }
 
     fn ncclCommInitRankScalable / pncclCommInitRankScalable(
@@ -105,7 +105,7 @@ nccl_api! {
         }
         // Several ids only distribute the rendezvous. All ranks have all of them, and the first is
         // enough.
-        init::init_rank(communicator, ranks, ids.get()?, rank, config)
+        group::init_rank(communicator, ranks, ids.get()?, rank, config)
     }
 
     fn ncclCommInitAll / pncclCommInitAll(communicators: Out<CommHandle>, count: i32, devices: In<i32>) {
@@ -115,24 +115,24 @@ nccl_api! {
     fn ncclCommSplit / pncclCommSplit(
         communicator: CommHandle, color: i32, key: i32, child: Out<CommHandle>, config: In<Config>
     ) {
-        init::split(communicator, color, key, child, config)
+        group::split(communicator, color, key, child, config)
     }
 
     fn ncclCommShrink / pncclCommShrink(
         communicator: CommHandle, excluded: In<i32>, count: i32, child: Out<CommHandle>, config: In<Config>, flags: i32
     ) {
         const ABORT: i32 = 1;
-        init::shrink(communicator, excluded, count, child, config, flags & ABORT != 0)
+        group::shrink(communicator, excluded, count, child, config, flags & ABORT != 0)
     }
 
     fn ncclCommGetUniqueId / pncclCommGetUniqueId(communicator: CommHandle, id: Out<UniqueId>) {
-        Ok(id.set(init::grow_id(communicator)?)?)
+        Ok(id.set(group::grow_id(communicator)?)?)
     }
 
     fn ncclCommGrow / pncclCommGrow(
         communicator: CommHandle, ranks: i32, id: In<UniqueId>, rank: i32, grown: Out<CommHandle>, config: In<Config>
     ) {
-        init::grow(communicator, ranks, id, rank, grown, config)
+        group::grow(communicator, ranks, id, rank, grown, config)
     }
 
     fn ncclCommFinalize / pncclCommFinalize(communicator: CommHandle) {
@@ -525,7 +525,7 @@ fn init_all(communicators: Out<CommHandle>, count: i32, devices: In<i32>) -> Res
             let mut context = 0;
             cuda((driver.primary_retain)(Out::to(&mut context), *device))?;
             cuda((driver.context_set_current)(context))?;
-            init::init_rank(communicators.offset(rank), count as i32, id, rank as i32, In::null())?;
+            group::init_rank(communicators.offset(rank), count as i32, id, rank as i32, In::null())?;
         }
         Ok(())
     });
@@ -603,7 +603,7 @@ impl Call {
         let dtype = DataType::new(self.dtype).ok_or(NcclError::INVALID_ARGUMENT)?;
         let combine = self.combine.map_or(Ok(Combine::Sum), combine_of)?;
         let rank = usize::try_from(self.rank).map_err(|_| NcclError::INVALID_ARGUMENT)?;
-        if rank >= ranks || (self.combine.is_some() && !reduce::supports(dtype)) {
+        if rank >= ranks || (self.combine.is_some() && !task::can_reduce(dtype)) {
             return Err(NcclError::INVALID_ARGUMENT);
         }
         let (send, recv, count) = (self.send, self.recv, self.count);

@@ -10,7 +10,7 @@ use std::{
 
 use sim_abi::{
     cuda::{ContextHandle, Device, EventHandle, StreamHandle},
-    handles::Handles,
+    ffi::Handles,
     nccl::{CommHandle, NcclError},
 };
 

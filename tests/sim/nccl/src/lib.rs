@@ -12,8 +12,5 @@ mod arena;
 mod communicator;
 mod driver;
 mod group;
-mod init;
 mod kernel;
-mod launch;
-mod reduce;
 mod task;

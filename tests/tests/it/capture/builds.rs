@@ -10,7 +10,7 @@ use std::{
 use xpu_timer_proto::server::PstackStacktrace;
 use xpu_timer_tests::{lacks, skip};
 
-use super::target::{capture_until, describe, has_run, names, start, thread};
+use super::{capture_until, describe, has_run, names, start, thread};
 
 /// Builds a program with a compiler that takes `-o OUTPUT INPUT`.
 pub fn compile(folder: &Path, compiler: &str, source_name: &str, source: &str, arguments: &[&str]) -> PathBuf {

@@ -10,7 +10,7 @@ use nix::{
 use xpu_timer_capture::{Counter, Counts};
 use xpu_timer_tests::{PATIENCE, wait_until};
 
-use super::pythons;
+use super::python;
 
 /// The classes have the names of PyTorch's, and count like them.
 const LOADERS: &str = "\
@@ -81,7 +81,7 @@ else:
 
 #[test]
 fn collections_and_batches_are_counted_in_every_python() {
-    for python in pythons::all() {
+    for python in python::all() {
         let mut counter = Counter::default();
         let mut look = |pid: i32| {
             let counts = counter.read(&[pid], true, PATIENCE);

@@ -13,7 +13,7 @@ use xpu_timer_capture::{Capturer, Options, merge::merge};
 use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 
-use super::target::{capture_until, describe, has_run, names, start, thread};
+use super::{capture_until, describe, has_run, names, start, thread};
 
 const PROGRAM: &str = r#"
 #include <stdio.h>

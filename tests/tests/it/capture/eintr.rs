@@ -8,7 +8,7 @@ use xpu_timer_capture::{Capturer, Options};
 use xpu_timer_proto::server::{CaptureMethod, ProcessSample};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, wait_until};
 
-use super::target::{capture_until, capture_with, describe, has_run, start};
+use super::{capture_until, capture_with, describe, has_run, start};
 
 const CALLS: [&str; 9] =
     ["epoll_wait", "recv", "accept", "semop", "sigtimedwait", "nanosleep", "poll", "select", "futex"];

@@ -17,7 +17,7 @@ use xpu_timer_proto::{
 };
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
-use super::target::{
+use super::{
     LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, sleeps_in, start, thread,
     without_tables,
 };

@@ -6,7 +6,7 @@ use xpu_timer_capture::Options;
 use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_tests::{PATIENCE, lacks, skip, wait_until};
 
-use super::target::{
+use super::{
     LEVELS, SOON, capture_until, capture_with, describe, has_run, names, optimized, sleeps_in, start, stripped, thread,
     unoptimized, without_tables,
 };

@@ -12,7 +12,7 @@ use xpu_timer_tests::{Process, artifacts, compile_c, python, skip};
 
 use super::{
     builds::{check, compile},
-    target::{capture_until, describe, names, optimized, start},
+    capture_until, describe, names, optimized, start,
 };
 
 /// Runs what follows with system calls that fail: number and errno in turn, up to `--`.

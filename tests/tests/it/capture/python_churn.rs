@@ -11,7 +11,7 @@ use xpu_timer_capture::{Capturer, Options, merge::merge};
 use xpu_timer_proto::server::PySpyStacktrace;
 use xpu_timer_tests::PATIENCE;
 
-use super::pythons::{self, Python};
+use super::python::{self, Python};
 
 const CHAINS: usize = 29;
 const LEVELS: usize = 14;
@@ -113,7 +113,7 @@ fn churn(python: &Python) {
 
 #[test]
 fn no_wrong_stack_while_threads_come_and_go() {
-    for python in pythons::all() {
+    for python in python::all() {
         churn(&python);
     }
 }

@@ -11,8 +11,8 @@ use xpu_timer_proto::server::{ProcessSample, PySpyStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 
 use super::{
-    pythons::{self, Python, Script},
-    target::{capture_until, describe},
+    capture_until, describe,
+    python::{self, Python, Script},
 };
 
 const KINDS: &str = "\
@@ -197,7 +197,7 @@ fn check_kinds(python: &Python) {
 
 #[test]
 fn code_of_every_kind() {
-    for python in pythons::all() {
+    for python in python::all() {
         check_kinds(&python);
     }
 }
@@ -220,7 +220,7 @@ time.sleep(100000)
 
 #[test]
 fn five_thousand_frames() {
-    for python in pythons::all() {
+    for python in python::all() {
         let version = format!("3.{}", python.minor);
         let script = python.start(DEEP, &[]);
         let whole = |trace: &PySpyStacktrace| script.own(trace).len() == 5002;
@@ -263,7 +263,7 @@ time.sleep(100000)
 
 #[test]
 fn interpreters_within_interpreters() {
-    for python in pythons::all() {
+    for python in python::all() {
         let version = format!("3.{}", python.minor);
         let script = python.start(INTERPRETERS, &[]);
         let names =
@@ -307,7 +307,7 @@ fn check_holder(version: &str, script: &Script) {
 
 #[test]
 fn a_thread_that_sleeps_with_the_lock() {
-    for python in pythons::all() {
+    for python in python::all() {
         let version = format!("3.{}", python.minor);
         let script = python.start(HOLDER, &[]);
         check_holder(&version, &script);
@@ -327,7 +327,7 @@ while True:
 
 #[test]
 fn a_thread_that_collects_garbage() {
-    for python in pythons::all() {
+    for python in python::all() {
         let version = format!("3.{}", python.minor);
         for (word, collects) in [("collect", true), ("sum", false)] {
             let script = python.start(COLLECTOR, &[word]);
@@ -354,7 +354,7 @@ print('ready', flush=True)
 
 #[test]
 fn an_interpreter_that_shuts_down_says_so() {
-    for python in pythons::all() {
+    for python in python::all() {
         let version = format!("3.{}", python.minor);
         let script = python.start(ENDING, &[]);
         let last = |trace: &PySpyStacktrace| script.own(trace) == ["__del__:4"];

@@ -139,9 +139,9 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
     assert_eq!(collector.header(pid)[header::FILTERS_SEEN], 0);
 }
 
-/// Of a filter that is installed without the C library only the collector can tell, within a
-/// second. Until then a job in its steady state makes no call for the hook; a burst does, when it
-/// overtakes the watcher.
+/// Only the collector detects a filter that is installed without the C library, within a second.
+/// Until then, a job in its steady state makes no system call for the hook. A thread that launches
+/// in a burst makes one when it overtakes the watcher.
 #[test]
 fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
     for (how, words) in [
@@ -159,7 +159,7 @@ fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
         logged("registered");
         fs::write(job.dir.join("go"), "").unwrap();
         logged(words);
-        // From here on also a burst makes no call.
+        // From here on, a burst makes no system call either.
         let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
         seen.write_all_at(b"1", 0).unwrap();
         assert_continued(how, "kill", &process.wait(PATIENCE));

@@ -427,7 +427,7 @@ fn every_product_counts_and_only_a_sample_is_timed_unless_all_are_asked_for() {
 }
 
 #[test]
-fn the_watcher_breaks_no_capture_of_another_thread() {
+fn the_watcher_does_not_invalidate_a_capture_of_another_thread() {
     // It queries the end of the slow kernel all the time, which would be an error in a thread whose
     // capture mode is not relaxed.
     let job = Job::new();
@@ -445,12 +445,12 @@ fn the_watcher_breaks_no_capture_of_another_thread() {
     process.wait_for("captures\n", PATIENCE);
     collector.wait_hello();
     let pid = process.pid();
-    let beat = |record: FlightRecord| record.health.unwrap().heartbeat_ns;
-    let first = beat(collector.ring(pid));
-    wait_until(PATIENCE, "half a second of queries", || beat(collector.ring(pid)) > first + 500_000_000);
+    let heartbeat_ns = |record: FlightRecord| record.health.unwrap().heartbeat_ns;
+    let first_ns = heartbeat_ns(collector.ring(pid));
+    wait_until(PATIENCE, "half a second of queries", || heartbeat_ns(collector.ring(pid)) > first_ns + 500_000_000);
     let record = collector.ring(pid);
     let [kernel] = &operations(&record, Op::Kernel)[..] else { panic!("one kernel: {:?}", record.operations) };
-    assert_eq!(kernel.status(), OpStatus::Pending, "there is something to ask for");
+    assert_eq!(kernel.status(), OpStatus::Pending, "the watcher has an event to query");
     fs::write(job.path("stop"), "").unwrap();
     let output = process.wait(PATIENCE);
     assert_eq!((output.code(), output.stdout.as_str()), (0, "captures\ncaptured\n"), "{output:?}");

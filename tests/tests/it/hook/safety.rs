@@ -130,7 +130,7 @@ fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
     let guest = Guest::start("late");
     guest.say("go");
     guest.wait("late");
-    // A goodbye would have been said before.
+    // A Goodbye would have arrived before.
     guest.collector.hear_all();
     assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty());
     guest.say("leave");

@@ -9,15 +9,15 @@ use std::process::Command;
 use xpu_timer_proto::Message;
 use xpu_timer_tests::{PATIENCE, Process, python, rank6_dumps, tree};
 
-/// Fails unless the files in `written` are the expected result of the dumps in `folder`; the names
-/// of the files that hold no dump.
-pub fn reference(folder: &Path, written: &Path) -> Vec<String> {
-    let output = ask(folder, written);
+/// Checks with `reference.py` that the files in `written` are the result of the dumps in `folder`.
+/// Returns the names of the files that contain no dump.
+pub fn check_with_reference(folder: &Path, written: &Path) -> Vec<String> {
+    let output = run_reference(folder, written);
     assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
     output.stdout.lines().filter_map(|line| line.strip_prefix("left out: ")).map(str::to_owned).collect()
 }
 
-fn ask(folder: &Path, written: &Path) -> Output {
+fn run_reference(folder: &Path, written: &Path) -> Output {
     let script = tree().join("tests/tests/it/viewer/reference.py");
     Process::spawn(Command::new(python()).arg(script).arg(folder).arg(written)).wait(PATIENCE)
 }
@@ -27,7 +27,7 @@ fn the_reference_sees_every_kind_of_difference() {
     let dir = tempfile::tempdir().unwrap();
     copy_rank6(dir.path(), false);
     view_ok(dir.path());
-    assert_eq!(reference(dir.path(), dir.path()), Vec::<String>::new());
+    assert_eq!(check_with_reference(dir.path(), dir.path()), Vec::<String>::new());
     let svg = fs::read_to_string(dir.path().join("py_stack.svg")).unwrap();
     let fill = svg.split("barrier@").nth(1).and_then(|rest| rest.split("fill=\"").nth(1)).unwrap();
     let fill = fill.split('"').next().unwrap().to_owned();
@@ -46,7 +46,7 @@ fn the_reference_sees_every_kind_of_difference() {
         let wrong = right.replacen(from, to, 1);
         assert_ne!(right, wrong, "{file} holds no {from:?}");
         fs::write(&path, wrong).unwrap();
-        assert_eq!(ask(dir.path(), dir.path()).code(), 1, "{file}: {from:?} as {to:?}");
+        assert_eq!(run_reference(dir.path(), dir.path()).code(), 1, "{file}: {from:?} as {to:?}");
         fs::write(&path, right).unwrap();
     }
 }
@@ -100,7 +100,7 @@ fn broken_files_are_skipped_according_to_the_wire_format() {
         .filter_map(|line| Some(format!("'{}'", line.strip_prefix("warning: ")?.split_once(" is left out: ")?.0)))
         .collect();
     left_out.sort();
-    let expected = reference(dir.path(), output.path());
+    let expected = check_with_reference(dir.path(), output.path());
     assert!(expected.len() > 50, "{expected:?}");
     assert_eq!(left_out, expected);
 }
@@ -124,7 +124,7 @@ fn odd_names_of_ranks_worlds_and_folders() {
             put(dir.path(), name, &dump(state, &native[i % 2..], &python[..=i % 2]));
         }
         view_ok(dir.path());
-        assert_eq!(reference(dir.path(), dir.path()), Vec::<String>::new(), "{names:?}");
+        assert_eq!(check_with_reference(dir.path(), dir.path()), Vec::<String>::new(), "{names:?}");
     }
 
     // From within the folder above, by names that look like options or lead elsewhere.
@@ -137,7 +137,7 @@ fn odd_names_of_ranks_worlds_and_folders() {
         command.current_dir(above.path()).args(["--path", path, "--output", output]);
         let told = Process::spawn(&mut command).wait(PATIENCE);
         assert_eq!(told.code(), 0, "{path}: {}", told.stderr);
-        assert_eq!(reference(&above.path().join(path), &above.path().join(output)), Vec::<String>::new());
+        assert_eq!(check_with_reference(&above.path().join(path), &above.path().join(output)), Vec::<String>::new());
     }
     assert_eq!(fs::read_dir(above.path().join("-dash")).unwrap().count(), 1);
 }

@@ -126,3 +126,171 @@ function buildLegend() {
   }
   byId("legend").replaceChildren(...entries);
 }
+
+// The panel of one rank: its identity, its progress, and the stacks of all its threads in both samples.
+
+function openRank(rank) {
+  show({ rank });
+  drawPanel(rank);
+  const panel = byId("panel");
+  panel.hidden = false;
+  panel.scrollIntoView({ block: "start" });
+  panel.focus({ preventScroll: true });
+}
+
+function closePanel() {
+  const cell = byId(`cell-${view.rank}`);
+  byId("panel").hidden = true;
+  show({ rank: null });
+  if (cell) {
+    focusOnly(byId("strip"), cell);
+    cell.focus();
+  }
+}
+
+function drawPanel(rank) {
+  const panel = byId("panel");
+  const entry = RANKS.get(rank);
+  const condition = conditionOf(rank);
+  const state = RANK_STATES.get(rank);
+  const neighbourButton = (step) => {
+    const to = rank + step;
+    return el(
+      "button",
+      { type: "button", class: "small", disabled: to < 0 || to >= HIGHEST, "aria-label": `Rank ${to}`, onclick: () => openRank(to) },
+      step < 0 ? "← Previous" : "Next →",
+    );
+  };
+  panel.replaceChildren(
+    el(
+      "div",
+      { class: "panel-head" },
+      el("h2", { id: "panel-title" }, `Rank ${rank}`, containsRank(CULPRITS, rank) ? el("span", { class: "tag small" }, "culprit") : null),
+      el("div", { class: "buttons" }, neighbourButton(-1), neighbourButton(1), el("button", { type: "button", class: "small", id: "close-panel", onclick: closePanel }, "Close")),
+    ),
+  );
+  const facts = [
+    ["State", entry && condition === "alive" ? D.texts[entry.last.state] : [CONDITIONS[condition].word, entry ? D.texts[entry.last.state] : ""].filter(Boolean).join(": ")],
+    ["Process", entry?.pid ? `${entry.pid}` : ""],
+    ["Node", nodeOf(rank)],
+    ["Command", entry ? D.texts[entry.command] : ""],
+    ["Activity", state && state.activity !== "unknown" ? state.activity.replaceAll("_", " ") : ""],
+  ];
+  if (entry?.moved) {
+    const { cpu_ms, io_bytes, stacks, ran } = entry.moved;
+    const detail = `CPU ${timeText(cpu_ms)}, ${bytesText(io_bytes)} read and written, ${plural(stacks, "thread")} with a changed stack, ${ran} ran`;
+    facts.push(["Between the samples", `${movedText(entry.moved)} (${detail})`]);
+  }
+  panel.append(factList(facts));
+  const why = absentOf(rank)?.why;
+  const known = (state?.errors ?? []).filter((error) => !why?.includes(error));
+  const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
+  if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
+  if (!entry) {
+    panel.append(el("p", {}, "There is no dump of this rank."));
+    return;
+  }
+  panel.append(...process(entry.first, entry.last));
+  for (const child of entry.children ?? []) {
+    const [first, last] = [child.samples[child.samples.length - 2], child.samples[child.samples.length - 1]];
+    const title = `Child process ${child.pid}: ${D.texts[child.command] || "unknown command"}`;
+    const state = last ? D.texts[last.state] : "";
+    panel.append(lazy(el("summary", {}, el("b", {}, title), el("span", { class: "muted" }, ` ${state}${child.moved ? `, ${movedText(child.moved)}` : ""}`)), () => (last ? process(first, last) : []), "child"));
+  }
+}
+
+/** Details whose content is created when they are first opened. */
+function lazy(summary, make, className) {
+  const details = el("details", { class: className }, summary);
+  details.addEventListener("toggle", () => {
+    if (details.open && details.childElementCount === 1) details.append(...make());
+  });
+  return details;
+}
+
+/** All threads of a process, the main one first and open. */
+function process(first, last) {
+  const before = new Map(first ? threadsOf(first).map((thread) => [thread.tid, thread]) : []);
+  const now = threadsOf(last);
+  const pairs = now.map((thread) => ({ thread, earlier: before.get(thread.tid) ?? null }));
+  const tids = new Set(now.map((thread) => thread.tid));
+  for (const [tid, thread] of before) if (!tids.has(tid)) pairs.push({ thread: null, earlier: thread });
+  const isMain = ({ thread, earlier }) => thread?.main || (!thread && earlier.main && last.main === undefined);
+  const main = pairs.filter(isMain);
+  const changed = pairs.filter((pair) => !isMain(pair) && first && differs(pair));
+  const others = pairs.filter((pair) => !isMain(pair) && !changed.includes(pair));
+  const nodes = main.map((pair) => el("div", { class: "thread main" }, el("h3", {}, threadTitle(pair)), threadBody(pair, Boolean(first), true)));
+  const fold = (pair) => lazy(el("summary", {}, ...threadTitle(pair), foldedLeaf(pair)), () => [threadBody(pair, Boolean(first), false)], "thread");
+  if (changed.length) nodes.push(el("h3", {}, `${capital(plural(changed.length, "other thread"))} moved`), ...changed.slice(0, 400).map(fold));
+  if (others.length) {
+    nodes.push(el("h3", {}, first ? `${capital(plural(others.length, "other thread"))} did not move` : plural(others.length, "other thread")));
+    nodes.push(...others.slice(0, 400).map(fold));
+  }
+  if (Math.max(changed.length, others.length) > 400) nodes.push(el("p", { class: "hint" }, "Each list ends after 400 threads."));
+  return nodes;
+}
+
+const differs = ({ thread, earlier }) => !thread || !earlier || thread.native !== earlier.native || thread.python !== earlier.python;
+
+function threadTitle({ thread, earlier }) {
+  const shown = thread ?? earlier;
+  const name = D.texts[shown.name] || "unnamed";
+  const marks = [];
+  if (shown.state) marks.push(D.texts[shown.state]);
+  if (shown.wchan) marks.push(`in kernel ${D.texts[shown.wchan]}`);
+  if (shown.gil) marks.push("holds the GIL");
+  if (thread?.ran) marks.push("ran between the samples");
+  if (!thread) marks.push("gone in the last sample");
+  return [
+    el("b", {}, shown.main ? `Main thread (${name})` : name),
+    el("span", { class: "muted" }, ` ${shown.tid || ""}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
+  ];
+}
+
+/** The innermost frame, beside the title of a folded thread. */
+function foldedLeaf({ thread, earlier }) {
+  const shown = thread ?? earlier;
+  const mode = shown.python !== undefined ? "python" : "native";
+  return shown[mode] === undefined ? el("span", { class: "leaf" }, "no stack") : frameText(stackOf(mode, shown[mode])[0], "frame leaf");
+}
+
+function threadBody({ thread, earlier }, two, open) {
+  const body = el("div", { class: "samples" });
+  const moved = two && differs({ thread, earlier });
+  if (two && (moved || open)) {
+    body.append(sampleBox("First sample", earlier, thread, false), sampleBox("Last sample", thread, earlier, moved));
+    if (!moved) body.prepend(el("p", { class: "same" }, "The same stack in both samples."));
+  } else {
+    body.classList.add("one");
+    body.append(sampleBox(two ? "The same in both samples" : "Stack", thread ?? earlier, null, false));
+  }
+  return body;
+}
+
+function sampleBox(title, thread, other, mark) {
+  const box = el("div", { class: "sample" }, el("h4", {}, title));
+  if (!thread) {
+    box.append(el("p", { class: "muted" }, "This thread did not exist."));
+    return box;
+  }
+  for (const [mode, name] of [["python", "Python, innermost call first"], ["native", "Native, innermost call first"]]) {
+    if (thread[mode] === undefined) continue;
+    const words = stackOf(mode, thread[mode]);
+    const earlier = other?.[mode] === undefined ? [] : stackOf(mode, other[mode]);
+    // Both stacks share their callers, so they are compared from the root.
+    const fromRoot = (list, i, length) => list[list.length - (length - i)];
+    box.append(
+      el("h5", {}, name),
+      el(
+        "ol",
+        { class: "stack", start: "0" },
+        words.map((word, i) => el("li", { class: mark && fromRoot(earlier, i, words.length) !== word ? "changed" : null }, frameText(word))),
+      ),
+    );
+  }
+  if (thread.kernel) box.append(el("h5", {}, "Kernel, innermost call first"), el("pre", {}, D.texts[thread.kernel]));
+  if (thread.incomplete) box.append(el("p", { class: "muted" }, `Incomplete: ${D.texts[thread.incomplete]}`));
+  if (thread.capture) box.append(el("p", { class: "muted taken" }, `Captured ${D.texts[thread.capture]}.`));
+  if (box.childElementCount === 1) box.append(el("p", { class: "muted" }, "No stack."));
+  return box;
+}

@@ -5,8 +5,7 @@ use std::sync::{Arc, PoisonError, atomic::Ordering};
 
 use sim_abi::{
     cuda::{CUDA_VERSION, ContextHandle, CuError, Device, StreamHandle, driver_name, error_text},
-    ffi::{Out, Text},
-    handles::Handles,
+    ffi::{Handles, Out, Text},
 };
 
 use super::driver_api;

@@ -103,13 +103,13 @@ driver_api! { call:
         let block = memory::find(address).ok_or(CuError::INVALID_VALUE)?;
         match attribute {
             // Memory type: host 1, device 2.
-            2 => Ok(narrow(data).set(if matches!(block.kind, Kind::Device | Kind::Managed) { 2 } else { 1 })?),
+            2 => Ok(to_int(data).set(if matches!(block.kind, Kind::Device | Kind::Managed) { 2 } else { 1 })?),
             // Device pointer, host pointer.
             3 | 4 => Ok(data.set(address as u64)?),
             // Is managed.
-            8 => Ok(narrow(data).set(i32::from(block.kind == Kind::Managed))?),
+            8 => Ok(to_int(data).set(i32::from(block.kind == Kind::Managed))?),
             // Device ordinal.
-            9 => Ok(narrow(data).set(block.device)?),
+            9 => Ok(to_int(data).set(block.device)?),
             // Range start and size.
             11 => Ok(data.set(block.address as u64)?),
             12 => Ok(data.set(block.size as u64)?),
@@ -172,7 +172,7 @@ fn fill(to: DevicePointer, value: u32, width: usize, count: usize) -> Work {
 }
 
 /// The pointer as one to an `int`, the type of most attributes.
-fn narrow(data: Out<u64>) -> Out<i32> {
+fn to_int(data: Out<u64>) -> Out<i32> {
     data.cast()
 }
 

@@ -9,12 +9,10 @@ use sim_abi::{
 
 use super::{device::green_handle_of, driver_api};
 use crate::{
-    capture::{self, Capture, Mode},
+    capture::{self, Capture, EXECS, GRAPHS, Graph, Mode, UserObject},
     context::Context,
-    event::{EVENTS, Event},
-    graph::{EXECS, GRAPHS, Graph, UserObject},
     queue::{HostCall, Work},
-    stream::{NON_BLOCKING, Stream, blocking_streams},
+    stream::{EVENTS, Event, NON_BLOCKING, Stream, blocking_streams},
 };
 
 /// CU_EVENT_RECORD_EXTERNAL.

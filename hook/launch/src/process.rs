@@ -1,19 +1,24 @@
-//! Starts a detached program: in its own session, without our descriptors, and outside of the
-//! command's process tree.
+//! How the launcher starts processes: the detached collector, and the command in its own place.
 //!
-//! An intermediate process starts it and ends at once. The launcher has one thread, so forking is
-//! safe.
+//! The collector runs in its own session, without our descriptors, and outside of the command's
+//! process tree. An intermediate process starts it and ends at once. The launcher has one thread,
+//! so forking is safe.
+//!
+//! Before `main`, Rust's runtime ignores SIGPIPE and opens /dev/null for closed standard streams.
+//! The command must see neither, so both are restored for it.
 
 use std::{
     ffi::OsString,
     fs::File,
     io::{self, Read, Write},
+    mem::MaybeUninit,
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
         unix::process::CommandExt,
     },
     path::Path,
     process::{Command, Stdio},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -58,7 +63,12 @@ impl Detached {
 ///
 /// # Errors
 /// It cannot be executed.
-pub fn spawn(program: &Path, arguments: &[&str], changes: &[(&str, OsString)], log: File) -> io::Result<Detached> {
+pub fn spawn_detached(
+    program: &Path,
+    arguments: &[&str],
+    changes: &[(&str, OsString)],
+    log: File,
+) -> io::Result<Detached> {
     let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
     let output = log.try_clone()?;
     // SAFETY: this process has one thread.
@@ -130,4 +140,41 @@ fn open_pidfd(pid: i32) -> Option<OwnedFd> {
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     // SAFETY: the descriptor was just opened and has no other owner.
     (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Whether the launcher was started with SIGPIPE ignored.
+static SIGPIPE_IGNORED: AtomicBool = AtomicBool::new(false);
+/// Whether each standard stream was closed, by descriptor.
+static CLOSED: [AtomicBool; 3] = [const { AtomicBool::new(false) }; 3];
+
+/// Records SIGPIPE and the standard streams before the runtime changes them.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = {
+    extern "C" fn look() {
+        let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: only reads the action, into valid zeroed memory.
+        let action = unsafe {
+            libc::sigaction(libc::SIGPIPE, std::ptr::null(), action.as_mut_ptr());
+            action.assume_init()
+        };
+        SIGPIPE_IGNORED.store(action.sa_sigaction == libc::SIG_IGN, Ordering::Relaxed);
+        for (fd, closed) in (0..).zip(&CLOSED) {
+            // SAFETY: only reads the flags of a descriptor, which may be closed.
+            closed.store(unsafe { libc::fcntl(fd, libc::F_GETFD) } == -1, Ordering::Relaxed);
+        }
+    }
+    look
+};
+
+/// Restores the inherited action of SIGPIPE. Standard streams that were closed are closed again
+/// when another program is executed.
+pub fn restore_inherited() {
+    let action = if SIGPIPE_IGNORED.load(Ordering::Relaxed) { libc::SIG_IGN } else { libc::SIG_DFL };
+    // SAFETY: the action is one of the two that a process can inherit.
+    unsafe { libc::signal(libc::SIGPIPE, action) };
+    for (fd, _) in (0..).zip(&CLOSED).filter(|(_, closed)| closed.load(Ordering::Relaxed)) {
+        // SAFETY: sets a flag of a descriptor that the runtime opened.
+        unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
+    }
 }
