@@ -367,3 +367,32 @@ impl OpenCalls {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_user_and_the_collector_decide_which_calls_get_events() {
+        const UNTIL_NS: u64 = 1 << 20;
+        let bracketed = Bracketed::default();
+        let wanted = |now_ns: u64| {
+            [detail::KERNELS, detail::COPIES, detail::MATMULS].map(|kind| bracketed.is_wanted(kind, || now_ns))
+        };
+        bracketed.set_mode(Bracket::Collectives);
+        assert_eq!((wanted(0), bracketed.is_off()), ([false; 3], false));
+        bracketed.set_detail(detail::word(UNTIL_NS, detail::KERNELS | detail::COPIES), 0);
+        assert_eq!((wanted(0), wanted(UNTIL_NS)), ([true, true, false], [false; 3]), "it ends by itself");
+        for (mode, always) in [(Bracket::All, [true, false, true]), (Bracket::Matmuls, [false, false, true])] {
+            bracketed.set_mode(mode);
+            assert_eq!(wanted(UNTIL_NS), always);
+            bracketed.set_detail(detail::word(UNTIL_NS, detail::COPIES), 0);
+            assert_eq!(wanted(0), [always[0], true, always[2]]);
+            bracketed.set_detail(detail::word(UNTIL_NS, detail::COPIES), UNTIL_NS);
+            assert_eq!(wanted(UNTIL_NS), always);
+        }
+        bracketed.set_mode(Bracket::None);
+        bracketed.set_detail(detail::word(UNTIL_NS, detail::ALL), 0);
+        assert_eq!((wanted(0), bracketed.is_off()), ([false; 3], true));
+    }
+}
