@@ -5,8 +5,8 @@
 //! one word, so a reader never sees half of it. The writer publishes an entry by storing its first
 //! word last (release). To reuse an operation slot, it clears the first word before it overwrites
 //! the others; a reader that finds a changed first word after reading the rest drops the entry.
-//! Words that are filled in later (returned, started, completed, status) change only once, from 0
-//! to their value.
+//! Words that are filled in later (launch configuration, returned, started, completed, status)
+//! change only once, from 0 to their value.
 //!
 //! This module does not depend on the writer, `hook/src/runtime/recorder/`.
 

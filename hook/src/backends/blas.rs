@@ -18,7 +18,6 @@ use crate::{
     interpose::hooked::{Site, hooked},
     runtime::{
         abi::{BLAS_NOT_INITIALIZED, Data, SUCCESS, Stream},
-        lifecycle::config::Bracket,
         linker::function::Function,
         os::{
             clock,
@@ -277,15 +276,11 @@ fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<Ma
 /// Whether this product gets events.
 #[inline]
 pub fn is_timed(recorder: &Recorder) -> bool {
-    let bracketed = &recorder.bracketed;
-    if bracketed.is_mode(Bracket::All) || bracketed.is_mode(Bracket::Matmuls) {
-        return true;
-    }
     let (now, last) = (clock::coarse_now_ns(), SAMPLED_NS.load(Ordering::Relaxed));
-    if bracketed.is_detailed(detail::MATMULS, || now) {
+    if recorder.bracketed.is_wanted(detail::MATMULS, || now) {
         return true;
     }
-    !bracketed.is_mode(Bracket::None)
+    !recorder.bracketed.is_off()
         && now.saturating_sub(last) >= SAMPLE_NS
         && SAMPLED_NS.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }

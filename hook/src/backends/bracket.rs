@@ -17,7 +17,6 @@ use crate::{
         abi::{NCCL_IN_PROGRESS, SUCCESS},
         contexts,
         device::{Device, device, is_default},
-        lifecycle::config::Bracket,
         lock_free::slot::state,
         os::{clock, thread_state},
         recorder::{
@@ -60,7 +59,7 @@ pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> 
 
 /// Records the start event of an operation, if events are used and the driver is available.
 pub fn start(recorder: &'static Recorder, index: usize) {
-    if recorder.bracketed.is_mode(Bracket::None) {
+    if recorder.bracketed.is_off() {
         return;
     }
     let slot = &recorder.slots[index];

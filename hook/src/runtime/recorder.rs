@@ -134,39 +134,48 @@ pub struct Recorder {
     shared: Shared,
 }
 
-/// Which calls get events. Every launch reads it, and it is written rarely.
+/// Which calls get events besides collectives. Every launch reads it, and it is written rarely.
 #[derive(Default)]
 #[repr(align(64))]
 pub struct Bracketed {
+    /// The kinds, and until when: a word of [`detail`].
+    wanted: AtomicU64,
+    /// What the user asks for, a [`Bracket`].
     mode: AtomicU32,
-    /// A copy of [`detail::HEADER`].
-    detail: AtomicU64,
 }
 
 impl Bracketed {
     /// Sets what the user asks for.
     pub fn set_mode(&self, mode: Bracket) {
         self.mode.store(mode as u32, Ordering::Relaxed);
+        self.set_detail(0, 0);
     }
 
-    /// Takes over what the collector asks for, which the launching threads read here. 0 when it has
-    /// expired, which is then cheaper to read.
-    pub fn set_detail(&self, word: u64, now_ns: u64) {
-        let is_wanted = !self.is_mode(Bracket::None) && detail::is_wanted(word, detail::ALL, now_ns);
-        self.detail.store(if is_wanted { word } else { 0 }, Ordering::Relaxed);
+    /// Sets what the collector asks for, a word of [`detail`].
+    pub fn set_detail(&self, asked: u64, now_ns: u64) {
+        let is_mode = |mode: Bracket| self.mode.load(Ordering::Relaxed) == mode as u32;
+        let always = match () {
+            () if is_mode(Bracket::All) => detail::KERNELS | detail::MATMULS,
+            () if is_mode(Bracket::Matmuls) => detail::MATMULS,
+            () => 0,
+        };
+        // When it has expired, a word of 0 is cheaper to read.
+        let asked = if !self.is_off() && detail::is_wanted(asked, detail::ALL, now_ns) { asked } else { 0 };
+        let wanted = if always == 0 { asked } else { detail::word(u64::MAX, always | asked as u8) };
+        self.wanted.store(wanted, Ordering::Relaxed);
     }
 
-    /// Whether the user asks for this.
+    /// Whether a kind of [`detail`] is wanted now.
     #[inline(always)]
-    pub fn is_mode(&self, mode: Bracket) -> bool {
-        self.mode.load(Ordering::Relaxed) == mode as u32
-    }
-
-    /// Whether the collector asks for a kind of [`detail`] now.
-    #[inline(always)]
-    pub fn is_detailed(&self, kind: u8, now_ns: impl FnOnce() -> u64) -> bool {
-        let word = self.detail.load(Ordering::Relaxed);
+    pub fn is_wanted(&self, kind: u8, now_ns: impl FnOnce() -> u64) -> bool {
+        let word = self.wanted.load(Ordering::Relaxed);
         word != 0 && detail::is_wanted(word, kind, now_ns())
+    }
+
+    /// Whether nothing gets events, not even a collective.
+    #[inline]
+    pub fn is_off(&self) -> bool {
+        self.mode.load(Ordering::Relaxed) == Bracket::None as u32
     }
 }
 
@@ -356,5 +365,34 @@ impl OpenCalls {
         if let Some(cell) = cell.checked_sub(1).and_then(|cell| self.cells.get(cell)) {
             cell.store(0, Ordering::Release);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_user_and_the_collector_decide_which_calls_get_events() {
+        const UNTIL_NS: u64 = 1 << 20;
+        let bracketed = Bracketed::default();
+        let wanted = |now_ns: u64| {
+            [detail::KERNELS, detail::COPIES, detail::MATMULS].map(|kind| bracketed.is_wanted(kind, || now_ns))
+        };
+        bracketed.set_mode(Bracket::Collectives);
+        assert_eq!((wanted(0), bracketed.is_off()), ([false; 3], false));
+        bracketed.set_detail(detail::word(UNTIL_NS, detail::KERNELS | detail::COPIES), 0);
+        assert_eq!((wanted(0), wanted(UNTIL_NS)), ([true, true, false], [false; 3]), "it ends by itself");
+        for (mode, always) in [(Bracket::All, [true, false, true]), (Bracket::Matmuls, [false, false, true])] {
+            bracketed.set_mode(mode);
+            assert_eq!(wanted(UNTIL_NS), always);
+            bracketed.set_detail(detail::word(UNTIL_NS, detail::COPIES), 0);
+            assert_eq!(wanted(0), [always[0], true, always[2]]);
+            bracketed.set_detail(detail::word(UNTIL_NS, detail::COPIES), UNTIL_NS);
+            assert_eq!(wanted(UNTIL_NS), always);
+        }
+        bracketed.set_mode(Bracket::None);
+        bracketed.set_detail(detail::word(UNTIL_NS, detail::ALL), 0);
+        assert_eq!((wanted(0), bracketed.is_off()), ([false; 3], true));
     }
 }

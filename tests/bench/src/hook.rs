@@ -37,6 +37,9 @@ const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 80.0;
 const QUESTION_LIMIT_NS: f64 = 50.0;
+const DETAILED_LIMIT_NS: f64 = 120.0;
+/// Launches of a rank while every kernel is recorded in detail.
+const DETAILED_LAUNCHES_PER_SECOND: f64 = 10_000.0;
 /// Maximum time for the rounds of one figure.
 const PATIENCE_S: usize = 60;
 const START_LIMIT: Duration = Duration::from_millis(2);
@@ -105,9 +108,22 @@ impl Bench {
 
     /// Runs `hook_calls` under the hook with this many rounds in each thread.
     fn calls(&self, what: &str, threads: usize, rounds: usize, calls: usize) -> Result<Calls> {
+        self.calls_with(&[], what, threads, rounds, calls)
+    }
+
+    /// The same with these variables.
+    fn calls_with(
+        &self,
+        environment: &[(&str, &str)],
+        what: &str,
+        threads: usize,
+        rounds: usize,
+        calls: usize,
+    ) -> Result<Calls> {
         let socket = self.folder.path().join("collector.sock");
         let collector = FakeCollector::listen(&socket, ReadMode::Reads);
         let mut command = self.hooked("hook_calls", &socket);
+        command.envs(environment.iter().copied());
         command.arg(what).args([threads, rounds * threads, calls, PATIENCE_S].map(|number| number.to_string()));
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let pid = child.id() as i32;
@@ -203,6 +219,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
         Ok(calls) => calls.added().0,
         Err(error) => return report.failed("two event records", &error),
     };
+    detailed(bench, record, options, report);
     for threads in THREADS {
         let what = format!("collective without its two event records, {threads} threads: median (p90)");
         // The ring has space for all operations of several rounds, so that none takes the short
@@ -237,6 +254,30 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
             }
             Err(error) => report.failed(&what, &error),
         }
+    }
+}
+
+/// A launch while every kernel is recorded in detail. The events are the same as with
+/// `XPU_TIMER_BRACKET=all`.
+fn detailed(bench: &Bench, record: f64, options: &Options, report: &mut Report) {
+    let what = "launch in detail without its two event records, 1 thread: median (p90)";
+    let measured = bench.calls_with(&[("XPU_TIMER_BRACKET", "all")], "launch", 1, options.rounds, 128);
+    let measured = measured.and_then(|calls| {
+        let dropped = calls.flight.health.as_ref().map_or(u64::MAX, |health| health.dropped);
+        ensure!(dropped == 0, "{dropped} operations found no slot");
+        Ok(calls)
+    });
+    match measured {
+        Ok(calls) => {
+            let (median, p90) = calls.added();
+            let (median, p90) = (median - 2.0 * record, p90 - 2.0 * record);
+            let figure = format!("{median:.0} ns ({p90:.0})");
+            report.check(what, figure, &limit(DETAILED_LIMIT_NS), median <= DETAILED_LIMIT_NS);
+            report.note("  rounds that counted", calls.share());
+            let share = median * DETAILED_LAUNCHES_PER_SECOND / 1e9;
+            report.note("  share of a loop with 10,000 launches a second", format!("{:.2} %", share * 100.0));
+        }
+        Err(error) => report.failed(what, &error),
     }
 }
 

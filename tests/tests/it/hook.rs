@@ -740,7 +740,8 @@ fn a_child_communicator_without_a_handle_is_known_once_its_parent_is_ready() {
 
 #[test]
 fn kernels_of_flash_attention_are_timed_with_their_sizes() {
-    let [record] = &check("attention", 1, &[("XPU_TIMER_BRACKET", "matmuls")])[..] else { panic!("one record") };
+    let records = check_until("attention", 1, &[("XPU_TIMER_BRACKET", "matmuls")], rules::all_ended);
+    let [record] = &records[..] else { panic!("one record") };
     let timed: Vec<_> = record.operations.iter().filter(|one| one.op() == Op::Attention).collect();
     let shapes: Vec<_> = timed
         .iter()

@@ -28,7 +28,6 @@ use crate::{
             RuntimeLaunchConfig, STREAM_PER_THREAD, SUCCESS, Stream,
         },
         contexts::{self, WatcherOutside},
-        lifecycle::config::Bracket,
         os::{
             clock,
             thread_state::{self, IN_BLAS, IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME, ThreadState},
@@ -272,8 +271,11 @@ fn with_driver_config(
     config: *const DriverLaunchConfig,
     open: Option<OpenOperation>,
 ) -> Option<OpenOperation> {
+    if open.is_none() {
+        return None;
+    }
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
-    let config = open.and_then(|_| unsafe { config.as_ref() });
+    let config = unsafe { config.as_ref() };
     config.map_or(open, |config| with_config(recorder, config.grid, config.block, open))
 }
 
@@ -283,8 +285,11 @@ fn with_runtime_config(
     config: *const RuntimeLaunchConfig,
     open: Option<OpenOperation>,
 ) -> Option<OpenOperation> {
+    if open.is_none() {
+        return None;
+    }
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
-    let config = open.and_then(|_| unsafe { config.as_ref() });
+    let config = unsafe { config.as_ref() };
     config.map_or(open, |config| with_config(recorder, config.grid.sizes(), config.block.sizes(), open))
 }
 
@@ -350,14 +355,14 @@ fn count(
     match launch {
         Launch::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
-            // A kernel that communicates is a collective without a host call.
             let bracketed = &recorder.bracketed;
-            let is_detailed = bracketed.is_detailed(detail::KERNELS, || now);
-            let wanted =
-                is_detailed || bracketed.is_mode(Bracket::All) || communicates && !bracketed.is_mode(Bracket::None);
+            let is_wanted = bracketed.is_wanted(detail::KERNELS, || now);
+            // A kernel that communicates is a collective without a host call.
+            if !is_wanted && (!communicates || bracketed.is_off()) {
+                return None;
+            }
             // The kernels of a matrix product are timed together, as the product.
-            let is_timed = || is_detailed && !bracketed.is_detailed(detail::MATMULS, || now);
-            if !wanted || inside & IN_BLAS != 0 && !is_timed() {
+            if inside & IN_BLAS != 0 && (!is_wanted || bracketed.is_wanted(detail::MATMULS, || now)) {
                 return None;
             }
             let what =

@@ -22,7 +22,6 @@ use crate::{
     runtime::{
         abi::SUCCESS,
         device::device,
-        lifecycle::config::Bracket,
         lock_free::hash_slot::home_slot,
         os::sys,
         recorder::{self, NewOperation, Recorder},
@@ -284,7 +283,7 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
         capture_collectives(stream, held);
         return None;
     }
-    let is_bracketed = !recorder.bracketed.is_mode(Bracket::None);
+    let is_bracketed = !recorder.bracketed.is_off();
     let what = NewOperation { stream, function: exec as u64, ..NewOperation::new(OpKind::GraphLaunch, Op::Graph) };
     let leader = if is_bracketed { recorder.begin(&what) } else { None };
     let noted_from = held.len().saturating_sub(MAX_RECORDED);

@@ -119,7 +119,7 @@ fn open(
     stream: Stream,
     what: impl FnOnce() -> (CopyDirection, usize),
 ) -> Option<OpenOperation> {
-    if !recorder.bracketed.is_detailed(detail::COPIES, clock::coarse_now_ns) {
+    if !recorder.bracketed.is_wanted(detail::COPIES, clock::coarse_now_ns) {
         return None;
     }
     begin(recorder, site, stream as usize, what())

@@ -25,7 +25,7 @@ use crate::runtime::{
 /// clock is slewed by 40 millionths, the times are wrong by 10 us at this age.
 const RENEWAL_NS: u64 = 250_000_000;
 
-/// Pause after an anchor that did not complete in time.
+/// Pause after an anchor that did not complete in time, and until the rate is known.
 const RETRY_NS: u64 = 100_000_000;
 
 /// How long an anchor is polled. On a device with a single hardware queue it waits for the kernels
@@ -61,8 +61,9 @@ impl DeviceClocks {
         }
         let renewed = clock.renew(driver, context);
         clock.due_ns = match renewed {
-            Some(Ok(())) => now_ns + RENEWAL_NS,
-            None => now_ns + RETRY_NS,
+            // Without the rate, the times are wrong by more.
+            Some(Ok(())) if clock.rate.is_known() => now_ns + RENEWAL_NS,
+            Some(Ok(())) | None => now_ns + RETRY_NS,
             // The device or its context is beyond repair, or the driver lacks a function.
             Some(Err(_)) => {
                 clock.anchor = None;
@@ -191,7 +192,7 @@ struct Reading {
 }
 
 /// Number of readings that the rate is measured over.
-const READINGS: usize = 9;
+const READINGS: usize = 16;
 
 /// Over a shorter time, the errors of the readings are larger than those of an unknown rate.
 const MEASURED_NS: u64 = 900_000_000;
@@ -213,13 +214,21 @@ impl ClockRate {
         self.readings.push_back(reading);
     }
 
-    /// Nanoseconds of the host's clock for each of the device's clock; 1 while unknown, or when one
-    /// of the clocks stood still, as in a suspended machine.
-    fn host_per_device(&self) -> f64 {
-        let (Some(first), Some(last)) = (self.readings.front(), self.readings.back()) else { return 1.0 };
+    /// Nanoseconds of the host's clock for each of the device's clock. `None` while unknown, or when
+    /// one of the clocks stood still, as in a suspended machine.
+    fn measured(&self) -> Option<f64> {
+        let (first, last) = (self.readings.front()?, self.readings.back()?);
         let host_ns = last.host_ns.saturating_sub(first.host_ns);
         let rate = host_ns as f64 / last.device_ns.saturating_sub(first.device_ns) as f64;
-        if host_ns >= MEASURED_NS && (rate - 1.0).abs() < PLAUSIBLE { rate } else { 1.0 }
+        (host_ns >= MEASURED_NS && (rate - 1.0).abs() < PLAUSIBLE).then_some(rate)
+    }
+
+    fn is_known(&self) -> bool {
+        self.measured().is_some()
+    }
+
+    fn host_per_device(&self) -> f64 {
+        self.measured().unwrap_or(1.0)
     }
 }
 
