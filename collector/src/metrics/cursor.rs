@@ -1,9 +1,6 @@
 //! Follows the operations of one ring and returns each of them once, after it has completed.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    io,
-};
+use std::io;
 
 use xpu_timer_proto::{
     ring::{self, op},
@@ -15,8 +12,8 @@ use xpu_timer_proto::{
 pub struct Cursor {
     /// The first ticket that was not read yet; `None` before the first read.
     next: Option<u64>,
-    /// Incomplete tickets.
-    waiting: BTreeMap<u64, Looks>,
+    /// Incomplete tickets, in ascending order.
+    waiting: Vec<(u64, Looks)>,
     /// Operations that completed and were overwritten between two reads.
     pub missed: u64,
 }
@@ -51,22 +48,28 @@ impl Cursor {
         self.missed += oldest.saturating_sub(next);
         self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, Looks::default())));
         self.next = Some(tickets);
+        if self.waiting.is_empty() {
+            return Ok(Vec::new());
+        }
         let mut slots = Vec::new();
-        for (first, count) in runs(self.waiting.keys().copied()) {
+        for (first, count) in runs(self.waiting.iter().map(|(ticket, _)| *ticket)) {
             slots.extend(ring::read_slots(&read_at, first, count)?);
         }
-        let by_place: HashMap<u64, &[u64; op::WORDS]> =
-            slots.iter().map(|words| ((words[op::TICKET] - 1) % op::SLOTS as u64, words)).collect();
+        // Index of each slot in `slots`.
+        let mut places = vec![usize::MAX; op::SLOTS];
+        for (index, words) in slots.iter().enumerate() {
+            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index;
+        }
         let mut completed = Vec::new();
         let missed = &mut self.missed;
-        self.waiting.retain(|ticket, looks| {
-            let words = by_place.get(&(ticket % op::SLOTS as u64));
+        self.waiting.retain_mut(|(ticket, looks)| {
+            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize]);
             match words.map(|words| (words[op::TICKET] - 1, words)) {
                 Some((found, words)) if found == *ticket => {
                     *looks = Looks { was_seen: true, unseen: 0 };
                     let pending = words[op::STATUS] as u32 == OpStatus::Pending as u32;
                     if !pending {
-                        completed.push(**words);
+                        completed.push(*words);
                     }
                     pending
                 }

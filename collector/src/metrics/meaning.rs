@@ -19,12 +19,45 @@ pub enum Family {
 }
 
 /// The series of an operation within its rank.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// What is measured.
     pub family: Family,
+    dtype: &'static str,
+    operation: &'static str,
+    // `None` if levels are off.
+    level: Option<u32>,
+    // Only for collectives.
+    transfer: Option<Transfer>,
+}
+
+/// The part of the key that only collectives have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Transfer {
+    algorithm: Option<Algorithm>,
+    spans_nodes: bool,
+    is_small: bool,
+}
+
+impl Key {
     /// Labels in addition to those of the rank, in output order.
-    pub labels: Vec<(&'static str, String)>,
+    #[must_use]
+    pub fn labels(&self) -> Vec<(&'static str, String)> {
+        let mut labels = vec![("dtype", self.dtype.to_string()), ("operation", self.operation.to_string())];
+        labels.extend(self.level.map(|level| ("level", level.to_string())));
+        if let Some(Transfer { algorithm, spans_nodes, is_small }) = &self.transfer {
+            labels.push(("algorithm", algorithm.map_or("UNKNOWN".into(), |algorithm| algorithm.name())));
+            labels.push(("transport", if *spans_nodes { "InterNode" } else { "IntraNode" }.to_string()));
+            labels.push(("small", u8::from(*is_small).to_string()));
+        }
+        labels
+    }
+
+    /// A key with only the name of an operation.
+    #[cfg(test)]
+    pub(crate) fn for_test(operation: &'static str) -> Key {
+        Key { family: Family::Collective, dtype: "", operation, level: None, transfer: None }
+    }
 }
 
 /// Duration and amount of work of one operation.
@@ -85,16 +118,22 @@ pub fn collective(
 }
 
 fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, settings: &MetricsSettings) -> Key {
-    let mut labels = vec![("dtype", dtype_name(operation.dtype()).to_string())];
-    labels.push(("operation", operation_name(operation.op()).to_string()));
-    if let Some((levels, _)) = settings.levels {
+    let level = settings.levels.map(|(levels, _)| {
         let gbps = Family::Collective.performance(done.amount, done.us);
-        labels.push(("level", collective_level(gbps, levels).to_string()));
+        collective_level(gbps, levels)
+    });
+    let transfer = Transfer {
+        algorithm: algorithm(&operation.function, operation.op()),
+        spans_nodes,
+        is_small: done.amount <= SMALL_BITS,
+    };
+    Key {
+        family: Family::Collective,
+        dtype: dtype_name(operation.dtype()),
+        operation: operation_name(operation.op()),
+        level,
+        transfer: Some(transfer),
     }
-    labels.push(("algorithm", algorithm(&operation.function, operation.op()).unwrap_or("UNKNOWN".into())));
-    labels.push(("transport", if spans_nodes { "InterNode" } else { "IntraNode" }.to_string()));
-    labels.push(("small", u8::from(done.amount <= SMALL_BITS).to_string()));
-    Key { family: Family::Collective, labels }
 }
 
 /// Series and amount of a completed matrix product or flash attention.
@@ -115,12 +154,11 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     let dtype = dtype_name(operation.dtype());
     // The original tool's name.
     let name = if operation.op() == Op::Attention { "FA" } else { "Matmul" };
-    let mut labels = vec![("dtype", dtype.to_string()), ("operation", name.to_string())];
-    if let Some((_, levels)) = settings.levels {
+    let level = settings.levels.map(|(_, levels)| {
         let tflops = Family::Matmul.performance(done.amount, done.us);
-        labels.push(("level", matmul_level(tflops, peak_tflops(&settings.device, dtype), levels).to_string()));
-    }
-    Some((Key { family: Family::Matmul, labels }, done))
+        matmul_level(tflops, peak_tflops(&settings.device, dtype), levels)
+    });
+    Some((Key { family: Family::Matmul, dtype, operation: name, level, transfer: None }, done))
 }
 
 /// Floating-point operations of a product: one multiplication and one addition per term; for
@@ -251,17 +289,41 @@ pub fn operation_name(op: Op) -> &'static str {
     }
 }
 
+/// The algorithm and protocol of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Algorithm {
+    // Index into `ALGORITHMS`.
+    first: u8,
+    // Indexes into `MORE_WORDS` plus one; 0 for none.
+    more: [u8; 3],
+}
+
+const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
+const MORE_WORDS: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+
+impl Algorithm {
+    /// `RING_LL`.
+    #[must_use]
+    pub fn name(self) -> String {
+        let more = self.more.iter().filter_map(|word| MORE_WORDS.get(usize::from(*word).checked_sub(1)?));
+        std::iter::once(&ALGORITHMS[usize::from(self.first)]).chain(more).copied().collect::<Vec<_>>().join("_")
+    }
+}
+
 /// Extracts `RING_LL` from `ncclDevKernel_AllReduce_Sum_f16_RING_LL(…)`, from its mangled name, and
 /// from the older `ncclKernel_AllReduce_RING_LL_Sum_half`. `None` if the kernel belongs to another
 /// operation, or its name does not contain this part.
 #[must_use]
-pub fn algorithm(kernel: &str, op: Op) -> Option<String> {
-    const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
-    const MORE: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+pub fn algorithm(kernel: &str, op: Op) -> Option<Algorithm> {
+    let place = |words: &[&str], word: &str| words.iter().position(|known| *known == word).map(|place| place as u8);
     let mut words = plain_name(kernel).split('_').skip_while(|word| *word != operation_name(op)).skip(1);
-    let first = words.find(|word| ALGORITHMS.contains(word))?;
-    let rest = words.take_while(|word| MORE.contains(word));
-    Some(std::iter::once(first).chain(rest).collect::<Vec<_>>().join("_"))
+    let first = words.find_map(|word| place(&ALGORITHMS, word))?;
+    let mut more = [0; 3];
+    for (slot, word) in more.iter_mut().zip(words) {
+        let Some(place) = place(&MORE_WORDS, word) else { break };
+        *slot = place + 1;
+    }
+    Some(Algorithm { first, more })
 }
 
 /// The name of a kernel without its arguments. In a mangled name, the length precedes the name.
@@ -303,7 +365,7 @@ mod tests {
     }
 
     fn labels(key: &Key) -> String {
-        key.labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+        key.labels().iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
     }
 
     /// The factors documented by nccl-tests, and its examples of sizes.
@@ -441,7 +503,7 @@ mod tests {
 
     #[test]
     fn a_kernel_name_gives_the_algorithm_of_its_own_operation_only() {
-        let of = |kernel: &str, op| algorithm(kernel, op).unwrap_or_default();
+        let of = |kernel: &str, op| algorithm(kernel, op).map(Algorithm::name).unwrap_or_default();
         assert_eq!(
             of("ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Op::AllReduce),
             "RING_LL"

@@ -275,21 +275,24 @@ impl Sampled {
         settings: &MetricsSettings,
         now: Now,
     ) {
-        // The members of a group on one stream, which are one launch, or a single operation.
+        // The members of a group on one stream are one launch.
         type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
-        let mut launches: BTreeMap<(u64, u64, u64), Members<'_>> = BTreeMap::new();
+        let mut groups: BTreeMap<(u64, u64), Members<'_>> = BTreeMap::new();
+        let mut alone: Members<'_> = Vec::new();
         for operation in operations {
             if let Some((key, done)) = meaning::matmul(operation, settings) {
                 self.series.add(key, done, now.mono_ns);
             }
             let Some(communicator) = self.communicators.get(&operation.communicator) else { continue };
-            let alone = if operation.group == 0 { operation.ticket + 1 } else { 0 };
-            let launch = (operation.group, operation.stream, alone);
-            launches.entry(launch).or_default().push((operation, communicator));
+            match operation.group {
+                0 => alone.push((operation, communicator)),
+                group => groups.entry((group, operation.stream)).or_default().push((operation, communicator)),
+            }
         }
-        let mut in_order: Vec<&Members<'_>> = launches.values().collect();
-        in_order.sort_by_key(|together| together[0].0.ticket);
-        for together in in_order {
+        let mut launches: Vec<&[(&Operation, &Communicator)]> =
+            groups.values().map(Vec::as_slice).chain(alone.chunks(1)).collect();
+        launches.sort_by_key(|together| together[0].0.ticket);
+        for together in launches {
             self.recorder.add(together, rank.info.world_size, now.mono_ns);
             let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
             if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {

@@ -125,7 +125,7 @@ fn kernels(page: &mut Page, seen: &[(Labels, &Sampled)]) {
 }
 
 fn with(labels: &Labels, key: &Key) -> Labels {
-    labels.iter().chain(&key.labels).cloned().collect()
+    labels.iter().cloned().chain(key.labels()).collect()
 }
 
 /// More digits than the clock has are noise.

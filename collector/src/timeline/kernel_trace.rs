@@ -296,7 +296,7 @@ const REDUCTIONS: [&str; 5] = ["Sum", "Prod", "Max", "Min", "Avg"];
 /// `xpu_timer_AllReduce_RING_LL_Sum_f16_size_2048`, without what is not known.
 fn collective_name(operation: &Operation, bytes: u64) -> String {
     let op = operation.op();
-    let algorithm = meaning::algorithm(&operation.function, op);
+    let algorithm = meaning::algorithm(&operation.function, op).map(meaning::Algorithm::name);
     let is_reduction = matches!(op, Op::AllReduce | Op::Reduce | Op::ReduceScatter);
     let reduction = *REDUCTIONS.get(operation.reduce_op as usize).unwrap_or(&"Other");
     let reduction = is_reduction.then_some(reduction);

@@ -146,6 +146,32 @@ fn a_folder_that_cannot_be_written_is_an_answer() {
     assert!(command.contains("/fetched/timeline-"), "{command}");
 }
 
+#[test]
+fn every_kernel_is_recorded_for_a_while_on_demand() {
+    let job = Job::new();
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let kernels = |operations: &[Operation]| operations.iter().filter(|one| one.op() == Op::Kernel).count();
+    let before = dump(&job, "seconds=60");
+    let (_, operations) = read(&folder(&before).join("00000-00002.ops"));
+    assert_eq!(kernels(&operations), 0);
+    let begun = Instant::now();
+    let output = job.dir.join("detailed");
+    let path = PathBuf::from(fetch(&job, &["--seconds=2", "--kernels=all"], &output).trim());
+    assert!(begun.elapsed() > Duration::from_secs(2));
+    for rank in 0..2 {
+        let (head, operations) = read(&path.join(format!("{rank:05}-00002.ops")));
+        let forward = operations.iter().filter(|one| one.function.contains("forward_layer_3")).count();
+        let steps = all_reduces(&operations).len();
+        assert!(forward > 10 && forward <= steps && forward * 2 > steps, "{forward} of {steps} steps");
+        assert!(kernels(&operations) >= forward * 8 && head.lost == 0);
+    }
+    ranks.wait_for("step 900 ", PATIENCE);
+    let after = dump(&job, "seconds=1");
+    let (_, operations) = read(&folder(&after).join("00000-00002.ops"));
+    assert_eq!(kernels(&operations), 0, "it has ended");
+}
+
 /// Runs `xpu_timer_collector timeline`, and returns its output.
 fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
