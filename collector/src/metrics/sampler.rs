@@ -26,7 +26,11 @@ use crate::{
         clock::{Now, nanoseconds},
         ring_file::{RingFile, kernel_name},
     },
-    timeline::{TimelineSettings, kernel_trace::Recording, store::Store},
+    timeline::{
+        TimelineSettings,
+        kernel_trace::Recording,
+        store::{Store, end_ns},
+    },
 };
 
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
@@ -114,7 +118,7 @@ impl Sampler {
     /// Whether the rings must be looked at every [`PEEK`].
     #[must_use]
     pub fn peeks(&self) -> bool {
-        (self.timeline.is_on() || self.recording.is_active()) && !self.ranks.is_empty()
+        self.timeline.is_on() || self.recording.is_active()
     }
 
     /// The state of a rank.
@@ -177,6 +181,10 @@ impl Sampler {
             sampled.add(rank, &operations, &here, &self.settings, now);
             self.timeline.add(rank.id, rank.job, &operations);
             self.timeline.add_lost(rank.id, sampled.take_lost(), now.mono_ns);
+            if std::mem::take(&mut sampled.cursor.began_late) {
+                let first_ns = operations.iter().map(end_ns).min().unwrap_or(now.mono_ns);
+                self.timeline.set_begin(rank.id, first_ns);
+            }
             if rank.has_ended {
                 self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
             }
