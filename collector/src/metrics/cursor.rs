@@ -59,14 +59,14 @@ impl Cursor {
             slots.extend(ring::read_slots(&read_at, first, count)?);
         }
         // Index of each slot in `slots`.
-        let mut places = vec![usize::MAX; op::SLOTS];
+        let mut places = vec![u32::MAX; op::SLOTS];
         for (index, words) in slots.iter().enumerate() {
-            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index;
+            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index as u32;
         }
         let mut completed = Vec::new();
         let missed = &mut self.missed;
         self.waiting.retain_mut(|(ticket, looks)| {
-            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize]);
+            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize] as usize);
             match words.map(|words| (words[op::TICKET] - 1, words)) {
                 Some((found, words)) if found == *ticket => {
                     *looks = Looks { was_seen: true, unseen: 0 };

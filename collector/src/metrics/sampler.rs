@@ -36,8 +36,9 @@ use crate::{
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
 /// launch tens of thousands of operations a second to overrun it in this time.
 pub const PEEK: Duration = Duration::from_millis(250);
-/// A ring with so many new operations is read at once.
-const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 8;
+/// A ring with so many new operations is read at once. Many small reads cost less than a large one,
+/// whose buffers the allocator returns to the system each time.
+const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
 
 /// The operations of all ranks.
 pub struct Sampler {
