@@ -16,6 +16,8 @@ pub struct Cursor {
     waiting: Vec<(u64, Looks)>,
     /// Operations that completed and were overwritten between two reads.
     pub missed: u64,
+    /// Operations were overwritten before the first read.
+    pub began_late: bool,
 }
 
 /// What the reads so far have shown of a ticket.
@@ -44,6 +46,7 @@ impl Cursor {
         tickets: u64,
     ) -> io::Result<Vec<[u64; op::WORDS]>> {
         let oldest = tickets.saturating_sub(op::SLOTS as u64);
+        self.began_late |= self.next.is_none() && oldest > 0;
         let next = self.next.unwrap_or(oldest);
         self.missed += oldest.saturating_sub(next);
         self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, Looks::default())));
@@ -56,14 +59,14 @@ impl Cursor {
             slots.extend(ring::read_slots(&read_at, first, count)?);
         }
         // Index of each slot in `slots`.
-        let mut places = vec![usize::MAX; op::SLOTS];
+        let mut places = vec![u32::MAX; op::SLOTS];
         for (index, words) in slots.iter().enumerate() {
-            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index;
+            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index as u32;
         }
         let mut completed = Vec::new();
         let missed = &mut self.missed;
         self.waiting.retain_mut(|(ticket, looks)| {
-            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize]);
+            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize] as usize);
             match words.map(|words| (words[op::TICKET] - 1, words)) {
                 Some((found, words)) if found == *ticket => {
                     *looks = Looks { was_seen: true, unseen: 0 };
@@ -233,6 +236,6 @@ mod tests {
             ring.put(ticket, OpStatus::Completed);
         }
         assert_eq!(ring.look(&mut cursor, slots * 2).len(), op::SLOTS);
-        assert_eq!(cursor.missed, 0);
+        assert_eq!((cursor.missed, cursor.began_late), (0, true));
     }
 }

@@ -26,14 +26,19 @@ use crate::{
         clock::{Now, nanoseconds},
         ring_file::{RingFile, kernel_name},
     },
-    timeline::{TimelineSettings, kernel_trace::Recording, store::Store},
+    timeline::{
+        TimelineSettings,
+        kernel_trace::Recording,
+        store::{Store, end_ns},
+    },
 };
 
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
 /// launch tens of thousands of operations a second to overrun it in this time.
 pub const PEEK: Duration = Duration::from_millis(250);
-/// A ring with so many new operations is read at once.
-const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 8;
+/// A ring with so many new operations is read at once. Many small reads cost less than a large one,
+/// whose buffers the allocator returns to the system each time.
+const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
 
 /// The operations of all ranks.
 pub struct Sampler {
@@ -114,7 +119,7 @@ impl Sampler {
     /// Whether the rings must be looked at every [`PEEK`].
     #[must_use]
     pub fn peeks(&self) -> bool {
-        (self.timeline.is_on() || self.recording.is_active()) && !self.ranks.is_empty()
+        self.timeline.is_on() || self.recording.is_active()
     }
 
     /// The state of a rank.
@@ -177,6 +182,10 @@ impl Sampler {
             sampled.add(rank, &operations, &here, &self.settings, now);
             self.timeline.add(rank.id, rank.job, &operations);
             self.timeline.add_lost(rank.id, sampled.take_lost(), now.mono_ns);
+            if std::mem::take(&mut sampled.cursor.began_late) {
+                let first_ns = operations.iter().map(end_ns).min().unwrap_or(now.mono_ns);
+                self.timeline.set_begin(rank.id, first_ns);
+            }
             if rank.has_ended {
                 self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
             }

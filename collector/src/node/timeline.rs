@@ -43,7 +43,8 @@ fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
 impl NodeState {
     /// The longest time until the rings must be looked at.
     pub(super) fn next_peek(&self) -> Duration {
-        if self.sampler.peeks() || !self.detailed.is_empty() { PEEK } else { TICK }
+        let is_running = self.registry.ranks().any(|rank| rank.ring.is_some() && rank.has_process());
+        if self.sampler.peeks() && is_running || !self.detailed.is_empty() { PEEK } else { TICK }
     }
 
     /// Reads the rings that it is time for, and does what waits for operations.

@@ -123,7 +123,7 @@ impl Recording {
     ) {
         let State::Recording(request, ranks) = &mut self.state else { return };
         let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
-        let unix_ns = |mono_ns: u64| now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(mono_ns));
+        let unix_ns = |mono_ns: u64| now.unix_ns.wrapping_add(mono_ns.wrapping_sub(now.mono_ns));
         for operation in operations.iter().filter(|one| unix_ns(one.entered_ns) >= request.since_unix_ns) {
             let Some((name, trace)) = trace_of(operation, communicators, info, unix_ns) else { continue };
             if request.kinds & (1 << trace.kernel_type) == 0 {

@@ -131,6 +131,14 @@ impl Store {
         }
     }
 
+    /// Notes that the operations of a rank that ended before `first_ns` are not known.
+    pub fn set_begin(&mut self, id: RankId, first_ns: u64) {
+        if self.is_on() {
+            let rank = self.ranks.entry(id).or_default();
+            rank.gone_until_ns = rank.gone_until_ns.max(first_ns.saturating_sub(1));
+        }
+    }
+
     /// Keeps the communicators of a rank, for the time after its ring is gone.
     pub fn set_communicators(&mut self, id: RankId, communicators: Arc<[Communicator]>) {
         if self.is_on() {
@@ -395,6 +403,16 @@ mod tests {
         store.add(1, &job("a"), &ended([200]));
         store.turn(at(200), |_| true);
         assert_eq!(store.window(1, 0).lost, 5);
+    }
+
+    #[test]
+    fn a_window_does_not_cover_what_was_before_the_first_read() {
+        let mut store = Store::new(100 * SECOND, usize::MAX);
+        store.add(1, &job("a"), &ended(20..=30));
+        assert_eq!(store.window(1, 10 * SECOND).from_ns, 10 * SECOND);
+        store.set_begin(1, 20 * SECOND);
+        assert_eq!(store.window(1, 10 * SECOND).from_ns, 20 * SECOND);
+        assert_eq!(store.window(1, 25 * SECOND).from_ns, 25 * SECOND);
     }
 
     #[test]
