@@ -209,7 +209,8 @@ impl Conclusion {
         self.findings().iter().filter_map(stalled).collect()
     }
 
-    fn findings(&self) -> &[Finding] {
+    /// The findings of the rules.
+    pub fn findings(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,
             _ => &[],

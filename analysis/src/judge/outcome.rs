@@ -7,7 +7,7 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 
 use crate::{
     case::Case,
-    finding::{Conclusion, HealthyReason, KnownFacts},
+    finding::{Conclusion, Finding, HealthyReason, KnownFacts},
     graph::Suspect,
     stacks::{Host, Movement},
     verdict::{Activity, Cause, Confidence, HangEvidence},
@@ -138,7 +138,15 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
 pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confidence, victims: usize) -> HangEvidence {
     let (cause, culprits) = (outcome.cause, &outcome.culprits);
     let is_progress = matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc);
-    if is_progress || culprits.iter().any(|rank_index| makes_progress(case, *rank_index)) {
+    let progresses = |rank_index: &usize| makes_progress(case, *rank_index);
+    // The others wait for a culprit that is certain to stand still, whatever another culprit does.
+    let is_certain = |finding: &Finding| {
+        finding.confidence == Confidence::High
+            && !finding.culprits.is_empty()
+            && !finding.culprits.iter().any(progresses)
+    };
+    let stands = outcome.conclusion.findings().iter().any(is_certain);
+    if is_progress || !stands && culprits.iter().any(progresses) {
         return HangEvidence::None;
     }
     // Without an explanation, the operation must be in the wait-for graph. For example, a server

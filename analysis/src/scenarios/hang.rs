@@ -210,7 +210,7 @@ fn ranks_that_wait_for_a_rank_using_its_device_do_not_hang() {
 
 #[test]
 fn ranks_that_wait_for_one_whose_library_goes_on_do_not_hang() {
-    let with = |line: &str, cpu_ns: u64| {
+    let judged = |line: &str, cpu_ns: u64, change: &dyn Fn(&mut Job)| {
         let frames = |line: &str| {
             let library = format!("/usr/lib/python3.11/site-packages/trainer/loop.py:{line}");
             vec![("evaluate", library), ("main", "/job/train.py:133".to_owned())]
@@ -221,9 +221,20 @@ fn ranks_that_wait_for_one_whose_library_goes_on_do_not_hang() {
         dump.py_stacktrace = vec![python_thread(1002, "MainThread", &frames("7"))];
         dump.first_sample.as_mut().expect("two samples").py_stacktrace =
             vec![python_thread(1002, "MainThread", &frames(line))];
-        hang(&job)
+        change(&mut job);
+        job.judge()
     };
+    let with = |line: &str, cpu_ns: u64| judged(line, cpu_ns, &|_| ()).hang;
     assert_eq!(with("9", 5 * SECOND), HangEvidence::None);
+    // Another culprit is certain to stand still.
+    let beside = judged("9", 5 * SECOND, &|job| {
+        let flight = job.flight(3);
+        flight.operations.pop();
+        let counters = &mut flight.communicators[0];
+        (counters.launched, counters.started) = (30, 30);
+        job.set_stack(3, Stack::checkpoint());
+    });
+    assert_eq!((beside.culprits, beside.hang), (vec![2, 3], HangEvidence::PendingOperation));
     assert_eq!(with("7", 5 * SECOND), HangEvidence::PendingOperation, "it may be an endless loop");
     assert_eq!(with("9", 0), HangEvidence::PendingOperation, "it polls");
 }

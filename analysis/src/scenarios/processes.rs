@@ -770,6 +770,21 @@ fn the_place_of_a_child_that_holds_up_its_rank_is_named() {
     assert_eq!(culprits(&verdict), [(Some(2), 1050)], "{}", verdict.to_text());
     let told = "; process 1050 is at tokens.py:18 in back_off (C function clock_nanosleep).";
     assert!(verdict.sentence.ends_with(told), "{}", verdict.sentence);
+    // The place is in the sentence already.
+    let mut loads = behind(2, Stack::loader());
+    reads_pipe_of(&mut loads, 2, &[(4242, true)]);
+    loads.child(2, "python train.py", "S (sleeping)");
+    let dump = loads.rank(2).dump.as_mut().expect("a dump");
+    let frames = [
+        ("back_off", "/job/tokens.py:18".to_owned()),
+        ("run", "/usr/lib/python3.11/multiprocessing/process.py:108".to_owned()),
+    ];
+    for sample in &mut dump.children[0].samples {
+        sample.py_stacktrace = vec![python_thread(4242, "MainThread", &frames)];
+    }
+    let back_off = Stack::new(&[("back_off", "/job/tokens.py:18")], &["clock_nanosleep"]);
+    loads.process(3242, "python train.py", back_off);
+    assert_eq!(loads.judge().sentence.matches("tokens.py:18").count(), 1, "{}", loads.judge().sentence);
     // It waits for a process that the sentence has not named.
     chained(&mut job, 0, AwaitedKind::Child, "", &[1051]);
     job.process(51, "python3 fetch.py", Stack::lock()).parent_pid = 1050;

@@ -303,7 +303,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         };
         let place = place.map_or(String::new(), |place| format!(" at {place}"));
         let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
-        Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", doing.witness)))
+        Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", plain(&doing.witness))))
     })
 }
 

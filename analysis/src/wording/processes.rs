@@ -47,20 +47,22 @@ pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) 
     let Behind::Process(wait) = case.behind(rank_index) else { return String::new() };
     let process = wait.end();
     let host = &case.world.processes[process].host;
-    let short = phrases::place(Position { native: None, ..Position::of(&host.location) });
-    let is_said = match wait.state {
-        ProcessState::Ended => sentence.contains("is dead"),
-        _ => short.is_empty() || sentence.contains(&short),
+    let position = Position::of(&host.location);
+    let pid = format!("process {}", host.pid);
+    let is_named = sentence.contains(&format!("{pid} "));
+    let is_said = match (&wait.state, position.python) {
+        (ProcessState::Ended, _) => sentence.contains("is dead"),
+        (_, Some((line, _))) => is_named && sentence.contains(line),
+        (_, None) => position.is_unknown(),
     };
     if is_said {
         return String::new();
     }
     let state = match &wait.state {
-        ProcessState::Elsewhere => format!("is{}", phrases::place(Position::of(&host.location))),
+        ProcessState::Elsewhere => format!("is{}", phrases::place(position)),
         state => predicate(case, process, state),
     };
-    let pid = format!("process {}", host.pid);
-    if sentence.contains(&format!("{pid} ")) {
+    if is_named {
         format!("; {pid} {state}")
     } else {
         format!("; the wait ends at {}, which {state}", name(case, process))
