@@ -28,6 +28,12 @@ pub mod server {
     include!("generated/xpu_timer.server.rs");
 }
 
+/// The `.timeline` file format of the original tool.
+#[allow(missing_docs, clippy::all, unused_qualifications)]
+pub mod hook {
+    include!("generated/xpu_timer.hook.rs");
+}
+
 /// Messages of this project: flight records, hook, evidence and cluster.
 #[allow(missing_docs, clippy::all, unused_qualifications)]
 pub mod v1 {

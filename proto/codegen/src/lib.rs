@@ -8,7 +8,8 @@ use std::{fs, path::Path};
 
 use prost_types::field_descriptor_proto::Type;
 
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
+    "xpu_timer/hook.proto",
     "xpu_timer/server.proto",
     "xpu_timer/v1/flight.proto",
     "xpu_timer/v1/hook.proto",
@@ -36,7 +37,7 @@ fn generated_code_is_up_to_date() {
     let bless = std::env::var_os("BLESS").is_some();
     let mut names: Vec<_> = fs::read_dir(fresh.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     names.sort();
-    assert_eq!(names, ["shapes.rs", "xpu_timer.server.rs", "xpu_timer.v1.rs"], "packages of the schema");
+    assert_eq!(names, ["shapes.rs", "xpu_timer.hook.rs", "xpu_timer.server.rs", "xpu_timer.v1.rs"], "packages of the schema");
     for name in names {
         let new = fs::read_to_string(fresh.path().join(&name)).unwrap();
         let old = fs::read_to_string(generated.join(&name)).unwrap_or_default();
