@@ -85,6 +85,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
         Op::Graph => "graph_launch",
         Op::Matmul => "matmul",
         Op::Attention => "flash_attention",
+        Op::Copy => "copy",
     }
 }
 
