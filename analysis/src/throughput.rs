@@ -1,5 +1,5 @@
-//! How much work an operation does: bytes on the bus and floating-point operations; and the names of
-//! types, operations and algorithms. Metrics and traces share them.
+//! How much work an operation does: bytes on the bus and floating-point operations; and the names
+//! of types, operations and algorithms. Metrics and traces share them.
 //!
 //! Bus bandwidth uses the factors of nccl-tests, so that the value for a collective does not depend
 //! on the number of ranks.
@@ -66,6 +66,7 @@ pub fn width(dtype: DataType) -> Option<u32> {
     }
 }
 
+/// The name of an element type in metrics and traces, such as `bf16`.
 #[must_use]
 pub fn dtype_name(dtype: DataType) -> &'static str {
     match dtype {

@@ -13,11 +13,12 @@ use anyhow::{Context, Result, ensure};
 use crate::tools::tree;
 
 /// The packages whose programs and libraries the tests run.
-pub const PACKAGES: [&str; 13] = [
+pub const PACKAGES: [&str; 14] = [
     "xpu_timer_hook",
     "xpu_timer_launch",
     "xpu_timer_capture",
     "xpu_timer_collector",
+    "xpu_timer_timeline",
     "xpu_timer_viewer",
     "sim_cuda",
     "sim_cudart",
@@ -30,11 +31,13 @@ pub const PACKAGES: [&str; 13] = [
 ];
 
 /// The installed files of a node, by name.
-pub const INSTALLED: [&str; 6] = [
+pub const INSTALLED: [&str; 8] = [
     "xpu_timer_launch",
     "xpu_timer_collector",
     "xpu_timer_stacktrace_viewer",
     "xpu_timer_dump",
+    "xpu_timer_gen_trace_timeline",
+    "xpu_timer_diff",
     "xpu_timer_print_env",
     "libxpu_timer_hook.so",
 ];

@@ -8,7 +8,7 @@ use xpu_timer_tests::{copy_stripped, tree, write_wheel};
 use crate::shell::{self, cargo, need};
 
 /// The packages of the installed files.
-const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
+const PACKAGES: [&str; 6] = ["hook", "launch", "capture", "collector", "timeline", "viewer"];
 
 pub(crate) fn run() -> Result<()> {
     need(&["binutils"])?;

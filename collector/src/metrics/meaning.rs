@@ -1,8 +1,8 @@
 //! Converts operations to the units of the metrics: bits on the bus, floating-point operations, and
 //! the labels of their series. Pure.
 //!
-//! Levels and label values are those of the original tool, because its
-//! dashboards must continue to work.
+//! Levels and label values are those of the original tool, because its dashboards must continue to
+//! work.
 
 use xpu_timer_analysis::throughput::{algorithm, attention_flops, bus_bytes, dtype_name, flops, operation_name};
 use xpu_timer_proto::v1::{Communicator, Op, OpKind, OpStatus, Operation};
@@ -156,7 +156,10 @@ fn peak_tflops(device: &str, dtype: &str) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::env::Source;
+    use xpu_timer_proto::{
+        env::Source,
+        v1::{DataType, Matmul},
+    };
 
     use super::*;
 

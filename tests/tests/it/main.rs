@@ -28,5 +28,6 @@ mod sim;
 mod strangers;
 mod text_of_others;
 mod torch;
+mod traces;
 mod viewer;
 mod walk;
