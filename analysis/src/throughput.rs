@@ -105,17 +105,41 @@ pub fn operation_name(op: Op) -> &'static str {
     }
 }
 
+/// The algorithm and protocol of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Algorithm {
+    // Index into `ALGORITHMS`.
+    first: u8,
+    // Indexes into `MORE_WORDS` plus one; 0 for none.
+    more: [u8; 3],
+}
+
+const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
+const MORE_WORDS: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+
+impl Algorithm {
+    /// `RING_LL`.
+    #[must_use]
+    pub fn name(self) -> String {
+        let more = self.more.iter().filter_map(|word| MORE_WORDS.get(usize::from(*word).checked_sub(1)?));
+        std::iter::once(&ALGORITHMS[usize::from(self.first)]).chain(more).copied().collect::<Vec<_>>().join("_")
+    }
+}
+
 /// Extracts `RING_LL` from `ncclDevKernel_AllReduce_Sum_f16_RING_LL(…)`, from its mangled name, and
 /// from the older `ncclKernel_AllReduce_RING_LL_Sum_half`. `None` if the kernel belongs to another
 /// operation, or its name does not contain this part.
 #[must_use]
-pub fn algorithm(kernel: &str, op: Op) -> Option<String> {
-    const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
-    const MORE: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+pub fn algorithm(kernel: &str, op: Op) -> Option<Algorithm> {
+    let place = |words: &[&str], word: &str| words.iter().position(|known| *known == word).map(|place| place as u8);
     let mut words = plain_name(kernel).split('_').skip_while(|word| *word != operation_name(op)).skip(1);
-    let first = words.find(|word| ALGORITHMS.contains(word))?;
-    let rest = words.take_while(|word| MORE.contains(word));
-    Some(std::iter::once(first).chain(rest).collect::<Vec<_>>().join("_"))
+    let first = words.find_map(|word| place(&ALGORITHMS, word))?;
+    let mut more = [0; 3];
+    for (slot, word) in more.iter_mut().zip(words) {
+        let Some(place) = place(&MORE_WORDS, word) else { break };
+        *slot = place + 1;
+    }
+    Some(Algorithm { first, more })
 }
 
 /// The name of a kernel without its arguments. In a mangled name, the length precedes the name.
@@ -180,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_kernel_name_gives_the_algorithm_of_its_own_operation_only() {
-        let of = |kernel: &str, op| algorithm(kernel, op).unwrap_or_default();
+        let of = |kernel: &str, op| algorithm(kernel, op).map(Algorithm::name).unwrap_or_default();
         assert_eq!(
             of("ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Op::AllReduce),
             "RING_LL"

@@ -2,17 +2,18 @@
 
 use std::{io::Write, path::PathBuf, time::Duration};
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 use nix::sys::stat::{Mode, umask};
 use terminal_size::{Width, terminal_size_of};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
-    client::incidents::Remote,
+    client::{incidents::Remote, timeline},
     cluster,
     config::Settings,
     error::Error,
+    http::questions::WantedTimeline,
     logging::{self, Destination},
     node::{self, supervisor},
 };
@@ -83,6 +84,47 @@ enum Role {
         #[command(subcommand)]
         what: Option<Incidents>,
     },
+    /// Fetches the last operations of the ranks of a job, of all its nodes, into a new folder
+    ///
+    /// Queries the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE
+    /// and XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this node. Collectors keep the
+    /// operations of the last XPU_TIMER_TIMELINE_SECONDS, in at most XPU_TIMER_TIMELINE_MB a node.
+    /// Prints the folder; xpu_timer_gen_trace_timeline makes a trace of it.
+    ///
+    /// Exit codes: 0 on success; 1 if there is no such job, the collector does not answer, or the
+    /// timeline of a rank is missing; 2 for a wrong command line.
+    Timeline(TimelineArguments),
+}
+
+#[derive(Debug, clap::Args)]
+struct TimelineArguments {
+    /// URL of another collector to query
+    #[arg(long)]
+    url: Option<String>,
+    /// Name of the job, if there are several
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+    /// Only this rank
+    #[arg(long, value_name = "R")]
+    rank: Option<u32>,
+    /// The last so many seconds; of a job that stands, the last ones in which it did something
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
+    seconds: Duration,
+    /// `all`: from now on record every kernel, copy and matrix product for so many seconds, and
+    /// fetch them then
+    #[arg(long, value_name = "WHICH", default_value = "recorded")]
+    kernels: Kernels,
+    /// The folder in which to make the folder timeline-…
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    output: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kernels {
+    /// Those that XPU_TIMER_BRACKET records anyway
+    Recorded,
+    /// Every kernel
+    All,
 }
 
 #[derive(Debug, Subcommand)]
@@ -129,7 +171,7 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let destination = match &arguments.command {
         Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
         Role::Node { log: None, .. } | Role::Cluster { log: None, .. } => Destination::Stderr,
-        Role::Incidents { .. } => Destination::Command,
+        Role::Incidents { .. } | Role::Timeline(_) => Destination::Command,
     };
     let _last_lines = logging::start(&source, destination);
     match arguments.command {
@@ -148,6 +190,7 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             };
             run_incidents(url, json, &what)
         }
+        Role::Timeline(arguments) => run_timeline(arguments),
     }
 }
 
@@ -168,7 +211,24 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
             format!("{}\n", printable::line(&folder.to_string_lossy()))
         }
     };
-    let text = if json { printable::json(&text) } else { printable::text(&text) };
+    print(&if json { printable::json(&text) } else { printable::text(&text) })
+}
+
+fn run_timeline(arguments: TimelineArguments) -> anyhow::Result<()> {
+    let TimelineArguments { url, job, rank, seconds, kernels, output } = arguments;
+    let remote = Remote::new(url, &Source::process())?;
+    let wanted = WantedTimeline { job, rank, window: seconds, detail: kernels == Kernels::All };
+    let written = timeline::fetch(&remote, &wanted, &output)?;
+    print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
+    let lost = if written.lost > 0 { format!("; {} more were lost", written.lost) } else { String::new() };
+    say(&format!("{} operations of {} ranks{lost}", written.operations, written.ranks));
+    written.problems.iter().for_each(|problem| say(&format!("xpu_timer_collector: {problem}")));
+    anyhow::ensure!(written.problems.is_empty(), "the timeline is incomplete");
+    Ok(())
+}
+
+/// Writes to stdout.
+fn print(text: &str) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         // The reader has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),

@@ -1,7 +1,9 @@
 //! The commands that talk to a collector, and the notifications that a collector sends. Both make
 //! their HTTP requests with a client of this file.
 
+pub mod dump_timeline;
 pub(crate) mod incidents;
+pub(crate) mod timeline;
 pub(crate) mod webhook;
 
 use std::{sync::Arc, time::Duration};

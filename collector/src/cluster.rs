@@ -12,6 +12,7 @@ pub(crate) mod nodes;
 pub(crate) mod ranks;
 pub mod service;
 pub mod status;
+pub(crate) mod timeline;
 pub(crate) mod web;
 
 use std::{

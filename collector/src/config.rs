@@ -12,7 +12,7 @@ use xpu_timer_proto::{
     socket::{self, Fingerprint, NO_CHECKS, SocketChecks},
 };
 
-use crate::metrics::settings::MetricsSettings;
+use crate::{metrics::settings::MetricsSettings, timeline::TimelineSettings};
 
 /// Settings of one node collector.
 #[derive(Debug, Clone)]
@@ -39,6 +39,8 @@ pub struct Settings {
     pub node: String,
     /// Windows, intervals and levels of the kernel metrics.
     pub metrics: MetricsSettings,
+    /// What is kept for the timeline.
+    pub timeline: TimelineSettings,
     /// Label `ip`.
     pub ip: String,
     /// The cluster collector; `None` when every node judges its own ranks.
@@ -91,6 +93,7 @@ impl Settings {
             hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
             node: text("POD_NAME"),
             metrics: MetricsSettings::new(source),
+            timeline: TimelineSettings::new(source),
             ip: text("POD_IP"),
             cluster: source.text("XPU_TIMER_COLLECTOR"),
             token_file: source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE"),

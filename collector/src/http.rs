@@ -8,6 +8,7 @@ pub(crate) mod peer;
 pub(crate) mod questions;
 pub(crate) mod routes;
 pub(crate) mod server;
+pub(crate) mod timeline;
 pub(crate) mod watch;
 
 use std::{
@@ -51,7 +52,7 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
 
 /// Serves the control endpoint until the process ends.
 pub async fn serve_control(server: Server, listener: TcpListener, answers: impl QuestionSender, token: Token) {
-    server.run(listener, control(routes::control().with_state(answers), token)).await;
+    server.run(listener, control(routes::control().merge(timeline::routes()).with_state(answers), token)).await;
 }
 
 /// Serves the metrics endpoint until the process ends.

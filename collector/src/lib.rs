@@ -2,12 +2,12 @@
 //! verdict.
 //!
 //! [`node`] is the collector of one node, [`cluster`] that of a cluster. Neither uses the other.
-//! Both use the modules below them: [`incident`], [`http`], [`metrics`], [`client`], [`job`] and
-//! [`os`].
+//! Both use the modules below them: [`incident`], [`http`], [`metrics`], [`timeline`],
+//! [`client`], [`job`] and [`os`].
 #![deny(unsafe_code)]
 
 pub mod cli;
-mod client;
+pub mod client;
 pub mod cluster;
 pub mod config;
 mod error;
@@ -19,5 +19,6 @@ mod logging;
 mod metrics;
 pub mod node;
 pub mod os;
+mod timeline;
 
 pub use error::Error;

@@ -25,6 +25,7 @@ mod state;
 mod status;
 pub(crate) mod supervisor;
 mod tick;
+mod timeline;
 mod uplink;
 mod verdict_actions;
 

@@ -78,6 +78,8 @@ pub(crate) mod watcher {
     #[allow(unsafe_code)]
     pub(crate) mod connection;
     pub(crate) mod coverage;
+    pub(crate) mod device_clock;
+    pub(crate) mod driver;
     #[allow(unsafe_code)]
     pub(crate) mod log;
     #[allow(unsafe_code)]

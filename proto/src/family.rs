@@ -67,6 +67,8 @@ pub struct DeviceNames {
     pub event_elapsed: &'static CStr,
     /// (event)
     pub event_destroy: &'static CStr,
+    /// (stream*, flags): 1 is a stream that the default stream does not wait for.
+    pub stream_create: &'static CStr,
     /// (stream, status*)
     pub stream_is_capturing: &'static CStr,
     /// (mode*)
@@ -176,6 +178,7 @@ pub static FAMILIES: [Family; 6] = [
             event_query: c"cuEventQuery",
             event_elapsed: c"cuEventElapsedTime",
             event_destroy: c"cuEventDestroy_v2",
+            stream_create: c"cuStreamCreate",
             stream_is_capturing: c"cuStreamIsCapturing",
             exchange_capture_mode: c"cuThreadExchangeStreamCaptureMode",
             capture_info: c"cuStreamGetCaptureInfo_v2",
@@ -212,6 +215,7 @@ pub static FAMILIES: [Family; 6] = [
             event_query: c"hipEventQuery",
             event_elapsed: c"hipEventElapsedTime",
             event_destroy: c"hipEventDestroy",
+            stream_create: c"hipStreamCreateWithFlags",
             stream_is_capturing: c"hipStreamIsCapturing",
             exchange_capture_mode: c"hipThreadExchangeStreamCaptureMode",
             capture_info: c"hipStreamGetCaptureInfo_v2",
@@ -240,6 +244,7 @@ pub static FAMILIES: [Family; 6] = [
             event_query: c"mcEventQuery",
             event_elapsed: c"mcEventElapsedTime",
             event_destroy: c"mcEventDestroy",
+            stream_create: c"mcStreamCreateWithFlags",
             stream_is_capturing: c"mcStreamIsCapturing",
             exchange_capture_mode: c"mcThreadExchangeStreamCaptureMode",
             capture_info: c"mcStreamGetCaptureInfo_v2",

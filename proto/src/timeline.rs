@@ -42,6 +42,9 @@ pub struct BlockBuilder {
     shapes: HashMap<Vec<u8>, u32>,
     /// Sequence number that is expected next for each shape.
     next_seq: Vec<u64>,
+    /// The shape that last followed each shape: a training loop repeats its operations.
+    successor: Vec<u32>,
+    last_shape: u32,
     next_ticket: u64,
     entered_ns: u64,
     scratch: Vec<u8>,
@@ -101,6 +104,17 @@ impl BlockBuilder {
     }
 
     fn shape(&mut self, operation: &Operation) -> u32 {
+        let followed = self.successor.get(self.last_shape as usize).copied();
+        let expected = followed.filter(|index| is_of_shape(operation, &self.block.shapes[*index as usize]));
+        let index = expected.unwrap_or_else(|| self.find_shape(operation));
+        if let Some(successor) = self.successor.get_mut(self.last_shape as usize) {
+            *successor = index;
+        }
+        self.last_shape = index;
+        index
+    }
+
+    fn find_shape(&mut self, operation: &Operation) -> u32 {
         let shape = Operation {
             ticket: 0,
             seq: 0,
@@ -122,8 +136,61 @@ impl BlockBuilder {
         self.shapes.insert(self.scratch.clone(), index);
         self.block.shapes.push(shape);
         self.next_seq.push(0);
+        self.successor.push(index);
         index
     }
+}
+
+/// Whether an operation has this shape.
+fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
+    // All fields are named, so that a new one is not forgotten.
+    let Operation {
+        ticket: _,
+        seq: _,
+        entered_ns: _,
+        returned_ns: _,
+        started_ns: _,
+        completed_ns: _,
+        device_ns: _,
+        status: _,
+        error: _,
+        kind,
+        op,
+        communicator,
+        count,
+        dtype,
+        reduce_op,
+        peer,
+        stream,
+        tid,
+        function,
+        group,
+        matmul,
+        tag,
+        store_keys,
+        store_key_count,
+        launch,
+        direction,
+    } = operation;
+    let numbers = (*kind, *op, *communicator, *count, *dtype, *reduce_op, *peer, *stream, *tid, *group);
+    let of_shape = (
+        shape.kind,
+        shape.op,
+        shape.communicator,
+        shape.count,
+        shape.dtype,
+        shape.reduce_op,
+        shape.peer,
+        shape.stream,
+        shape.tid,
+        shape.group,
+    );
+    numbers == of_shape
+        && (*tag, *store_key_count, *direction) == (shape.tag, shape.store_key_count, shape.direction)
+        && *matmul == shape.matmul
+        && *launch == shape.launch
+        && *function == shape.function
+        && *store_keys == shape.store_keys
 }
 
 /// When an operation began on its device, else on its host.

@@ -31,9 +31,10 @@ pub const PACKAGES: [&str; 14] = [
 ];
 
 /// The installed files of a node, by name.
-pub const INSTALLED: [&str; 8] = [
+pub const INSTALLED: [&str; 9] = [
     "xpu_timer_launch",
     "xpu_timer_collector",
+    "xpu_timer_dump_timeline",
     "xpu_timer_stacktrace_viewer",
     "xpu_timer_dump",
     "xpu_timer_gen_trace_timeline",

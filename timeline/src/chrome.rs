@@ -211,7 +211,8 @@ fn collective_name(shape: &Operation) -> String {
     let reduces = matches!(shape.op(), Op::AllReduce | Op::Reduce | Op::ReduceScatter);
     let reduction = ["Sum", "Prod", "MinMax", "MinMax", "PreMulSum"].get(shape.reduce_op as usize).unwrap_or(&"Sum");
     let parts = if reduces { format!("_{reduction}_{}", nccl_dtype(shape.dtype())) } else { String::new() };
-    let algorithm = algorithm(&shape.function, shape.op()).map(|name| format!("_{name}")).unwrap_or_default();
+    let algorithm =
+        algorithm(&shape.function, shape.op()).map(|algorithm| format!("_{}", algorithm.name())).unwrap_or_default();
     format!("ncclDevKernel_{name}{parts}{algorithm}(ncclDevKernelArgsStorage<4096ul>)")
 }
 

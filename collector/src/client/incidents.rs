@@ -83,7 +83,7 @@ impl Remote {
     }
 
     /// Requests a page and returns its body as a stream.
-    fn open(&self, path: &str, deadline: Duration) -> Result<impl Read + use<>> {
+    pub(super) fn open(&self, path: &str, deadline: Duration, most_bytes: u64) -> Result<impl Read + use<>> {
         let url = format!("{}{path}", self.url);
         let mut request = self.agent.get(&url).config().timeout_global(Some(deadline)).build();
         if let Some(authorization) = &self.authorization {
@@ -91,7 +91,7 @@ impl Remote {
         }
         let answer = request.call().with_context(|| format!("{} does not answer{}", self.url, self.advice))?;
         let status = answer.status().as_u16();
-        let mut body = answer.into_body().into_with_config().limit(MAX_FILE_BYTES).reader();
+        let mut body = answer.into_body().into_with_config().limit(most_bytes).reader();
         if status == 200 {
             return Ok(body);
         }
@@ -108,7 +108,7 @@ impl Remote {
 
     fn get(&self, path: &str) -> Result<Vec<u8>> {
         let mut body = Vec::new();
-        let read = self.open(path, DEADLINE)?.read_to_end(&mut body);
+        let read = self.open(path, DEADLINE, MAX_FILE_BYTES)?.read_to_end(&mut body);
         read.with_context(|| format!("{}{path}: the answer ended early", self.url))?;
         Ok(body)
     }
@@ -201,7 +201,7 @@ impl Remote {
         for name in wanted {
             let size = sizes.get(name).copied().unwrap_or(0);
             let deadline = DEADLINE + Duration::from_secs(size / SLOWEST_BYTES_A_SECOND);
-            let mut body = self.open(&format!("/incidents/{id}/{name}"), deadline)?;
+            let mut body = self.open(&format!("/incidents/{id}/{name}"), deadline, MAX_FILE_BYTES)?;
             let written = folder.write_with(name, |file| io::copy(&mut body, file).map(drop));
             written.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         }

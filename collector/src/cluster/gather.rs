@@ -23,7 +23,7 @@ use crate::{
     error::{Error, chain},
     incident::{
         Plan,
-        folder::{Folder, rank_of},
+        folder::{Folder, rank_of_file},
         judging, records,
         verdict_files::{change_verdict, link_latest, write_verdict},
         viewer,
@@ -56,7 +56,7 @@ pub enum GatherTask {
     /// Everything that arrives in time has arrived. Contains the ranks without evidence and the
     /// reasons, and other problems.
     Judge(Vec<RankEvidence>, Vec<String>),
-    /// A piece of a `.stacktrace` file.
+    /// A piece of a file of a rank.
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
     TransferAborted(RankSet),
@@ -106,9 +106,12 @@ struct Gather {
     // Set after a verdict: the ranks are in the folder and no longer in `ranks`.
     written: bool,
     errors: Vec<String>,
-    // Files in transfer by rank; a node has one for each of its ranks.
-    files: BTreeMap<u32, IncomingFile>,
+    // Files by rank and extension; a node has one of each kind for each of its ranks.
+    files: BTreeMap<FileKey, IncomingFile>,
 }
+
+/// Rank and extension of a file.
+type FileKey = (u32, String);
 
 /// A file that has been received in part.
 struct IncomingFile {
@@ -279,24 +282,25 @@ impl Gather {
     }
 
     /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
-    /// file, whatever names a node sends.
+    /// file of each kind, whatever names a node sends.
     fn file(&mut self, piece: DumpFile) {
-        let (Some(folder), Some(rank)) = (self.setup.folder.clone(), rank_of(&piece.name)) else { return };
-        if self.files.get(&rank).is_some_and(|incoming| incoming.name != piece.name) {
+        let (Some(folder), Some(rank)) = (self.setup.folder.clone(), rank_of_file(&piece.name)) else { return };
+        let key = (rank, piece.name.rsplit('.').next().unwrap_or_default().to_string());
+        if self.files.get(&key).is_some_and(|incoming| incoming.name != piece.name) {
             return;
         }
         let part = folder.join(partial_name(&piece.name));
-        if let Err(error) = self.append(rank, &piece, &folder, &part) {
+        if let Err(error) = self.append(key.clone(), &piece, &folder, &part) {
             warn!("incident {}: {}: {error}", self.setup.plan.head.id, part.display());
-            self.files.remove(&rank);
+            self.files.remove(&key);
             // Remove an incomplete file.
             let _ = fs::remove_file(&part);
         }
     }
 
-    fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
+    fn append(&mut self, key: FileKey, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
         let new = || IncomingFile { name: piece.name.clone(), bytes: 0, file: None };
-        let incoming = self.files.entry(rank).or_insert_with(new);
+        let incoming = self.files.entry(key).or_insert_with(new);
         let file = match &mut incoming.file {
             Some(file) => file,
             // A node that is asked again starts over.
@@ -320,13 +324,14 @@ impl Gather {
 
     /// The transfer of these files was cut off. If they are requested again, they start over.
     fn transfer_aborted(&mut self, ranks: &RankSet) {
-        let (gone, kept) = std::mem::take(&mut self.files).into_iter().partition(|(rank, _)| ranks.contains(*rank));
+        let (gone, kept) =
+            std::mem::take(&mut self.files).into_iter().partition(|((rank, _), _)| ranks.contains(*rank));
         self.files = kept;
         self.remove(gone);
     }
 
     /// Removes incomplete files.
-    fn remove(&self, files: BTreeMap<u32, IncomingFile>) {
+    fn remove(&self, files: BTreeMap<FileKey, IncomingFile>) {
         let Some(folder) = &self.setup.folder else { return };
         for incoming in files.into_values().filter(|incoming| incoming.file.is_some()) {
             let _ = fs::remove_file(folder.join(partial_name(&incoming.name)));
@@ -396,6 +401,11 @@ mod tests {
         gather.file(piece("../00005-00008.stacktrace", b"f", true));
         let whole = ["00003-00008.stacktrace", "00004-00008.stacktrace"];
         assert_eq!(names(), whole);
+        gather.file(piece("00003-00008.ops", b"o", true));
+        gather.file(piece("00003-00009.ops", b"p", true));
+        assert_eq!(fs::read(folder.path().join("00003-00008.ops")).unwrap(), b"o");
+        fs::remove_file(folder.path().join("00003-00008.ops")).unwrap();
+        assert_eq!(names(), whole, "each kind once");
         assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"ab");
         // The data before the cut must not precede the data of the next request.
         gather.file(piece(whole[0], b"half of it", false));

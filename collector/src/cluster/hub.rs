@@ -11,7 +11,7 @@ use std::{
 use tokio::sync::mpsc;
 use tracing::warn;
 use xpu_timer_analysis::stragglers::Comparison;
-use xpu_timer_proto::v1::{ClusterMessage, cluster_message::Message};
+use xpu_timer_proto::v1::{ClusterMessage, cluster_message::Message, delivery::Message as DeliveryMessage};
 
 use crate::{
     client::webhook::Webhook,
@@ -22,9 +22,10 @@ use crate::{
         gather::{self, GatherEvent, GatherSetup, GatherTask},
         service::{Outgoing, StreamEvent},
         status,
+        timeline::Timelines,
     },
     error::chain,
-    http::questions::Question,
+    http::questions::{Question, Refusal, TimelineFiles, TimelineReply, WantedTimeline},
     incident::{
         engine::Record,
         folder::{Folder, MadeFolder},
@@ -60,6 +61,7 @@ pub struct Hub {
     // The gathering threads by incident.
     gathering: HashMap<String, std_mpsc::Sender<GatherTask>>,
     comparison: ComparisonThread,
+    timelines: Timelines,
     disk: Disk,
     webhook: Option<Webhook>,
     commands: mpsc::UnboundedSender<Command>,
@@ -80,6 +82,7 @@ impl Hub {
             streams: HashMap::new(),
             gathering: HashMap::new(),
             comparison,
+            timelines: Timelines::new(process::random_id),
             // Nothing waits for it: results arrive as commands.
             disk: Disk::new(|| {}),
             webhook: settings.webhook.as_deref().map(Webhook::new),
@@ -115,9 +118,19 @@ impl Hub {
             }
             StreamEvent::Refused(node, why) => self.engine.log_refused_stream(&node, why, now),
             // The sender of the question may be gone.
-            StreamEvent::DeliveryStarted(key, known) => drop(known.send(self.engine.expects(&key))),
-            StreamEvent::DeliveryPiece(key, piece, credit) => self.engine.delivery_piece(&key, *piece, credit, now),
-            StreamEvent::DeliveryEnded(key) => self.engine.delivery_ended(&key, now),
+            StreamEvent::DeliveryStarted(key, known) => {
+                let _ = known.send(self.engine.expects(&key) || self.timelines.expects(&key));
+            }
+            StreamEvent::DeliveryPiece(key, piece, credit) => match *piece {
+                DeliveryMessage::Timeline(file) => {
+                    self.timelines.piece(&key, file, credit, &self.engine.nodes, now);
+                }
+                piece => self.engine.delivery_piece(&key, piece, credit, now),
+            },
+            StreamEvent::DeliveryEnded(key) => {
+                self.timelines.ended(&key, &self.engine.nodes);
+                self.engine.delivery_ended(&key, now);
+            }
         }
         self.execute(now);
     }
@@ -144,12 +157,38 @@ impl Hub {
             Question::WithoutFolder(reply) => drop(reply.send(status::without_folder(engine))),
             Question::SlowRanks(reply) => drop(reply.send(engine.slow.json())),
             Question::Dump { job, reply } => self.engine.dump_by_hand(job.as_deref(), reply, now),
+            Question::Timeline { wanted, reply } => self.timeline_asked(wanted, reply, now),
+            Question::KernelTrace { reply, .. } => {
+                let why = "the cluster collector records no operations; ask the collectors of the nodes";
+                drop(reply.send(Err(Refusal::Unusable(why.into()))));
+            }
         }
+    }
+
+    /// Passes the files of a timeline on, as fast as the requester takes them.
+    fn timeline_asked(&mut self, wanted: WantedTimeline, reply: TimelineReply, now: Now) {
+        let mut arriving = match self.timelines.start(wanted, &self.engine.nodes, now) {
+            Ok(arriving) => arriving,
+            Err(refusal) => return drop(reply.send(Err(refusal))),
+        };
+        let (sender, chunks) = mpsc::channel(1);
+        let files = TimelineFiles { root: self.settings.timeline_path.clone(), chunks };
+        drop(reply.send(Ok(files)));
+        let open = self.engine.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
+        retention::start(self.folders(), self.settings.keep, open);
+        tokio::spawn(async move {
+            while let Some((file, _credit)) = arriving.recv().await {
+                if sender.send(file).await.is_err() {
+                    return;
+                }
+            }
+        });
     }
 
     /// Checks all deadlines.
     pub fn tick(&mut self, now: Now) {
         self.disk.report_stuck();
+        self.timelines.tick(&self.engine.nodes, now);
         self.engine.tick(now);
         self.execute(now);
     }
@@ -161,6 +200,10 @@ impl Hub {
 
     /// Executes the actions of the engine.
     pub(super) fn execute(&mut self, now: Now) {
+        for (node, request) in self.timelines.next_requests(&self.engine.nodes, now) {
+            let stream = self.engine.nodes.get(node).and_then(|node| node.stream);
+            stream.into_iter().for_each(|stream| self.send(stream, Message::Timeline(request.clone()), now));
+        }
         while let Some(action) = self.engine.next_action() {
             match action {
                 Action::Send(stream, message) => self.send(stream, message, now),

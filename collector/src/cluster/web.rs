@@ -18,6 +18,7 @@ use crate::{
         questions::{Question, QuestionSender},
         refusal, routes,
         server::Caller,
+        timeline,
     },
 };
 
@@ -43,6 +44,7 @@ impl QuestionSender for Pages {
 /// All pages, and the gRPC service behind the same access check.
 pub fn router(pages: Pages, grpc: Router) -> Router {
     routes::control()
+        .merge(timeline::routes())
         .merge(routes::health())
         .merge(routes::metrics())
         .with_state(pages.clone())

@@ -1,11 +1,12 @@
 //! The questions that HTTP pages send to the event loop of either role.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use serde_json::Value;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
+use xpu_timer_proto::v1::TimelineFile;
 
-use crate::{incident::records::WithoutFolder, job::JobKey};
+use crate::{incident::records::WithoutFolder, job::JobKey, timeline::kernel_trace::Request};
 
 /// A handle to an event loop that answers questions.
 pub trait QuestionSender: Clone + Send + Sync + 'static {
@@ -36,6 +37,45 @@ pub enum Question {
     WithoutFolder(oneshot::Sender<Vec<WithoutFolder>>),
     /// `/slow_ranks`.
     SlowRanks(oneshot::Sender<Value>),
+    /// `/timeline`.
+    Timeline {
+        /// Which operations.
+        wanted: WantedTimeline,
+        /// Receives the answer.
+        reply: TimelineReply,
+    },
+    /// `/HostingService/DumpKernelTrace`.
+    KernelTrace {
+        /// What to record, and where.
+        request: Request,
+        /// Receives the original tool's message, or why the request is refused.
+        reply: oneshot::Sender<Result<&'static str, Refusal>>,
+    },
+}
+
+/// Which part of the timeline of a job is wanted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WantedTimeline {
+    /// Name of the job; `None` if there is only one.
+    pub job: Option<String>,
+    /// One rank; `None` for all.
+    pub rank: Option<u32>,
+    /// The window.
+    pub window: Duration,
+    /// Record every kernel for as long as the window, and answer then.
+    pub detail: bool,
+}
+
+/// Reply channel of a timeline.
+pub type TimelineReply = oneshot::Sender<Result<TimelineFiles, Refusal>>;
+
+/// The files of a timeline, in chunks.
+#[derive(Debug)]
+pub struct TimelineFiles {
+    /// The folder that they belong into on this machine.
+    pub root: PathBuf,
+    /// The chunks. The files of several ranks may be interleaved.
+    pub chunks: mpsc::Receiver<TimelineFile>,
 }
 
 /// Why a dump by hand was refused.
@@ -45,6 +85,8 @@ pub enum Refusal {
     NoJob(String),
     /// There are several jobs, and the request names none.
     WhichJob(String),
+    /// The request cannot be served; the text gives the reason.
+    Unusable(String),
     /// There were too many recently.
     TooMany {
         /// Another request is accepted after this number of seconds.

@@ -64,7 +64,7 @@ pub fn metrics<A: QuestionSender>() -> Router<A> {
     Router::new().route("/metrics", get(metrics_page::<A>))
 }
 
-async fn ask<A: QuestionSender, T>(
+pub(super) async fn ask<A: QuestionSender, T>(
     answers: &A,
     patience: Duration,
     question: impl FnOnce(oneshot::Sender<T>) -> Question,
@@ -74,7 +74,7 @@ async fn ask<A: QuestionSender, T>(
     timeout(patience, answer).await.ok()?.ok()
 }
 
-fn no_answer() -> Response {
+pub(super) fn no_answer() -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": "the collector does not answer" }))).into_response()
 }
 
@@ -106,9 +106,10 @@ async fn dump<A: QuestionSender>(State(answers): State<A>, Query(query): Query<D
     }
 }
 
-/// The response to a refused dump by hand.
-fn refusal(refused: Refusal) -> Response {
+/// The response to a refused request.
+pub(super) fn refusal(refused: Refusal) -> Response {
     let (code, text) = match refused {
+        Refusal::Unusable(text) => (StatusCode::BAD_REQUEST, text),
         Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
         Refusal::WhichJob(text) => (StatusCode::BAD_REQUEST, text),
         Refusal::TooMany { seconds } => {
@@ -210,7 +211,7 @@ async fn file_page(roots: Roots, others: Vec<WithoutFolder>, id: String, name: S
         Some("html") => "text/html; charset=utf-8",
         Some("json") => "application/json",
         Some("svg") => "image/svg+xml",
-        Some("stacktrace" | "bin") => "application/octet-stream",
+        Some("stacktrace" | "ops" | "bin") => "application/octet-stream",
         _ => "text/plain; charset=utf-8",
     };
     let Ok(Ok(reader)) = timeout(QUEUE, READERS.acquire()).await else {

@@ -9,7 +9,7 @@ use std::{
     sync::OnceLock,
 };
 
-use xpu_timer_proto::procfs;
+use xpu_timer_proto::{procfs, timeline};
 
 use crate::{
     error::Error,
@@ -305,6 +305,13 @@ pub fn rank_of(name: &str) -> Option<u32> {
     let (rank, world) = name.strip_suffix(".stacktrace")?.split_once('-')?;
     let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
     (digits(rank) && digits(world)).then(|| rank.parse().ok())?
+}
+
+/// The rank of a file that a node sends: `RRRRR-WWWWW.stacktrace`, or its timeline.
+#[must_use]
+pub fn rank_of_file(name: &str) -> Option<u32> {
+    let stem = name.strip_suffix(timeline::EXTENSION).and_then(|stem| stem.strip_suffix('.'));
+    stem.map_or_else(|| rank_of(name), |stem| rank_of(&format!("{stem}.stacktrace")))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use xpu_timer_analysis::{condense, condense_process, folded, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{Verdict, condense, condense_process, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     Message as _, lenient,
     server::Stacktrace,
@@ -20,6 +20,17 @@ pub const ALL_FILES: usize = 1024;
 pub(crate) const CHUNK_BYTES: usize = 512 * 1024;
 /// Maximum message size that the cluster collector accepts: a tree is not split.
 pub const MAX_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+
+/// In a job beyond [`ALL_FILES`] ranks: number of culprits, and of groups, whose files are kept.
+const SOME_FILES: usize = 16;
+
+/// The ranks whose files are kept in a job beyond [`ALL_FILES`] ranks: culprits, and one rank of
+/// each group.
+#[must_use]
+pub fn some_ranks(verdict: &Verdict) -> Vec<u32> {
+    let culprits = verdict.culprits.iter().take(SOME_FILES);
+    culprits.chain(verdict.ranks.iter().filter_map(|group| group.ranks.first()).take(SOME_FILES)).copied().collect()
+}
 
 /// Merges the dumps of a node, one by one.
 #[derive(Debug, Default)]

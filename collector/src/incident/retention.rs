@@ -1,6 +1,6 @@
 //! Removes old incident folders, by number and by age. Open incidents stay. Hangs, dumps by hand
 //! and promoted captures are counted separately, so that the others never push out the record of a
-//! hang. Also removes mild captures.
+//! hang. Also removes mild captures, and timelines that users have requested.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,15 +12,17 @@ use std::{
 
 use tracing::{info, warn};
 use xpu_timer_analysis::Status;
+use xpu_timer_proto::timeline;
 
 use crate::{
     config::RetentionLimits,
     incident::{
-        folder::{id, incident_of, own_folders},
+        folder::{id, incident_of, is_own_folder, own_folders},
         mild::root_of,
         records,
         verdict_files::{RECORD, finish_leftovers, is_writer_gone},
     },
+    timeline::folder::{PREFIX, UNFINISHED},
 };
 
 /// Cleans up some roots on a thread of its own: a network file system may be slow.
@@ -28,6 +30,7 @@ pub fn start(roots: Vec<PathBuf>, keep: RetentionLimits, open: BTreeSet<String>)
     let work = move || {
         for root in roots {
             retire(&root, keep, &open, SystemTime::now());
+            retire_timelines(&root, keep, SystemTime::now());
             trim_captures(&root, keep.age, SystemTime::now());
         }
     };
@@ -62,7 +65,7 @@ fn retire(root: &Path, keep: RetentionLimits, open: &BTreeSet<String>, now: Syst
         })
         .collect();
     for folder in &ours {
-        let old = is_older(folder, keep.age, now);
+        let old = is_older(&folder.join(VERDICT), keep.age, now);
         let name = id(folder);
         let is_surplus = surplus.contains(&incident_of(folder));
         if (!is_surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
@@ -90,9 +93,38 @@ fn kind_of(folder: &Path) -> Kind {
     }
 }
 
-/// Whether the verdict in a folder is older than `age`; zero is no limit.
-fn is_older(folder: &Path, age: Duration, now: SystemTime) -> bool {
-    let written = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
+/// The file whose age is that of its incident.
+const VERDICT: &str = "verdict.json";
+/// A folder that is still unfinished after this time belongs to a collector that was killed.
+const UNFINISHED_AGE: Duration = Duration::from_secs(3600);
+
+/// Removes expired timelines in one root, and those that a killed collector left unfinished.
+fn retire_timelines(root: &Path, keep: RetentionLimits, now: SystemTime) {
+    let entries = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut ours: Vec<PathBuf> = entries.filter(|path| is_own_folder(path)).collect();
+    ours.sort();
+    let starts = |path: &Path, prefix: &str| id(path).starts_with(prefix);
+    for path in ours.iter().filter(|path| starts(path, UNFINISHED) && is_older(path, UNFINISHED_AGE, now)) {
+        remove(root, path, "its collector was killed");
+    }
+    // A user's own folders are never removed.
+    let has_timeline = |path: &&PathBuf| {
+        let mut names = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+        names.any(|name| timeline::rank_of_file(&name).is_some())
+    };
+    let ours: Vec<&PathBuf> = ours.iter().filter(|path| starts(path, PREFIX)).filter(has_timeline).collect();
+    let surplus = if keep.count == 0 { 0 } else { ours.len().saturating_sub(keep.count) };
+    for (index, path) in ours.into_iter().enumerate() {
+        let old = is_older(path, keep.age, now);
+        if index < surplus || old {
+            remove(root, path, if old { "it is old" } else { "there are newer ones" });
+        }
+    }
+}
+
+/// Whether a file or folder is older than `age`; zero is no limit.
+fn is_older(path: &Path, age: Duration, now: SystemTime) -> bool {
+    let written = fs::metadata(path).and_then(|status| status.modified());
     let passed = written.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
     !age.is_zero() && passed > age
 }
@@ -128,7 +160,7 @@ fn finish_removals(root: &Path) {
 /// Whether a collector wrote an incident into this folder.
 fn is_incident_folder(folder: &Path) -> bool {
     // A full disk may have had no space for the evidence.
-    folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
+    folder.join(VERDICT).is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
 }
 
 /// Number of mild captures that are kept of a job.
@@ -165,7 +197,7 @@ pub fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
             "there are newer ones of its job"
         } else if count >= OF_ALL_JOBS || bytes + size > MAX_BYTES {
             "there are newer ones"
-        } else if is_older(folder, age, now) {
+        } else if is_older(&folder.join(VERDICT), age, now) {
             "it is old"
         } else {
             *of_job += 1;
@@ -276,6 +308,25 @@ mod tests {
         retire(root.path(), RetentionLimits { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
         let left: Vec<String> = names(root.path()).iter().map(|name| name[16..17].to_string()).collect();
         assert_eq!(left, ["1", "2", "8", "9"]);
+    }
+
+    #[test]
+    fn expired_and_unfinished_timelines_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=4 {
+            folder(root.path(), &format!("timeline-2026112{number}T000000Z-00000001"), &["00000-00001.ops"]);
+        }
+        folder(root.path(), "timeline-20261120-of-a-person", &["notes"]);
+        folder(root.path(), ".new-timeline-20261121T000000Z-00000001", &["00000-00001.ops"]);
+        let keep = RetentionLimits { count: 2, age: Duration::from_secs(7200) };
+        retire_timelines(root.path(), keep, SystemTime::now());
+        let left = names(root.path());
+        assert_eq!(left.len(), 4, "{left:?}");
+        assert!(left[1..].iter().any(|name| name.contains("of-a-person")) && left[3].contains("20261124"), "{left:?}");
+        retire_timelines(root.path(), keep, SystemTime::now() + Duration::from_secs(3700));
+        assert_eq!(names(root.path()).len(), 3, "the unfinished one is gone");
+        retire_timelines(root.path(), keep, SystemTime::now() + Duration::from_secs(7300));
+        assert_eq!(names(root.path()), ["timeline-20261120-of-a-person"]);
     }
 
     #[test]

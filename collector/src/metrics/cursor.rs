@@ -1,9 +1,6 @@
 //! Follows the operations of one ring and returns each of them once, after it has completed.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    io,
-};
+use std::io;
 
 use xpu_timer_proto::{
     ring::{self, op},
@@ -15,15 +12,28 @@ use xpu_timer_proto::{
 pub struct Cursor {
     /// The first ticket that was not read yet; `None` before the first read.
     next: Option<u64>,
-    /// Incomplete tickets, and the number of reads in which each was not found.
-    waiting: BTreeMap<u64, u32>,
+    /// Incomplete tickets, in ascending order.
+    waiting: Vec<(u64, Looks)>,
     /// Operations that completed and were overwritten between two reads.
     pub missed: u64,
+    /// Operations were overwritten before the first read.
+    pub began_late: bool,
 }
 
-/// A ticket that was not found this many times has no slot: the hook has dropped and counted its
-/// operation.
+/// What the reads so far have shown of a ticket.
+#[derive(Debug, Clone, Copy, Default)]
+struct Looks {
+    /// Its operation was pending.
+    was_seen: bool,
+    /// Number of reads in which it was not found, since it was found last.
+    unseen: u32,
+}
+
+/// A ticket that was not found this many times has no slot: its thread has left it unused, or the
+/// hook has dropped and counted its operation.
 const LOOKS: u32 = 5;
+/// Tickets that are this close together are read at once.
+const GAP: u64 = 16;
 
 impl Cursor {
     /// Returns what has completed since the last read. `tickets` is the next ticket of the ring.
@@ -36,40 +46,55 @@ impl Cursor {
         tickets: u64,
     ) -> io::Result<Vec<[u64; op::WORDS]>> {
         let oldest = tickets.saturating_sub(op::SLOTS as u64);
+        self.began_late |= self.next.is_none() && oldest > 0;
         let next = self.next.unwrap_or(oldest);
         self.missed += oldest.saturating_sub(next);
-        self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, 0)));
+        self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, Looks::default())));
         self.next = Some(tickets);
-        let Some(first) = self.waiting.keys().next().copied() else { return Ok(Vec::new()) };
-        // If there are more than the table holds, the whole table is read from any start.
-        let count = usize::try_from(tickets - first).unwrap_or(op::SLOTS);
-        let slots = ring::read_slots(read_at, first, count)?;
-        let by_place: HashMap<u64, &[u64; op::WORDS]> =
-            slots.iter().map(|words| ((words[op::TICKET] - 1) % op::SLOTS as u64, words)).collect();
+        if self.waiting.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut slots = Vec::new();
+        for (first, count) in runs(self.waiting.iter().map(|(ticket, _)| *ticket)) {
+            slots.extend(ring::read_slots(&read_at, first, count)?);
+        }
+        // Index of each slot in `slots`.
+        let mut places = vec![u32::MAX; op::SLOTS];
+        for (index, words) in slots.iter().enumerate() {
+            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index as u32;
+        }
         let mut completed = Vec::new();
         let missed = &mut self.missed;
-        self.waiting.retain(|ticket, unseen| {
-            let words = by_place.get(&(ticket % op::SLOTS as u64));
+        self.waiting.retain_mut(|(ticket, looks)| {
+            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize] as usize);
             match words.map(|words| (words[op::TICKET] - 1, words)) {
                 Some((found, words)) if found == *ticket => {
-                    *unseen = 0;
+                    *looks = Looks { was_seen: true, unseen: 0 };
                     let pending = words[op::STATUS] as u32 == OpStatus::Pending as u32;
                     if !pending {
-                        completed.push(**words);
+                        completed.push(*words);
                     }
                     pending
                 }
                 Some((found, _)) if found > *ticket => {
-                    *missed += 1;
+                    // An earlier read has found its slot without it: its thread has left it unused.
+                    let is_unused = !looks.was_seen && looks.unseen > 0;
+                    *missed += u64::from(!is_unused);
                     false
                 }
                 _ => {
-                    *unseen += 1;
-                    *unseen < LOOKS
+                    looks.unseen += 1;
+                    looks.unseen < LOOKS
                 }
             }
         });
         Ok(completed)
+    }
+
+    /// Number of tickets that have been taken since the last read.
+    #[must_use]
+    pub fn unread(&self, tickets: u64) -> u64 {
+        tickets.saturating_sub(self.next.unwrap_or(0))
     }
 
     /// Operations that have not completed.
@@ -77,6 +102,18 @@ impl Cursor {
     pub fn pending(&self) -> usize {
         self.waiting.len()
     }
+}
+
+/// Groups tickets in ascending order into runs: the first ticket, and the number of slots.
+fn runs(tickets: impl Iterator<Item = u64>) -> Vec<(u64, usize)> {
+    let mut runs: Vec<(u64, usize)> = Vec::new();
+    for ticket in tickets {
+        match runs.last_mut() {
+            Some((first, count)) if ticket - *first < *count as u64 + GAP => *count = (ticket - *first) as usize + 1,
+            _ => runs.push((ticket, 1)),
+        }
+    }
+    runs
 }
 
 #[cfg(test)]
@@ -168,6 +205,30 @@ mod tests {
     }
 
     #[test]
+    fn an_unused_ticket_whose_slot_is_reused_is_not_missed() {
+        let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
+        let slots = op::SLOTS as u64;
+        ring.look(&mut cursor, 0);
+        ring.put(1, OpStatus::Pending);
+        // Ticket 0 was taken and is never used.
+        assert_eq!(ring.look(&mut cursor, 2), [0; 0]);
+        ring.put(1, OpStatus::Completed);
+        for ticket in [slots, slots + 1] {
+            ring.put(ticket, OpStatus::Completed);
+        }
+        // Ticket 1 has completed and its slot was reused before this read.
+        let seen = ring.look(&mut cursor, slots + 2);
+        assert_eq!((seen, cursor.missed), (vec![slots, slots + 1], 1));
+    }
+
+    #[test]
+    fn tickets_far_apart_are_read_one_by_one() {
+        assert_eq!(runs([3, 4, 9, 700, 8200].into_iter()), [(3, 7), (700, 1), (8200, 1)]);
+        assert_eq!(runs(0..8192), [(0, 8192)]);
+        assert_eq!(runs([].into_iter()), []);
+    }
+
+    #[test]
     fn a_new_reader_reads_the_operations_that_the_ring_still_holds() {
         let (mut ring, mut cursor) = (Ring::new(), Cursor::default());
         let slots = op::SLOTS as u64;
@@ -175,6 +236,6 @@ mod tests {
             ring.put(ticket, OpStatus::Completed);
         }
         assert_eq!(ring.look(&mut cursor, slots * 2).len(), op::SLOTS);
-        assert_eq!(cursor.missed, 0);
+        assert_eq!((cursor.missed, cursor.began_late), (0, true));
     }
 }

@@ -4,7 +4,9 @@
 //! Levels and label values are those of the original tool, because its dashboards must continue to
 //! work.
 
-use xpu_timer_analysis::throughput::{algorithm, attention_flops, bus_bytes, dtype_name, flops, operation_name};
+use xpu_timer_analysis::throughput::{
+    Algorithm, algorithm, attention_flops, bus_bytes, dtype_name, flops, operation_name,
+};
 use xpu_timer_proto::v1::{Communicator, Op, OpKind, OpStatus, Operation};
 
 use crate::metrics::settings::MetricsSettings;
@@ -19,12 +21,45 @@ pub enum Family {
 }
 
 /// The series of an operation within its rank.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// What is measured.
     pub family: Family,
+    dtype: &'static str,
+    operation: &'static str,
+    // `None` if levels are off.
+    level: Option<u32>,
+    // Only for collectives.
+    transfer: Option<Transfer>,
+}
+
+/// The part of the key that only collectives have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Transfer {
+    algorithm: Option<Algorithm>,
+    spans_nodes: bool,
+    is_small: bool,
+}
+
+impl Key {
     /// Labels in addition to those of the rank, in output order.
-    pub labels: Vec<(&'static str, String)>,
+    #[must_use]
+    pub fn labels(&self) -> Vec<(&'static str, String)> {
+        let mut labels = vec![("dtype", self.dtype.to_string()), ("operation", self.operation.to_string())];
+        labels.extend(self.level.map(|level| ("level", level.to_string())));
+        if let Some(Transfer { algorithm, spans_nodes, is_small }) = &self.transfer {
+            labels.push(("algorithm", algorithm.map_or("UNKNOWN".into(), |algorithm| algorithm.name())));
+            labels.push(("transport", if *spans_nodes { "InterNode" } else { "IntraNode" }.to_string()));
+            labels.push(("small", u8::from(*is_small).to_string()));
+        }
+        labels
+    }
+
+    /// A key with only the name of an operation.
+    #[cfg(test)]
+    pub(crate) fn for_test(operation: &'static str) -> Key {
+        Key { family: Family::Collective, dtype: "", operation, level: None, transfer: None }
+    }
 }
 
 /// Duration and amount of work of one operation.
@@ -85,16 +120,22 @@ pub fn collective(
 }
 
 fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, settings: &MetricsSettings) -> Key {
-    let mut labels = vec![("dtype", dtype_name(operation.dtype()).to_string())];
-    labels.push(("operation", operation_name(operation.op()).to_string()));
-    if let Some((levels, _)) = settings.levels {
+    let level = settings.levels.map(|(levels, _)| {
         let gbps = Family::Collective.performance(done.amount, done.us);
-        labels.push(("level", collective_level(gbps, levels).to_string()));
+        collective_level(gbps, levels)
+    });
+    let transfer = Transfer {
+        algorithm: algorithm(&operation.function, operation.op()),
+        spans_nodes,
+        is_small: done.amount <= SMALL_BITS,
+    };
+    Key {
+        family: Family::Collective,
+        dtype: dtype_name(operation.dtype()),
+        operation: operation_name(operation.op()),
+        level,
+        transfer: Some(transfer),
     }
-    labels.push(("algorithm", algorithm(&operation.function, operation.op()).unwrap_or("UNKNOWN".into())));
-    labels.push(("transport", if spans_nodes { "InterNode" } else { "IntraNode" }.to_string()));
-    labels.push(("small", u8::from(done.amount <= SMALL_BITS).to_string()));
-    Key { family: Family::Collective, labels }
 }
 
 /// Series and amount of a completed matrix product or flash attention.
@@ -115,12 +156,11 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     let dtype = dtype_name(operation.dtype());
     // The original tool's name.
     let name = if operation.op() == Op::Attention { "FA" } else { "Matmul" };
-    let mut labels = vec![("dtype", dtype.to_string()), ("operation", name.to_string())];
-    if let Some((_, levels)) = settings.levels {
+    let level = settings.levels.map(|(_, levels)| {
         let tflops = Family::Matmul.performance(done.amount, done.us);
-        labels.push(("level", matmul_level(tflops, peak_tflops(&settings.device, dtype), levels).to_string()));
-    }
-    Some((Key { family: Family::Matmul, labels }, done))
+        matmul_level(tflops, peak_tflops(&settings.device, dtype), levels)
+    });
+    Some((Key { family: Family::Matmul, dtype, operation: name, level, transfer: None }, done))
 }
 
 /// The original tool numbers its levels from 1, and gives everything above the highest level the
@@ -186,7 +226,7 @@ mod tests {
     }
 
     fn labels(key: &Key) -> String {
-        key.labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+        key.labels().iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
     }
 
     #[test]

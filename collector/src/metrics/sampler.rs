@@ -1,5 +1,8 @@
-//! Reads the rings of living ranks and maintains their series for `/metrics`, and reads the
-//! counters of their Python interpreters.
+//! Reads the rings of the ranks for all that follows their operations: the series of `/metrics`,
+//! the comparison of ranks, and the timeline. Also reads the counters of the Python interpreters.
+//!
+//! Each operation is read once. A ring that fills is read before it is full; all rings are read in
+//! the interval of the metrics, and once more when their process has ended.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -17,26 +20,52 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    job::RankId,
+    job::{JobKey, RankId},
     metrics::{cursor::Cursor, meaning, pace::Recorder, series::AllSeries, settings::MetricsSettings},
-    os::{clock::Now, ring_file::RingFile},
+    os::{
+        clock::{Now, nanoseconds},
+        ring_file::{RingFile, kernel_name},
+    },
+    timeline::{
+        TimelineSettings,
+        kernel_trace::Recording,
+        store::{Store, end_ns},
+    },
 };
 
-/// The operations of all living ranks.
+/// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
+/// launch tens of thousands of operations a second to overrun it in this time.
+pub const PEEK: Duration = Duration::from_millis(250);
+/// A ring with so many new operations is read at once. Many small reads cost less than a large one,
+/// whose buffers the allocator returns to the system each time.
+const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
+
+/// The operations of all ranks.
 pub struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
+    peeked_ns: u64,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
+    // Ranks that have ended and were read to their end.
+    closed: BTreeSet<RankId>,
+    /// The last operations.
+    pub timeline: Store,
+    /// What a request of the original tool records.
+    pub recording: Recording,
     /// The counters of their interpreters.
     pub interpreters: Interpreters,
 }
 
-/// A living rank as input of the sampler.
+/// A rank as input of the sampler.
 #[derive(Debug, Clone, Copy)]
-pub struct LivingRank<'a> {
+pub struct RankView<'a> {
     /// Identity of its registry entry.
     pub id: RankId,
+    /// Its job.
+    pub job: &'a JobKey,
+    /// Whether its process has ended.
+    pub has_ended: bool,
     /// Its process; 0 if it is outside the collector's PID namespace.
     pub pid: i32,
     /// Its place in the job.
@@ -62,15 +91,35 @@ pub struct Sampled {
     pub functions: Vec<HookedFunction>,
     functions_ns: u64,
     communicators: HashMap<u64, Communicator>,
+    // Names of kernels, readable.
     names: HashMap<u64, String>,
+    // Operations that the hook has dropped.
+    dropped: u64,
+    // Operations whose loss was reported to the timeline.
+    lost: u64,
 }
 
 impl Sampler {
     /// Starts without data.
     #[must_use]
-    pub fn new(settings: MetricsSettings) -> Self {
-        let interpreters = Interpreters::default();
-        Sampler { settings, looked_ns: 0, searched_ns: 0, ranks: BTreeMap::new(), interpreters }
+    pub fn new(settings: MetricsSettings, timeline: TimelineSettings) -> Self {
+        Sampler {
+            settings,
+            looked_ns: 0,
+            peeked_ns: 0,
+            searched_ns: 0,
+            ranks: BTreeMap::new(),
+            closed: BTreeSet::new(),
+            timeline: Store::new(nanoseconds(timeline.window), timeline.bytes),
+            recording: Recording::new(timeline),
+            interpreters: Interpreters::default(),
+        }
+    }
+
+    /// Whether the rings must be looked at every [`PEEK`].
+    #[must_use]
+    pub fn peeks(&self) -> bool {
+        self.timeline.is_on() || self.recording.is_active()
     }
 
     /// The state of a rank.
@@ -84,24 +133,44 @@ impl Sampler {
         self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_unreported()).unwrap_or_default()
     }
 
-    /// Reads all rings if it is time, and forgets ranks that are gone.
-    pub fn turn<'a>(&mut self, living: impl Iterator<Item = LivingRank<'a>>, now: Now) {
-        if now.mono_ns < self.looked_ns.saturating_add(self.settings.look.as_nanos() as u64) {
-            return;
+    /// Reads the rings that it is time for, and forgets ranks that are gone.
+    pub fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
+        let is_due = |since_ns: u64, interval: Duration| now.mono_ns >= since_ns.saturating_add(nanoseconds(interval));
+        let looks = is_due(self.looked_ns, self.settings.look);
+        if looks || self.peeks() && is_due(self.peeked_ns, PEEK) {
+            self.read(ranks.collect(), looks, false, now);
         }
-        self.looked_ns = now.mono_ns;
-        let living: Vec<LivingRank<'_>> = living.collect();
-        let ids: BTreeSet<RankId> = living.iter().map(|rank| rank.id).collect();
+    }
+
+    /// Reads all rings now, for a request that covers the time until now.
+    pub fn read_all<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
+        self.read(ranks.collect(), false, true, now);
+    }
+
+    /// Reads the rings. `looks` includes everything else that the metrics need. Without `all`, only
+    /// rings that fill are read in between.
+    fn read(&mut self, ranks: Vec<RankView<'_>>, looks: bool, all: bool, now: Now) {
+        self.peeked_ns = now.mono_ns;
+        let ids: BTreeSet<RankId> = ranks.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
-        let search = now.mono_ns >= self.searched_ns.saturating_add(self.settings.publish.as_nanos() as u64);
-        if search {
-            self.searched_ns = now.mono_ns;
+        self.closed.retain(|id| ids.contains(id));
+        let living: Vec<RankView<'_>> = ranks.iter().filter(|rank| !rank.has_ended).copied().collect();
+        if looks {
+            self.looked_ns = now.mono_ns;
+            let search = now.mono_ns >= self.searched_ns.saturating_add(nanoseconds(self.settings.publish));
+            if search {
+                self.searched_ns = now.mono_ns;
+            }
+            self.interpreters.request(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         }
-        self.interpreters.request(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         let mut completed = Vec::new();
-        for rank in &living {
+        for rank in ranks.iter().filter(|rank| !self.closed.contains(&rank.id)) {
             let Some(ring) = rank.ring else { continue };
-            match self.ranks.entry(rank.id).or_default().read(ring, &self.settings, now) {
+            let sampled = self.ranks.entry(rank.id).or_default();
+            if !(looks || all || rank.has_ended || sampled.fills(ring)) {
+                continue;
+            }
+            match sampled.read(ring, looks, &self.settings, now) {
                 Ok(operations) => completed.push((rank, operations)),
                 // The rank is just ending, or it spoils its own ring.
                 Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
@@ -109,19 +178,35 @@ impl Sampler {
         }
         let here = members_here(&living, &self.ranks);
         for (rank, operations) in completed {
-            if let Some(sampled) = self.ranks.get_mut(&rank.id) {
-                sampled.add(rank, &operations, &here, &self.settings, now);
+            let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
+            sampled.add(rank, &operations, &here, &self.settings, now);
+            self.timeline.add(rank.id, rank.job, &operations);
+            self.timeline.add_lost(rank.id, sampled.take_lost(), now.mono_ns);
+            if std::mem::take(&mut sampled.cursor.began_late) {
+                let first_ns = operations.iter().map(end_ns).min().unwrap_or(now.mono_ns);
+                self.timeline.set_begin(rank.id, first_ns);
             }
+            if rank.has_ended {
+                self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
+            }
+            self.recording.add(rank.id, (rank.info, rank.has_ended), &operations, &sampled.communicators, now);
         }
-        for sampled in self.ranks.values_mut() {
-            sampled.series.turn(&self.settings, now.mono_ns);
-            sampled.recorder.forget(now.mono_ns);
+        for rank in ranks.iter().filter(|rank| rank.has_ended) {
+            self.ranks.remove(&rank.id);
+            self.closed.insert(rank.id);
+        }
+        if looks {
+            for sampled in self.ranks.values_mut() {
+                sampled.series.turn(&self.settings, now.mono_ns);
+                sampled.recorder.forget(now.mono_ns);
+            }
+            self.timeline.turn(now, |id| ids.contains(&id));
         }
     }
 }
 
 /// Number of ranks of each communicator that live on this node.
-fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
+fn members_here(living: &[RankView<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
     let mut here = HashMap::new();
     for sampled in living.iter().filter_map(|rank| ranks.get(&rank.id)) {
         for id in sampled.communicators.keys() {
@@ -132,25 +217,45 @@ fn members_here(living: &[LivingRank<'_>], ranks: &BTreeMap<RankId, Sampled>) ->
 }
 
 impl Sampled {
-    /// Reads what has changed and returns what has completed.
-    fn read(&mut self, ring: &RingFile, settings: &MetricsSettings, now: Now) -> io::Result<Vec<Operation>> {
+    /// Whether the ring has many operations that were not read.
+    fn fills(&self, ring: &RingFile) -> bool {
+        ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
+    }
+
+    /// Operations that were found to be missing since the last call.
+    fn take_lost(&mut self) -> u64 {
+        let lost = self.cursor.missed + self.dropped;
+        lost.saturating_sub(std::mem::replace(&mut self.lost, lost))
+    }
+
+    /// Reads what has completed, and with `looks` also what else the metrics need.
+    fn read(
+        &mut self,
+        ring: &RingFile,
+        looks: bool,
+        settings: &MetricsSettings,
+        now: Now,
+    ) -> io::Result<Vec<Operation>> {
         let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
-        let head = ring::read_header(read_at)?;
-        self.head = Some(head);
-        self.totals = lane::totals(&read_at)?;
-        if self.functions_ns == 0 || now.mono_ns >= self.functions_ns + settings.publish.as_nanos() as u64 {
+        if looks || self.head.is_none() {
+            self.head = Some(ring::read_header(read_at)?);
+            self.totals = lane::totals(&read_at)?;
+        }
+        if looks && (self.functions_ns == 0 || now.mono_ns >= self.functions_ns + nanoseconds(settings.publish)) {
             self.functions_ns = now.mono_ns;
             self.functions = ring::read_functions(read_at)?;
         }
+        self.dropped = ring.word(header::DROPPED)?;
         let mut operations: Vec<Operation> = Vec::new();
-        let slots = self.cursor.read_completed(read_at, head[header::OPS])?;
+        let slots = self.cursor.read_completed(read_at, ring.word(header::OPS)?)?;
         let unnamed = |words: &&[u64; ring::op::WORDS]| {
             let function = words[ring::op::FUNCTION];
             function != 0 && !self.names.contains_key(&function)
         };
         let unnamed: HashSet<u64> = slots.iter().filter(unnamed).map(|words| words[ring::op::FUNCTION]).collect();
         if !unnamed.is_empty() {
-            self.names.extend(ring::read_names(read_at)?);
+            let names = ring::read_names(read_at)?;
+            self.names.extend(names.into_iter().map(|(function, name)| (function, kernel_name(&name))));
             // A name is published before its key is used, so a key without a name now never gets
             // one.
             for function in unnamed {
@@ -173,27 +278,30 @@ impl Sampled {
 
     fn add(
         &mut self,
-        rank: &LivingRank<'_>,
+        rank: &RankView<'_>,
         operations: &[Operation],
         here: &HashMap<u64, u32>,
         settings: &MetricsSettings,
         now: Now,
     ) {
-        // The members of a group on one stream, which are one launch, or a single operation.
+        // The members of a group on one stream are one launch.
         type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
-        let mut launches: BTreeMap<(u64, u64, u64), Members<'_>> = BTreeMap::new();
+        let mut groups: BTreeMap<(u64, u64), Members<'_>> = BTreeMap::new();
+        let mut alone: Members<'_> = Vec::new();
         for operation in operations {
             if let Some((key, done)) = meaning::matmul(operation, settings) {
                 self.series.add(key, done, now.mono_ns);
             }
             let Some(communicator) = self.communicators.get(&operation.communicator) else { continue };
-            let alone = if operation.group == 0 { operation.ticket + 1 } else { 0 };
-            let launch = (operation.group, operation.stream, alone);
-            launches.entry(launch).or_default().push((operation, communicator));
+            match operation.group {
+                0 => alone.push((operation, communicator)),
+                group => groups.entry((group, operation.stream)).or_default().push((operation, communicator)),
+            }
         }
-        let mut in_order: Vec<&Members<'_>> = launches.values().collect();
-        in_order.sort_by_key(|together| together[0].0.ticket);
-        for together in in_order {
+        let mut launches: Vec<&[(&Operation, &Communicator)]> =
+            groups.values().map(Vec::as_slice).chain(alone.chunks(1)).collect();
+        launches.sort_by_key(|together| together[0].0.ticket);
+        for together in launches {
             self.recorder.add(together, rank.info.world_size, now.mono_ns);
             let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
             if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {
@@ -204,7 +312,7 @@ impl Sampled {
 }
 
 /// Whether a communicator has ranks on other nodes.
-fn spans_nodes(rank: &LivingRank<'_>, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
+fn spans_nodes(rank: &RankView<'_>, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
     let (world, local) = (rank.info.world_size, rank.info.local_world_size);
     if local > 0 && (world <= local || communicator.size > local) {
         return world > local;

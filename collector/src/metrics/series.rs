@@ -115,8 +115,8 @@ mod tests {
         MetricsSettings::new(&Source::new(|_| None, ""))
     }
 
-    fn key(operation: &str) -> Key {
-        Key { family: Family::Collective, labels: vec![("operation", operation.into())] }
+    fn key(operation: &'static str) -> Key {
+        Key::for_test(operation)
     }
 
     fn done(at_s: u64, us: f64, bits: f64) -> Measurement {
@@ -169,8 +169,8 @@ mod tests {
         series.turn(&settings(), 400 * SECOND);
         assert_eq!(series.published().count(), 2);
         series.turn(&settings(), 401 * SECOND);
-        let left: Vec<&str> = series.published().map(|(key, _)| key.labels[0].1.as_str()).collect();
-        assert_eq!(left, ["AllGather"]);
+        let left: Vec<Key> = series.published().map(|(key, _)| *key).collect();
+        assert_eq!(left, [key("AllGather")]);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use tonic::{
     transport::Channel,
 };
 use tracing::{info, warn};
+use xpu_timer_proto::timeline;
 use xpu_timer_proto::v1::{
     Delivery, DumpFile, DumpRequest, NodeDump, NodeMessage, RankEntry, RankRun, cluster_client::ClusterClient,
     cluster_message, delivery, node_message::Message,
@@ -26,7 +27,7 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     incident::{
-        folder::rank_of,
+        folder::rank_of_file,
         part::{CHUNK_BYTES, PartLocation, pieces},
     },
     job::JobKey,
@@ -116,15 +117,16 @@ pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
     }
 }
 
-/// Sends the `.stacktrace` files of some ranks in pieces.
+/// Sends the files of some ranks in pieces: first the `.stacktrace` files, then the timelines.
 pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &DeliverySender) {
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(delivery::Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
+    names.sort_by_key(|name| (name.ends_with(timeline::EXTENSION), name.clone()));
     info!("incident {incident}: sending files to the cluster collector");
     for name in names {
-        let asked = rank_of(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
+        let asked =
+            rank_of_file(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
         if asked && !send_file(incident, &folder.join(&name), &name, &send) {
             return;
         }

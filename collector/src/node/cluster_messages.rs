@@ -104,6 +104,7 @@ impl NodeState {
                 }
             }
             cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
+            cluster_message::Message::Timeline(request) => self.timeline_requested(request, now),
             cluster_message::Message::Verdict(verdict) => self.cluster_verdict(verdict, now),
             cluster_message::Message::Closed(closed) => {
                 if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.head.job.clone()) {

@@ -66,7 +66,8 @@ impl EventLoop {
         let mut used = Instant::now();
         let mut stopping: Option<Instant> = None;
         loop {
-            let ready = self.wait(next_tick.saturating_duration_since(Instant::now()), stopping.is_none());
+            let patience = next_tick.saturating_duration_since(Instant::now()).min(self.state.next_peek());
+            let ready = self.wait(patience, stopping.is_none());
             let now = Now::get();
             // Goodbyes and last messages are handled before the end of their process.
             for id in ready.connections {
@@ -92,6 +93,8 @@ impl EventLoop {
                 next_tick = Instant::now() + TICK;
                 self.state.tick(now);
                 self.connections.close_mute();
+            } else {
+                self.state.follow_rings(now);
             }
             if let Some(supervised) = &mut self.supervised {
                 let event = supervised.turn(&self.state.settings, &self.endpoint).filter(|_| stopping.is_none());
@@ -204,6 +207,10 @@ impl NodeState {
             }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.dump_by_hand(job.as_deref(), reply, now),
+            Command::Question(Question::Timeline { wanted, reply }) => self.timeline_asked(wanted, reply, now),
+            Command::Question(Question::KernelTrace { request, reply }) => {
+                drop(reply.send(self.kernel_trace_asked(request, now)));
+            }
             Command::Finished(outcome) => self.dump_finished(*outcome, now),
             Command::Written(id, result) => self.verdict_written(&id, result, now),
             Command::IncidentsFound { root, found, wait_ns } => self.incidents_found(&root, found, wait_ns, now),

@@ -13,7 +13,7 @@ use std::{
 use tracing::{error, warn};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
-    Message as _, file,
+    Message as _, file, timeline,
     v1::{Evidence, NodeDump},
 };
 
@@ -24,7 +24,7 @@ use crate::{
         folder::{Folder, folder_name},
         judging::{self, without_dumps},
         mild,
-        part::{PART, Part, PartLocation},
+        part::{ALL_FILES, PART, Part, PartLocation, some_ranks},
         retention,
         verdict_files::{link_latest, write_record, write_verdict},
         viewer,
@@ -144,7 +144,9 @@ fn write_folder(
     };
 
     let mut problems = Problems::default();
-    if !write_dumps(found, &folder, &mut problems, steps) {
+    if !write_dumps(found, &folder, &mut problems, steps)
+        || !write_timelines(found, verdict, &folder, &mut problems, steps)
+    {
         return given_up();
     }
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
@@ -204,6 +206,26 @@ fn write_dumps(found: &Findings, folder: &Folder, problems: &mut Problems, steps
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { return true };
         let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
         problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        steps.step()
+    })
+}
+
+/// Writes the timelines of the ranks: in a large job those of the culprits and of one rank of each
+/// group. Returns whether the other thread still waits.
+fn write_timelines(
+    found: &Findings,
+    verdict: &Verdict,
+    folder: &Folder,
+    problems: &mut Problems,
+    steps: &Steps,
+) -> bool {
+    let Findings { task, evidence } = found;
+    let all = evidence.world_size as usize <= ALL_FILES;
+    let some = some_ranks(verdict);
+    let wanted = task.timelines.iter().filter(|(rank, _)| all || some.contains(rank));
+    wanted.into_iter().all(|(rank, timeline)| {
+        let name = timeline::file_name(*rank as i32, evidence.world_size);
+        problems.note(folder.write_with(&name, |file| timeline.write(file).map(drop)));
         steps.step()
     })
 }

@@ -193,6 +193,8 @@ impl NodeState {
     }
 
     fn capture(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
+        let Some(job) = self.engine.get(id).map(|incident| incident.head.job.clone()) else { return };
+        let timelines = self.timelines_of(&job, Now::get());
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = registered_subjects(&self.registry, &incident.head.job, &self.node);
         let now = Now::get();
@@ -210,6 +212,7 @@ impl NodeState {
                 sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
             },
             subjects,
+            timelines,
             unregistered,
             members,
             node: self.node.clone(),
@@ -309,8 +312,8 @@ impl NodeState {
         }
     }
 
-    /// Removes incident folders beyond the number and the age that are kept.
-    fn retire(&self) {
+    /// Removes folders of incidents and timelines beyond the number and the age that are kept.
+    pub(super) fn retire(&self) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
         let open = open.map(|incident| incident.head.id.clone()).collect();
         retention::start(self.folders(), self.settings.keep, open);

@@ -38,6 +38,12 @@ pub fn text(state: &NodeState, now: Now) -> String {
     page.text()
 }
 
+/// How long the dump of an incident took, rounded up; `None` while it is in progress.
+fn dump_seconds(incident: &Incident) -> Option<u64> {
+    let dumped_ns = incident.dumped?.mono_ns.saturating_sub(incident.head.opened.mono_ns);
+    Some(dumped_ns.div_ceil(1_000_000_000).max(1))
+}
+
 /// The metrics of every rank.
 fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
@@ -47,7 +53,7 @@ fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
         state.engine.incidents().rev().find(of_job)
     };
     let begun = |rank: &Rank| Some(u64::from(newest(rank).is_some()));
-    let ended = |rank: &Rank| Some(u64::from(newest(rank).is_some_and(|incident| incident.dumped.is_some())));
+    let ended = |rank: &Rank| Some(newest(rank).and_then(dump_seconds).unwrap_or(0));
     let spare = |rank: &Rank| Some(state.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
     let pending = |rank: &Rank| Some(state.sampler.of(rank.id)?.cursor.pending() as u64);
     let hangs = |rank: &Rank| Some(u64::from(state.is_hanging(rank)));
@@ -60,7 +66,11 @@ fn common(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
             &hangs,
         ),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
-        ("XPU_TIMER_COMMON_END_DUMP", "1 once the dump of an open incident is finished.", &ended),
+        (
+            "XPU_TIMER_COMMON_END_DUMP",
+            "Seconds that the dump of an open incident took; 0 until it is finished.",
+            &ended,
+        ),
         ("XPU_TIMER_COMMON_POOL_QUEUE_SIZE", "Events that the hook keeps for reuse.", &spare),
         ("XPU_TIMER_COMMON_WORK_QUEUE_SIZE", "Operations launched and not completed.", &pending),
         ("XPU_TIMER_COMMON_GC_COUNT", "Garbage collections of Python, of all generations.", &collections),
@@ -115,7 +125,7 @@ fn kernels(page: &mut Page, seen: &[(Labels, &Sampled)]) {
 }
 
 fn with(labels: &Labels, key: &Key) -> Labels {
-    labels.iter().chain(&key.labels).cloned().collect()
+    labels.iter().cloned().chain(key.labels()).collect()
 }
 
 /// More digits than the clock has are noise.
@@ -235,6 +245,8 @@ fn collector(page: &mut Page, state: &NodeState, ranks: usize, now: Now) {
     page.sample("xpu_timer_incidents_total", &[], state.opened);
     page.family("xpu_timer_incidents_open", "gauge", "Incidents that last.");
     page.sample("xpu_timer_incidents_open", &[], open);
+    page.family("xpu_timer_timeline_bytes", "gauge", "Memory of the recorded operations of all ranks.");
+    page.sample("xpu_timer_timeline_bytes", &[], state.sampler.timeline.bytes());
     page.family("xpu_timer_uptime_seconds", "gauge", "Seconds since the start of the collector.");
     page.sample("xpu_timer_uptime_seconds", &[], uptime);
 }

@@ -27,6 +27,7 @@ use crate::{
         clock::{self, Now},
         process::{self, Handle, RankProcess},
     },
+    timeline::files::RankTimeline,
 };
 
 /// A dump of the ranks of a job on this node.
@@ -36,6 +37,8 @@ pub struct DumpTask {
     pub plan: Plan,
     /// The job's registered ranks on this node, in ascending order.
     pub subjects: Vec<Subject>,
+    /// The timelines of these ranks; none if nothing is recorded.
+    pub timelines: Vec<(u32, RankTimeline)>,
     /// Its known ranks on this node that have not registered.
     pub unregistered: Vec<Unregistered>,
     /// All known processes with this job name, and their jobs.

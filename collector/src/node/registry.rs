@@ -22,7 +22,7 @@ use crate::{
         ConnectionId, JobKey, RankId,
         partition::{self, Assignment, CommunicatorRank, Member, ProcessId},
     },
-    metrics::sampler::LivingRank,
+    metrics::sampler::RankView,
     node::launched::{FORGET_AFTER_NS, Unregistered},
     os::{
         clock::nanoseconds,
@@ -147,10 +147,18 @@ impl Rank {
         self.process.as_ref().map_or(0, |process| process.pid)
     }
 
-    /// The view of this rank for the metrics sampler.
+    /// The view of this rank for the sampler.
     #[must_use]
-    pub fn living(&self) -> LivingRank<'_> {
-        LivingRank { id: self.id, pid: self.pid(), info: &self.info, ring: self.ring.as_deref() }
+    pub fn view(&self) -> RankView<'_> {
+        RankView {
+            id: self.id,
+            job: &self.job,
+            // One that has said goodbye may still complete operations.
+            has_ended: !self.presence.is_alive() && (self.gone || self.process.is_none()),
+            pid: self.pid(),
+            info: &self.info,
+            ring: self.ring.as_deref(),
+        }
     }
 
     /// The identity from which its job is determined.

@@ -7,7 +7,7 @@ use xpu_timer_proto::{procfs, ring::header};
 use crate::{
     client::webhook::Webhook,
     config::Settings,
-    http::questions::DumpReply,
+    http::questions::{DumpReply, TimelineReply, WantedTimeline},
     incident::{
         State,
         engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, RaisedCause},
@@ -69,6 +69,8 @@ pub struct NodeState {
     pub(super) dumps: Throttle<JobKey>,
     /// The contents of the ranks' rings, for `/metrics`.
     pub sampler: Sampler,
+    // Timelines that are sent when their detail has been recorded.
+    pub(super) detailed: Vec<DetailedTimeline>,
     /// The capture worker.
     pub captures: Arc<Captures>,
     pub(super) shutdown: Arc<ShutdownFlag>,
@@ -84,6 +86,21 @@ pub struct NodeState {
     pub(super) filtered: BTreeMap<RankId, u32>,
     // Time of the loop's last turn.
     pub(super) turned_ns: u64,
+}
+
+/// A timeline that is sent when its detail has been recorded.
+#[derive(Debug)]
+pub(super) struct DetailedTimeline {
+    /// When that is, CLOCK_MONOTONIC.
+    pub due_ns: u64,
+    /// When it was requested.
+    pub asked_ns: u64,
+    /// Its job.
+    pub job: JobKey,
+    /// What is wanted of it.
+    pub wanted: WantedTimeline,
+    /// Who waits for it.
+    pub reply: TimelineReply,
 }
 
 /// A job that was examined and found idle.
@@ -134,7 +151,7 @@ impl NodeState {
             name => name.to_string(),
         };
         let webhook = settings.webhook.as_deref().map(Webhook::new);
-        let sampler = Sampler::new(settings.metrics.clone());
+        let sampler = Sampler::new(settings.metrics.clone(), settings.timeline);
         NodeState {
             settings,
             registry: Registry::default(),
@@ -158,6 +175,7 @@ impl NodeState {
             monitor: Monitor::default(),
             dumps: Throttle::new(BY_HAND),
             sampler,
+            detailed: Vec::new(),
             captures: Arc::new(captures),
             shutdown: Arc::default(),
             boot: procfs::boot_id(),

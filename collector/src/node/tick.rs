@@ -56,7 +56,7 @@ impl NodeState {
         self.disk.report_stuck();
         self.tick_verdict_actions(now);
         self.tick_unwritten(now);
-        self.sampler.turn(living_ranks(&self.registry).map(Rank::living), now);
+        self.follow_rings(now);
         self.compare(now);
         self.registry.forget(now.mono_ns);
     }

@@ -60,6 +60,16 @@ impl RingFile {
         self.file.write_all_at(&value.to_le_bytes(), word as u64 * 8)
     }
 
+    /// One word of the header, without those of the lanes.
+    ///
+    /// # Errors
+    /// As [`RingFile::read_at`].
+    pub fn word(&self, word: usize) -> io::Result<u64> {
+        let mut bytes = [0; 8];
+        self.read_at(word as u64 * 8, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
     /// The counters and times of the header.
     ///
     /// # Errors

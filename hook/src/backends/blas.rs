@@ -8,7 +8,10 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use xpu_timer_proto::v1::{DataType, Op, OpKind};
+use xpu_timer_proto::{
+    ring::detail,
+    v1::{DataType, Op, OpKind},
+};
 
 use crate::{
     backends::bracket::{self, OpenOperation},
@@ -274,12 +277,15 @@ fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<Ma
 /// Whether this product gets events.
 #[inline]
 pub fn is_timed(recorder: &Recorder) -> bool {
-    let mode = recorder.bracket.load(Ordering::Relaxed);
-    if mode == Bracket::All as u32 || mode == Bracket::Matmuls as u32 {
+    let bracketed = &recorder.bracketed;
+    if bracketed.is_mode(Bracket::All) || bracketed.is_mode(Bracket::Matmuls) {
         return true;
     }
     let (now, last) = (clock::coarse_now_ns(), SAMPLED_NS.load(Ordering::Relaxed));
-    mode != Bracket::None as u32
+    if bracketed.is_detailed(detail::MATMULS, || now) {
+        return true;
+    }
+    !bracketed.is_mode(Bracket::None)
         && now.saturating_sub(last) >= SAMPLE_NS
         && SAMPLED_NS.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
@@ -294,10 +300,7 @@ fn open(
     let function = recorder.name_key(function.text());
     let what = NewOperation { dtype, function, matmul, ..NewOperation::new(OpKind::Kernel, Op::Matmul) };
     let Some(stream) = stream else { return bracket::open_without_events(recorder, &what) };
-    if bracket::is_captured(stream) {
-        return None;
-    }
-    bracket::open(recorder, &NewOperation { stream, ..what })
+    bracket::open_unless_captured(recorder, &NewOperation { stream, ..what })
 }
 
 /// The element type of a cudaDataType, or of hipBLAS's own numbers (from 150), which hipBLAS 3.0

@@ -44,6 +44,13 @@ pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOper
     Some(open)
 }
 
+/// Like [`open`], unless the launch is only captured. Then it is not executed and gets no slot; the
+/// launch of its graph does.
+#[inline(never)]
+pub fn open_unless_captured(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
+    if is_captured(what.stream) { None } else { open(recorder, what) }
+}
+
 /// Begins an operation whose stream is unknown. It ends when its call returns.
 pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let index = recorder.begin(what)?;
@@ -53,7 +60,7 @@ pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> 
 
 /// Records the start event of an operation, if events are used and the driver is available.
 pub fn start(recorder: &'static Recorder, index: usize) {
-    if recorder.bracket.load(Ordering::Relaxed) == Bracket::None as u32 {
+    if recorder.bracketed.is_mode(Bracket::None) {
         return;
     }
     let slot = &recorder.slots[index];
@@ -159,6 +166,20 @@ pub fn finish(recorder: &'static Recorder, index: usize) {
         close_all(recorder, index, OpStatus::Completed, 0, 0);
     } else {
         slot.become_state(state::ARMED);
+    }
+}
+
+/// Ends the operation, and then does what else the call means.
+impl<T: AfterCall> AfterCall for (Option<OpenOperation>, T) {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        let (open, other) = self;
+        open.after(recorder, result);
+        other.after(recorder, result);
+    }
+
+    #[inline]
+    fn has_work(&self) -> bool {
+        self.0.has_work() || self.1.has_work()
     }
 }
 

@@ -38,11 +38,20 @@ pub struct Dim3 {
     z: c_uint,
 }
 
+impl Dim3 {
+    /// The dimensions.
+    pub fn sizes(self) -> [c_uint; 3] {
+        [self.x, self.y, self.z]
+    }
+}
+
 /// Head of `CUlaunchConfig`.
 #[repr(C)]
 pub struct DriverLaunchConfig {
-    grid: [c_uint; 3],
-    block: [c_uint; 3],
+    /// Grid.
+    pub grid: [c_uint; 3],
+    /// Block.
+    pub block: [c_uint; 3],
     shared_bytes: c_uint,
     /// Stream of the launch.
     pub stream: Stream,
@@ -51,8 +60,10 @@ pub struct DriverLaunchConfig {
 /// Head of `cudaLaunchConfig_t`.
 #[repr(C)]
 pub struct RuntimeLaunchConfig {
-    grid: Dim3,
-    block: Dim3,
+    /// Grid.
+    pub grid: Dim3,
+    /// Block.
+    pub block: Dim3,
     shared_bytes: usize,
     /// Stream of the launch.
     pub stream: Stream,

@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use xpu_timer_proto::family::LaunchTarget;
 
 use crate::runtime::{
-    abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
+    abi::{Context, DRIVER_NOT_FOUND, Event, STREAM_PER_THREAD, SUCCESS, Stream},
     contexts::{address_of, current_generation},
     linker::dynamic::{self, forget_linker_error, loaded, look_up},
     os::leaked_once::LeakedOnce,
@@ -21,6 +21,7 @@ pub struct Device {
     event_query: unsafe extern "C" fn(Event) -> c_int,
     event_elapsed: unsafe extern "C" fn(*mut f32, Event, Event) -> c_int,
     event_destroy: unsafe extern "C" fn(Event) -> c_int,
+    stream_create: Option<unsafe extern "C" fn(*mut Stream, c_uint) -> c_int>,
     stream_is_capturing: unsafe extern "C" fn(Stream, *mut c_int) -> c_int,
     exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
     capture_info: Option<CaptureInfo>,
@@ -78,6 +79,7 @@ fn find() -> Option<Device> {
             event_query: typed(library, names.event_query)?,
             event_elapsed: typed(library, names.event_elapsed)?,
             event_destroy: typed(library, names.event_destroy)?,
+            stream_create: typed(library, names.stream_create),
             stream_is_capturing: typed(library, names.stream_is_capturing)?,
             exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
             capture_info: typed(library, names.capture_info),
@@ -268,12 +270,25 @@ impl Device {
         unsafe { (self.event_query)(event as Event) }
     }
 
-    /// Time between two complete events.
-    pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<u64> {
+    /// Time from one complete event to another, which may be the earlier one.
+    pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<i64> {
         let mut milliseconds = 0.0f32;
         // SAFETY: two complete events of the hook.
         let code = unsafe { (self.event_elapsed)(&mut milliseconds, start as Event, end as Event) };
-        (code == SUCCESS).then_some((f64::from(milliseconds) * 1e6) as u64)
+        (code == SUCCESS).then_some((f64::from(milliseconds) * 1e6) as i64)
+    }
+
+    /// Creates a stream that no default stream waits for, in the thread's context.
+    ///
+    /// # Errors
+    /// The driver's code, or [`DRIVER_NOT_FOUND`].
+    pub fn create_stream(&self) -> Result<usize, Code> {
+        const NON_BLOCKING: c_uint = 1;
+        let create = self.stream_create.ok_or(DRIVER_NOT_FOUND)?;
+        let mut stream: Stream = std::ptr::null_mut();
+        // SAFETY: `stream` is valid.
+        check(unsafe { create(&mut stream, NON_BLOCKING) })?;
+        Ok(stream as usize)
     }
 
     /// Destroys an event.

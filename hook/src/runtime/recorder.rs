@@ -11,11 +11,12 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    ring::{MAGIC, VERSION, coverage, header, lane, name, offset, op, store_wait},
-    v1::{DataType, Op, OpKind},
+    ring::{MAGIC, VERSION, coverage, detail, header, lane, name, offset, op, store_wait},
+    v1::{CopyDirection, DataType, Op, OpKind},
 };
 
 use crate::runtime::{
+    lifecycle::config::Bracket,
     lock_free::{event_pools::EventPools, handoff::Handoff, slot::Slot},
     os::{
         descriptor::{self, Descriptor},
@@ -96,6 +97,12 @@ impl NewOperation {
             matmul: None,
         }
     }
+
+    /// A copy or memset. Its direction has the place of a sequence number; see
+    /// [`xpu_timer_proto::ring::copy`].
+    pub fn copy(direction: CopyDirection, bytes: u64) -> Self {
+        NewOperation { seq: direction as u64, count: bytes, ..Self::new(OpKind::Kernel, Op::Copy) }
+    }
 }
 
 /// Size of the table of kernels whose name was requested: twice the name table, so that a lookup
@@ -121,10 +128,46 @@ pub struct Recorder {
     pub destroying: AtomicU32,
     /// A test injects panics; see `lifecycle::panics`.
     pub injects_panics: AtomicBool,
-    /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
-    pub bracket: AtomicU32,
+    /// Which calls get events.
+    pub bracketed: Bracketed,
     seen: Box<[AtomicU64]>,
     shared: Shared,
+}
+
+/// Which calls get events. Every launch reads it, and it is written rarely.
+#[derive(Default)]
+#[repr(align(64))]
+pub struct Bracketed {
+    mode: AtomicU32,
+    /// A copy of [`detail::HEADER`].
+    detail: AtomicU64,
+}
+
+impl Bracketed {
+    /// Sets what the user asks for.
+    pub fn set_mode(&self, mode: Bracket) {
+        self.mode.store(mode as u32, Ordering::Relaxed);
+    }
+
+    /// Takes over what the collector asks for, which the launching threads read here. 0 when it has
+    /// expired, which is then cheaper to read.
+    pub fn set_detail(&self, word: u64, now_ns: u64) {
+        let is_wanted = !self.is_mode(Bracket::None) && detail::is_wanted(word, detail::ALL, now_ns);
+        self.detail.store(if is_wanted { word } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// Whether the user asks for this.
+    #[inline(always)]
+    pub fn is_mode(&self, mode: Bracket) -> bool {
+        self.mode.load(Ordering::Relaxed) == mode as u32
+    }
+
+    /// Whether the collector asks for a kind of [`detail`] now.
+    #[inline(always)]
+    pub fn is_detailed(&self, kind: u8, now_ns: impl FnOnce() -> u64) -> bool {
+        let word = self.detail.load(Ordering::Relaxed);
+        word != 0 && detail::is_wanted(word, kind, now_ns())
+    }
 }
 
 /// Counters that every thread writes, but rarely. They are apart from the data that every launch
@@ -176,7 +219,7 @@ impl Recorder {
             pools: EventPools::new(),
             destroying: AtomicU32::new(0),
             injects_panics: AtomicBool::new(false),
-            bracket: AtomicU32::new(0),
+            bracketed: Bracketed::default(),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
             shared: Shared::default(),
         }))

@@ -55,14 +55,20 @@ fn kind(name: &str) -> Kind {
         | "XPU_TIMER_LOCAL_UPDATE_INTERVAL"
         | "XPU_TIMER_MM_BVAR_WINDOW_SIZE"
         | "XPU_TIMER_COLL_BVAR_WINDOW_SIZE"
+        | "XPU_TIMER_TIMELINE_SECONDS"
         | "XPU_TIMER_DEREGISTER_TIME" => Kind::Seconds,
-        "XPU_TIMER_HANG_KILL" | "XPU_TIMER_LOGGING_APPEND" | "XPU_TIMER_DISABLE" | "XPU_TIMER_BUCKETING_METRICS" => {
-            Kind::Flag
-        }
+        "XPU_TIMER_HANG_KILL"
+        | "XPU_TIMER_LOGGING_APPEND"
+        | "XPU_TIMER_DISABLE"
+        | "XPU_TIMER_ALL_DUMP_TIMELINE"
+        | "XPU_TIMER_BUCKETING_METRICS" => Kind::Flag,
         "XPU_TIMER_MM_BUCKETING_COUNT" | "XPU_TIMER_COMM_BUCKETING_COUNT" => Kind::Levels,
-        "XPU_TIMER_LINGER" | "XPU_TIMER_KEEP_INCIDENTS" | "XPU_TIMER_KEEP_DAYS" | "XPU_TIMER_COLLECTOR_PID" => {
-            Kind::Number
-        }
+        "XPU_TIMER_LINGER"
+        | "XPU_TIMER_KEEP_INCIDENTS"
+        | "XPU_TIMER_KEEP_DAYS"
+        | "XPU_TIMER_TIMELINE_MB"
+        | "XPU_TIMER_TIMELINE_TRACE_COUNT"
+        | "XPU_TIMER_COLLECTOR_PID" => Kind::Number,
         "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
         "XPU_TIMER_FILE_MODE" => Kind::FileMode,
         "XPU_TIMER_LOGGING_MAX_MB" => Kind::LogBytes,

@@ -461,10 +461,11 @@ static V1_NODE_MESSAGE: [(u32, Field); 7] = [
 impl Shaped for crate::v1::NodeMessage {
     const SHAPE: &'static Shape = &V1_NODE_MESSAGE;
 }
-static V1_DELIVERY: [(u32, Field); 3] = [
+static V1_DELIVERY: [(u32, Field); 4] = [
     (1, Field::Text),
     (2, Field::Message(&V1_NODE_DUMP)),
     (3, Field::Message(&V1_DUMP_FILE)),
+    (4, Field::Message(&V1_TIMELINE_FILE)),
 ];
 impl Shaped for crate::v1::Delivery {
     const SHAPE: &'static Shape = &V1_DELIVERY;
@@ -474,7 +475,7 @@ static V1_DELIVERED: [(u32, Field); 0] = [
 impl Shaped for crate::v1::Delivered {
     const SHAPE: &'static Shape = &V1_DELIVERED;
 }
-static V1_CLUSTER_MESSAGE: [(u32, Field); 7] = [
+static V1_CLUSTER_MESSAGE: [(u32, Field); 8] = [
     (1, Field::Message(&V1_NODE_WELCOME)),
     (2, Field::Message(&V1_DUMP_REQUEST)),
     (3, Field::Message(&V1_DELIVER)),
@@ -482,6 +483,7 @@ static V1_CLUSTER_MESSAGE: [(u32, Field); 7] = [
     (5, Field::Message(&V1_INCIDENT_VERDICT)),
     (6, Field::Message(&V1_INCIDENT_CLOSED)),
     (7, Field::Message(&V1_ALARM_DECLINED)),
+    (8, Field::Message(&V1_TIMELINE_REQUEST)),
 ];
 impl Shaped for crate::v1::ClusterMessage {
     const SHAPE: &'static Shape = &V1_CLUSTER_MESSAGE;
@@ -601,6 +603,21 @@ static V1_DUMP_FILE: [(u32, Field); 2] = [
 ];
 impl Shaped for crate::v1::DumpFile {
     const SHAPE: &'static Shape = &V1_DUMP_FILE;
+}
+static V1_TIMELINE_REQUEST: [(u32, Field); 3] = [
+    (1, Field::Text),
+    (2, Field::Message(&V1_JOB_ID)),
+    (4, Field::Message(&V1_RANK_RUN)),
+];
+impl Shaped for crate::v1::TimelineRequest {
+    const SHAPE: &'static Shape = &V1_TIMELINE_REQUEST;
+}
+static V1_TIMELINE_FILE: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (6, Field::Text),
+];
+impl Shaped for crate::v1::TimelineFile {
+    const SHAPE: &'static Shape = &V1_TIMELINE_FILE;
 }
 static V1_INCIDENT_UPDATE: [(u32, Field); 1] = [
     (1, Field::Text),

@@ -1186,7 +1186,7 @@ pub mod node_message {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Delivery {
-    #[prost(oneof = "delivery::Message", tags = "1, 2, 3")]
+    #[prost(oneof = "delivery::Message", tags = "1, 2, 3, 4")]
     pub message: ::core::option::Option<delivery::Message>,
 }
 /// Nested message and enum types in `Delivery`.
@@ -1200,13 +1200,15 @@ pub mod delivery {
         Dump(super::NodeDump),
         #[prost(message, tag = "3")]
         File(super::DumpFile),
+        #[prost(message, tag = "4")]
+        Timeline(super::TimelineFile),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Delivered {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ClusterMessage {
-    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7")]
+    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8")]
     pub message: ::core::option::Option<cluster_message::Message>,
 }
 /// Nested message and enum types in `ClusterMessage`.
@@ -1227,6 +1229,8 @@ pub mod cluster_message {
         Closed(super::IncidentClosed),
         #[prost(message, tag = "7")]
         Declined(super::AlarmDeclined),
+        #[prost(message, tag = "8")]
+        Timeline(super::TimelineRequest),
     }
 }
 /// Identifies a job: the name alone may be `none` for all jobs.
@@ -1451,6 +1455,44 @@ pub struct DumpFile {
     /// The file is complete.
     #[prost(bool, tag = "4")]
     pub last: bool,
+}
+/// Requests the timelines of ranks of a job, or that they record every kernel.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct TimelineRequest {
+    /// See the key of `Deliver`; empty with `detail`.
+    #[prost(string, tag = "1")]
+    pub key: ::prost::alloc::string::String,
+    #[prost(message, optional, tag = "2")]
+    pub job: ::core::option::Option<JobId>,
+    /// The window: from so long ago until now.
+    #[prost(uint64, tag = "3")]
+    pub window_ms: u64,
+    /// None: all ranks.
+    #[prost(message, repeated, tag = "4")]
+    pub ranks: ::prost::alloc::vec::Vec<RankRun>,
+    /// Send nothing, but record every kernel for as long as the window.
+    #[prost(bool, tag = "5")]
+    pub detail: bool,
+}
+/// A chunk of the `.ops` file of a rank.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TimelineFile {
+    /// Empty in the last message of a node.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(bytes = "vec", tag = "2")]
+    pub data: ::prost::alloc::vec::Vec<u8>,
+    /// The file is complete. The next fields are set only then.
+    #[prost(bool, tag = "3")]
+    pub last: bool,
+    #[prost(uint64, tag = "4")]
+    pub operations: u64,
+    /// Operations that are missing. Should be 0.
+    #[prost(uint64, tag = "5")]
+    pub lost: u64,
+    /// What could not be sent, and why.
+    #[prost(string, tag = "6")]
+    pub problem: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentUpdate {
@@ -1698,7 +1740,7 @@ pub mod cluster_client {
             req.extensions_mut().insert(GrpcMethod::new("xpu_timer.v1.Cluster", "Join"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Delivers what the cluster requested with `Deliver` or `FetchFiles`. It is a separate call on
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
         /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
         /// delivery is a thousand times as large as other messages of a node.
         pub async fn bring(
@@ -1749,7 +1791,7 @@ pub mod cluster_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::NodeMessage>>,
         ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
-        /// Delivers what the cluster requested with `Deliver` or `FetchFiles`. It is a separate call on
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
         /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
         /// delivery is a thousand times as large as other messages of a node.
         async fn bring(

@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -35,6 +35,10 @@ pub mod header {
     /// 1 when the process ends normally. A process under a seccomp filter cannot send
     /// [`crate::v1::Goodbye`].
     pub const GOODBYE: usize = 9;
+    /// When the watcher last read the clocks of host and device together, CLOCK_MONOTONIC
+    /// nanoseconds. While it is 0, [`super::op::STARTED_NS`] and [`super::op::COMPLETED_NS`] are
+    /// late by up to 0.1 s.
+    pub const ALIGNED_NS: usize = 10;
     /// Last launch, copy, memset or return from a synchronization of a thread without a
     /// [`super::lane`].
     pub const LAST_LAUNCH_NS: usize = 16;
@@ -58,6 +62,8 @@ pub mod header {
     pub const COLLECTOR_NS: usize = 48;
     /// Written by the collector: bits of [`super::filtered`].
     pub const FILTERED: usize = 49;
+    /// Written by the collector: see [`crate::ring::detail`].
+    pub const DETAIL: usize = 50;
     /// Number of words in the header.
     pub const WORDS: usize = 64;
 }
@@ -71,7 +77,7 @@ pub mod filtered {
 }
 
 /// Names of the driver calls that the watcher records in [`header::WATCHER_CALL`].
-pub const WATCHER_CALLS: [&str; 9] = [
+pub const WATCHER_CALLS: [&str; 11] = [
     "",
     "cuCtxSetCurrent",
     "cuEventQuery",
@@ -81,6 +87,8 @@ pub const WATCHER_CALLS: [&str; 9] = [
     "cuThreadExchangeStreamCaptureMode",
     "cuEventCreate",
     "cuEventDestroy",
+    "cuEventRecord",
+    "cuStreamCreate",
 ];
 
 /// Words of an operation slot.
@@ -105,9 +113,10 @@ pub mod op {
     pub const ENTERED_NS: usize = 7;
     /// Host return.
     pub const RETURNED_NS: usize = 8;
-    /// When the start event was seen complete.
+    /// When the start event completed, or when it was seen complete: see
+    /// [`super::header::ALIGNED_NS`].
     pub const STARTED_NS: usize = 9;
-    /// When the end event was seen complete.
+    /// When the end event completed, or when it was seen complete.
     pub const COMPLETED_NS: usize = 10;
     /// Low half [`crate::v1::OpStatus`], high half the driver's error code.
     pub const STATUS: usize = 11;
@@ -136,6 +145,23 @@ pub mod matmul {
     pub const K_BATCH: usize = op::SEQ;
     /// Transposition of A in the low half, of B in the high half (cublasOperation_t).
     pub const TRANSPOSES: usize = op::COUNT;
+}
+
+/// Words of a slot whose operation is a kernel.
+pub mod launch {
+    use super::op;
+    /// Grid: x in the low half, y in the next 16 bits, z in the highest 16 bits. 0 if the launch
+    /// configuration is unknown.
+    pub const GRID: usize = op::COMMUNICATOR;
+    /// Block, in the same way.
+    pub const BLOCK: usize = op::SEQ;
+}
+
+/// Words of a slot whose operation is a copy. [`op::COUNT`] is its number of bytes.
+pub mod copy {
+    use super::op;
+    /// [`crate::v1::CopyDirection`].
+    pub const DIRECTION: usize = op::SEQ;
 }
 
 /// Words of a communicator entry.
@@ -399,6 +425,19 @@ pub(super) fn texts(words: &[u64]) -> Vec<String> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let texts = bytes.split(|byte| *byte == 0).take_while(|text| !text.is_empty());
     texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect()
+}
+
+/// Packs a grid or a block, as in [`launch::GRID`] and [`launch::BLOCK`]. Larger dimensions are
+/// clamped.
+#[must_use]
+pub fn pack_dimensions([x, y, z]: [u32; 3]) -> u64 {
+    let clamped = |size: u32| u64::from(size.min(0xffff));
+    u64::from(x.min(0x7fff_ffff)) | clamped(y) << 32 | clamped(z) << 48
+}
+
+/// The dimensions in a word of [`pack_dimensions`].
+pub(super) fn dimensions(word: u64) -> [u32; 3] {
+    [low(word), high(word) & 0xffff, high(word) >> 16]
 }
 
 pub(super) fn low(word: u64) -> u32 {

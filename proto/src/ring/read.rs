@@ -4,12 +4,12 @@ use std::{collections::HashMap, io};
 
 use super::lane;
 use super::layout::{
-    MAGIC, VERSION, WATCHER_CALLS, comm, coverage, entries, header, high, low, matmul, name, offset, op, read_words,
-    store_wait, stream, text, texts,
+    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, header, high, launch, low, matmul, name,
+    offset, op, read_words, store_wait, stream, text, texts,
 };
 use crate::v1::{
-    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches, Matmul, Op,
-    OpKind, OpStatus, Operation, RankInfo, Stream,
+    Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
+    LaunchConfig, Matmul, Op, OpKind, OpStatus, Operation, RankInfo, Stream,
 };
 
 /// Number of completed operations that a flight record keeps besides the pending ones.
@@ -204,27 +204,18 @@ pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io:
 pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
     let op = Op::try_from(i32::from(op_code)).unwrap_or_default();
-    let shape = || Matmul {
-        batch: high(words[matmul::K_BATCH]),
-        m: low(words[matmul::M_N]),
-        n: high(words[matmul::M_N]),
-        k: low(words[matmul::K_BATCH]),
-        trans_a: low(words[matmul::TRANSPOSES]),
-        trans_b: high(words[matmul::TRANSPOSES]),
-    };
-    // The words of a matrix product's shape are those of a collective's fields. All are 0 if the
-    // shape is unknown.
+    // The words of a collective contain other fields for other operations.
     let is_product = matches!(op, Op::Matmul | Op::Attention);
-    let is_told = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].iter().any(|word| words[*word] != 0);
-    let matmul = (is_product && is_told).then(shape);
-    let of_collective = |word: usize| if is_product { 0 } else { words[word] };
+    let is_collective = !is_product && !matches!(op, Op::Kernel | Op::Copy);
+    let of_collective = |word: usize| if is_collective { words[word] } else { 0 };
+    let direction = if op == Op::Copy { words[copy::DIRECTION] } else { 0 };
     Operation {
         ticket: words[op::TICKET] - 1,
         kind: OpKind::try_from(i32::from(kind)).unwrap_or_default().into(),
         op: op.into(),
         communicator: of_collective(op::COMMUNICATOR),
         seq: of_collective(op::SEQ),
-        count: of_collective(op::COUNT),
+        count: if is_product { 0 } else { words[op::COUNT] },
         dtype: DataType::try_from(i32::from(dtype)).unwrap_or_default().into(),
         reduce_op: u32::from(reduce_op),
         peer: low(words[op::PEER]) as i32,
@@ -239,13 +230,32 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         device_ns: words[op::DEVICE_NS],
         function,
         group: words[op::GROUP],
-        matmul,
+        matmul: if is_product { matmul_of(words) } else { None },
         tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
         store_keys: Vec::new(),
         store_key_count: 0,
-        launch: None,
-        direction: 0,
+        launch: if op == Op::Kernel { launch_of(words) } else { None },
+        direction: CopyDirection::try_from(low(direction) as i32).unwrap_or_default().into(),
     }
+}
+
+/// The shape of a matrix product. All its words are 0 if it is unknown.
+fn matmul_of(words: &[u64; op::WORDS]) -> Option<Matmul> {
+    let [m_n, k_batch, transposes] = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].map(|word| words[word]);
+    (m_n | k_batch | transposes != 0).then(|| Matmul {
+        batch: high(k_batch),
+        m: low(m_n),
+        n: high(m_n),
+        k: low(k_batch),
+        trans_a: low(transposes),
+        trans_b: high(transposes),
+    })
+}
+
+fn launch_of(words: &[u64; op::WORDS]) -> Option<LaunchConfig> {
+    let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) =
+        (dimensions(words[launch::GRID]), dimensions(words[launch::BLOCK]));
+    (words[launch::GRID] != 0).then_some(LaunchConfig { grid_x, grid_y, grid_z, block_x, block_y, block_z })
 }
 
 /// The named kernels and how often each was launched, those that communicate first.
@@ -290,7 +300,7 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::layout::{pack_halves, pack_what};
+    use crate::ring::layout::{pack_dimensions, pack_halves, pack_what};
 
     /// A ring in a vector, written as the hook does.
     struct Ring(Vec<u64>);
@@ -381,6 +391,31 @@ mod tests {
         assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
         let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
         assert_eq!((operation.matmul, operation.dtype(), operation.tag), (Some(shape), DataType::Bfloat16, None));
+    }
+
+    #[test]
+    fn a_kernel_has_a_launch_configuration_and_a_copy_has_a_direction() {
+        let words = |op: Op| {
+            let mut words = [0; op::WORDS];
+            words[op::TICKET] = 1;
+            words[op::WHAT] = pack_what(OpKind::Kernel, op, DataType::Unspecified, 0, 1);
+            words
+        };
+        let mut kernel = words(Op::Kernel);
+        assert_eq!(operation(&kernel, String::new()).launch, None);
+        kernel[launch::GRID] = pack_dimensions([u32::MAX, 70_000, 3]);
+        kernel[launch::BLOCK] = pack_dimensions([1024, 2, 1]);
+        let kernel = operation(&kernel, "gelu".into());
+        let launch =
+            LaunchConfig { grid_x: i32::MAX as u32, grid_y: 65_535, grid_z: 3, block_x: 1024, block_y: 2, block_z: 1 };
+        assert_eq!((kernel.launch, kernel.communicator, kernel.seq), (Some(launch), 0, 0));
+
+        let mut copy = words(Op::Copy);
+        copy[op::COUNT] = 1 << 33;
+        copy[copy::DIRECTION] = CopyDirection::DeviceToHost as u64;
+        let copy = operation(&copy, "cudaMemcpyAsync".into());
+        assert_eq!((copy.count, copy.direction(), copy.seq), (1 << 33, CopyDirection::DeviceToHost, 0));
+        assert_eq!((copy.launch, copy.matmul), (None, None));
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod processes;
 mod restarts;
 mod security;
 mod slow;
+mod timeline;
 mod trouble;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};

@@ -27,6 +27,7 @@ mod silent;
 mod sim;
 mod strangers;
 mod text_of_others;
+mod timeline;
 mod torch;
 mod traces;
 mod viewer;

@@ -320,7 +320,9 @@ fn dlrovers_diagnosis_distinguishes_a_hung_job_from_a_healthy_one() {
     for part in ["HANG", "START_DUMP", "END_DUMP"] {
         let values: Vec<f64> =
             samples(&text, &format!("XPU_TIMER_COMMON_{part}")).iter().map(|sample| sample.value).collect();
-        assert_eq!(values, [1.0, 1.0], "{part}: {text}");
+        // The dump takes its sample interval of two seconds and a little more.
+        let range = if part == "END_DUMP" { 2.0..=20.0 } else { 1.0..=1.0 };
+        assert!(values.len() == 2 && values.iter().all(|value| range.contains(value)), "{part}: {text}");
     }
     assert_eq!(judge("hung"), "hung");
     drop(ranks);

@@ -1,5 +1,5 @@
 //! The deliveries of the nodes for an incident, some at a time: first their parts for the verdict,
-//! and after it the `.stacktrace` files.
+//! and after it the files of the ranks.
 
 use std::time::Duration;
 
@@ -19,7 +19,12 @@ use crate::{
         nodes::Node,
         service::Credit,
     },
-    incident::{Plan, State, folder::rank_of, judging, part::ALL_FILES},
+    incident::{
+        Plan, State,
+        folder::rank_of_file,
+        judging,
+        part::{ALL_FILES, some_ranks},
+    },
     job::NodeId,
     os::clock::Now,
 };
@@ -113,7 +118,7 @@ impl Engine {
             DeliveryMessage::Key(_) => {}
             DeliveryMessage::Dump(dump) if !expected.files => self.part_received(id, node, dump, credit, now),
             DeliveryMessage::File(file) if expected.files => self.file_received(id, node, file, credit, now),
-            DeliveryMessage::Dump(_) | DeliveryMessage::File(_) => {
+            DeliveryMessage::Dump(_) | DeliveryMessage::File(_) | DeliveryMessage::Timeline(_) => {
                 warn!("node {} sent a delivery that was not requested", self.nodes.name(node));
             }
         }
@@ -316,10 +321,8 @@ impl Engine {
     }
 }
 
-// The `.stacktrace` files of an incident are fetched after its verdict.
+// The files of the ranks, `.stacktrace` and `.ops`, are fetched after the verdict.
 
-/// In a job beyond [`ALL_FILES`] ranks: number of culprits, and of groups, whose files are fetched.
-const SOME_FILES: usize = 16;
 /// Number of nodes that send files at a time.
 const FILE_NODES: usize = 8;
 /// Time limit for one piece.
@@ -328,17 +331,11 @@ const PIECE_NS: u64 = 20 * SECOND;
 const FILES_NS: u64 = 120 * SECOND;
 
 impl Engine {
-    /// Chooses the ranks whose `.stacktrace` files are fetched.
+    /// Chooses the ranks whose files are fetched.
     fn select_files(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= ALL_FILES as u64;
-        let some: Vec<u32> = verdict
-            .culprits
-            .iter()
-            .take(SOME_FILES)
-            .chain(verdict.ranks.iter().filter_map(|group| group.ranks.first()).take(SOME_FILES))
-            .copied()
-            .collect();
+        let some = some_ranks(verdict);
         for (node, part) in &incident.parts {
             if part.progress != Progress::Delivered {
                 continue;
@@ -406,8 +403,11 @@ impl Engine {
             self.fetch_files(id);
             return;
         }
-        let own =
-            incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
+        let own = incident
+            .parts
+            .get(&node)
+            .zip(rank_of_file(&file.name))
+            .is_some_and(|(part, rank)| part.ranks.contains(rank));
         if own {
             self.gather(id, GatherTask::File(Box::new(file), credit));
         }

@@ -6,13 +6,10 @@
 //! layer did not see. A launch inside a collective is part of that collective, and only its stream
 //! is recorded.
 
-use std::{
-    ffi::{c_int, c_uint, c_void},
-    sync::atomic::Ordering,
-};
+use std::ffi::{c_int, c_uint, c_void};
 
 use xpu_timer_proto::{
-    ring::header,
+    ring::{detail, header},
     v1::{Op, OpKind},
 };
 
@@ -60,20 +57,26 @@ hooked! {
 
     cuLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, stream as usize);
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            kernel_launched(recorder, site.inside, function, parameters, stream as usize));
     cuLaunchKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(stream));
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            kernel_launched(recorder, site.inside, function, parameters, ptsz(stream)));
     cuLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, driver_stream(config) as usize);
+        => |recorder, site| with_driver_config(recorder, config,
+            kernel_launched(recorder, site.inside, function, parameters, driver_stream(config) as usize));
     cuLaunchKernelEx_ptsz(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(driver_stream(config)));
+        => |recorder, site| with_driver_config(recorder, config,
+            kernel_launched(recorder, site.inside, function, parameters, ptsz(driver_stream(config))));
     cuLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, stream as usize);
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            kernel_launched(recorder, site.inside, function, parameters, stream as usize));
     cuLaunchCooperativeKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| kernel_launched(recorder, site.inside, function, parameters, ptsz(stream));
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            kernel_launched(recorder, site.inside, function, parameters, ptsz(stream)));
     cuGraphLaunch(graph: GraphExec, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
@@ -146,34 +149,45 @@ hooked! {
     library Runtime, mark IN_DRIVER, bypass IN_DRIVER | IN_HOOK, missing RUNTIME_NOT_FOUND;
 
     hipLaunchKernel | mcLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
+        => |recorder, site| with_config(recorder, grid.sizes(), block.sizes(),
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize));
     hipLaunchKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream));
+        => |recorder, site| with_config(recorder, grid.sizes(), block.sizes(),
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream)));
     hipLaunchCooperativeKernel | mcLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data,
         shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
+        => |recorder, site| with_config(recorder, grid.sizes(), block.sizes(),
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize));
     hipLaunchCooperativeKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream));
+        => |recorder, site| with_config(recorder, grid.sizes(), block.sizes(),
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), ptsz(stream)));
     hipExtLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream, before: Data,
         after: Data, flags: c_int)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize);
+        => |recorder, site| with_config(recorder, grid.sizes(), block.sizes(),
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), stream as usize));
     hipLaunchKernelExC | mcLaunchKernelExC(config: *const RuntimeLaunchConfig, stub: Stub, arguments: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(stub as usize), runtime_stream(config) as usize);
+        => |recorder, site| with_runtime_config(recorder, config,
+            by_driver(recorder, site.inside, Launch::Kernel(stub as usize), runtime_stream(config) as usize));
     hipModuleLaunchKernel | mcModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint,
         by: c_uint, bz: c_uint, shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize));
     // Its configuration has the layout of CUDA's.
     hipDrvLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), driver_stream(config) as usize);
+        => |recorder, site| with_driver_config(recorder, config,
+            by_driver(recorder, site.inside, Launch::Kernel(function as usize), driver_stream(config) as usize));
     // The layout of its configuration is unknown, so the stream is not read.
     mcModuleLaunchKernelEx(config: Data, function: Kernel, parameters: Data, extra: Data)
         => |recorder, site| count_only(recorder, site.inside);
     hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
+        => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
+            by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize));
+    // Its grid is in threads.
     hipExtModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: usize, stream: Stream, parameters: Data, extra: Data, before: Data, after: Data, flags: c_uint)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize);
+        => |recorder, site| with_config(recorder, [gx / bx.max(1), gy / by.max(1), gz / bz.max(1)], [bx, by, bz],
+            by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize));
     hipGraphLaunch | mcGraphLaunch(graph: GraphExec, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
     hipGraphLaunch_spt(graph: GraphExec, stream: Stream)
@@ -235,7 +249,43 @@ fn attention_launched(
     thread.seen_by_driver.set(true);
     recorder.on_stream(thread, stream, function as u64, now);
     recorder.launched(thread, header::KERNELS, now);
-    bracketed(recorder, stream, NewOperation { function: function as u64, ..what })
+    bracket::open_unless_captured(recorder, &NewOperation { stream, function: function as u64, ..what })
+}
+
+/// Adds its launch configuration to a kernel that gets events. Most launches get none.
+#[inline(always)]
+fn with_config(
+    recorder: &'static Recorder,
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    open: Option<OpenOperation>,
+) -> Option<OpenOperation> {
+    if let Some(OpenOperation(index)) = open {
+        recorder.set_launch_config(index, grid, block);
+    }
+    open
+}
+
+#[inline(always)]
+fn with_driver_config(
+    recorder: &'static Recorder,
+    config: *const DriverLaunchConfig,
+    open: Option<OpenOperation>,
+) -> Option<OpenOperation> {
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
+    let config = open.and_then(|_| unsafe { config.as_ref() });
+    config.map_or(open, |config| with_config(recorder, config.grid, config.block, open))
+}
+
+#[inline(always)]
+fn with_runtime_config(
+    recorder: &'static Recorder,
+    config: *const RuntimeLaunchConfig,
+    open: Option<OpenOperation>,
+) -> Option<OpenOperation> {
+    // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
+    let config = open.and_then(|_| unsafe { config.as_ref() });
+    config.map_or(open, |config| with_config(recorder, config.grid.sizes(), config.block.sizes(), open))
 }
 
 /// A launch on the driver layer. One function for all wrappers with everything inlined into it,
@@ -297,36 +347,28 @@ fn count(
 ) -> Option<OpenOperation> {
     let now = clock::coarse_now_ns();
     let communicates = recorder.on_stream(thread, stream, kernel(launch), now);
-    let mode = recorder.bracket.load(Ordering::Relaxed);
     match launch {
         Launch::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
-            // A kernel that communicates is a collective without a host call. The kernels of a
-            // matrix product are timed together, as the product.
-            let wanted = mode == Bracket::All as u32 || communicates && mode != Bracket::None as u32;
-            if !wanted || inside & IN_BLAS != 0 {
+            // A kernel that communicates is a collective without a host call.
+            let bracketed = &recorder.bracketed;
+            let is_detailed = bracketed.is_detailed(detail::KERNELS, || now);
+            let wanted =
+                is_detailed || bracketed.is_mode(Bracket::All) || communicates && !bracketed.is_mode(Bracket::None);
+            // The kernels of a matrix product are timed together, as the product.
+            let is_timed = || is_detailed && !bracketed.is_detailed(detail::MATMULS, || now);
+            if !wanted || inside & IN_BLAS != 0 && !is_timed() {
                 return None;
             }
-            bracketed(
-                recorder,
-                stream,
-                NewOperation { function: function as u64, ..NewOperation::new(OpKind::Kernel, Op::Kernel) },
-            )
+            let what =
+                NewOperation { stream, function: function as u64, ..NewOperation::new(OpKind::Kernel, Op::Kernel) };
+            bracket::open_unless_captured(recorder, &what)
         }
         Launch::Graph(exec) => {
             recorder.launched(thread, header::GRAPHS, now);
             graphs::launch(recorder, exec, stream)
         }
     }
-}
-
-/// A captured launch is not executed, so it gets no slot. The launch of its graph does.
-#[inline(never)]
-fn bracketed(recorder: &'static Recorder, stream: usize, operation: NewOperation) -> Option<OpenOperation> {
-    if bracket::is_captured(stream) {
-        return None;
-    }
-    bracket::open(recorder, &NewOperation { stream, ..operation })
 }
 
 // The functions that destroy contexts: see `runtime::contexts`.

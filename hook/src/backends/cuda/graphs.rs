@@ -284,7 +284,7 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
         capture_collectives(stream, held);
         return None;
     }
-    let is_bracketed = recorder.bracket.load(Ordering::Relaxed) != Bracket::None as u32;
+    let is_bracketed = !recorder.bracketed.is_mode(Bracket::None);
     let what = NewOperation { stream, function: exec as u64, ..NewOperation::new(OpKind::GraphLaunch, Op::Graph) };
     let leader = if is_bracketed { recorder.begin(&what) } else { None };
     let noted_from = held.len().saturating_sub(MAX_RECORDED);

@@ -1,17 +1,24 @@
-//! Copies and allocations of the runtime API, which are counted but never bracketed. Memsets,
-//! synchronizations and the driver's copies only show activity.
+//! Copies, memsets and allocations. The copies and allocations of the runtime API are counted.
+//! Memsets, synchronizations and the driver's copies only show activity. While the collector asks
+//! for it, each copy and memset is an operation with events, too.
 //!
 //! The coverage table contains the number of calls. Here, directions and bytes are counted in
 //! addition.
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use xpu_timer_proto::{ring::detail, v1::CopyDirection};
+
 use crate::{
-    interpose::hooked::{AfterCall, hooked},
+    backends::bracket::{self, OpenOperation},
+    interpose::hooked::{AfterCall, Site, hooked},
     runtime::{
-        abi::{Data, RUNTIME_NOT_FOUND, SUCCESS, Stream},
-        os::thread_state::{IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
-        recorder::Recorder,
+        abi::{Data, RUNTIME_NOT_FOUND, STREAM_PER_THREAD, SUCCESS, Stream},
+        os::{
+            clock,
+            thread_state::{IN_BLAS, IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
+        },
+        recorder::{NewOperation, Recorder},
     },
 };
 
@@ -40,6 +47,107 @@ impl AfterCall for Option<Copy> {
         }
     }
 }
+
+/// A copy that is counted, and the operation that it may be.
+type Counted<T> = (Option<OpenOperation>, T);
+
+/// The same for a call whose success only shows activity.
+type Shown = (Option<OpenOperation>, Active);
+
+/// Direction and bytes of a copy, by the direction of the runtime API.
+fn transfer(copy: &Copy) -> (CopyDirection, usize) {
+    let direction = match copy.kind {
+        0 => CopyDirection::HostToHost,
+        1 => CopyDirection::HostToDevice,
+        2 => CopyDirection::DeviceToHost,
+        3 => CopyDirection::DeviceToDevice,
+        _ => CopyDirection::Unspecified,
+    };
+    (direction, copy.bytes)
+}
+
+/// A copy of the runtime API.
+#[inline(always)]
+fn copied(recorder: &'static Recorder, site: Site, stream: Stream, copy: Copy) -> Counted<Copy> {
+    (open(recorder, site, stream, || transfer(&copy)), copy)
+}
+
+/// The same, if it is described.
+#[inline(always)]
+fn copied_if_known(
+    recorder: &'static Recorder,
+    site: Site,
+    stream: Stream,
+    copy: Option<Copy>,
+) -> Counted<Option<Copy>> {
+    (open(recorder, site, stream, || copy.as_ref().map_or((CopyDirection::Unspecified, 0), transfer)), copy)
+}
+
+/// A copy whose direction is in its name.
+#[inline(always)]
+fn moved(recorder: &'static Recorder, site: Site, stream: Stream, bytes: usize) -> Shown {
+    (open(recorder, site, stream, || (direction_in(site.function.text()), bytes)), Active)
+}
+
+/// A memset of this many elements, whose size is in its name.
+#[inline(always)]
+fn filled(recorder: &'static Recorder, site: Site, stream: Stream, count: usize) -> Shown {
+    let bytes = || count.saturating_mul(element_bytes_in(site.function.text()));
+    (open(recorder, site, stream, || (CopyDirection::Fill, bytes())), Active)
+}
+
+fn direction_in(name: &str) -> CopyDirection {
+    let directions = [
+        ("HtoD", CopyDirection::HostToDevice),
+        ("DtoH", CopyDirection::DeviceToHost),
+        ("DtoD", CopyDirection::DeviceToDevice),
+        ("Peer", CopyDirection::DeviceToDevice),
+    ];
+    let known = directions.iter().find(|(part, _)| name.contains(part));
+    known.map_or(CopyDirection::Unspecified, |(_, direction)| *direction)
+}
+
+fn element_bytes_in(name: &str) -> usize {
+    [("D16", 2), ("D32", 4)].iter().find(|(part, _)| name.contains(part)).map_or(1, |(_, bytes)| *bytes)
+}
+
+/// Begins the operation of a copy or memset while the collector asks for them.
+#[inline(always)]
+fn open(
+    recorder: &'static Recorder,
+    site: Site,
+    stream: Stream,
+    what: impl FnOnce() -> (CopyDirection, usize),
+) -> Option<OpenOperation> {
+    if !recorder.bracketed.is_detailed(detail::COPIES, clock::coarse_now_ns) {
+        return None;
+    }
+    begin(recorder, site, stream as usize, what())
+}
+
+/// The copies inside a matrix product are part of it.
+#[inline(never)]
+fn begin(
+    recorder: &'static Recorder,
+    site: Site,
+    stream: usize,
+    (direction, bytes): (CopyDirection, usize),
+) -> Option<OpenOperation> {
+    if site.inside & (IN_BLAS | IN_COLLECTIVES) != 0 {
+        return None;
+    }
+    let name = site.function.text();
+    let is_per_thread = stream == 0 && ["_ptsz", "_ptds", "_spt"].iter().any(|end| name.ends_with(end));
+    let stream = if is_per_thread { STREAM_PER_THREAD } else { stream };
+    let function = recorder.name_key(name);
+    bracket::open_unless_captured(
+        recorder,
+        &NewOperation { stream, function, ..NewOperation::copy(direction, bytes as u64) },
+    )
+}
+
+/// The stream of a call without a stream.
+const DEFAULT: Stream = std::ptr::null_mut();
 
 /// A 2D or 3D copy, by its extent in bytes and rows.
 fn copy_of(kind: c_int, sizes: [usize; 3]) -> Copy {
@@ -122,45 +230,59 @@ hooked! {
 
     cudaMemcpyAsync | cudaMemcpyAsync_ptsz | mcMemcpyAsync | hipMemcpyAsync
         | hipMemcpyAsync_spt | hipMemcpyWithStream(to: Data, from: Data, bytes: usize, kind: c_int,
-        stream: Stream) => |_, _| Copy { kind, bytes };
+        stream: Stream)
+        => |recorder, site| copied(recorder, site, stream, Copy { kind, bytes });
     cudaMemcpyPeerAsync | cudaMemcpyPeerAsync_ptsz | mcMemcpyPeerAsync | hipMemcpyPeerAsync(to: Data, to_device: c_int, from: Data,
-        from_device: c_int, bytes: usize, stream: Stream) => |_, _| Copy { kind: BETWEEN_DEVICES, bytes };
+        from_device: c_int, bytes: usize, stream: Stream)
+        => |recorder, site| copied(recorder, site, stream, Copy { kind: BETWEEN_DEVICES, bytes });
     cudaMemcpy2DAsync | cudaMemcpy2DAsync_ptsz | mcMemcpy2DAsync | hipMemcpy2DAsync | hipMemcpy2DAsync_spt(to: Data, to_pitch: usize,
         from: Data, from_pitch: usize, width: usize, height: usize, kind: c_int, stream: Stream)
-        => |_, _| copy_of(kind, [width, height, 1]);
+        => |recorder, site| copied(recorder, site, stream, copy_of(kind, [width, height, 1]));
     cudaMemcpy3DAsync | cudaMemcpy3DAsync_ptsz | mcMemcpy3DAsync | hipMemcpy3DAsync | hipMemcpy3DAsync_spt(what: *const Layers,
-        stream: Stream) => |_, _| by_layers(what);
-    cudaMemcpy3DPeerAsync | cudaMemcpy3DPeerAsync_ptsz(what: *const PeerLayers, stream: Stream) => |_, _| by_peer_layers(what);
+        stream: Stream)
+        => |recorder, site| copied_if_known(recorder, site, stream, by_layers(what));
+    cudaMemcpy3DPeerAsync | cudaMemcpy3DPeerAsync_ptsz(what: *const PeerLayers, stream: Stream)
+        => |recorder, site| copied_if_known(recorder, site, stream, by_peer_layers(what));
     cudaMemcpy | cudaMemcpy_ptds | mcMemcpy | hipMemcpy | hipMemcpy_spt(to: Data, from: Data, bytes: usize, kind: c_int)
-        => |_, _| Copy { kind, bytes };
+        => |recorder, site| copied(recorder, site, DEFAULT, Copy { kind, bytes });
     cudaMemcpyPeer | mcMemcpyPeer | hipMemcpyPeer(to: Data, to_device: c_int, from: Data, from_device: c_int, bytes: usize)
-        => |_, _| Copy { kind: BETWEEN_DEVICES, bytes };
+        => |recorder, site| copied(recorder, site, DEFAULT, Copy { kind: BETWEEN_DEVICES, bytes });
     cudaMemcpy2D | cudaMemcpy2D_ptds | mcMemcpy2D | hipMemcpy2D | hipMemcpy2D_spt(to: Data, to_pitch: usize, from: Data,
-        from_pitch: usize, width: usize, height: usize, kind: c_int) => |_, _| copy_of(kind, [width, height, 1]);
-    cudaMemcpy3D | cudaMemcpy3D_ptds | mcMemcpy3D | hipMemcpy3D | hipMemcpy3D_spt(what: *const Layers) => |_, _| by_layers(what);
+        from_pitch: usize, width: usize, height: usize, kind: c_int)
+        => |recorder, site| copied(recorder, site, DEFAULT, copy_of(kind, [width, height, 1]));
+    cudaMemcpy3D | cudaMemcpy3D_ptds | mcMemcpy3D | hipMemcpy3D | hipMemcpy3D_spt(what: *const Layers)
+        => |recorder, site| copied_if_known(recorder, site, DEFAULT, by_layers(what));
     cudaMemcpyToSymbol | cudaMemcpyToSymbol_ptds | mcMemcpyToSymbol | hipMemcpyToSymbol | hipMemcpyToSymbol_spt(symbol: Data,
-        from: Data, bytes: usize, offset: usize, kind: c_int) => |_, _| Copy { kind, bytes };
+        from: Data, bytes: usize, offset: usize, kind: c_int)
+        => |recorder, site| copied(recorder, site, DEFAULT, Copy { kind, bytes });
     cudaMemcpyToSymbolAsync | cudaMemcpyToSymbolAsync_ptsz | mcMemcpyToSymbolAsync | hipMemcpyToSymbolAsync
         | hipMemcpyToSymbolAsync_spt(symbol: Data, from: Data, bytes: usize, offset: usize, kind: c_int, stream: Stream)
-        => |_, _| Copy { kind, bytes };
+        => |recorder, site| copied(recorder, site, stream, Copy { kind, bytes });
     cudaMemcpyFromSymbol | cudaMemcpyFromSymbol_ptds | mcMemcpyFromSymbol | hipMemcpyFromSymbol | hipMemcpyFromSymbol_spt(to: Data,
-        symbol: Data, bytes: usize, offset: usize, kind: c_int) => |_, _| Copy { kind, bytes };
+        symbol: Data, bytes: usize, offset: usize, kind: c_int)
+        => |recorder, site| copied(recorder, site, DEFAULT, Copy { kind, bytes });
     cudaMemcpyFromSymbolAsync | cudaMemcpyFromSymbolAsync_ptsz | mcMemcpyFromSymbolAsync | hipMemcpyFromSymbolAsync
         | hipMemcpyFromSymbolAsync_spt(to: Data, symbol: Data, bytes: usize, offset: usize, kind: c_int, stream: Stream)
-        => |_, _| Copy { kind, bytes };
-    hipMemcpyHtoD | hipMemcpyDtoH | hipMemcpyDtoD(to: Data, from: Data, bytes: usize) => |_, _| Active;
+        => |recorder, site| copied(recorder, site, stream, Copy { kind, bytes });
+    hipMemcpyHtoD | hipMemcpyDtoH | hipMemcpyDtoD(to: Data, from: Data, bytes: usize)
+        => |recorder, site| moved(recorder, site, DEFAULT, bytes);
     hipMemcpyHtoDAsync | hipMemcpyDtoHAsync | hipMemcpyDtoDAsync(to: Data, from: Data, bytes: usize, stream: Stream)
-        => |_, _| Active;
-    cudaMemset | cudaMemset_ptds | mcMemset | hipMemset | hipMemset_spt(to: Data, value: c_int, bytes: usize) => |_, _| Active;
+        => |recorder, site| moved(recorder, site, stream, bytes);
+    cudaMemset | cudaMemset_ptds | mcMemset | hipMemset | hipMemset_spt(to: Data, value: c_int, bytes: usize)
+        => |recorder, site| filled(recorder, site, DEFAULT, bytes);
     cudaMemsetAsync | cudaMemsetAsync_ptsz | mcMemsetAsync | hipMemsetAsync | hipMemsetAsync_spt(to: Data, value: c_int,
-        bytes: usize, stream: Stream) => |_, _| Active;
+        bytes: usize, stream: Stream)
+        => |recorder, site| filled(recorder, site, stream, bytes);
     cudaMemset2D | cudaMemset2D_ptds | mcMemset2D | hipMemset2D | hipMemset2D_spt(to: Data, pitch: usize, value: c_int,
-        width: usize, height: usize) => |_, _| Active;
+        width: usize, height: usize)
+        => |recorder, site| filled(recorder, site, DEFAULT, width.saturating_mul(height));
     cudaMemset2DAsync | cudaMemset2DAsync_ptsz | mcMemset2DAsync | hipMemset2DAsync | hipMemset2DAsync_spt(to: Data, pitch: usize,
-        value: c_int, width: usize, height: usize, stream: Stream) => |_, _| Active;
-    hipMemsetD8 | hipMemsetD16 | hipMemsetD32(to: Data, value: c_uint, count: usize) => |_, _| Active;
+        value: c_int, width: usize, height: usize, stream: Stream)
+        => |recorder, site| filled(recorder, site, stream, width.saturating_mul(height));
+    hipMemsetD8 | hipMemsetD16 | hipMemsetD32(to: Data, value: c_uint, count: usize)
+        => |recorder, site| filled(recorder, site, DEFAULT, count);
     hipMemsetD8Async | hipMemsetD16Async | hipMemsetD32Async(to: Data, value: c_uint, count: usize, stream: Stream)
-        => |_, _| Active;
+        => |recorder, site| filled(recorder, site, stream, count);
     cudaDeviceSynchronize | mcDeviceSynchronize | hipDeviceSynchronize() => |_, _| Active;
     cudaStreamSynchronize | cudaStreamSynchronize_ptsz | mcStreamSynchronize | hipStreamSynchronize
         | hipStreamSynchronize_spt(stream: Stream) => |_, _| Active;
@@ -178,7 +300,7 @@ hooked! {
 
 /// The driver API. cuGetProcAddress is asked for the names without a version.
 pub mod driver {
-    use super::{Active, Data, Stream, c_uint, hooked};
+    use super::{Active, DEFAULT, Data, Stream, c_uint, filled, hooked, moved};
     use crate::{
         runtime::abi::DRIVER_NOT_FOUND,
         runtime::os::thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME},
@@ -189,29 +311,35 @@ pub mod driver {
 
         cuMemcpy | cuMemcpy_ptds | cuMemcpyHtoD | cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds | cuMemcpyDtoH | cuMemcpyDtoH_v2
             | cuMemcpyDtoH_v2_ptds | cuMemcpyDtoD | cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds(to: Data, from: Data, bytes: usize)
-            => |_, _| Active;
+            => |recorder, site| moved(recorder, site, DEFAULT, bytes);
         cuMemcpyAsync | cuMemcpyAsync_ptsz | cuMemcpyHtoDAsync | cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz
             | cuMemcpyDtoHAsync | cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz | cuMemcpyDtoDAsync
             | cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz(to: Data, from: Data, bytes: usize, stream: Stream)
-            => |_, _| Active;
+            => |recorder, site| moved(recorder, site, stream, bytes);
         cuMemcpyPeer | cuMemcpyPeer_ptds(to: Data, to_context: Data, from: Data, from_context: Data, bytes: usize)
-            => |_, _| Active;
+            => |recorder, site| moved(recorder, site, DEFAULT, bytes);
         cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz(to: Data, to_context: Data, from: Data, from_context: Data, bytes: usize,
-            stream: Stream) => |_, _| Active;
+            stream: Stream)
+            => |recorder, site| moved(recorder, site, stream, bytes);
         cuMemcpy2D | cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned | cuMemcpy2DUnaligned_v2
-            | cuMemcpy2DUnaligned_v2_ptds | cuMemcpy3D | cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds(what: Data) => |_, _| Active;
+            | cuMemcpy2DUnaligned_v2_ptds | cuMemcpy3D | cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds(what: Data)
+            => |recorder, site| moved(recorder, site, DEFAULT, 0);
         cuMemcpy2DAsync | cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz | cuMemcpy3DAsync | cuMemcpy3DAsync_v2
-            | cuMemcpy3DAsync_v2_ptsz(what: Data, stream: Stream) => |_, _| Active;
+            | cuMemcpy3DAsync_v2_ptsz(what: Data, stream: Stream)
+            => |recorder, site| moved(recorder, site, stream, 0);
         cuMemsetD8 | cuMemsetD8_v2 | cuMemsetD8_v2_ptds | cuMemsetD16 | cuMemsetD16_v2 | cuMemsetD16_v2_ptds | cuMemsetD32
-            | cuMemsetD32_v2 | cuMemsetD32_v2_ptds(to: Data, value: c_uint, count: usize) => |_, _| Active;
+            | cuMemsetD32_v2 | cuMemsetD32_v2_ptds(to: Data, value: c_uint, count: usize)
+            => |recorder, site| filled(recorder, site, DEFAULT, count);
         cuMemsetD8Async | cuMemsetD8Async_ptsz | cuMemsetD16Async | cuMemsetD16Async_ptsz | cuMemsetD32Async
-            | cuMemsetD32Async_ptsz(to: Data, value: c_uint, count: usize, stream: Stream) => |_, _| Active;
+            | cuMemsetD32Async_ptsz(to: Data, value: c_uint, count: usize, stream: Stream)
+            => |recorder, site| filled(recorder, site, stream, count);
         cuMemsetD2D8 | cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds | cuMemsetD2D16 | cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds
             | cuMemsetD2D32 | cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds(to: Data, pitch: usize, value: c_uint, width: usize,
-            height: usize) => |_, _| Active;
+            height: usize)
+            => |recorder, site| filled(recorder, site, DEFAULT, width.saturating_mul(height));
         cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz | cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz | cuMemsetD2D32Async
             | cuMemsetD2D32Async_ptsz(to: Data, pitch: usize, value: c_uint, width: usize, height: usize, stream: Stream)
-            => |_, _| Active;
+            => |recorder, site| filled(recorder, site, stream, width.saturating_mul(height));
         cuStreamSynchronize | cuStreamSynchronize_ptsz(stream: Stream) => |_, _| Active;
         cuCtxSynchronize() => |_, _| Active;
         cuCtxSynchronize_v2(context: Data) => |_, _| Active;

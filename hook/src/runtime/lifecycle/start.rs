@@ -112,7 +112,7 @@ fn set_up() -> Option<&'static Recorder> {
     overhead::calibrate();
     recorder.ring.header(header::FILTERS_AT_LOAD).store(filters_at_load().into(), Ordering::Relaxed);
     let environment = config::snapshot();
-    recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
+    recorder.bracketed.set_mode(config::bracket_of(&environment));
     panics::configure(&recorder, &environment);
     for (index, function) in crate::runtime::linker::function::functions().take(coverage::SLOTS).enumerate() {
         function.coverage.store(index as u32, Ordering::Relaxed);

@@ -5,8 +5,8 @@
 use std::sync::atomic::Ordering;
 
 use xpu_timer_proto::{
-    ring::{self, header, lane, name, op, pack_halves, pack_what},
-    v1::{CommunicatorState, OpKind, OpStatus},
+    ring::{self, header, lane, launch, name, op, pack_dimensions, pack_halves, pack_what},
+    v1::{CommunicatorState, Op, OpKind, OpStatus},
 };
 
 use crate::runtime::{
@@ -167,6 +167,15 @@ impl Recorder {
         Some(index)
     }
 
+    /// Records the launch configuration of a kernel. Other operations have none.
+    pub fn set_launch_config(&self, index: usize, grid: [u32; 3], block: [u32; 3]) {
+        let words = self.ring.op(index);
+        if words[op::WHAT].load(Ordering::Relaxed).to_le_bytes()[1] == Op::Kernel as u8 {
+            words[launch::GRID].store(pack_dimensions(grid), Ordering::Relaxed);
+            words[launch::BLOCK].store(pack_dimensions(block), Ordering::Relaxed);
+        }
+    }
+
     /// Hands an open slot to the watcher.
     pub fn hand_over(&self, index: usize) {
         let slot = &self.slots[index];
@@ -277,7 +286,7 @@ pub fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::{ring::stream, v1::Op};
+    use xpu_timer_proto::ring::stream;
 
     use super::*;
     use crate::runtime::os::{clock, sys};

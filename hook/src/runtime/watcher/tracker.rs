@@ -12,24 +12,21 @@ use xpu_timer_proto::{
 };
 
 use crate::runtime::{
-    abi::{CONTEXT_IS_DESTROYED, NOT_READY, STREAM_PER_THREAD, SUCCESS},
+    abi::{NOT_READY, STREAM_PER_THREAD, SUCCESS},
     contexts,
-    device::{Code, Device, device},
-    lifecycle::exit,
+    device::{Code, Device},
     lock_free::{event_pools::LOW, slot::state},
     os::clock,
     recorder::{Recorder, operations},
+    watcher::{
+        device_clock::DeviceClocks,
+        driver::{Driver, call},
+    },
 };
 
-/// Indices into [`xpu_timer_proto::ring::WATCHER_CALLS`].
-mod call {
-    pub const SET_CURRENT: u64 = 1;
-    pub const EVENT_QUERY: u64 = 2;
-    pub const EVENT_ELAPSED: u64 = 3;
-    pub const EXCHANGE_CAPTURE_MODE: u64 = 6;
-    pub const EVENT_CREATE: u64 = 7;
-    pub const EVENT_DESTROY: u64 = 8;
-}
+/// A time of an event outside of its possible times by more than this means that the clock of the
+/// device or the host has jumped.
+const PLAUSIBLE_NS: u64 = 1_000_000;
 
 /// The outcome of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,8 +46,8 @@ pub struct Tracker {
     lanes: HashMap<Lane, VecDeque<usize>>,
     /// New operations of the launching threads. Empty between turns.
     arrived: Vec<usize>,
-    context: usize,
-    relaxed: bool,
+    driver: Driver,
+    clocks: DeviceClocks,
     pending: usize,
 }
 
@@ -70,13 +67,19 @@ enum Lane {
 impl Tracker {
     /// Without pending operations.
     pub fn new(recorder: &'static Recorder) -> Self {
-        Tracker { recorder, lanes: HashMap::new(), arrived: Vec::new(), context: 0, relaxed: false, pending: 0 }
+        Tracker {
+            recorder,
+            lanes: HashMap::new(),
+            arrived: Vec::new(),
+            driver: Driver::new(recorder),
+            clocks: DeviceClocks::default(),
+            pending: 0,
+        }
     }
 
     /// Another thread continues: the driver's state of the thread is unknown.
     pub fn new_thread(&mut self) {
-        self.context = 0;
-        self.relaxed = false;
+        self.driver.new_thread();
     }
 
     /// Whether no operation is pending.
@@ -186,9 +189,10 @@ impl Tracker {
             return;
         }
         if self.query(slot, start) == Some(SUCCESS) {
-            let now = clock::now_ns();
+            let entered = self.recorder.ring.op(slot)[op::ENTERED_NS].load(Ordering::Relaxed);
+            let started = self.completion_of(slot, start, entered, clock::now_ns());
             for member in operations::members(self.recorder, slot) {
-                self.started(member, now);
+                self.started(member, started);
             }
         }
     }
@@ -207,26 +211,51 @@ impl Tracker {
             Some(code) => (OpStatus::Failed, code as u32),
         };
         let now = clock::now_ns();
-        let elapsed = if error == 0 { self.elapsed(start, end) } else { None };
+        let (mut completed, mut elapsed) = (now, 0);
+        if error == 0 {
+            let context = entry.context.load(Ordering::Relaxed);
+            if self.clocks.renew(&mut self.driver, context, now) {
+                self.recorder.ring.header(header::ALIGNED_NS).store(now, Ordering::Relaxed);
+            }
+            let begun = operations::members(self.recorder, slot).map(|member| self.begun(member)).max();
+            completed = self.completion_of(slot, end, begun.unwrap_or(0), now);
+            elapsed = self.elapsed(context, start, end).unwrap_or(0);
+        }
         for member in operations::members(self.recorder, slot) {
             let words = self.recorder.ring.op(member);
             if error == 0 {
-                let entered = words[op::ENTERED_NS].load(Ordering::Relaxed);
-                self.started(member, now.saturating_sub(elapsed.unwrap_or(0)).max(entered));
-                words[op::DEVICE_NS].store(elapsed.unwrap_or(0), Ordering::Relaxed);
+                self.started(member, completed.saturating_sub(elapsed));
+                words[op::DEVICE_NS].store(elapsed, Ordering::Relaxed);
                 self.recorder.raise_counter(member, comm::COMPLETED);
             }
-            words[op::COMPLETED_NS].store(now, Ordering::Relaxed);
+            words[op::COMPLETED_NS].store(completed, Ordering::Relaxed);
             words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
         }
         self.free(slot);
         true
     }
 
+    /// When an event of an operation completed, which was seen complete at `seen_ns` and cannot
+    /// have completed before `from_ns`. Without the clock of its device, this is when it was seen.
+    fn completion_of(&mut self, slot: usize, event: usize, from_ns: u64, seen_ns: u64) -> u64 {
+        let context = self.recorder.slots[slot].context.load(Ordering::Relaxed);
+        let exact_ns = self.clocks.time_of(&mut self.driver, context, event, seen_ns);
+        let possible = from_ns.saturating_sub(PLAUSIBLE_NS)..=seen_ns.saturating_add(PLAUSIBLE_NS);
+        exact_ns.filter(|ns| possible.contains(ns)).map_or(seen_ns, |ns| ns.max(from_ns).min(seen_ns))
+    }
+
+    /// When an operation was launched, or started if that is known.
+    fn begun(&self, slot: usize) -> u64 {
+        let words = self.recorder.ring.op(slot);
+        let [entered, started] = [op::ENTERED_NS, op::STARTED_NS].map(|word| words[word].load(Ordering::Relaxed));
+        entered.max(started)
+    }
+
     /// Records the start, unless it was recorded before.
-    fn started(&self, slot: usize, now: u64) {
-        let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
-        let _ = started.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+    fn started(&self, slot: usize, started_ns: u64) {
+        let words = self.recorder.ring.op(slot);
+        let started_ns = started_ns.max(words[op::ENTERED_NS].load(Ordering::Relaxed));
+        let _ = words[op::STARTED_NS].compare_exchange(0, started_ns, Ordering::Relaxed, Ordering::Relaxed);
         self.recorder.raise_counter(slot, comm::STARTED);
     }
 
@@ -246,7 +275,7 @@ impl Tracker {
             let handed_back = self.recorder.handoff_of(slot).give_event(context, event)
                 || self.recorder.pools.of(context).is_some_and(|pool| pool.push(event).is_ok());
             if !handed_back {
-                self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
+                self.driver.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
             }
         }
         // Followers are in no queue. Their links are read before the slots are freed.
@@ -259,10 +288,10 @@ impl Tracker {
     fn fill_pools(&mut self) {
         for (context, pool) in self.recorder.pools.contexts().filter(|(context, _)| contexts::exists(*context)) {
             while pool.len() < LOW {
-                let event = self.call(context, call::EVENT_CREATE, Device::create_event);
+                let event = self.driver.call(context, call::EVENT_CREATE, Device::create_event);
                 let Some(Ok(Ok(event))) = event else { break };
                 if pool.push(event).is_err() {
-                    self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
+                    self.driver.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
                     break;
                 }
             }
@@ -273,50 +302,14 @@ impl Tracker {
     /// longer exists, nothing completes.
     fn query(&mut self, slot: usize, event: usize) -> Option<Code> {
         let context = self.recorder.slots[slot].context.load(Ordering::Relaxed);
-        match self.call(context, call::EVENT_QUERY, |device| device.query_event(event))? {
+        match self.driver.call(context, call::EVENT_QUERY, |device| device.query_event(event))? {
             Ok(code) | Err(code) => Some(code),
         }
     }
 
-    fn elapsed(&mut self, start: usize, end: usize) -> Option<u64> {
-        self.call(self.context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end))?.ok().flatten()
-    }
-
-    /// Makes a driver call in a context, stamped before it begins. `None` when no call may be made
-    /// now; an error when the context cannot be made current.
-    fn call<R>(&mut self, context: usize, what: u64, function: impl FnOnce(&Device) -> R) -> Option<Result<R, Code>> {
-        let device = device()?;
-        if !self.relaxed {
-            // Otherwise a query would break another thread's capture.
-            if let Err(code) = self.stamped(call::EXCHANGE_CAPTURE_MODE, 0, || device.relax_capture())?.flatten() {
-                return Some(Err(code));
-            }
-            self.relaxed = true;
-        }
-        if context != 0 && context != self.context {
-            if let Err(code) = self.stamped(call::SET_CURRENT, context, || device.make_current(context))?.flatten() {
-                return Some(Err(code));
-            }
-            self.context = context;
-        }
-        self.stamped(what, context, || function(device))
-    }
-
-    /// Makes a driver call, unless no call may be made now. An error when `context` has been
-    /// destroyed; 0 for a call that needs none.
-    fn stamped<R>(&self, what: u64, context: usize, function: impl FnOnce() -> R) -> Option<Result<R, Code>> {
-        let [call, since] =
-            [header::WATCHER_CALL, header::WATCHER_SINCE_NS].map(|word| self.recorder.ring.header(word));
-        since.store(clock::now_ns(), Ordering::Relaxed);
-        // The exit handler, and a thread that destroys a context, set a flag and then read the
-        // stamp; this stamps and then reads the flags. At least one of them sees the other.
-        call.store(what, Ordering::SeqCst);
-        let may_call = !exit::is_ending() && self.recorder.destroying.load(Ordering::SeqCst) == 0;
-        let result =
-            may_call.then(|| if contexts::exists(context) { Ok(function()) } else { Err(CONTEXT_IS_DESTROYED) });
-        call.store(0, Ordering::SeqCst);
-        since.store(0, Ordering::Relaxed);
-        result
+    fn elapsed(&mut self, context: usize, start: usize, end: usize) -> Option<u64> {
+        let elapsed = self.driver.call(context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end));
+        u64::try_from(elapsed?.ok()??).ok()
     }
 }
 

@@ -8,7 +8,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use xpu_timer_proto::{
-    ring::{comm, header},
+    ring::{comm, detail, header},
     v1::{HangSignal, hook_message::Message},
 };
 
@@ -72,7 +72,7 @@ const THREAD_CHECK_INTERVAL_NS: u64 = 1_000_000_000;
 impl Watcher {
     pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
         let config = Config::read(environment);
-        recorder.bracket.store(config.bracket as u32, Ordering::Relaxed);
+        recorder.bracketed.set_mode(config.bracket);
         Watcher {
             recorder,
             tracker: Tracker::new(recorder),
@@ -145,6 +145,8 @@ impl Watcher {
     fn turn(&mut self) -> bool {
         // A panic in one part must not stop the other parts.
         let is_last = exit::wants_final_turn();
+        let detail = self.recorder.ring.header(detail::HEADER).load(Ordering::Relaxed);
+        self.recorder.bracketed.set_detail(detail, clock::now_ns());
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
         self.running_time.mark_driver(clock::now_ns());
         if is_last {

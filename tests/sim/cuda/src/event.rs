@@ -1,6 +1,9 @@
 //! Events: the latest record counts.
 
-use std::sync::{Arc, LazyLock};
+use std::{
+    sync::{Arc, LazyLock},
+    time::Instant,
+};
 
 use sim_abi::{cuda::CuError, handles::Handles};
 
@@ -19,6 +22,30 @@ const DISABLE_TIMING: u32 = 2;
 /// Whether the use of an event whose context was destroyed ends the process, as it may with the
 /// real driver: `XPU_SIM_DEAD_EVENTS_ABORT=1`.
 static DEAD_EVENTS_ABORT: LazyLock<bool> = LazyLock::new(|| process::setting("XPU_SIM_DEAD_EVENTS_ABORT", 0) != 0);
+
+/// The device's clock: `XPU_SIM_CLOCK=PPM,OFFSET_S` makes it faster than the host's by so many
+/// millionths, and ahead of it.
+static CLOCK: LazyLock<DeviceClock> = LazyLock::new(|| {
+    let text = std::env::var("XPU_SIM_CLOCK").unwrap_or_default();
+    let mut numbers = text.split(',').map(|number| number.trim().parse::<f64>().unwrap_or(0.0));
+    let (ppm, offset_s) = (numbers.next().unwrap_or(0.0), numbers.next().unwrap_or(0.0));
+    DeviceClock { since: Instant::now(), rate: 1.0 + ppm * 1e-6, offset_s }
+});
+
+struct DeviceClock {
+    since: Instant,
+    rate: f64,
+    offset_s: f64,
+}
+
+impl DeviceClock {
+    /// What it shows at a time of the host.
+    fn seconds(&self, time: Instant) -> f64 {
+        let after = time.saturating_duration_since(self.since).as_secs_f64();
+        let before = self.since.saturating_duration_since(time).as_secs_f64();
+        self.offset_s + (after - before) * self.rate
+    }
+}
 
 /// All live events.
 pub static EVENTS: Handles<Event> = Handles::new();
@@ -109,16 +136,18 @@ impl Event {
         Ok(())
     }
 
-    /// Milliseconds from this event to another.
+    /// Milliseconds of the device's clock from this event to another one of its context.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f32, CuError> {
+        if !Arc::ptr_eq(&self.context, &end.context) {
+            return Err(CuError::INVALID_HANDLE);
+        }
         let times = [self, end].map(|event| match &*event.latest.lock() {
             Record::InStream(marker) if event.timing => marker.time().ok_or(CuError::NOT_READY),
             Record::Captured(..) => Err(CuError::CAPTURED_EVENT),
             _ => Err(CuError::INVALID_HANDLE),
         });
-        let [start, end] = [times[0]?, times[1]?];
-        let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
-        Ok(end.checked_duration_since(start).map_or_else(|| -ms(start.duration_since(end)), ms) as f32)
+        let [start, end] = [times[0]?, times[1]?].map(|time| CLOCK.seconds(time));
+        Ok(((end - start) * 1e3) as f32)
     }
 
     /// The latest record. This is not permitted for a captured event, nor while a capture forbids

@@ -1,0 +1,225 @@
+//! The timeline of a node: reads the rings in time, and answers requests for the operations that
+//! are kept. The files are written and sent by other threads.
+
+use std::{sync::Arc, thread, time::Duration};
+
+use tokio::sync::{mpsc, oneshot};
+use tracing::{info, warn};
+use xpu_timer_proto::{
+    ring::detail,
+    v1::{Delivery, TimelineFile, TimelineRequest, delivery},
+};
+
+use crate::{
+    error::{Error, chain},
+    http::questions::{Refusal, TimelineFiles, TimelineReply, WantedTimeline, wanted_job},
+    incident::folder::Folder,
+    job::{JobKey, RankId, local_key},
+    metrics::sampler::{PEEK, RankView},
+    node::{
+        registry::{Rank, Registry},
+        state::{DetailedTimeline, NodeState, TICK},
+    },
+    os::{
+        clock::{Now, nanoseconds},
+        safe_path::create_directories,
+    },
+    timeline::{
+        DETAIL_MARGIN,
+        files::{RankTimeline, send_all},
+        kernel_trace::{self, Files, Request},
+    },
+};
+
+/// Chunks of a timeline that may wait for their receiver; each may have half a megabyte.
+const CHUNKS: usize = 2;
+/// The longest time for which every kernel is recorded.
+const LONGEST_DETAIL: Duration = Duration::from_secs(600);
+
+fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
+    registry.ranks().filter(|rank| !rank.auxiliary).map(Rank::view)
+}
+
+impl NodeState {
+    /// The longest time until the rings must be looked at.
+    pub(super) fn next_peek(&self) -> Duration {
+        let is_running = self.registry.ranks().any(|rank| rank.ring.is_some() && rank.has_process());
+        if self.sampler.peeks() && is_running || !self.detailed.is_empty() { PEEK } else { TICK }
+    }
+
+    /// Reads the rings that it is time for, and does what waits for operations.
+    pub(super) fn follow_rings(&mut self, now: Now) {
+        self.sampler.turn(views(&self.registry), now);
+        if self.sampler.recording.is_active() {
+            let registry = &self.registry;
+            let is_here = |id: RankId| registry.get(id).is_some_and(|rank| !rank.view().has_ended);
+            for files in self.sampler.recording.turn(is_here) {
+                let folder = files.folder.clone();
+                self.disk.submit(&folder, move || write_kernel_trace(&files));
+            }
+        }
+        let (due, waiting) = std::mem::take(&mut self.detailed).into_iter().partition(|one| one.due_ns <= now.mono_ns);
+        self.detailed = waiting;
+        for DetailedTimeline { job, wanted, reply, asked_ns, .. } in due {
+            let window = Duration::from_nanos(now.mono_ns.saturating_sub(asked_ns));
+            self.send_timeline(&job, &WantedTimeline { window, ..wanted }, reply, now);
+        }
+    }
+
+    /// The timelines of all ranks of a job, for an incident.
+    pub(super) fn timelines_of(&mut self, job: &JobKey, now: Now) -> Vec<(u32, RankTimeline)> {
+        let timelines = self.rank_timelines(job, &[], self.settings.timeline.window, now);
+        timelines.into_iter().map(|timeline| (timeline.info.rank.max(0) as u32, timeline)).collect()
+    }
+
+    /// The window counts back from now, or from the newest operation of the job if nothing has
+    /// completed since: a job that hangs or has ended has no newer ones.
+    fn rank_timelines(&mut self, job: &JobKey, ranks: &[u32], window: Duration, now: Now) -> Vec<RankTimeline> {
+        if !self.sampler.timeline.is_on() {
+            return Vec::new();
+        }
+        self.sampler.read_all(views(&self.registry), now);
+        let (store, window_ns) = (&mut self.sampler.timeline, nanoseconds(window));
+        let of_job = self.registry.of_job(job);
+        let newest_ns = store.newest_ns(of_job.iter().map(|rank| rank.id));
+        let is_quiet = newest_ns > 0 && newest_ns.saturating_add(window_ns) < now.mono_ns;
+        let from_ns = if is_quiet { newest_ns } else { now.mono_ns }.saturating_sub(window_ns);
+        let clock: Arc<[Now]> = store.clock(from_ns).into();
+        let is_wanted = |rank: &&&Rank| ranks.is_empty() || ranks.iter().any(|wanted| rank.info.rank == *wanted as i32);
+        let timeline = |rank: &&Rank| RankTimeline {
+            info: rank.info.clone(),
+            window: store.window(rank.id, from_ns),
+            until: now,
+            clock: Arc::clone(&clock),
+            ring: rank.ring.clone(),
+            device: self.settings.metrics.device.clone(),
+        };
+        of_job.iter().filter(is_wanted).map(timeline).collect()
+    }
+
+    /// A page asks for a timeline.
+    pub(super) fn timeline_asked(&mut self, wanted: WantedTimeline, reply: TimelineReply, now: Now) {
+        match self.wanted_timeline(&wanted) {
+            Ok(job) if wanted.detail => {
+                let due_ns = self.record_detail(&job, wanted.window, now);
+                self.detailed.push(DetailedTimeline { due_ns, asked_ns: now.mono_ns, job, wanted, reply });
+            }
+            Ok(job) => self.send_timeline(&job, &wanted, reply, now),
+            // The requester may be gone.
+            Err(refusal) => drop(reply.send(Err(refusal))),
+        }
+    }
+
+    fn wanted_timeline(&self, wanted: &WantedTimeline) -> Result<JobKey, Refusal> {
+        if !self.sampler.timeline.is_on() {
+            let why = "nothing is recorded: XPU_TIMER_TIMELINE_SECONDS is 0";
+            return Err(Refusal::Unusable(why.into()));
+        }
+        if wanted.detail && wanted.window > LONGEST_DETAIL {
+            let longest = LONGEST_DETAIL.as_secs();
+            return Err(Refusal::Unusable(format!("every kernel can be recorded for {longest} seconds at most")));
+        }
+        let jobs: Vec<JobKey> = self.registry.jobs().into_iter().collect();
+        let alive: Vec<JobKey> = jobs.iter().filter(|job| self.registry.is_alive(job)).cloned().collect();
+        // Without a name, a running job is meant.
+        let choice = if wanted.job.is_none() && !alive.is_empty() { &alive } else { &jobs };
+        let job = wanted_job(choice, wanted.job.as_deref())?;
+        let is_here = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
+        match wanted.rank {
+            Some(rank) if !is_here(rank) => Err(Refusal::NoJob(format!("job {job} has no rank {rank} on this node"))),
+            _ => Ok(job),
+        }
+    }
+
+    /// The cluster collector requests a timeline.
+    pub(super) fn timeline_requested(&mut self, request: TimelineRequest, now: Now) {
+        let Some(job) = request.job.as_ref().map(local_key) else { return };
+        let window = Duration::from_millis(request.window_ms);
+        if request.detail {
+            self.record_detail(&job, window, now);
+            return;
+        }
+        let is_asked = |rank: u32| request.ranks.iter().any(|run| (run.first..=run.last).contains(&rank));
+        let here = self.registry.of_job(&job);
+        let here = here.iter().filter_map(|rank| u32::try_from(rank.info.rank).ok());
+        let ranks: Vec<u32> = here.filter(|rank| is_asked(*rank)).collect();
+        let timelines = self.rank_timelines(&job, &ranks, window, now);
+        self.member.start_delivery(request.key, move |sender| {
+            let piece = |file| Delivery { message: Some(delivery::Message::Timeline(file)) };
+            send_all(&timelines, &mut |file| sender.blocking_send(piece(file)).is_ok());
+        });
+    }
+
+    /// Asks all ranks of a job to record every kernel. Returns when all these have completed.
+    fn record_detail(&mut self, job: &JobKey, window: Duration, now: Now) -> u64 {
+        let margin_ns = nanoseconds(DETAIL_MARGIN);
+        let until_ns = now.mono_ns.saturating_add(nanoseconds(window.min(LONGEST_DETAIL)) + margin_ns / 2);
+        for rank in self.registry.of_job(job) {
+            let Some(ring) = rank.ring.as_ref().filter(|_| rank.has_process()) else { continue };
+            if let Err(error) = ring.write(detail::HEADER, detail::word(until_ns, detail::ALL)) {
+                warn!("{}: its kernels are not recorded: {error}", rank.title());
+            }
+        }
+        info!("job {job}: recording every kernel for {window:?}");
+        until_ns.saturating_add(margin_ns / 2)
+    }
+
+    fn send_timeline(&mut self, job: &JobKey, wanted: &WantedTimeline, reply: TimelineReply, now: Now) {
+        let ranks: Vec<u32> = wanted.rank.into_iter().collect();
+        let timelines = self.rank_timelines(job, &ranks, wanted.window, now);
+        let of_job = self.registry.of_job(job);
+        let path = of_job.first().map_or(&self.settings.timeline_path, |rank| &rank.settings.timeline_path);
+        let (sender, chunks) = mpsc::channel(CHUNKS);
+        start_sending(timelines, sender, reply, TimelineFiles { root: path.clone(), chunks });
+        self.retire();
+    }
+
+    /// A request of the original tool.
+    pub(super) fn kernel_trace_asked(&mut self, mut request: Request, now: Now) -> Result<&'static str, Refusal> {
+        if request.path.as_os_str().is_empty() {
+            request.path.clone_from(&self.settings.timeline_path);
+        }
+        let folders = self.folders();
+        if !kernel_trace::is_inside(&request.path, folders.iter()) {
+            let folders = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ");
+            return Err(Refusal::Unusable(format!(
+                "dump_path {:?} is outside the folders of timelines (XPU_TIMER_TIMELINE_PATH): {folders}",
+                request.path
+            )));
+        }
+        let (path, kinds) = (request.path.clone(), kernel_trace::kinds_text(request.kinds));
+        let ranks: Vec<RankId> = views(&self.registry).filter(|view| !view.has_ended).map(|view| view.id).collect();
+        // What has completed so far is before the request.
+        self.sampler.read_all(views(&self.registry), now);
+        let message = self.sampler.recording.start(request, ranks.into_iter());
+        info!("timeline of {kinds} into {}: {message}", path.display());
+        Ok(message)
+    }
+}
+
+/// Sends a timeline on a thread of its own, which waits for the receiver.
+fn start_sending(
+    timelines: Vec<RankTimeline>,
+    sender: mpsc::Sender<TimelineFile>,
+    reply: oneshot::Sender<Result<TimelineFiles, Refusal>>,
+    files: TimelineFiles,
+) {
+    let work = move || send_all(&timelines, &mut |file| sender.blocking_send(file).is_ok());
+    let started = thread::Builder::new().name("timeline".into()).spawn(work);
+    let answer = started.map(|_| files);
+    let answer = answer.map_err(|error| Refusal::Unusable(format!("no thread can be started: {error}")));
+    // The requester may be gone.
+    drop(reply.send(answer));
+}
+
+fn write_kernel_trace(files: &Files) {
+    let write = || -> Result<(), Error> {
+        create_directories(&files.folder)?;
+        let folder = Folder { path: files.folder.clone() };
+        files.contents().into_iter().try_for_each(|(name, bytes)| folder.write(&name, &bytes))
+    };
+    match write() {
+        Ok(()) => info!("{} is written into {}", files.name, files.folder.display()),
+        Err(error) => warn!("{} cannot be written: {}", files.name, chain(&error)),
+    }
+}

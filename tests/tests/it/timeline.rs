@@ -1,0 +1,292 @@
+//! The timeline of real jobs on the simulated device: what the collector keeps of their operations,
+//! and the files that are made of it.
+
+use std::{
+    fs::{self, File},
+    io::BufReader,
+    path::{Path, PathBuf},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use serde_json::Value;
+use xpu_timer_proto::{
+    Message as _,
+    hook::{KernelTraces, kernel_trace::DebugData},
+    timeline::{self, Reader},
+    v1::{Op, OpStatus, Operation, TimelineHead},
+};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, wait_until};
+
+/// Reads a `.ops` file.
+pub fn read(path: &Path) -> (TimelineHead, Vec<Operation>) {
+    let file = File::open(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let mut reader = Reader::new(BufReader::new(file)).unwrap();
+    let mut operations = Vec::new();
+    while let Some(block) = reader.next_block().unwrap() {
+        operations.extend(timeline::operations(&block).unwrap());
+    }
+    (reader.head, operations)
+}
+
+/// The sequence numbers of the all-reduces.
+pub fn all_reduces(operations: &[Operation]) -> Vec<u64> {
+    operations.iter().filter(|one| one.op() == Op::AllReduce).map(|one| one.seq).collect()
+}
+
+fn dump(job: &Job, query: &str) -> Value {
+    let (code, body) = http("POST", job.port, &format!("/timeline?{query}")).expect("an answer");
+    assert_eq!(code, 200, "{body}\n{}", job.logs());
+    serde_json::from_str(&body).expect("JSON")
+}
+
+fn folder(dump: &Value) -> PathBuf {
+    dump["path"].as_str().expect("a path").into()
+}
+
+/// A collector that stays when its job has ended.
+fn stays(job: &Job) -> Process {
+    let collector = Process::spawn(job.command(artifacts().bin("xpu_timer_collector")).arg("node"));
+    wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
+    collector
+}
+
+#[test]
+fn a_dump_has_every_operation_of_every_rank() {
+    let job = Job::new();
+    let _collector = stays(&job);
+    let begun_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
+    let mut ranks = job.train(2, &["--steps=300", "--step-ms=1"]);
+    ranks.wait_for("rank 0 done", PATIENCE);
+    ranks.wait_for("rank 1 done", PATIENCE);
+    wait_until(PATIENCE, "the job has ended", || ranks.try_wait().is_some());
+    let dump = dump(&job, "seconds=600");
+    assert_eq!((&dump["ranks"], &dump["lost"]), (&2.into(), &0.into()), "{dump}");
+    let mut all = 0;
+    for rank in 0..2 {
+        let (head, operations) = read(&folder(&dump).join(format!("{rank:05}-00002.ops")));
+        all += operations.len() as u64;
+        assert_eq!(all_reduces(&operations), (1..=300).collect::<Vec<_>>());
+        let info = head.rank.as_ref().expect("the rank");
+        assert_eq!((info.rank, info.world_size, head.lost, head.pending.len()), (rank, 2, 0, 0));
+        let communicator = operations.iter().find(|one| one.op() == Op::AllReduce).unwrap().communicator;
+        assert!(head.communicators.iter().any(|one| one.id == communicator && one.size == 2), "{head:?}");
+        // The times are those of the job on the wall clock, too.
+        let [first, .., last] = &head.clock[..] else { panic!("two readings: {:?}", head.clock) };
+        for operation in operations.iter().filter(|one| one.op() == Op::AllReduce) {
+            assert_eq!(operation.status(), OpStatus::Completed);
+            assert!(operation.entered_ns <= operation.returned_ns && operation.entered_ns <= operation.completed_ns);
+            assert!(operation.completed_ns <= head.until_ns && operation.function.contains("AllReduce"));
+            let unix_ns = last.realtime_ns - (last.monotonic_ns - operation.entered_ns);
+            assert!((begun_ns..=last.realtime_ns).contains(&unix_ns));
+        }
+        assert!(first.monotonic_ns < last.monotonic_ns && last.monotonic_ns == head.until_ns);
+    }
+    assert_eq!(dump["operations"], all);
+    let one = self::dump(&job, "seconds=600&rank=1");
+    let names: Vec<_> = fs::read_dir(folder(&one)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["00001-00002.ops"]);
+    let (code, body) = http("POST", job.port, "/timeline?rank=7").unwrap();
+    assert!(code == 404 && body.contains("has no rank 7"), "{code} {body}");
+    let (code, body) = http("POST", job.port, "/timeline?kernels=some").unwrap();
+    assert!(code == 400 && body.contains("neither"), "{code} {body}");
+}
+
+#[test]
+fn an_incident_has_the_timelines_of_its_ranks() {
+    let job = Job::new().with("XPU_TIMER_TIMELINE_SECONDS", "3");
+    let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "40"]);
+    ranks.wait_for("step 30 ", PATIENCE);
+    // The window is shorter than the hang timeout, and counts back from the last operation.
+    let incident = job.wait_incident(1, Duration::from_secs(90));
+    let of = |rank: u32| read(&incident.path.join(format!("{rank:05}-00002.ops")));
+    let (head, operations) = of(0);
+    assert!(all_reduces(&operations).ends_with(&[39, 40]), "{:?}", all_reduces(&operations));
+    let pending: Vec<(Op, u64)> = head.pending.iter().map(|one| (one.op(), one.seq)).collect();
+    assert_eq!(pending, [(Op::AllReduce, 41)], "what hangs");
+    let (head, operations) = of(1);
+    assert!(all_reduces(&operations).ends_with(&[39, 40]) && head.pending.is_empty());
+    assert_eq!(head.lost, 0);
+}
+
+#[test]
+fn a_killed_rank_keeps_its_timeline() {
+    let job = Job::new();
+    let _ranks = job.train(2, &["--step-ms=5", "--fault=killed", "--fault-rank=1", "--fault-step", "40"]);
+    let incident = job.wait_incident(1, Duration::from_secs(90));
+    let (head, mut operations) = read(&incident.path.join("00001-00002.ops"));
+    // Its hook has not seen the last ones complete.
+    assert!(head.pending.len() < 20, "{:?}", head.pending);
+    operations.extend(head.pending);
+    assert_eq!(all_reduces(&operations), (1..=40).collect::<Vec<_>>(), "{}", job.logs());
+}
+
+#[test]
+fn nothing_is_recorded_with_a_window_of_zero() {
+    let job = Job::new().with("XPU_TIMER_TIMELINE_SECONDS", "0");
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let (code, body) = http("POST", job.port, "/timeline").unwrap();
+    assert!(code == 400 && body.contains("XPU_TIMER_TIMELINE_SECONDS is 0"), "{code} {body}");
+    let (code, _) = http("POST", job.port, "/dump").unwrap();
+    assert_eq!(code, 200);
+    let incident = job.wait_incident(1, PATIENCE);
+    assert!(!incident.path.join("00000-00002.ops").exists());
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_answer() {
+    let job = Job::new();
+    let path = job.dir.join("timeline/file");
+    fs::write(&path, "").unwrap();
+    let job = job.with("XPU_TIMER_TIMELINE_PATH", &path.display().to_string());
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let (code, body) = http("POST", job.port, "/timeline").unwrap();
+    assert!(code == 507 && body.contains("timeline/file"), "{code} {body}");
+    // The requester's own disk is another one.
+    let output = job.dir.join("fetched");
+    let command = fetch(&job, &["--seconds=60"], &output);
+    assert!(command.contains("/fetched/timeline-"), "{command}");
+}
+
+#[test]
+fn every_kernel_is_recorded_for_a_while_on_demand() {
+    let job = Job::new();
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let kernels = |operations: &[Operation]| operations.iter().filter(|one| one.op() == Op::Kernel).count();
+    let before = dump(&job, "seconds=60");
+    let (_, operations) = read(&folder(&before).join("00000-00002.ops"));
+    assert_eq!(kernels(&operations), 0);
+    let begun = Instant::now();
+    let output = job.dir.join("detailed");
+    let path = PathBuf::from(fetch(&job, &["--seconds=2", "--kernels=all"], &output).trim());
+    assert!(begun.elapsed() > Duration::from_secs(2));
+    for rank in 0..2 {
+        let (head, operations) = read(&path.join(format!("{rank:05}-00002.ops")));
+        let forward = operations.iter().filter(|one| one.function.contains("forward_layer_3")).count();
+        let steps = all_reduces(&operations).len();
+        assert!(forward > 10 && forward <= steps && forward * 2 > steps, "{forward} of {steps} steps");
+        assert!(kernels(&operations) >= forward * 8 && head.lost == 0);
+    }
+    ranks.wait_for("step 900 ", PATIENCE);
+    let after = dump(&job, "seconds=1");
+    let (_, operations) = read(&folder(&after).join("00000-00002.ops"));
+    assert_eq!(kernels(&operations), 0, "it has ended");
+}
+
+/// Runs `xpu_timer_collector timeline`, and returns its output.
+fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
+    let mut command = job.command(artifacts().bin("xpu_timer_collector"));
+    let ran = command.arg("timeline").args(arguments).arg("--output").arg(output).output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    String::from_utf8(ran.stdout).unwrap()
+}
+
+/// As many matrix products a second as given, for some seconds; prints their number.
+const PRODUCTS: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+int cudaMalloc(void **, size_t);
+int cudaDeviceSynchronize(void);
+int cublasCreate_v2(void **);
+int cublasSgemm_v2(void *, int, int, int, int, int, const float *, const float *, int, const float *, int, const float *, float *, int);
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + time.tv_nsec / 1e9;
+}
+
+int main(int argc, char **argv) {
+    double rate = atof(argv[1]), seconds = atof(argv[2]), begin = now();
+    void *handle, *a, *b, *c;
+    float one = 1, zero = 0;
+    long count = 0;
+    int code = cublasCreate_v2(&handle) | cudaMalloc(&a, 64) | cudaMalloc(&b, 64) | cudaMalloc(&c, 64);
+    while (code == 0 && now() - begin < seconds) {
+        for (; count < (now() - begin) * rate; count++)
+            code |= cublasSgemm_v2(handle, 0, 1, 2, 2, 2, &one, a, 2, b, 2, &zero, c, 2);
+        usleep(1000);
+    }
+    code |= cudaDeviceSynchronize();
+    printf("%ld products, code %d\n", count, code);
+    fflush(stdout);
+    usleep(200000);
+    return code;
+}
+"#;
+
+#[test]
+fn ten_thousand_operations_a_second_are_recorded_without_loss() {
+    let job = Job::new().with("XPU_TIMER_BRACKET", "matmuls");
+    let _collector = stays(&job);
+    let sim = format!("-L{}", artifacts().sim().display());
+    let program = compile_c(&job.dir, "products", PRODUCTS, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"]);
+    let mut command = job.launch(program);
+    let begun = Instant::now();
+    let mut ranks = Process::spawn(command.args(["10000", "4"]).env("RANK", "0").env("WORLD_SIZE", "1"));
+    ranks.wait_for("products", PATIENCE);
+    let stdout = ranks.stdout();
+    let line = stdout.lines().find(|line| line.contains("products")).expect("a count").to_string();
+    let count: u64 = line.split(' ').next().unwrap().parse().unwrap();
+    assert!(line.ends_with("code 0"), "{line}");
+    eprintln!("{:.0} operations a second", count as f64 / begun.elapsed().as_secs_f64());
+    let dump = dump(&job, "seconds=600");
+    let (head, operations) = read(&folder(&dump).join("00000-00001.ops"));
+    let products = operations.iter().filter(|one| one.op() == Op::Matmul).count() as u64;
+    assert_eq!((products + head.pending.len() as u64, head.lost), (count, 0), "{}", job.logs());
+}
+
+#[test]
+fn the_original_tools_command_records_the_next_operations() {
+    let job = Job::new().with("POD_NAME", "pod-7").with("XPU_TIMER_ALL_DUMP_TIMELINE", "0");
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let ask = |path: &Path, more: &[&str]| {
+        let mut command = job.command(artifacts().bin("xpu_timer_dump_timeline"));
+        command.args(["--host", "127.0.0.1", "--rank", "", "--delay", "0", "--port", &job.port.to_string()]);
+        let ran = command.arg("--dump-path").arg(path).args(more).output().unwrap();
+        (ran.status.code(), String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap())
+    };
+    let path = job.dir.join("timeline/asked");
+    let (code, stdout, _) = ask(&path, &["--dump-count=25", "--no-memory"]);
+    assert_eq!(code, Some(0));
+    let lines: Vec<&str> = stdout.lines().collect();
+    assert_eq!(lines[0], "Disable memory traces");
+    assert_eq!(lines[1], format!("dumping to {}, with count 25", path.display()));
+    assert!(lines[2].starts_with("{'dump_path': '") && lines[2].ends_with("'reset': False, 'dump_kernel_type': 3}"));
+    assert_eq!(lines[3], "{'node': 'pod-7', 'msg': 'Starting dumping'}");
+    let file = |rank: u32, end: &str| path.join(format!("{rank:05}-00002.timeline{end}"));
+    wait_until(PATIENCE, "both ranks have their file", || file(0, "").exists() && file(1, "").exists());
+    let traces = KernelTraces::decode(&fs::read(file(1, "")).unwrap()[..]).unwrap();
+    assert_eq!((traces.rank, traces.traces.len()), (1, 25));
+    let ids: Vec<u64> = traces.traces.iter().map(|trace| trace.trace_id).collect();
+    assert_eq!(ids, (0..25).collect::<Vec<_>>());
+    for trace in &traces.traces {
+        let Some(DebugData::NcclDebug(nccl)) = &trace.debug_data else { panic!("{trace:?}") };
+        assert_eq!((trace.kernel_type, nccl.ranks, nccl.nodes, nccl.input_size_in_bytes), (1, 2, 1, 4096));
+    }
+    let names = fs::read_to_string(file(0, ".meta")).unwrap();
+    assert_eq!(names, "0,xpu_timer_AllReduce_RING_LL_Sum_f32_size_4096\n");
+    assert!(!file(1, ".meta").exists(), "rank 0 alone writes the names");
+
+    for outside in [job.dir.join("elsewhere"), job.dir.join("timeline/../elsewhere")] {
+        let (_, stdout, _) = ask(&outside, &[]);
+        assert!(stdout.contains("is outside the folders of timelines"), "{stdout}");
+        assert!(!job.dir.join("elsewhere").exists());
+    }
+    let (code, _, stderr) = ask(&path, &["--oss-path=oss://x"]);
+    assert!(code == Some(1) && stderr.contains("not supported"), "{stderr}");
+    let (_, stdout, _) = ask(&path, &["--dump-count=90000"]);
+    assert!(stdout.contains("'msg': 'Starting dumping'"), "{stdout}");
+    let (_, stdout, _) = ask(&path, &[]);
+    assert!(stdout.contains("'msg': 'The process is dumping, skip'"), "{stdout}");
+    let (_, stdout, _) = ask(&path, &["--reset"]);
+    assert!(stdout.contains("'msg': 'Force reset dumping status'"), "{stdout}");
+    let (code, _, stderr) = ask(&path, &["--no-nccl", "--no-matmul", "--no-memory"]);
+    assert!(code == Some(1) && stderr.contains("No Kernel to trace"), "{stderr}");
+}
