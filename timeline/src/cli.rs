@@ -26,7 +26,7 @@ use crate::{
     chrome::RankJson,
     collectives::is_completed,
     comparison::{self, Run},
-    input::{Format, RankFile, rank_and_world},
+    input::{Format, RankFile},
     job::{Job, Settings, dimensions, parallel},
     operations::{Breakdown, Busy, Meaning},
     original,
@@ -128,9 +128,16 @@ fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
     let mut files: Vec<RankFile> = Vec::new();
     for path in paths {
         let Some(name) = path.file_name().and_then(|name| name.to_str()).map(str::to_string) else { continue };
-        let found = rank_and_world(&name, timeline::EXTENSION).map(|found| (found, true));
-        let found = found.or_else(|| rank_and_world(&name, original::EXTENSION).map(|found| (found, false)));
-        let Some(((rank, world_size), is_ours)) = found else { continue };
+        let is_ours = match path.extension().and_then(|extension| extension.to_str()) {
+            Some(timeline::EXTENSION) => true,
+            Some(original::EXTENSION) => false,
+            _ => continue,
+        };
+        // Both formats have the same names.
+        let Some((rank, world_size)) = timeline::rank_of_file(&path.with_extension(timeline::EXTENSION)) else {
+            continue;
+        };
+        let Ok(rank) = u32::try_from(rank) else { continue };
         if files.last().is_some_and(|last| last.rank == rank) {
             continue;
         }

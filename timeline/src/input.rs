@@ -46,13 +46,6 @@ impl fmt::Debug for RankFile {
     }
 }
 
-/// Rank and world size in a name such as `00003-00008.ops`; `None` for other names.
-#[must_use]
-pub fn rank_and_world(name: &str, extension: &str) -> Option<(u32, u32)> {
-    let (rank, world) = name.strip_suffix(extension)?.strip_suffix('.')?.split_once('-')?;
-    Some((rank.parse().ok()?, world.parse().ok()?))
-}
-
 /// Size of the buffer of an open file. All threads have one file open each.
 const BUFFER_BYTES: usize = 64 * 1024;
 
@@ -110,18 +103,5 @@ impl Blocks<'_> {
             Blocks::Ops(reader) => reader.next_block(),
             Blocks::Original(reader) => reader.next_block(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_have_rank_and_world() {
-        assert_eq!(rank_and_world("00003-00008.ops", timeline::EXTENSION), Some((3, 8)));
-        assert_eq!(rank_and_world("00003-00008.timeline", original::EXTENSION), Some((3, 8)));
-        assert_eq!(rank_and_world("00003-00008.timeline.meta", original::EXTENSION), None);
-        assert_eq!(rank_and_world("3.ops", timeline::EXTENSION), None);
     }
 }
