@@ -5,6 +5,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use serde_json::Value;
@@ -15,7 +16,7 @@ use xpu_timer_proto::{
         HostTrace, KernelTrace, KernelTraces, MatmulDebugData, NcclDebugData, RankMatmulInfo, kernel_trace::DebugData,
     },
 };
-use xpu_timer_tests::{PypiFramework, Timelines, artifacts, read_archive, skip, tree};
+use xpu_timer_tests::{Job, PATIENCE, PypiFramework, Timelines, artifacts, read_archive, skip, tree};
 
 /// Runs the command on a folder, and returns the folder with its output.
 fn generate(timelines: &Path, arguments: &[&str]) -> (TempDir, String) {
@@ -137,6 +138,23 @@ fn hta_divides_the_time_as_the_breakdown_does() {
         let difference = number(&overlap["comp_comm_overlap_pctg"]) - number(&ours["overlap_percent"]);
         assert!(difference.abs() < 0.01, "rank {rank}: {overlap} {ours}");
     }
+}
+
+/// A job on the simulated device whose rank 1 stays in its data loader after 40 steps.
+#[test]
+fn the_folder_of_a_hang_becomes_a_trace() {
+    let job = Job::new();
+    let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "40"]);
+    ranks.wait_for("step 30 ", PATIENCE);
+    let incident = job.wait_incident(1, Duration::from_secs(90));
+    let (out, text) = generate(&incident.path, &[]);
+    assert!(text.contains("2 ranks on 1 nodes"), "{text}");
+    let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
+    let of = |name: &str| found["names"][name].as_u64().unwrap_or(0);
+    assert_eq!((of("hang"), of("culprit: its last operation ends")), (1, 1), "{found}");
+    assert_eq!((&found["unfinished"], &found["unknown_tracks"]), (&1.into(), &0.into()), "rank 0 waits: {found}");
+    // 40 all-reduces of two ranks, and the one that rank 1 never starts.
+    assert_eq!(found["flows_by_ranks"]["2"], 40, "{found}");
 }
 
 /// One rank of the original tool, at the moment of its clock.
