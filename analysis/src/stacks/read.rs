@@ -62,7 +62,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
     let observed = match observed.activity {
-        Activity::DataLoader if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) => {
+        Activity::DataLoader
+            if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
+        {
             classify_without(Activity::DataLoader, main.0, main.1)
         }
         _ => observed,
