@@ -221,6 +221,10 @@ impl Verdict {
             let earlier = self.timing.earlier.join(", ");
             paragraph(&mut text, &format!("earlier:     {earlier} (captures without a hang)"), "             ");
         }
+        if !self.timing.same_culprit.is_empty() {
+            let others = self.timing.same_culprit.join(", ");
+            paragraph(&mut text, &format!("same:        {others} (other jobs, the same culprit)"), "             ");
+        }
         if let Some(line) = self.hook.line() {
             paragraph(&mut text, &format!("hook:        {line}"), "             ");
         }

@@ -448,6 +448,10 @@ pub struct Timing {
     /// Why a capture that shows no hang is an incident. Absent for all other incidents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub promoted: Option<String>,
+    /// Names of the open incidents of other jobs that have a culprit process in common with this
+    /// one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub same_culprit: Vec<String>,
 }
 
 /// Which ranks stopped the job, where, and why.

@@ -20,6 +20,7 @@ mod registration;
 mod registry;
 mod related;
 mod reports;
+mod sharers;
 mod socket;
 mod state;
 mod status;

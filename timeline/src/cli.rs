@@ -137,7 +137,6 @@ fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
         let Some((rank, world_size)) = timeline::rank_of_file(&path.with_extension(timeline::EXTENSION)) else {
             continue;
         };
-        let Ok(rank) = u32::try_from(rank) else { continue };
         if files.last().is_some_and(|last| last.rank == rank) {
             continue;
         }

@@ -432,14 +432,14 @@ impl Chains<'_, '_> {
         }
         let candidate = |holder: &&Holder| {
             let member = self.by_pid.get(&(self.node(current), holder.pid)).copied()?;
-            Some(Candidate { member, is_child: holder.child })
+            Some(Candidate { member, is_child: holder.child, has_both_ends: holder.both_ends })
         };
         let Some(mut known) = others.iter().map(candidate).collect::<Option<Vec<Candidate>>>() else {
             return Next::Unknown;
         };
         let is_known = |index: &usize| others.iter().any(|one| one.pid == self.pid(Member::Process(*index)));
         let ended = ended.into_iter().filter(|index| !is_known(index));
-        known.extend(ended.map(|index| Candidate { member: Member::Process(index), is_child: false }));
+        known.extend(ended.map(|index| Candidate::of(Member::Process(index))));
         let waits_alike = |member: Member| {
             let object = self.host(member).awaited.as_ref().map(|awaited| &awaited.object);
             object.is_some_and(|object| !object.is_empty() && *object == awaited.object)
@@ -449,9 +449,12 @@ impl Chains<'_, '_> {
         }
         // A rank in a collective cannot be expected to answer.
         let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
-        let able = known.into_iter().filter(|one| !waits_alike(one.member) && !waits(one.member));
-        let able: Vec<Candidate> = able.collect();
-        if able.is_empty() { Next::Unknown } else { Next::Any(able) }
+        let (in_operation, able): (Vec<Candidate>, Vec<Candidate>) =
+            known.into_iter().filter(|one| !waits_alike(one.member)).partition(|one| waits(one.member));
+        // A process with both ends of a pair has made it for others: it is not the one that answers.
+        let others_answer =
+            able.iter().all(|one| one.has_both_ends) && in_operation.iter().any(|one| !one.has_both_ends);
+        if able.is_empty() || others_answer { Next::Unknown } else { Next::Any(able) }
     }
 
     /// The member on another node that has the other end of the awaited TCP connection.
@@ -513,6 +516,14 @@ struct Candidate {
     member: Member,
     /// It descends from the process that waits.
     is_child: bool,
+    /// It has the end of the process that waits open as well.
+    has_both_ends: bool,
+}
+
+impl Candidate {
+    fn of(member: Member) -> Self {
+        Candidate { member, is_child: false, has_both_ends: false }
+    }
 }
 
 /// The next member of a chain.
@@ -531,7 +542,7 @@ impl Next {
     fn candidates(&self) -> Vec<Candidate> {
         match self {
             Next::Nobody | Next::Unknown => Vec::new(),
-            Next::One(member) => vec![Candidate { member: *member, is_child: false }],
+            Next::One(member) => vec![Candidate::of(*member)],
             Next::Any(candidates) => candidates.clone(),
         }
     }

@@ -682,7 +682,7 @@ fn a_rank_that_waits_for_a_key_does_not_wait_for_the_rank_that_has_the_store() {
     // Rank 0 has the store, and all ranks are connected to it.
     let store = |job: &mut Job, rank: u32| {
         let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
-        let holders = vec![Holder { pid: 1000, name: "python3".into(), child: false }];
+        let holders = vec![Holder { pid: 1000, name: "python3".into(), child: false, ..Holder::default() }];
         let name = "127.0.0.1:29500".into();
         thread.awaited = Some(Awaited { kind: AwaitedKind::Socket.into(), name, holders, ..Default::default() });
     };

@@ -624,7 +624,12 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
         job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
     }
     job.set_stack(1, Stack::new(&[("save", "/job/train.py:7")], &[native]));
-    let holder = |(pid, name, child): &(i32, &str, bool)| Holder { pid: *pid, name: (*name).into(), child: *child };
+    let holder = |(pid, name, child): &(i32, &str, bool)| Holder {
+        pid: *pid,
+        name: (*name).into(),
+        child: *child,
+        ..Holder::default()
+    };
     let holders = holders.iter().map(holder).collect();
     let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
     thread.awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });

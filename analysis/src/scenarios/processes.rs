@@ -9,7 +9,7 @@ use crate::{
     verdict::Activity,
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, Holder, Stacktrace, TcpConnection},
+    server::{Awaited, AwaitedKind, Holder, PstackStacktrace, Stacktrace, TcpConnection},
     v1::{Op, OpKind, TriggerKind},
 };
 
@@ -37,7 +37,8 @@ fn shared_lock() -> Stack {
 /// The rank reads from a pipe whose other end only these processes have.
 fn reads_pipe_of(job: &mut Job, rank: u32, holders: &[(i32, bool)]) {
     job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
-    let holder = |(pid, child): &(i32, bool)| Holder { pid: *pid, name: "python3".into(), child: *child };
+    let holder =
+        |(pid, child): &(i32, bool)| Holder { pid: *pid, name: "python3".into(), child: *child, ..Holder::default() };
     let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
     let holders = holders.iter().map(holder).collect();
     thread.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
@@ -61,6 +62,38 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(4242, true)]);
     assert_eq!(job.judge().cause, Cause::MissingRank);
+}
+
+#[test]
+fn a_call_of_an_object_in_a_manager_is_no_loader_but_its_queue_is() {
+    let judged = |method: &'static str| {
+        let frames = [
+            ("Connection._recv", "/usr/lib/python3.11/multiprocessing/connection.py:378"),
+            ("Connection.recv", "/usr/lib/python3.11/multiprocessing/connection.py:249"),
+            ("BaseProxy._callmethod", "/usr/lib/python3.11/multiprocessing/managers.py:822"),
+            (method, "<string>:2"),
+            ("ask_next_shard", "/job/train.py:66"),
+        ];
+        behind(2, Stack::new(&frames, &["read", "os_read"]).with(|stack| stack.syscall = Some(0))).judge().cause
+    };
+    assert_eq!(judged("next_shard"), Cause::MissingRank);
+    assert_eq!(judged("get"), Cause::DataLoader);
+}
+
+#[test]
+fn a_queue_that_another_process_fills_through_a_thread_is_no_loader() {
+    let judged = |child: bool| {
+        let frames = [("Queue.get", "/usr/lib/python3.11/queue.py:171"), ("next_batch", "/job/serve.py:204")];
+        let mut job = behind(2, Stack::new(&frames, &["sem_wait", "PyThread_acquire_lock_timed"]));
+        let mut input = native_thread(5002, &["read"], "S (sleeping)", "", Some(0), 9);
+        let holders = vec![Holder { pid: 1050, name: "engine".into(), child, ..Holder::default() }];
+        input.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
+        let python = python_thread(5002, "input", &[("read_ahead", "/job/serve.py:197".to_owned())]);
+        job.thread(2, input, Some(python));
+        job.judge().cause
+    };
+    assert_eq!(judged(true), Cause::DataLoader, "a worker of its own");
+    assert_eq!(judged(false), Cause::HostLock);
 }
 
 #[test]
@@ -208,7 +241,7 @@ fn outside(ranks: &[u32]) -> Job {
 /// The rank is in this call, which waits for a resource of these processes.
 fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
     job.set_stack(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
-    let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false };
+    let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false, ..Holder::default() };
     let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
     thread.awaited = Some(Awaited {
         kind: kind.into(),
@@ -313,6 +346,21 @@ fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
         assert!(text.contains("culprits:    process 1050 (python3 engine.py)\n"), "{text}");
         assert_eq!(verdict.hang, crate::HangEvidence::PendingOperation, "{text}");
     }
+}
+
+#[test]
+fn a_process_that_only_made_a_pair_of_sockets_for_others_is_not_the_culprit() {
+    let judged = |maker_has_both_ends: bool| {
+        let mut job = behind_engine(Stack::sleep());
+        job.flight(0).rank.as_mut().expect("it is known").pid = 1000;
+        let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+        let holders = &mut thread.awaited.as_mut().expect("it waits").holders;
+        holders[0].both_ends = maker_has_both_ends;
+        holders.push(Holder { pid: 1000, ..Holder::default() });
+        culprits(&job.judge())
+    };
+    assert_eq!(judged(true), [(Some(2), 1002)], "only rank 0 can answer, and it is in the collective");
+    assert_eq!(judged(false), [(None, 1050)]);
 }
 
 #[test]
@@ -482,6 +530,54 @@ fn of_several_possible_processes_a_stopped_one_is_the_culprit_and_the_confidence
     reader.stacktrace[0].awaited.as_mut().expect("it waits").object = "pipe:[7]".into();
     job.process(51, "writer", Stack::lock());
     assert_eq!(culprits(&job.judge()), [(None, 1051)]);
+}
+
+/// A process was killed that had memory in common with these.
+fn killed_sharer(job: &mut Job, pids: &[i32]) {
+    job.process(60, "feeder", Stack::sleep());
+    let process = job.evidence.processes.last_mut().expect("it was just added");
+    process.shared_memory_with = pids.to_vec();
+    let dump = Stacktrace { pid: 1060, rank: -1, process_state: "X (dead)".into(), ..Default::default() };
+    process.dump = Some(Stacktrace { command: "feeder".into(), ..dump });
+}
+
+#[test]
+fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared() {
+    let judged = |stack: Stack, pids: &[i32]| {
+        let mut job = behind(2, stack);
+        job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+        killed_sharer(&mut job, pids);
+        job.judge()
+    };
+    let verdict = judged(Stack::sleep(), &[1002]);
+    let text = verdict.to_text();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
+    assert_eq!(verdict.strength, Some(Confidence::Medium), "{text}");
+    assert!(verdict.sentence.contains("is dead; rank 2 waits for it"), "{}", verdict.sentence);
+    assert_eq!(culprits(&judged(Stack::sleep(), &[1001])), [(Some(2), 1002)], "another rank shared its memory");
+    assert_eq!(culprits(&judged(Stack::checkpoint(), &[1002])), [(Some(2), 1002)], "the rank is busy elsewhere");
+}
+
+#[test]
+fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
+    let judged = |pids: &[i32]| {
+        let mut job = behind(2, shared_lock());
+        job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+        let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+        let holders =
+            [1050, 1051].map(|pid| Holder { pid, name: "python3".into(), child: false, ..Holder::default() }).to_vec();
+        thread.awaited = Some(Awaited { kind: AwaitedKind::SharedMemory.into(), holders, ..Default::default() });
+        job.process(50, "main", Stack::sleep());
+        // Another one waits for the same memory.
+        job.process(51, "actor", shared_lock());
+        chained(&mut job, 1, AwaitedKind::SharedMemory, "", &[1002, 1050]);
+        killed_sharer(&mut job, pids);
+        job.judge()
+    };
+    let verdict = judged(&[1002, 1050, 1051]);
+    let text = verdict.to_text();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
+    assert_ne!(judged(&[]).cause, Cause::ProcessDead, "it shared nothing");
 }
 
 #[test]
@@ -729,7 +825,8 @@ fn a_blocked_gil_holder_counts_without_waiters_if_others_wait_for_its_rank() {
         let mut job = gil(false);
         let thread = job.rank(2).dump.as_ref().expect("a dump").clone();
         job.set_stack(2, main);
-        job.thread(2, thread.stacktrace[1].clone(), Some(thread.py_stacktrace[1].clone()));
+        let holder = PstackStacktrace { timed: Some(false), ..thread.stacktrace[1].clone() };
+        job.thread(2, holder, Some(thread.py_stacktrace[1].clone()));
         job
     };
     let accepts = || Stack::new(&[("serve", "/job/serve.py:9")], &["accept"]);
@@ -804,6 +901,35 @@ fn ranks_that_wait_for_each_other_are_described_once() {
     assert_eq!(verdict.culprits, [1, 2], "{}", verdict.to_text());
     assert_eq!(verdict.sentence.matches("rank 1 (process 1001)").count(), 1, "{}", verdict.sentence);
     assert!(!verdict.sentence.contains("C function flock"), "it is named: {}", verdict.sentence);
+}
+
+#[test]
+fn a_gil_deadlock_needs_no_thread_that_waits_for_the_gil_if_its_holder_waits_without_an_end() {
+    let judged = |timed: Option<bool>, holder: &'static str, others: bool| {
+        let mut job = behind(2, Stack::new(&[("serve", "/job/serve.py:9")], &["accept"]));
+        let mut python = python_thread(5002, "plugin", &[("flush", "/job/plugin.py:5".to_owned())]);
+        python.owns_gil = true;
+        let mut native = native_thread(5002, &[holder, "plugin_flush"], "S (sleeping)", "", None, 9);
+        native.timed = timed;
+        job.thread(2, native, Some(python));
+        if !others {
+            let dump = job.rank(2).dump.as_mut().expect("a dump");
+            let first = dump.first_sample.as_mut().expect("two samples");
+            for threads in [&mut dump.py_stacktrace, &mut first.py_stacktrace] {
+                threads.retain(|thread| thread.owns_gil);
+            }
+        }
+        job.judge()
+    };
+    let verdict = judged(Some(false), "pause", true);
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::GilDeadlock, &[2][..]), "{}", verdict.to_text());
+    let told = "thread plugin holds it and is blocked in pause at flush (plugin.py:5), and no other thread can run Python code";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    assert_ne!(judged(Some(true), "pause", true).cause, Cause::GilDeadlock, "it ends by itself");
+    assert_ne!(judged(None, "pause", true).cause, Cause::GilDeadlock, "it may end by itself");
+    assert_ne!(judged(Some(false), "cuStreamSynchronize", true).cause, Cause::GilDeadlock, "the device answers late");
+    assert_ne!(judged(Some(false), "fsync", true).cause, Cause::GilDeadlock, "the storage answers late");
+    assert_ne!(judged(Some(false), "pause", false).cause, Cause::GilDeadlock, "nobody needs the GIL");
 }
 
 #[test]
@@ -950,7 +1076,7 @@ fn a_rank_in_a_lock_that_it_shares_with_others_stays_beside_another_culprit() {
     let shares_with = |job: &mut Job, pid: i32| {
         job.set_stack(1, shared_lock());
         let dump = job.rank(1).dump.as_mut().expect("a dump");
-        let holders = vec![Holder { pid, name: "python3".into(), child: false }];
+        let holders = vec![Holder { pid, name: "python3".into(), child: false, ..Holder::default() }];
         let kind = AwaitedKind::SharedMemory.into();
         dump.stacktrace[0].awaited = Some(Awaited { kind, holders, ..Default::default() });
         job.judge().culprits
@@ -1043,7 +1169,7 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     assert!(verdict.sentence.contains(other), "{}", verdict.sentence);
     let dump = job.rank(2).dump.as_mut().expect("a dump");
     let (kind, name) = (AwaitedKind::Mutex.into(), "uploader".into());
-    let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false }];
+    let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false, ..Holder::default() }];
     dump.stacktrace[0].awaited = Some(Awaited { kind, name, holders, ..Default::default() });
     let verdict = job.judge();
     assert!(verdict.sentence.contains("waits for a lock that its thread uploader holds"), "{}", verdict.sentence);

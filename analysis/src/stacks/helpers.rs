@@ -390,7 +390,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     // Devices and storage answer late, but they answer.
     let may_end = || {
         use Activity::{CommInit, DeviceWait, Io};
-        after.timed == Some(true) || matches!(classify(Some(&after), None).activity, CommInit | DeviceWait | Io)
+        after.timed != Some(false) || matches!(classify(Some(&after), None).activity, CommInit | DeviceWait | Io)
     };
     let is_alone = || last.python.iter().all(|thread| [0, tid].contains(&thread.os_thread_id));
     if !blocked || waiting == 0 && (tid == u32::try_from(dump.pid).unwrap_or(0) || may_end() || is_alone()) {

@@ -85,6 +85,14 @@ pub fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns:
     }
 }
 
+/// Writes the names of the other incidents with the same culprit into the verdict of a folder. Logs
+/// errors.
+pub fn name_others(folder: &Path, others: Vec<String>) {
+    if let Err(error) = change_verdict(folder, |verdict| verdict.timing.same_culprit = others) {
+        warn!("{}: {}", folder.display(), chain(&error));
+    }
+}
+
 /// Name of the file with the state of an incident for the next collector of the node.
 pub const RECORD: &str = ".collector.json";
 /// Name of the file with the state of an incident for the next cluster collector.

@@ -19,8 +19,9 @@ use crate::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
         folder_writer::{self, Findings, WriteResult},
-        plan::{DumpTask, Outcome, add_launched, add_unregistered, world},
+        plan::{DumpTask, Outcome, add_unregistered, world},
         related::{RelatedProcesses, connected_processes, family},
+        sharers,
     },
     os::clock::Now,
 };
@@ -75,7 +76,6 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
-    add_launched(&mut task.subjects, std::mem::take(&mut task.unregistered), &task.node);
     let mut taken: BTreeMap<u32, RankCapture> = BTreeMap::new();
     let mut related = RelatedProcesses::default();
     let first_deadline = task.plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
@@ -184,8 +184,11 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: Rel
     // The judge finds a process by its pid and the node of the rank that waits for it.
     let node = task.subjects.first().map_or(&task.node, |subject| &subject.node);
     let ended_parents: BTreeSet<i32> = task.subjects.iter().filter_map(Subject::ended_parent).collect();
+    let mut pids = related.pids();
+    pids.extend(task.subjects.iter().filter_map(|subject| Some(subject.process.as_ref()?.pid)));
     let mut processes = related.evidence(&taken, node);
-    processes.extend(ended_parents.into_iter().map(|pid| of_ended_process(pid, node)));
+    processes.extend(ended_parents.into_iter().map(|pid| of_ended_process(pid, "", node)));
+    processes.extend(sharers::evidence(&task.ended_sharers, &pids, node));
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
     if let Some(here) = here.filter(|_| names_absent(world_size, task.subjects.len())) {

@@ -168,14 +168,15 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
 #[must_use]
 pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
     let dump = join_samples(samples, node, &mut Vec::new());
-    ProcessEvidence { node: node.into(), dump: Some(dump), host: None, shared_memory_with: Vec::new() }
+    ProcessEvidence { node: node.into(), dump: Some(dump), ..Default::default() }
 }
 
-/// The evidence of a process that is no rank and has ended.
+/// The evidence of a process that is no rank and has ended. The command line may be empty.
 #[must_use]
-pub fn of_ended_process(pid: i32, node: &str) -> ProcessEvidence {
-    let dump = Stacktrace { pid, rank: -1, process_state: procfs::state_text('X'), ..Default::default() };
-    ProcessEvidence { node: node.into(), dump: Some(dump), host: None, shared_memory_with: Vec::new() }
+pub fn of_ended_process(pid: i32, command: &str, node: &str) -> ProcessEvidence {
+    let (process_state, command) = (procfs::state_text('X'), command.to_owned());
+    let dump = Stacktrace { pid, rank: -1, process_state, command, ..Default::default() };
+    ProcessEvidence { node: node.into(), dump: Some(dump), ..Default::default() }
 }
 
 /// Joins both samples of a process. Fields 1, 2 and 11 show the last available sample, so that the

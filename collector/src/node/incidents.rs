@@ -22,7 +22,7 @@ use crate::{
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
-        verdict_files::{self, link_latest, set_status, try_write_verdict, write_record},
+        verdict_files::{self, link_latest, name_others, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
     node::{
@@ -225,6 +225,7 @@ impl NodeState {
             is_mild: false,
             commands: self.launched.running_commands().collect(),
             ended_commands: self.launched.ended_commands().to_vec(),
+            ended_sharers: self.sharers.ended_about(self.last_launch_ns(&incident.head.job, now)),
             job_started_ns: of_job.iter().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(now.mono_ns),
         };
         let (captures, shutdown, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.shutdown), self.inbox.clone());
@@ -289,10 +290,32 @@ impl NodeState {
         if let Some(part) = part {
             self.part_captured(&id, part);
         }
+        self.name_same_culprit(&id);
         if !shared {
             self.apply_verdict(&id, &judged, now);
         }
         self.retire();
+    }
+
+    /// Names open incidents with a culprit process in common, which is no rank, in the verdicts of
+    /// each other.
+    fn name_same_culprit(&mut self, id: &str) {
+        let Some(own) = self.reports.get(id) else { return };
+        let is_same = |report: &IncidentReport| {
+            report.is_shown && report.culprit_processes.iter().any(|pid| own.culprit_processes.contains(pid))
+        };
+        let is_open = |id: &str| self.engine.get(id).is_some_and(|incident| incident.closed.is_none());
+        let same: Vec<(&String, &IncidentReport)> =
+            self.reports.iter().filter(|(id, report)| is_same(report) && is_open(id)).collect();
+        let names: Vec<String> = same.iter().map(|(name, _)| (*name).clone()).collect();
+        // A verdict that is not on disk yet is written later, without the names.
+        let on_disk = same.iter().filter(|(_, report)| report.verdict.is_none());
+        let folders: Vec<(String, PathBuf)> =
+            on_disk.filter_map(|(name, report)| Some(((*name).clone(), report.path.clone()?))).collect();
+        for (own, path) in folders.into_iter().filter(|_| names.len() > 1) {
+            let others = names.iter().filter(|name| **name != own).cloned().collect();
+            self.disk.submit_for(path, move |path| name_others(path, others));
+        }
     }
 
     /// Writes a record of an incident for the next collector.

@@ -2,7 +2,12 @@
 //! descendants. A rank connects at its first device call. If it ends before that, only this module
 //! knows that it existed.
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    os::fd::OwnedFd,
+    path::Path,
+    sync::Arc,
+};
 
 use nix::unistd::getuid;
 use xpu_timer_proto::{
@@ -204,18 +209,22 @@ impl Launched {
     }
 
     /// Looks for new ranks below the commands that use the collector of this socket.
-    /// `is_registered` takes a pid and a start time.
-    pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) {
+    /// `is_registered` takes a pid and a start time. Returns the processes that it has looked at:
+    /// the commands, what is between them and the ranks, and the ranks.
+    pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) -> BTreeSet<ProcessId> {
         self.note_ended_commands();
+        let mut seen = BTreeSet::new();
         for LaunchedCommand { process: command, .. } in self.commands.clone() {
             // The descendants of a rank are its helpers, which may be many.
             let mut above: Vec<i32> =
                 if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
             let mut looked_at = 0;
+            seen.insert((command.pid, command.start));
             while let Some(parent) = above.pop().filter(|_| looked_at < MAX_BELOW) {
                 for pid in procfs::children(parent, MAX_THREADS).unwrap_or_default() {
                     looked_at += 1;
                     let Some(stat) = procfs::stat(pid).ok().filter(|stat| !stat.is_dead()) else { continue };
+                    seen.insert((pid, stat.start_time));
                     if is_registered(pid, stat.start_time) {
                         // The command is a shell that started this rank, or an agent.
                         self.registered(&command);
@@ -228,6 +237,7 @@ impl Launched {
                 }
             }
         }
+        seen
     }
 
     /// Adds a process below a command if it is a rank, unless it is the helper of a command that is
@@ -284,8 +294,11 @@ impl Launched {
             }
         };
         let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
-        // Prefers the running entry, else the one that ended last.
-        for rank in over.into_iter().filter(is_of_its_world).chain(running.iter().copied()) {
+        // Prefers the running entry, else the one that ended last. Of several running ones, the oldest
+        // is the rank: a process that it has forked may have left its family.
+        let mut by_age = running.clone();
+        by_age.sort_by_key(|rank| std::cmp::Reverse(rank.start));
+        for rank in over.into_iter().filter(is_of_its_world).chain(by_age) {
             ranks.insert((&rank.job, rank.info.rank), rank);
         }
         ranks.into_values().collect()
@@ -352,6 +365,22 @@ mod tests {
         wait(&mut first);
         launched.scan(Path::new("/s"), |_, _| false);
         assert!(!launched.is_needed());
+    }
+
+    #[test]
+    fn a_younger_process_never_takes_the_place_of_a_living_older_one() {
+        let mut children = [start("0", false), start("0", false)];
+        let handles = [command(&children[0]), command(&children[1])];
+        // Both may have begun in one tick of the kernel's clock.
+        let first = handles[0].start < handles[1].start;
+        for order in [[0, 1], [1, 0]] {
+            let mut launched = Launched::default();
+            order.into_iter().for_each(|at: usize| launched.add(Arc::clone(&handles[at])));
+            let ranks = launched.ranks(|_| None, Now::get().mono_ns);
+            let pids: Vec<i32> = ranks.iter().map(|rank| rank.info.pid).collect();
+            assert!(pids == [handles[0].pid] || !first && pids.len() == 1, "{pids:?} of {handles:?}");
+        }
+        children.iter_mut().for_each(wait);
     }
 
     #[test]

@@ -22,6 +22,7 @@ use crate::{
         evidence::{self, Subject},
         launched::{EndedCommand, State, Unregistered},
         registry::{Presence, Rank, Registry},
+        sharers::EndedSharer,
     },
     os::{
         clock::{self, Now},
@@ -63,6 +64,9 @@ pub struct DumpTask {
     pub commands: Vec<i32>,
     /// The launched commands of this node that have ended.
     pub ended_commands: Vec<EndedCommand>,
+    /// Processes that were killed or failed about when the job launched something last, and that had
+    /// memory in common with others.
+    pub ended_sharers: Vec<EndedSharer>,
     /// When the first process of the job was started, CLOCK_MONOTONIC.
     pub job_started_ns: u64,
 }
@@ -145,9 +149,19 @@ fn subject(rank: &Rank, node: &str) -> Subject {
     }
 }
 
+/// Adds the job's ranks that have not registered. A process that a launcher has started comes before
+/// those that are found by their variables alone: these may be its descendants.
+pub fn add_unregistered(task: &mut DumpTask) {
+    let (running, ended): (Vec<Unregistered>, Vec<Unregistered>) =
+        std::mem::take(&mut task.unregistered).into_iter().partition(|rank| matches!(rank.state, State::Runs(_)));
+    add_launched(&mut task.subjects, running, &task.node);
+    add_found(task);
+    add_launched(&mut task.subjects, ended, &task.node);
+}
+
 /// Adds the processes of the job's other ranks that run under our hook and never registered. They
 /// must use this collector's socket, because another job of the same name may run on this node.
-pub fn add_unregistered(task: &mut DumpTask) {
+fn add_found(task: &mut DumpTask) {
     let world_size = known_size(&task.subjects);
     let is_known = |found: &RankProcess| {
         let mut known = task.members.iter().filter_map(|(member, _)| member.process);
@@ -216,7 +230,7 @@ fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<RankProcess>, n
 
 /// Adds the job's other ranks that a launcher of this node has started. Only the launcher's entry
 /// still shows a rank that has ended.
-pub fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, node: &str) {
+fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, node: &str) {
     let world_size = known_size(subjects);
     for rank in unregistered {
         if !may_belong_to_world(&rank.info, world_size)

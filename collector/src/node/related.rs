@@ -87,6 +87,12 @@ impl RelatedProcesses {
         }
     }
 
+    /// Their pids.
+    #[must_use]
+    pub fn pids(&self) -> BTreeSet<i32> {
+        self.samples.keys().copied().collect()
+    }
+
     /// The evidence of these processes, and of the children of ranks that captured threads wait
     /// for.
     #[must_use]

@@ -19,6 +19,8 @@ pub struct IncidentReport {
     pub cause: String,
     /// Culprit ranks.
     pub culprits: Vec<u32>,
+    /// The pids of the culprits that are no ranks.
+    pub culprit_processes: Vec<i32>,
     /// Ranks that hang by the newest verdict.
     pub hanging: RankSet,
     /// When the first sample of the newest dump began, CLOCK_MONOTONIC.
@@ -41,11 +43,13 @@ impl IncidentReport {
     /// time.
     pub(super) fn of(verdict: Verdict, sampled_ns: u64) -> Self {
         let judged = VerdictSummary::of(&verdict);
+        let culprit_processes = no_ranks(&verdict);
         IncidentReport {
             path: None,
             is_shown: true,
             sentence: verdict.sentence,
             cause: verdict.cause.to_string(),
+            culprit_processes,
             culprits: verdict.culprits,
             hanging: judged.hanging.clone(),
             sampled_ns,
@@ -55,6 +59,12 @@ impl IncidentReport {
             is_unfinished: false,
         }
     }
+}
+
+/// The pids of the culprits that are no ranks.
+fn no_ranks(verdict: &Verdict) -> Vec<i32> {
+    let processes = verdict.culprit_processes.iter();
+    processes.filter(|process| process.rank.is_none()).map(|process| process.pid).collect()
 }
 
 /// What a verdict says about the ranks of its job.

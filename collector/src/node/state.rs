@@ -24,6 +24,7 @@ use crate::{
         monitor::Monitor,
         registry::{Rank, Registry},
         reports::{IncidentReport, UnwrittenVerdicts, VerdictActions},
+        sharers::Sharers,
     },
     os::{
         clock::{Now, nanoseconds},
@@ -61,6 +62,8 @@ pub struct NodeState {
     pub node: String,
     /// Commands of launchers, and their ranks before these register.
     pub launched: Launched,
+    /// Processes below the launched commands that have memory in common with others.
+    pub(super) sharers: Sharers,
     /// This node as a member of a cluster.
     pub member: Member,
     pub(crate) disk: Disk,
@@ -165,6 +168,7 @@ impl NodeState {
             started: Now::get(),
             node,
             launched: Launched::default(),
+            sharers: Sharers::default(),
             member: Member::default(),
             disk: Disk::new({
                 // The event loop may be waiting for this write only.

@@ -39,7 +39,8 @@ impl NodeState {
         self.registry.note_lingering(now.mono_ns);
         self.note_ended_unregistered(now);
         let registry = &self.registry;
-        self.launched.scan(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        let seen = self.launched.scan(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        self.sharers.note(&seen, now.mono_ns);
         self.rejoin(None, now);
         let living = self.registry.living_jobs();
         let observations = self.observe(&living, now);

@@ -95,6 +95,10 @@ pub struct Holder {
     /// It is a descendant of the waiting process.
     #[prost(bool, tag = "3")]
     pub child: bool,
+    /// It has the end of the waiting process open as well. A process that makes a socket pair for
+    /// others keeps both ends unless it closes them.
+    #[prost(bool, tag = "4")]
+    pub both_ends: bool,
 }
 /// A Python frame.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -1,6 +1,6 @@
 //! `/proc/PID/maps`.
 
-use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::PathBuf};
+use std::{collections::BTreeSet, ffi::OsStr, os::unix::ffi::OsStrExt, path::PathBuf};
 
 use super::files::{Error, bytes};
 
@@ -56,6 +56,26 @@ pub fn mapped_files(pid: i32) -> Result<Vec<PathBuf>, Error> {
     files.sort();
     files.dedup();
     Ok(files)
+}
+
+/// A file or an object in memory that several processes can map: its device and its inode.
+pub type SharedObject = (u32, u32, u64);
+
+/// The objects that a process has mapped writable and shared, without devices such as a GPU.
+///
+/// # Errors
+/// There is no such process, or it belongs to another user.
+pub fn shared_objects(pid: i32) -> Result<BTreeSet<SharedObject>, Error> {
+    const IN_MEMORY: [&str; 2] = ["/dev/shm/", "/dev/zero"];
+    let is_device = |path: &str| path.starts_with("/dev/") && !IN_MEMORY.iter().any(|start| path.starts_with(start));
+    let object = |line: &[u8]| {
+        let permissions = Line::split(line)?.words[1].as_bytes();
+        let is_shared = permissions.get(1) == Some(&b'w') && permissions.get(3) == Some(&b's');
+        let mapping = parse(line).filter(|mapping| is_shared && mapping.inode != 0 && !is_device(&mapping.path))?;
+        Some((mapping.device.0, mapping.device.1, mapping.inode))
+    };
+    let maps = bytes(format!("/proc/{pid}/maps"))?;
+    Ok(maps.split(|byte| *byte == b'\n').filter_map(object).collect())
 }
 
 /// The words of a line of a maps file: `START-END PERMISSIONS OFFSET DEVICE INODE PATH`.

@@ -432,6 +432,17 @@ mod tests {
         );
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Socket);
+        assert!(!found.holders[0].both_ends, "{found:?}");
+    }
+
+    #[test]
+    fn a_process_with_both_ends_of_a_unix_socket_is_known() {
+        let (mut ours, theirs) = UnixStream::pair().expect("a pair");
+        let own = std::process::id().cast_signed();
+        let is_own = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
+        let found = awaited_when(is_own, move || drop(ours.read(&mut [0])));
+        drop(theirs);
+        assert!(found.holders[0].both_ends, "{found:?}");
     }
 
     #[test]

@@ -165,6 +165,7 @@ function buildVerdict() {
     ["Job", [VERDICT.job, plural(VERDICT.world_size, "rank"), VERDICT.attempt ? `restart ${VERDICT.attempt}` : ""].filter(Boolean).join(", ")],
     ["Incident", VERDICT.incident],
     ["Earlier captures", VERDICT.earlier?.length ? VERDICT.earlier.map(captureLink) : ""],
+    ["Same culprit", VERDICT.same_culprit?.length ? VERDICT.same_culprit.join(", ") : ""],
     ["Opened", VERDICT.opened_at ?? ""],
     ["Trigger", trigger ? [trigger.kind, typeof trigger.rank === "number" ? `rank ${trigger.rank}` : ""].filter(Boolean).join(", ") : ""],
     ["Verdict", typeof VERDICT.seconds_from_timeout === "number" ? `${VERDICT.seconds_from_timeout.toFixed(1)} s after the timeout` : ""],

@@ -54,7 +54,8 @@ fn of_process(pid: i32, owner: i32) -> Option<Awaited> {
     let kind = AwaitedKind::Mutex.into();
     let is_own = procfs::thread_stat(pid, owner).is_some();
     let name = procfs::thread_stat(pid, owner).map(|stat| stat.name).unwrap_or_default();
-    let holders = if is_own { vec![Holder { pid, name: name.clone(), child: false }] } else { Vec::new() };
+    let holders =
+        if is_own { vec![Holder { pid, name: name.clone(), child: false, ..Holder::default() }] } else { Vec::new() };
     Some(Awaited { kind, name, holders, object: owner.to_string() })
 }
 

@@ -46,7 +46,8 @@ impl<'a> Search<'a> {
         let mut pids: Vec<i32> = pids.into_iter().collect();
         pids.sort_by_key(|pid| (!descendants.contains(pid), pid != parent, *pid));
         pids.dedup();
-        let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid) };
+        let holder =
+            |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid), ..Holder::default() };
         pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
     }
 }

@@ -99,6 +99,10 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
+            let (own, _) = search.open_files.of(&format!("socket:[{inode}]"), search.deadline);
+            for holder in &mut holders {
+                holder.both_ends = own.iter().any(|descriptor| descriptor.pid == holder.pid);
+            }
             // The process may have both ends, and may have left one of them to a child.
             if holders.iter().any(|holder| holder.pid != search.pid) {
                 holders.retain(|holder| holder.pid != search.pid);
