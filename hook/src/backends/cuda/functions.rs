@@ -271,9 +271,7 @@ fn with_driver_config(
     config: *const DriverLaunchConfig,
     open: Option<OpenOperation>,
 ) -> Option<OpenOperation> {
-    if open.is_none() {
-        return None;
-    }
+    open?;
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     let config = unsafe { config.as_ref() };
     config.map_or(open, |config| with_config(recorder, config.grid, config.block, open))
@@ -285,9 +283,7 @@ fn with_runtime_config(
     config: *const RuntimeLaunchConfig,
     open: Option<OpenOperation>,
 ) -> Option<OpenOperation> {
-    if open.is_none() {
-        return None;
-    }
+    open?;
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     let config = unsafe { config.as_ref() };
     config.map_or(open, |config| with_config(recorder, config.grid.sizes(), config.block.sizes(), open))
