@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
+    classify::{classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
     names::{base_name, file, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
@@ -47,6 +47,12 @@ impl StuckHelper {
     /// Whether its process is dead.
     pub fn is_dead(&self) -> bool {
         self.state == DEAD
+    }
+
+    /// Whether it hands over bytes that nobody takes.
+    pub fn is_in_write(&self) -> bool {
+        let function = self.state.strip_prefix(INSIDE).and_then(|words| words.split_whitespace().next());
+        function.is_some_and(is_send)
     }
 
     /// Whether it cannot continue by itself: dead, stopped, or inside I/O. A helper in other code
