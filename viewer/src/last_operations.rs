@@ -2,17 +2,16 @@
 
 use std::path::Path;
 
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::{Verdict, operation_shape};
 use xpu_timer_proto::printable;
 use xpu_timer_proto::v1::{OpStatus, Operation};
 
-use crate::report::lanes;
 use crate::timeline::RankTimeline;
 
 /// Operations of each rank.
 const SHOWN: usize = 10;
 /// Width of the text if the terminal has none.
-const WIDTH: usize = 100;
+const WIDTH: usize = 120;
 /// Columns between the two ranks.
 const GAP: usize = 3;
 /// In a narrower column nothing can be read, so the ranks are below each other.
@@ -65,7 +64,7 @@ pub fn text(folder: &Path, verdict: &Verdict, width: Option<usize>) -> Option<St
     Some(text)
 }
 
-/// `-12.402 s  all_reduce of 1024 x float32 on 0x7ec6 (30)  2.103 ms`
+/// `-12.40 s all_reduce of 1024 x float32 (30)    2.1 ms`
 fn line(timeline: &RankTimeline, operation: &Operation, end: u64, width: usize) -> String {
     let before = end.saturating_sub(timeline.wall_ns(operation.entered_ns));
     let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };
@@ -79,7 +78,7 @@ fn line(timeline: &RankTimeline, operation: &Operation, end: u64, width: usize) 
     let head = format!("{:>10} ", format!("-{}", duration(before)));
     let tail = format!("{number} {took:>9}");
     let room = width.saturating_sub(head.chars().count() + tail.chars().count());
-    let name = fitted(&lanes::text(operation), room);
+    let name = fitted(&operation_shape(operation), room);
     format!("{head}{name}{tail}{:pad$}", "", pad = room.saturating_sub(name.chars().count()))
 }
 

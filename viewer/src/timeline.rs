@@ -17,6 +17,8 @@ pub struct RankTimeline {
     pub rank: u32,
     /// What the file says of the rank and its clock.
     pub head: TimelineHead,
+    /// When the first operation was called, CLOCK_MONOTONIC; `None` if it has none.
+    pub first_ns: Option<u64>,
     path: PathBuf,
 }
 
@@ -30,8 +32,8 @@ impl RankTimeline {
         for entry in std::fs::read_dir(folder)? {
             let path = entry?.path();
             let Some((rank, _)) = timeline::rank_of_file(&path) else { continue };
-            match open(&path) {
-                Ok(reader) => timelines.push(RankTimeline { rank, head: reader.head, path }),
+            match begin(&path) {
+                Ok((head, first_ns)) => timelines.push(RankTimeline { rank, head, first_ns, path }),
                 Err(error) => left_out(&path, error),
             }
         }
@@ -87,6 +89,17 @@ impl RankTimeline {
         operations.drain(..operations.len().saturating_sub(count));
         Ok(operations)
     }
+}
+
+/// The head of a file, and when its first operation was called.
+fn begin(path: &Path) -> io::Result<(TimelineHead, Option<u64>)> {
+    let mut reader = open(path)?;
+    let block = reader.next_block()?;
+    let first_ns = match &block {
+        Some(block) => timeline::times(block)?.next().map(|times| times.entered_ns),
+        None => None,
+    };
+    Ok((reader.head, first_ns))
 }
 
 fn open(path: &Path) -> io::Result<Reader<BufReader<File>>> {

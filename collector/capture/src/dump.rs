@@ -36,10 +36,9 @@ use xpu_timer_proto::{
 
 use crate::{
     Capturer,
-    merge::View,
     native::ptrace,
     process::Options,
-    stacks::{FrameExpander, ProcessCapture, Stacks},
+    stacks::{FrameExpander, ProcessCapture, Stacks, View},
 };
 
 /// Prints the stacks of all threads of running processes: Python frames among C frames, with lines.

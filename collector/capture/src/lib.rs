@@ -26,7 +26,6 @@ mod error;
 pub mod fuzz;
 mod kernel;
 mod memory;
-pub mod merge;
 mod native;
 mod objects;
 mod pool;
@@ -47,7 +46,7 @@ pub use error::Error;
 pub use kernel::sock_diag;
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
-pub use stacks::{CodeLocation, Function, ProcessCapture, Stacks};
+pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
 pub use symbols::demangle;
 
 /// Captures the processes of one node. It keeps what is expensive to find (unwind rows, names,

@@ -141,7 +141,7 @@ impl Timelines {
             self.expected.remove(key);
             return;
         }
-        let rank = timeline::rank_of_file(std::path::Path::new(&file.name)).map(|(rank, _)| rank as u32);
+        let rank = timeline::rank_of_file(std::path::Path::new(&file.name)).map(|(rank, _)| rank);
         let is_own = rank.is_some_and(|rank| nodes.node_of_rank(&request.job, rank) == Some(node));
         if !file.problem.is_empty() {
             request.report(format!("node {}: {}", nodes.name(node), file.problem));

@@ -160,7 +160,11 @@ impl Window {
         };
         let behind = timelines.iter().filter(|timeline| !is_culprit(timeline.rank)).filter_map(waits).min();
         let until = behind.map_or(dumped, |behind| dumped.min(behind.saturating_add(AFTER_NS)));
-        Some(Window { from: behind.unwrap_or(dumped).saturating_sub(BEFORE_NS), until, behind })
+        // A job that has just begun fills the width as well.
+        let begins = timelines.iter().filter_map(|timeline| Some(timeline.wall_ns(timeline.first_ns?)));
+        let first = begins.chain(behind).min()?;
+        let first = first.saturating_sub(until.saturating_sub(first) / 50);
+        Some(Window { from: behind.unwrap_or(dumped).saturating_sub(BEFORE_NS).max(first), until, behind })
     }
 
     fn span(&self) -> u64 {
@@ -351,7 +355,7 @@ fn kind(operation: &Operation) -> Kind {
 }
 
 /// What people read, such as `all_reduce of 1024 x float32 on 0x7ec6`.
-pub(crate) fn text(operation: &Operation) -> String {
+fn text(operation: &Operation) -> String {
     let shape = operation_shape(operation);
     let mut text: String = printable::line(&shape).chars().take(MOST_LETTERS).collect();
     if operation.communicator != 0 {

@@ -13,10 +13,7 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use crate::{
-    merge::{View, check_match, is_loop_name},
-    stacks::{CodeLocation, Function, Stacks},
-};
+use crate::stacks::{CodeLocation, Function, Stacks, View, check_match, is_loop_name};
 
 /// Writes one process and its descendants. `pretty` is for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {

@@ -11,10 +11,7 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use crate::{
-    merge::{Frame, View, merge},
-    stacks::ProcessCapture,
-};
+use crate::stacks::{Frame, ProcessCapture, View, merge};
 
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[31m";

@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn the_c_library_has_its_soname_and_functions() {
-        let mapped = xpu_timer_proto::procfs::mapped_files(std::process::id() as i32).unwrap();
+        let mapped = procfs::mapped_files(std::process::id() as i32).unwrap();
         let libc =
             mapped.iter().find(|path| path.to_string_lossy().contains("libc.so")).expect("this test is linked to it");
         assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));

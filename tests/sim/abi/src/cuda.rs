@@ -131,7 +131,7 @@ macro_rules! errors {
         ];
     };
     (@c $text:literal) => {
-        match std::ffi::CStr::from_bytes_with_nul(concat!($text, "\0").as_bytes()) {
+        match CStr::from_bytes_with_nul(concat!($text, "\0").as_bytes()) {
             Ok(text) => text,
             Err(_) => panic!("a text with NUL inside"),
         }

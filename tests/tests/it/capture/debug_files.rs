@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use xpu_timer_capture::{Capturer, Options, merge::merge};
+use xpu_timer_capture::{Capturer, Options, merge};
 use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 

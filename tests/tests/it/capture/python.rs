@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::Value;
 use tempfile::TempDir;
-use xpu_timer_capture::merge::{Frame, merge};
+use xpu_timer_capture::{Frame, merge};
 use xpu_timer_proto::{
     procfs,
     server::{PySpyFrame, PySpyStacktrace},

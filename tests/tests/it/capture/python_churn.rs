@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use xpu_timer_capture::{Capturer, Options, merge::merge};
+use xpu_timer_capture::{Capturer, Options, merge};
 use xpu_timer_proto::server::PySpyStacktrace;
 use xpu_timer_tests::PATIENCE;
 

@@ -3,10 +3,7 @@
 
 use std::{path::Path, process::Command};
 
-use xpu_timer_capture::{
-    ProcessCapture,
-    merge::{Frame, merge},
-};
+use xpu_timer_capture::{Frame, ProcessCapture, merge};
 use xpu_timer_proto::server::{ProcessSample, PySpyStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 

@@ -257,7 +257,7 @@ function buildLanes() {
     state.row = Math.min(state.row, Math.max(0, list.length - 1));
     const high = AXIS + list.length * LANE + 2;
     pad.style.height = `${high}px`;
-    box.style.height = `${Math.min(high, 420)}px`;
+    box.style.height = `${Math.min(high + 2, 420)}px`;
     draw();
   }
 
