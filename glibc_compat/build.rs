@@ -9,12 +9,13 @@
 use std::{env, fs, path::PathBuf, process::Command};
 
 /// Functions of glibc that have a newer version, and their old version, which every glibc has.
-const MOVED: [(&str, &str); 20] = [
+const MOVED: [(&str, &str); 21] = [
     ("dladdr", "GLIBC_2.2.5"),
     ("dlclose", "GLIBC_2.2.5"),
     ("dlerror", "GLIBC_2.2.5"),
     ("dlsym", "GLIBC_2.2.5"),
     ("dlvsym", "GLIBC_2.2.5"),
+    ("log", "GLIBC_2.2.5"),
     ("pow", "GLIBC_2.2.5"),
     ("pthread_attr_getguardsize", "GLIBC_2.2.5"),
     ("pthread_attr_getstack", "GLIBC_2.2.5"),

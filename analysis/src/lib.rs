@@ -31,6 +31,7 @@ pub mod stragglers;
 #[cfg(test)]
 mod testing;
 mod text;
+pub mod throughput;
 pub mod verdict;
 mod wording;
 mod world;

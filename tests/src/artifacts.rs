@@ -23,11 +23,12 @@ use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 use crate::tools::tree;
 
 /// The packages whose programs and libraries the tests run.
-pub const PACKAGES: [&str; 13] = [
+pub const PACKAGES: [&str; 14] = [
     "xpu_timer_hook",
     "xpu_timer_launch",
     "xpu_timer_capture",
     "xpu_timer_collector",
+    "xpu_timer_timeline",
     "xpu_timer_viewer",
     "sim_cuda",
     "sim_cudart",
@@ -40,12 +41,14 @@ pub const PACKAGES: [&str; 13] = [
 ];
 
 /// The installed files of a node, by name.
-pub const INSTALLED: [&str; 7] = [
+pub const INSTALLED: [&str; 9] = [
     "xpu_timer_launch",
     "xpu_timer_collector",
     "xpu_timer_dump_timeline",
     "xpu_timer_stacktrace_viewer",
     "xpu_timer_dump",
+    "xpu_timer_gen_trace_timeline",
+    "xpu_timer_diff",
     "xpu_timer_print_env",
     "libxpu_timer_hook.so",
 ];

@@ -42,6 +42,13 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// The trace of 1,024 ranks for a minute, compared with copying it; fails when a limit does not
+    /// hold
+    Timeline {
+        /// Arguments of the benchmark; `--help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// The viewer on 1,016 and 4,064 ranks, compared with reading the same files, and the merge of
     /// the trees of many nodes; fails when a limit does not hold
     Viewer,
@@ -86,6 +93,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             shell::run(cargo(&["build", "--release"]).args(packages))?;
             let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "cluster"];
             shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
+        }
+        Bench::Timeline { arguments } => {
+            let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_timeline"];
+            shell::run(cargo(&["build", "--release"]).args(packages))?;
+            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "timeline"];
+            shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Viewer => {
             // Check every limit, even if an earlier one does not hold.

@@ -44,7 +44,7 @@ const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-l
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
 /// The fuzz targets: each is a row of `TARGETS` in `tests/fuzz`. The seconds apply to each of them.
-const TARGETS: [&str; 10] = [
+const TARGETS: [&str; 11] = [
     "decode",
     "folder",
     "object",
@@ -55,6 +55,7 @@ const TARGETS: [&str; 10] = [
     "http",
     "settings",
     "command_line",
+    "timeline",
 ];
 
 /// Number of inputs of one target as a part of all tests, including its kept corpus: about a second

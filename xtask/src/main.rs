@@ -103,7 +103,7 @@ fn model() -> Result<()> {
 }
 
 /// The packages of the installed files.
-const INSTALLED_PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
+const INSTALLED_PACKAGES: [&str; 6] = ["hook", "launch", "capture", "collector", "timeline", "viewer"];
 
 /// Packs the installed files of a node into an archive and a Python wheel.
 fn dist() -> Result<()> {

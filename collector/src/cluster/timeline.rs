@@ -203,3 +203,118 @@ impl TimelineInProgress {
         let _ = self.sender.send((TimelineFile { problem, ..Default::default() }, Credit::default()));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::atomic::AtomicU64, time::Duration};
+
+    use xpu_timer_proto::v1::{Presence, RankEntry, RankInfo};
+
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn at(second: u64) -> Now {
+        Now { mono_ns: second * SECOND, unix_ns: second * SECOND }
+    }
+
+    /// `count` nodes, each with one rank of job `j`.
+    fn cluster(count: u32) -> (Nodes, Timelines) {
+        static KEYS: AtomicU64 = AtomicU64::new(0);
+        let draw_key = || KEYS.fetch_add(1, std::sync::atomic::Ordering::Relaxed).to_string();
+        let mut nodes = Nodes::default();
+        for rank in 0..count {
+            let id = nodes.join(&format!("n{rank}"), &format!("n{rank}"), u64::from(rank) + 1);
+            let entry = RankEntry {
+                job: Some(JobId { name: "j".into(), instance: String::new() }),
+                info: Some(RankInfo { rank: rank as i32, world_size: count, ..Default::default() }),
+                presence: Presence::Present.into(),
+                ..Default::default()
+            };
+            nodes.claim(id, vec![entry], 1);
+        }
+        (nodes, Timelines::new(draw_key))
+    }
+
+    fn wanted(rank: Option<u32>, detail: bool) -> WantedTimeline {
+        WantedTimeline { job: Some("j".into()), rank, window: Duration::from_secs(20), detail }
+    }
+
+    fn file(name: &str) -> TimelineFile {
+        TimelineFile { name: name.into(), last: true, ..Default::default() }
+    }
+
+    fn received(chunks: &mut mpsc::UnboundedReceiver<Chunk>) -> Vec<TimelineFile> {
+        std::iter::from_fn(|| chunks.try_recv().ok()).map(|(file, _)| file).collect()
+    }
+
+    #[test]
+    fn some_nodes_are_asked_at_a_time_until_all_have_answered() {
+        let (nodes, mut timelines) = cluster(20);
+        let mut chunks = timelines.start(wanted(None, false), &nodes, at(1)).unwrap();
+        let mut asked = 0;
+        loop {
+            let requests = timelines.next_requests(&nodes, at(2));
+            let Some((_, request)) = requests.first() else { break };
+            assert!(requests.len() <= NODES && request.window_ms == 21_000, "the window begins at the same time");
+            for (node, request) in requests {
+                let name = format!("{:05}-00020.ops", node - 1);
+                timelines.piece(&request.key, file(&name), Credit::default(), &nodes, at(2));
+                timelines.piece(&request.key, TimelineFile::default(), Credit::default(), &nodes, at(2));
+                timelines.ended(&request.key, &nodes);
+                asked += 1;
+            }
+        }
+        let files = received(&mut chunks);
+        assert_eq!((asked, files.len(), files.last()), (20, 21, Some(&TimelineFile::default())));
+        assert!(chunks.try_recv().is_err() && timelines.requests.is_empty() && timelines.expected.is_empty());
+    }
+
+    #[test]
+    fn a_node_that_fails_is_reported_and_others_ranks_are_not_taken_from_it() {
+        let (mut nodes, mut timelines) = cluster(3);
+        assert!(nodes.disconnect(3, 3, 1));
+        let mut chunks = timelines.start(wanted(None, false), &nodes, at(1)).unwrap();
+        let requests = timelines.next_requests(&nodes, at(1));
+        assert_eq!(requests.len(), 2);
+        let key = |index: usize| requests[index].1.key.clone();
+        timelines.piece(&key(0), file("00001-00003.ops"), Credit::default(), &nodes, at(2));
+        timelines.piece("unknown", file("00000-00003.ops"), Credit::default(), &nodes, at(2));
+        assert!(timelines.expects(&key(0)) && !timelines.expects("unknown"));
+        timelines.ended(&key(0), &nodes);
+        timelines.tick(&nodes, at(30));
+        assert!(timelines.expects(&key(1)));
+        timelines.tick(&nodes, at(90));
+        timelines.next_requests(&nodes, at(90));
+        let problems: Vec<String> = received(&mut chunks).into_iter().map(|file| file.problem).collect();
+        let expected =
+            ["node n2 is not connected", "the timeline of node n0 was cut off", "node n1 does not answer", ""];
+        assert_eq!(problems, expected);
+    }
+
+    #[test]
+    fn all_nodes_record_every_kernel_at_once_before_they_are_asked() {
+        let (nodes, mut timelines) = cluster(20);
+        let _chunks = timelines.start(wanted(None, true), &nodes, at(1)).unwrap();
+        let requests = timelines.next_requests(&nodes, at(1));
+        assert!(requests.len() == 20 && requests.iter().all(|(_, one)| one.detail && one.key.is_empty()));
+        assert_eq!(requests[0].1.window_ms, 20_000);
+        assert!(timelines.next_requests(&nodes, at(21)).is_empty());
+        let requests = timelines.next_requests(&nodes, at(22));
+        assert!(requests.len() == NODES && requests.iter().all(|(_, one)| !one.detail && !one.key.is_empty()));
+        assert_eq!(requests[0].1.window_ms, 21_000, "the time of the recording");
+    }
+
+    #[test]
+    fn a_request_may_want_one_rank_and_ends_with_its_requester() {
+        let (nodes, mut timelines) = cluster(3);
+        assert!(timelines.start(wanted(Some(7), false), &nodes, at(1)).is_err());
+        let chunks = timelines.start(wanted(Some(1), false), &nodes, at(1)).unwrap();
+        let requests = timelines.next_requests(&nodes, at(1));
+        assert_eq!(requests.len(), 1);
+        assert_eq!(requests[0].1.ranks, [RankRun { first: 1, last: 1 }]);
+        drop(chunks);
+        timelines.tick(&nodes, at(2));
+        assert!(timelines.requests.is_empty() && !timelines.expects(&requests[0].1.key));
+    }
+}

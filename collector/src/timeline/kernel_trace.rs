@@ -8,6 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use xpu_timer_analysis::throughput;
 use xpu_timer_proto::{
     Message as _,
     hook::{
@@ -17,7 +18,7 @@ use xpu_timer_proto::{
     v1::{Communicator, CopyDirection, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo},
 };
 
-use crate::{job::RankId, metrics::meaning, os::clock::Now, timeline::TimelineSettings};
+use crate::{job::RankId, os::clock::Now, timeline::TimelineSettings};
 
 /// The kinds of operations, which are also the bits of a request.
 const MATMUL: u32 = 0;
@@ -271,8 +272,8 @@ fn trace_of(
 
 fn nccl_debug(operation: &Operation, communicator: Option<&Communicator>, info: &RankInfo) -> NcclDebugData {
     let ranks = communicator.map_or(0, |communicator| communicator.size);
-    let width = u64::from(meaning::width(operation.dtype()).unwrap_or(0));
-    let bus_bytes = meaning::bus_bytes(operation.op(), operation.count, operation.dtype(), ranks).unwrap_or(0.0);
+    let width = u64::from(throughput::width(operation.dtype()).unwrap_or(0));
+    let bus_bytes = throughput::bus_bytes(operation.op(), operation.count, operation.dtype(), ranks).unwrap_or(0.0);
     NcclDebugData {
         comm_hash: operation.communicator,
         input_size_in_bytes: operation.count * width,
@@ -296,11 +297,11 @@ const REDUCTIONS: [&str; 5] = ["Sum", "Prod", "Max", "Min", "Avg"];
 /// `xpu_timer_AllReduce_RING_LL_Sum_f16_size_2048`, without what is not known.
 fn collective_name(operation: &Operation, bytes: u64) -> String {
     let op = operation.op();
-    let algorithm = meaning::algorithm(&operation.function, op).map(meaning::Algorithm::name);
+    let algorithm = throughput::algorithm(&operation.function, op).map(throughput::Algorithm::name);
     let is_reduction = matches!(op, Op::AllReduce | Op::Reduce | Op::ReduceScatter);
     let reduction = *REDUCTIONS.get(operation.reduce_op as usize).unwrap_or(&"Other");
     let reduction = is_reduction.then_some(reduction);
-    let parts = [Some("xpu_timer"), Some(meaning::operation_name(op)), algorithm.as_deref(), reduction];
+    let parts = [Some("xpu_timer"), Some(throughput::operation_name(op)), algorithm.as_deref(), reduction];
     let parts = parts.into_iter().flatten().chain([dtype(operation.dtype())]).collect::<Vec<_>>().join("_");
     format!("{parts}_size_{bytes}")
 }

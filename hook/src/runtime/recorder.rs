@@ -154,10 +154,12 @@ impl Bracketed {
     /// Sets what the collector asks for, a word of [`detail`].
     pub fn set_detail(&self, asked: u64, now_ns: u64) {
         let is_mode = |mode: Bracket| self.mode.load(Ordering::Relaxed) == mode as u32;
-        let always = match () {
-            () if is_mode(Bracket::All) => detail::KERNELS | detail::MATMULS,
-            () if is_mode(Bracket::Matmuls) => detail::MATMULS,
-            () => 0,
+        let always = if is_mode(Bracket::All) {
+            detail::KERNELS | detail::MATMULS
+        } else if is_mode(Bracket::Matmuls) {
+            detail::MATMULS
+        } else {
+            0
         };
         // When it has expired, a word of 0 is cheaper to read.
         let asked = if !self.is_off() && detail::is_wanted(asked, detail::ALL, now_ns) { asked } else { 0 };

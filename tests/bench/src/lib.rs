@@ -13,6 +13,7 @@ mod report;
 mod rivals;
 mod stops;
 mod targets;
+mod timeline;
 
 use std::path::PathBuf;
 
@@ -29,6 +30,8 @@ pub enum Command {
     Hook(hook::Options),
     /// Measures both roles of the collector and prints a table; fails when a limit does not hold
     Cluster(cluster::Options),
+    /// Turns synthetic timelines into a trace and prints a table; fails when a limit does not hold
+    Timeline(timeline::Options),
     /// Captures a program that waits in every kind of system call, and fails if a capture changes a
     /// result
     Eintr(eintr::Options),
@@ -52,6 +55,7 @@ pub fn run(command: &Command) -> Result<bool> {
         Command::Capture(options) => capture::run(options),
         Command::Hook(options) => hook::run(options),
         Command::Cluster(options) => cluster::run(options),
+        Command::Timeline(options) => timeline::run(options),
         Command::Eintr(options) => eintr::run(options),
         Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
     }

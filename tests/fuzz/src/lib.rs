@@ -17,7 +17,7 @@ use xpu_timer_viewer::merge::Merger;
 use xpu_timer_viewer::picture::Picture;
 use xpu_timer_viewer::report;
 
-pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings};
+pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings, timeline};
 
 /// A fuzzed function and the name of its corpus.
 pub type Target = (&'static str, fn(&[u8]));
@@ -34,6 +34,7 @@ pub const TARGETS: &[Target] = &[
     ("http", http),
     ("settings", settings),
     ("command_line", command_line),
+    ("timeline", timeline),
     ("planted", planted),
 ];
 
@@ -158,8 +159,12 @@ fn frames(svg: &[u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
     use proptest::prelude::*;
+    use xpu_timer_proto::hook::{HostTrace, KernelTrace, KernelTraces, NcclDebugData, kernel_trace::DebugData};
     use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
+    use xpu_timer_tests::Timelines;
 
     /// The dumps of a real hang.
     fn real_dumps() -> Vec<Vec<u8>> {
@@ -261,6 +266,37 @@ mod tests {
         planted(b"planted!");
     }
 
+    /// A file of each format, behind the byte that selects it.
+    fn timelines() -> Vec<Vec<u8>> {
+        let folder = tempfile::tempdir().unwrap();
+        let timelines = Timelines {
+            ranks: 1,
+            of_node: 1,
+            operations: 16,
+            period_ns: 1_000_000,
+            slow_rank: None,
+            clock_step: (0, 0.0),
+        };
+        timelines.write(folder.path()).unwrap();
+        let ours = fs::read(folder.path().join("00000-00001.ops")).unwrap();
+        let collective = NcclDebugData { comm_hash: 7, ranks: 2, seq: 1, ..Default::default() };
+        let trace = KernelTrace {
+            kernel_type: 1,
+            start_us: 1 << 50,
+            dur_us: 9,
+            debug_data: Some(DebugData::NcclDebug(collective)),
+            ..Default::default()
+        };
+        let host = HostTrace { start_us: 1 << 50, dur_us: 5, name: "GC".into(), ..Default::default() };
+        let original = KernelTraces { traces: vec![trace; 3], host_traces: vec![host], pid: 3, rank: 1 };
+        vec![[&[0], &ours[..]].concat(), [&[1], &original.encode_to_vec()[..]].concat()]
+    }
+
+    #[test]
+    fn timelines_of_both_formats_are_read() {
+        timelines().iter().for_each(|bytes| timeline(bytes));
+    }
+
     /// Truncates bytes and changes some of them.
     fn changed(mut bytes: Vec<u8>, cut: Option<prop::sample::Index>, changes: &[(prop::sample::Index, u8)]) -> Vec<u8> {
         if let Some(cut) = cut {
@@ -302,6 +338,16 @@ mod tests {
         fn any_perf_map_holds(text in "[0-9a-fx \\n]{0,80}([a-z:é]{0,5}[ \\n]){0,5}", bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             perf_map(text.as_bytes());
             perf_map(&bytes);
+        }
+
+        /// A timeline of either format, truncated and modified.
+        #[test]
+        fn a_changed_timeline_is_read_or_refused(
+            which in 0usize..2,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            timeline(&changed(timelines().swap_remove(which), cut, &changes));
         }
 
         /// A real dump of the original tool, truncated and modified.

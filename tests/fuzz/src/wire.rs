@@ -8,6 +8,7 @@ use std::{
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use clap::Parser;
+use prost::encoding::decode_varint;
 use xpu_timer_collector::{
     cluster::{
         self,
@@ -30,12 +31,50 @@ use xpu_timer_proto::{
         RankInfo, cluster_message, delivery, node_message,
     },
 };
+use xpu_timer_timeline::{
+    input::{Format, Open, RankFile},
+    job::{Job, Settings},
+    perfetto::{self, RankTrace},
+};
 
 /// A packet between hook and node collector is a message or an error. A decoded message is equal
 /// after encoding and decoding.
 pub fn hook_message(bytes: &[u8]) {
     reads_what_it_writes::<HookMessage>(bytes);
     reads_what_it_writes::<NodeReply>(bytes);
+}
+
+/// The file of a rank, in the format that its first byte selects, is read as blocks up to its end
+/// or an error. Each block can be turned into a trace: packets that any decoder of protobuf
+/// accepts.
+pub fn timeline(bytes: &[u8]) {
+    let (format, bytes) = match bytes.split_first() {
+        Some((0, rest)) => (Format::Ops, rest),
+        Some((_, rest)) => (Format::Original([(0, "kernel".to_string())].into()), rest),
+        None => return,
+    };
+    let file = bytes.to_vec();
+    let open: Open = Box::new(move || Ok(Box::new(io::Cursor::new(file.clone())) as Box<dyn io::Read + Send>));
+    let file = RankFile { name: "fuzz".into(), rank: 1, world_size: 2, format, open };
+    let job = Job::read(vec![file], None, Settings { threads: 1, ..Settings::default() });
+    let Some(rank) = job.ranks.first() else { return };
+    let mut trace = RankTrace::new(&job, 0, perfetto::Options::default());
+    let mut operations = 0;
+    let _ = Job::each_block(rank, |block, times| {
+        trace.begin_block(block);
+        times.for_each(|time| {
+            operations += 1;
+            trace.operation(&time);
+        });
+    });
+    assert_eq!(operations, rank.operations);
+    trace.finish();
+    let mut rest = &trace.out[..];
+    while !rest.is_empty() {
+        assert_eq!(decode_varint(&mut rest), Ok(0x0a), "a packet");
+        let length = decode_varint(&mut rest).expect("a length") as usize;
+        rest = &rest[length..];
+    }
 }
 
 /// Encodings are compared, because NaN is not equal to itself.

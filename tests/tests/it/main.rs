@@ -28,5 +28,6 @@ mod strangers;
 mod text_of_others;
 mod timeline;
 mod torch;
+mod traces;
 mod viewer;
 mod walk;

@@ -1,0 +1,177 @@
+//! Synthetic timelines: the files of a job that never ran, with clocks that differ, for tests and
+//! benchmarks of the traces.
+
+use std::{
+    fs::File,
+    io::{BufWriter, Write},
+    path::Path,
+};
+
+use anyhow::Result;
+use xpu_timer_proto::{
+    timeline::{BlockBuilder, FORMAT, file_name, write},
+    v1::{
+        ClockReading, Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo, TimelineHead,
+        timeline_chunk::Part,
+    },
+};
+
+/// When each job begins: the realtime clock of its first node.
+const EPOCH_NS: u64 = 1_800_000_000_000_000_000;
+const TP: u64 = 0x7000_0000_0000;
+const DP: u64 = 0xd000_0000_0000;
+
+/// A job whose ranks repeat four operations: two matrix products, an all-reduce among the ranks of
+/// a node, and an all-gather across nodes or a message to the next rank of the node.
+#[derive(Debug, Clone, Copy)]
+pub struct Timelines {
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Ranks of a node.
+    pub of_node: u32,
+    /// Operations of each rank.
+    pub operations: u32,
+    /// Time between two operations, at least 100 us.
+    pub period_ns: u64,
+    /// A rank that needs 1.5 times as long for its matrix products, and so starts its collectives
+    /// later than all others.
+    pub slow_rank: Option<u32>,
+    /// What the clock of each node gains on that of the node before it, in nanoseconds and ppm.
+    pub clock_step: (i64, f64),
+}
+
+impl Timelines {
+    /// Writes a file for each rank.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        (0..self.ranks).try_for_each(|rank| self.write_rank(folder, rank))
+    }
+
+    /// The monotonic clock of a node at a moment of the job.
+    fn shown(&self, rank: u32, job_ns: u64) -> u64 {
+        let node = i64::from(rank / self.of_node);
+        let drift = node as f64 * self.clock_step.1 * 1e-6;
+        let start = 1_000_000_000_000_u64.saturating_add_signed(node * self.clock_step.0);
+        start + job_ns.saturating_add_signed((job_ns as f64 * drift) as i64)
+    }
+
+    fn write_rank(&self, folder: &Path, rank: u32) -> Result<()> {
+        let mut out = BufWriter::new(File::create(folder.join(file_name(rank, self.ranks)))?);
+        write(&mut out, Part::Head(self.head(rank)))?;
+        let mut builder = BlockBuilder::default();
+        for index in 0..u64::from(self.operations) {
+            builder.push(&self.operation(rank, index));
+            if builder.is_full() {
+                write(&mut out, Part::Block(builder.finish()))?;
+            }
+        }
+        write(&mut out, Part::Block(builder.finish()))?;
+        Ok(out.flush()?)
+    }
+
+    fn head(&self, rank: u32) -> TimelineHead {
+        let (node, local) = (rank / self.of_node, rank % self.of_node);
+        let nodes = self.ranks.div_ceil(self.of_node);
+        let until_ns = self.period_ns * (u64::from(self.operations) + 1);
+        let reading = |job_ns: u64| ClockReading {
+            monotonic_ns: self.shown(rank, job_ns),
+            // The realtime clocks are up to 30 ms wrong, that of the first node is right.
+            realtime_ns: EPOCH_NS + job_ns + u64::from(node % 30) * 1_000_000,
+        };
+        let communicator = |id: u64, size: u32, own: u32| Communicator {
+            id,
+            size,
+            rank: own as i32,
+            device: local as i32,
+            ..Communicator::default()
+        };
+        TimelineHead {
+            format: FORMAT,
+            rank: Some(RankInfo {
+                rank: rank as i32,
+                world_size: self.ranks,
+                local_rank: local as i32,
+                local_world_size: self.of_node,
+                job: "synthetic".into(),
+                node: format!("node-{node}"),
+                pid: 1000 + local as i32,
+                command: "python train.py".into(),
+                ..RankInfo::default()
+            }),
+            writer: env!("CARGO_PKG_VERSION").into(),
+            clock: vec![reading(0), reading(until_ns)],
+            from_ns: self.shown(rank, 0),
+            until_ns: self.shown(rank, until_ns),
+            communicators: vec![
+                communicator(TP + u64::from(node), self.of_node.min(self.ranks), local),
+                communicator(DP + u64::from(local), nodes, node),
+            ],
+            device: "NVIDIA H100 80GB HBM3".into(),
+            ..TimelineHead::default()
+        }
+    }
+
+    /// An operation. All times are whole microseconds of the job.
+    fn operation(&self, rank: u32, index: u64) -> Operation {
+        let (node, local) = (rank / self.of_node, rank % self.of_node);
+        let part = self.period_ns / 100;
+        // An all-reduce begins while the product before it may still run.
+        let ahead = if index % 4 == 2 { 45 * part } else { 0 };
+        let begin = index * self.period_ns + part - ahead;
+        // When the ranks reach an operation differs, and they wait for the last one.
+        let late = |rank: u32| (u64::from(rank) * 7 + index * 13) % 10 * part;
+        let slow = |rank: u32| if Some(rank) == self.slow_rank { 30 * part } else { 0 };
+        let is_across = index % 8 == 3 && self.ranks > self.of_node;
+        let (started, ended) = match index % 4 {
+            0 | 1 => (begin, begin + 60 * part + slow(rank)),
+            _ => (begin + late(rank) + slow(rank), begin + ahead + 70 * part),
+        };
+        let shown = |ns: u64| self.shown(rank, ns / 1000 * 1000);
+        let mut operation = Operation {
+            ticket: index,
+            peer: -1,
+            tid: 1000 + local,
+            stream: 0x7f00_0000_1000,
+            entered_ns: shown(begin.saturating_sub(part / 2)),
+            returned_ns: shown(begin.saturating_sub(part / 4)),
+            started_ns: shown(started),
+            completed_ns: shown(ended),
+            status: OpStatus::Completed.into(),
+            ..Operation::default()
+        };
+        operation.device_ns = operation.completed_ns - operation.started_ns;
+        if index % 4 < 2 {
+            operation.kind = OpKind::Kernel.into();
+            operation.op = Op::Matmul.into();
+            operation.dtype = DataType::Bfloat16.into();
+            operation.function = "cublasGemmEx".into();
+            let k = if index.is_multiple_of(4) { 4096 } else { 1024 };
+            operation.matmul = Some(Matmul { batch: 1, m: 4096, n: 4096, k, trans_a: 1, trans_b: 0 });
+            return operation;
+        }
+        operation.kind = OpKind::Collective.into();
+        operation.dtype = DataType::Bfloat16.into();
+        operation.stream += 1;
+        operation.count = 8 << 20;
+        operation.communicator = TP + u64::from(node);
+        if index % 4 == 2 {
+            operation.op = Op::AllReduce.into();
+            operation.seq = index / 4 + 1;
+            operation.function = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)".into();
+        } else if is_across {
+            operation.op = Op::AllGather.into();
+            operation.communicator = DP + u64::from(local);
+            operation.seq = index / 8 + 1;
+        } else {
+            // Even ranks of a node send, and odd ones receive.
+            operation.op = if local.is_multiple_of(2) { Op::Send } else { Op::Recv }.into();
+            operation.peer = (local ^ 1) as i32;
+            operation.seq = index / 4 + 1;
+            operation.started_ns = shown(begin + late(rank & !1));
+            operation.device_ns = operation.completed_ns - operation.started_ns;
+        }
+        operation
+    }
+}

@@ -1,0 +1,410 @@
+//! A job as its files show it: ranks, nodes and their aligned clocks, communicators and their
+//! groups, and what only all ranks together show. Reads each file three times; memory does not
+//! depend on their length.
+
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use hashbrown::HashMap;
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::{
+    timeline::{self, Times},
+    v1::{Communicator, Operation, TimelineBlock, TimelineHead},
+};
+
+use crate::{
+    clocks::{self, ClockMap, NodeClock},
+    collectives::{
+        Ends, MessageEnds, Route, Starts, Ticks, is_completed, is_message, note_message, pair_messages, synchronizes,
+    },
+    input::RankFile,
+};
+
+/// One rank.
+#[derive(Debug)]
+pub struct Rank {
+    /// Its file.
+    pub file: RankFile,
+    /// Its number.
+    pub rank: u32,
+    /// Index of its node.
+    pub node: usize,
+    /// The head of its file.
+    pub head: TimelineHead,
+    /// Number of operations that can be read.
+    pub operations: u64,
+    /// Its communicators by identity: index, and its rank there, -1 if unknown.
+    communicators: HashMap<u64, (usize, i32)>,
+}
+
+/// A communicator.
+#[derive(Debug)]
+pub struct Group {
+    /// Its identity.
+    pub id: u64,
+    /// Number of its ranks.
+    pub size: u32,
+    /// The ranks that have a file, in the job.
+    pub members: RankSet,
+    /// The group of the job that it is, such as `tp 0-3`, else its ranks.
+    pub name: String,
+    /// Whether its ranks are on several nodes.
+    pub spans_nodes: bool,
+    starts: Starts,
+}
+
+/// How a job is read.
+#[derive(Debug, Clone, Default)]
+pub struct Settings {
+    /// Number of threads.
+    pub threads: usize,
+    /// The dimensions of the groups and their sizes, that which varies fastest first.
+    pub dimensions: Vec<(String, u32)>,
+}
+
+/// A job.
+#[derive(Debug)]
+pub struct Job {
+    /// Its ranks, those of one node together.
+    pub ranks: Vec<Rank>,
+    /// The nodes, in the order of their lowest ranks, with their clocks.
+    pub clocks: Vec<NodeClock>,
+    /// All communicators.
+    pub groups: Vec<Group>,
+    /// The dimensions of the groups.
+    pub dimensions: Vec<(String, u32)>,
+    /// What is missing or broken, for people.
+    pub notes: Vec<String>,
+    /// The verdict on the job, if it hung.
+    pub verdict: Option<Verdict>,
+    ticks: Ticks,
+    messages: HashMap<Route, i64>,
+}
+
+/// Runs a function for each index on some threads, and returns the results in order.
+pub(crate) fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
+    thread::scope(|scope| {
+        for _ in 0..threads.clamp(1, count.max(1)) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    if index >= count {
+                        break;
+                    }
+                    let result = run(index);
+                    results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_unstable_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Parses groups such as `tp4-cp2-dp4-pp2`.
+///
+/// # Errors
+/// A dimension has no name or no size.
+pub fn dimensions(text: &str) -> Result<Vec<(String, u32)>, String> {
+    let dimension = |part: &str| {
+        let digits = part.find(|letter: char| letter.is_ascii_digit()).filter(|at| *at > 0);
+        let parsed = digits.and_then(|at| Some((part[..at].to_string(), part[at..].parse().ok().filter(|n| *n > 0)?)));
+        parsed.ok_or_else(|| format!("{part:?} is no group: write for example tp4-dp2"))
+    };
+    text.split('-').map(dimension).collect()
+}
+
+impl Job {
+    /// Reads a job from its files.
+    #[must_use]
+    pub fn read(files: Vec<RankFile>, verdict: Option<Verdict>, settings: Settings) -> Job {
+        let mut notes = Vec::new();
+        let heads = parallel(settings.threads, files.len(), |index| files[index].head());
+        let mut ranks: Vec<Rank> = Vec::new();
+        let mut realtime: Vec<(String, ClockMap)> = Vec::new();
+        let mut groups = Groups::default();
+        for (file, head) in files.into_iter().zip(heads) {
+            match head {
+                Ok(head) => {
+                    let node = node_of(&mut realtime, &head, file.rank);
+                    let communicators = groups.add(&head.communicators, file.rank, node);
+                    if head.lost > 0 {
+                        notes.push(format!("{}: {} operations of the window are missing", file.name, head.lost));
+                    }
+                    ranks.push(Rank { rank: file.rank, file, node, head, operations: 0, communicators });
+                }
+                Err(error) => notes.push(format!("{} is left out: {error}", file.name)),
+            }
+        }
+        let mut groups = groups.groups;
+        for group in &mut groups {
+            group.name = group_name(&group.members, &settings.dimensions);
+        }
+        ranks.sort_by_key(|rank| (rank.node, rank.rank));
+        let mut job = Job {
+            ranks,
+            clocks: Vec::new(),
+            groups,
+            dimensions: settings.dimensions,
+            notes,
+            verdict,
+            ticks: Ticks::new(0, 0),
+            messages: HashMap::new(),
+        };
+        job.align(settings.threads, &realtime);
+        job.find_starts(settings.threads);
+        job
+    }
+
+    /// Passes all readable operations of a rank to a function, block by block. Returns an error of
+    /// the file, if any.
+    pub fn each_block(
+        rank: &Rank,
+        mut visit: impl FnMut(&TimelineBlock, &mut dyn Iterator<Item = Times>),
+    ) -> Option<std::io::Error> {
+        let mut read = || {
+            let mut blocks = rank.file.blocks()?;
+            while let Some(block) = blocks.next_block()? {
+                visit(&block, &mut timeline::times(&block)?);
+            }
+            Ok(())
+        };
+        read().err()
+    }
+
+    /// Aligns the clocks of the nodes, and pairs the messages.
+    fn align(&mut self, threads: usize, realtime: &[(String, ClockMap)]) {
+        let ends: Vec<Mutex<Ends>> = self.groups.iter().map(|_| Mutex::default()).collect();
+        let surveyed = parallel(threads, self.ranks.len(), |index| self.survey_ends(&self.ranks[index], &ends));
+        let ends: Vec<Ends> =
+            ends.into_iter().map(|ends| ends.into_inner().unwrap_or_else(PoisonError::into_inner)).collect();
+        self.clocks = clocks::align(realtime, |here, there| {
+            let mut common = Vec::new();
+            ends.iter().for_each(|ends| ends.common(here, there, &mut common));
+            common
+        });
+        let mut messages = MessageEnds::new();
+        for (rank, (operations, ends, error)) in self.ranks.iter_mut().zip(surveyed) {
+            rank.operations = operations;
+            if let Some(error) = error {
+                self.notes
+                    .push(format!("{}: only its first {operations} operations can be read: {error}", rank.file.name));
+            }
+            let map = &self.clocks[rank.node].map;
+            for (key, ends) in ends {
+                messages.entry(key).or_default().extend(ends.into_iter().map(|ns| map.apply(ns)));
+            }
+        }
+        self.messages = pair_messages(&messages);
+    }
+
+    fn survey_ends(&self, rank: &Rank, ends: &[Mutex<Ends>]) -> (u64, MessageEnds, Option<std::io::Error>) {
+        let (mut operations, mut messages) = (0, MessageEnds::new());
+        let mut collected: Vec<Vec<(u64, u64)>> = Vec::new();
+        let error = Job::each_block(rank, |block, times| {
+            let group = |shape: &Operation| rank.communicators.get(&shape.communicator).copied();
+            let of_shape = |shape: &Operation| {
+                let (index, own) = group(shape)?;
+                let is_common = synchronizes(shape) && self.groups[index].spans_nodes;
+                let route = Route::of(shape, index, own).filter(|_| is_message(shape));
+                Some((index, is_common, route))
+            };
+            let shapes: Vec<_> = block.shapes.iter().map(of_shape).collect();
+            collected.resize(collected.len().max(shapes.len()), Vec::new());
+            for time in times {
+                operations += 1;
+                let Some((_, is_common, route)) = shapes[time.shape as usize] else { continue };
+                if !is_completed(time.status, time.completed_ns) {
+                    continue;
+                }
+                if is_common {
+                    collected[time.shape as usize].push((time.seq, time.completed_ns));
+                }
+                if let Some(key) = route {
+                    note_message(&mut messages, key, time.completed_ns);
+                }
+            }
+            for (shape, collected) in shapes.iter().zip(&mut collected) {
+                if let (Some((index, true, _)), false) = (shape, collected.is_empty()) {
+                    let mut ends = ends[*index].lock().unwrap_or_else(PoisonError::into_inner);
+                    ends.note(rank.node, rank.rank, collected);
+                }
+                collected.clear();
+            }
+        });
+        (operations, messages, error)
+    }
+
+    /// Finds when the last rank started each collective, if all ranks of the communicator have
+    /// files.
+    fn find_starts(&mut self, threads: usize) {
+        let on_trace = |rank: &Rank, ns| self.clocks[rank.node].map.apply(ns);
+        let from = self.ranks.iter().map(|rank| on_trace(rank, rank.head.from_ns)).min().unwrap_or(0);
+        let until = self.ranks.iter().map(|rank| on_trace(rank, rank.head.until_ns)).max().unwrap_or(0);
+        self.ticks = Ticks::new(from, until);
+        let starts: Vec<Mutex<Starts>> = self.groups.iter().map(|_| Mutex::default()).collect();
+        let pages = Mutex::new(0);
+        let left_out = parallel(threads, self.ranks.len(), |index| {
+            let rank = &self.ranks[index];
+            let map = self.clocks[rank.node].map;
+            let mut left_out = 0;
+            let mut collected: Vec<Vec<(u64, u64)>> = Vec::new();
+            Job::each_block(rank, |block, times| {
+                let of_shape = |shape: &Operation| self.complete_group(rank, shape);
+                let shapes: Vec<_> = block.shapes.iter().map(of_shape).collect();
+                collected.resize(collected.len().max(shapes.len()), Vec::new());
+                for time in times.filter(|time| time.started_ns != 0) {
+                    if shapes[time.shape as usize].is_some() {
+                        collected[time.shape as usize].push((time.seq, map.apply(time.started_ns)));
+                    }
+                }
+                for (shape, collected) in shapes.iter().zip(&mut collected) {
+                    if let (Some(index), false) = (shape, collected.is_empty()) {
+                        let mut starts = starts[*index].lock().unwrap_or_else(PoisonError::into_inner);
+                        left_out += starts.note(self.ticks, collected, &pages);
+                    }
+                    collected.clear();
+                }
+            });
+            left_out
+        });
+        for (group, starts) in self.groups.iter_mut().zip(starts) {
+            group.starts = starts.into_inner().unwrap_or_else(PoisonError::into_inner);
+        }
+        let left_out: u64 = left_out.into_iter().sum();
+        if left_out > 0 {
+            self.notes.push(format!("memory is bounded: {left_out} collectives do not show how long they waited"));
+        }
+    }
+
+    /// Index of the communicator of a synchronizing collective whose ranks all have a file.
+    pub(crate) fn complete_group(&self, rank: &Rank, shape: &Operation) -> Option<usize> {
+        let (index, _) = self.group_of(rank, shape).filter(|_| synchronizes(shape))?;
+        let group = &self.groups[index];
+        (group.size > 1 && group.members.len() == u64::from(group.size)).then_some(index)
+    }
+
+    /// Index of the communicator of an operation, and the rank there, -1 if unknown.
+    pub(crate) fn group_of(&self, rank: &Rank, shape: &Operation) -> Option<(usize, i32)> {
+        rank.communicators.get(&shape.communicator).copied()
+    }
+
+    /// When the last rank started a collective, on the time of the trace.
+    pub(crate) fn last_start(&self, group: usize, seq: u64) -> Option<u64> {
+        self.groups[group].starts.last(self.ticks, seq)
+    }
+
+    /// The number of the send that the first receive of a route belongs to.
+    pub(crate) fn first_send(&self, route: &Route) -> Option<i64> {
+        self.messages.get(route).copied()
+    }
+
+    /// The world size: that of the files.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.ranks.iter().map(|rank| rank.file.world_size.max(rank.rank.saturating_add(1))).max().unwrap_or(0)
+    }
+
+    /// The coordinates of a rank in the dimensions, such as `tp1 dp0`; empty without dimensions.
+    #[must_use]
+    pub fn coordinates(&self, rank: u32) -> String {
+        let mut stride = 1;
+        let coordinate = |(name, size): &(String, u32)| {
+            let text = format!("{name}{}", rank / stride % size);
+            stride = stride.saturating_mul(*size);
+            text
+        };
+        self.dimensions.iter().map(coordinate).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// The index of the node of a rank. Files of the original tool name none, so each of their ranks
+/// has a clock of its own.
+fn node_of(nodes: &mut Vec<(String, ClockMap)>, head: &TimelineHead, rank: u32) -> usize {
+    let info = head.rank.as_ref();
+    let name = info.map(|info| info.node.clone()).filter(|node| !node.is_empty()).unwrap_or(format!("rank {rank}"));
+    if let Some(index) = nodes.iter().position(|(known, _)| *known == name) {
+        return index;
+    }
+    let reading = head.clock.last().copied().unwrap_or_default();
+    let offset_ns = reading.realtime_ns.wrapping_sub(reading.monotonic_ns) as i64;
+    nodes.push((name, ClockMap { offset_ns, drift: 0.0, pivot_ns: reading.monotonic_ns }));
+    nodes.len() - 1
+}
+
+/// Communicators while the heads are read.
+#[derive(Debug, Default)]
+struct Groups {
+    groups: Vec<Group>,
+    nodes: Vec<usize>,
+    by_id: HashMap<u64, usize>,
+}
+
+impl Groups {
+    fn add(&mut self, communicators: &[Communicator], rank: u32, node: usize) -> HashMap<u64, (usize, i32)> {
+        let mut own = HashMap::new();
+        for communicator in communicators.iter().filter(|communicator| communicator.id != 0) {
+            let id = communicator.id;
+            let index = *self.by_id.entry(id).or_insert_with(|| {
+                self.nodes.push(node);
+                self.groups.push(Group {
+                    id,
+                    size: communicator.size,
+                    members: RankSet::new(),
+                    name: String::new(),
+                    spans_nodes: false,
+                    starts: Starts::default(),
+                });
+                self.groups.len() - 1
+            });
+            let group = &mut self.groups[index];
+            group.members.insert(rank);
+            group.spans_nodes |= self.nodes[index] != node;
+            own.insert(id, (index, communicator.rank));
+        }
+        own
+    }
+}
+
+/// `tp 0-3` if the ranks are one group of a dimension, else the ranks.
+fn group_name(members: &RankSet, dimensions: &[(String, u32)]) -> String {
+    let mut stride = 1_u32;
+    for (name, size) in dimensions {
+        let Some(first) = members.first() else { break };
+        let base = first - first / stride % size * stride;
+        let group: RankSet = (0..*size).map(|index| base.saturating_add(index.saturating_mul(stride))).collect();
+        if *size > 1 && group == *members {
+            return format!("{name} {members}");
+        }
+        stride = stride.saturating_mul(*size);
+    }
+    format!("ranks {members}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(ranks: &[u32]) -> RankSet {
+        ranks.iter().copied().collect()
+    }
+
+    #[test]
+    fn communicators_are_named_after_the_groups_of_the_job() {
+        let dimensions = dimensions("tp2-cp1-dp4").unwrap();
+        assert_eq!(dimensions[2], ("dp".into(), 4));
+        assert_eq!(group_name(&set(&[2, 3]), &dimensions), "tp 2-3");
+        assert_eq!(group_name(&set(&[1, 3, 5, 7]), &dimensions), format!("dp {}", set(&[1, 3, 5, 7])));
+        assert_eq!(group_name(&set(&[0, 3]), &dimensions), format!("ranks {}", set(&[0, 3])));
+        assert!(
+            super::dimensions("4tp").is_err() && super::dimensions("tp0").is_err() && super::dimensions("").is_err()
+        );
+    }
+}

@@ -1,0 +1,307 @@
+//! What an operation means to people: its class, its name and how much it moves or computes; and
+//! how the time of a rank is divided among the classes, as HolisticTraceAnalysis defines it.
+
+use serde::Serialize;
+use xpu_timer_analysis::throughput::{attention_flops, bus_bytes, dtype_name, flops, operation_name, width};
+use xpu_timer_proto::v1::{CopyDirection, DataType, Op, OpKind, Operation};
+
+use crate::job::Group;
+
+/// The class of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    /// A kernel that computes.
+    Compute,
+    /// A collective or a message.
+    Communication,
+    /// A copy or a memset.
+    Memory,
+    /// A function of the host.
+    Host,
+}
+
+impl Class {
+    /// All classes.
+    pub const ALL: [Class; 4] = [Class::Compute, Class::Communication, Class::Memory, Class::Host];
+
+    /// Its name in traces and tables.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Class::Compute => "compute",
+            Class::Communication => "communication",
+            Class::Memory => "memory",
+            Class::Host => "host",
+        }
+    }
+}
+
+/// What all operations of one shape mean.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Meaning {
+    /// Its class.
+    pub class: Class,
+    /// A name that people can read, with type and size.
+    pub name: String,
+    /// Bytes that the caller passed or copies; 0 if unknown.
+    pub bytes: u64,
+    /// Bytes on the bus, as nccl-tests counts them.
+    pub bus_bytes: Option<f64>,
+    /// Floating-point operations.
+    pub flops: Option<f64>,
+}
+
+impl Meaning {
+    /// The meaning of a shape, on this communicator.
+    #[must_use]
+    pub fn of(shape: &Operation, group: Option<&Group>) -> Meaning {
+        let class = match shape.kind() {
+            OpKind::Collective => Class::Communication,
+            OpKind::HostCall => Class::Host,
+            _ if shape.op() == Op::Copy => Class::Memory,
+            _ => Class::Compute,
+        };
+        let is_collective = class == Class::Communication;
+        let bytes = match class {
+            Class::Communication => shape.count.saturating_mul(width(shape.dtype()).unwrap_or(0).into()),
+            Class::Memory => shape.count,
+            Class::Compute | Class::Host => 0,
+        };
+        let size = group.map_or(0, |group| group.size);
+        let flops = shape.matmul.as_ref().map(|matmul| match shape.op() {
+            Op::Attention => attention_flops(matmul),
+            _ => flops(matmul, shape.dtype()),
+        });
+        Meaning {
+            class,
+            name: name(shape, bytes),
+            bytes,
+            bus_bytes: bus_bytes(shape.op(), shape.count, shape.dtype(), size).filter(|_| is_collective && size > 1),
+            flops,
+        }
+    }
+}
+
+fn name(shape: &Operation, bytes: u64) -> String {
+    let or_function = |name: &str| if shape.function.is_empty() { name.to_string() } else { shape.function.clone() };
+    match (shape.kind(), shape.op(), &shape.matmul) {
+        (OpKind::Collective, Op::Send | Op::Recv, _) => {
+            format!("{}{}", if shape.op() == Op::Send { "Send" } else { "Recv" }, size_of(shape, bytes))
+        }
+        (OpKind::Collective, Op::Barrier, _) => "Barrier".into(),
+        (OpKind::Collective, Op::Unspecified, _) => or_function("collective"),
+        (OpKind::Collective, op, _) => format!("{}{}", operation_name(op), size_of(shape, bytes)),
+        (OpKind::HostCall, _, _) => or_function("host call"),
+        (_, Op::Matmul, Some(of)) => {
+            let batch = if of.batch > 1 { format!("{} x ", of.batch) } else { String::new() };
+            format!("matmul {batch}{}x{}x{}{}", of.m, of.n, of.k, dtype_of(shape))
+        }
+        (_, Op::Attention, Some(of)) => {
+            let pass = if of.trans_a == 1 { "attention backward" } else { "attention" };
+            format!("{pass} {} x {}x{}x{}{}", of.batch, of.m, of.n, of.k, dtype_of(shape))
+        }
+        (_, Op::Copy, _) => match shape.direction() {
+            CopyDirection::Fill => format!("memset {}", human(bytes)),
+            direction => format!("memcpy {}{}", direction_name(direction), human(bytes)),
+        },
+        (_, Op::Graph, _) => or_function("graph"),
+        _ => or_function("kernel"),
+    }
+}
+
+fn dtype_of(shape: &Operation) -> String {
+    if shape.dtype() == DataType::Unspecified { String::new() } else { format!(" {}", dtype_name(shape.dtype())) }
+}
+
+fn size_of(shape: &Operation, bytes: u64) -> String {
+    if bytes == 0 { dtype_of(shape) } else { format!("{} {}", dtype_of(shape), human(bytes)) }
+}
+
+fn direction_name(direction: CopyDirection) -> &'static str {
+    match direction {
+        CopyDirection::HostToHost => "HtoH ",
+        CopyDirection::HostToDevice => "HtoD ",
+        CopyDirection::DeviceToHost => "DtoH ",
+        CopyDirection::DeviceToDevice => "DtoD ",
+        CopyDirection::Fill | CopyDirection::Unspecified => "",
+    }
+}
+
+/// A number of bytes with its unit: `64 MiB`, `1.5 KiB`.
+#[must_use]
+pub fn human(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, "B");
+    for next in UNITS {
+        if value < 1024.0 {
+            break;
+        }
+        (value, unit) = (value / 1024.0, next);
+    }
+    let digits = usize::from(value.fract() != 0.0);
+    format!("{value:.digits$} {unit}")
+}
+
+/// A union of intervals.
+#[derive(Debug, Default, Clone)]
+struct Union {
+    intervals: Vec<(u64, u64)>,
+    is_sorted_apart: bool,
+}
+
+impl Union {
+    fn add(&mut self, from: u64, until: u64) {
+        match self.intervals.last_mut() {
+            Some(last) if from >= last.0 && from <= last.1 => last.1 = last.1.max(until),
+            last => {
+                self.is_sorted_apart |= last.is_some_and(|last| from < last.0);
+                self.intervals.push((from, until));
+            }
+        }
+    }
+
+    /// Ascending and disjoint.
+    fn finish(mut self) -> Vec<(u64, u64)> {
+        if !self.is_sorted_apart {
+            return self.intervals;
+        }
+        self.intervals.sort_unstable();
+        let mut merged = Union::default();
+        self.intervals.into_iter().for_each(|(from, until)| merged.add(from, until));
+        merged.intervals
+    }
+}
+
+fn length(intervals: &[(u64, u64)]) -> u64 {
+    intervals.iter().map(|(from, until)| until - from).sum()
+}
+
+/// Length of the intersection of two unions.
+fn shared(a: &[(u64, u64)], b: &[(u64, u64)]) -> u64 {
+    let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
+    let mut shared = 0;
+    while let (Some(x), Some(y)) = (a.peek(), b.peek()) {
+        shared += x.1.min(y.1).saturating_sub(x.0.max(y.0));
+        if x.1 < y.1 { _ = a.next() } else { _ = b.next() }
+    }
+    shared
+}
+
+/// When the device of a rank was busy, by class.
+#[derive(Debug, Default, Clone)]
+pub struct Busy {
+    compute: Union,
+    communication: Union,
+    memory: Union,
+}
+
+impl Busy {
+    /// Adds an operation of the device.
+    pub fn add(&mut self, class: Class, from_ns: u64, until_ns: u64) {
+        match class {
+            Class::Compute => self.compute.add(from_ns, until_ns),
+            Class::Communication => self.communication.add(from_ns, until_ns),
+            Class::Memory => self.memory.add(from_ns, until_ns),
+            Class::Host => {}
+        }
+    }
+
+    /// How the time is divided.
+    #[must_use]
+    pub fn breakdown(self) -> Breakdown {
+        let (compute, communication) = (self.compute.finish(), self.communication.finish());
+        let mut all = Union { is_sorted_apart: true, ..Union::default() };
+        all.intervals = [&compute[..], &communication, &self.memory.finish()].concat();
+        let all = all.finish();
+        let us = |ns: u64| ns as f64 / 1e3;
+        let kernel_ns = match (all.first(), all.last()) {
+            (Some(first), Some(last)) => last.1 - first.0,
+            _ => 0,
+        };
+        let (busy_ns, compute_ns, communication_ns) = (length(&all), length(&compute), length(&communication));
+        let overlap_ns = shared(&compute, &communication);
+        Breakdown {
+            kernel_time_us: us(kernel_ns),
+            idle_time_us: us(kernel_ns - busy_ns),
+            compute_time_us: us(compute_ns),
+            non_compute_time_us: us(busy_ns - compute_ns),
+            communication_time_us: us(communication_ns),
+            overlap_percent: if communication_ns == 0 {
+                0.0
+            } else {
+                100.0 * overlap_ns as f64 / communication_ns as f64
+            },
+        }
+    }
+}
+
+/// How the time of the device of one rank is divided. The first four are those of
+/// HolisticTraceAnalysis's temporal breakdown, and the last is its overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Default)]
+pub struct Breakdown {
+    /// From the first start to the last end.
+    pub kernel_time_us: f64,
+    /// Nothing runs.
+    pub idle_time_us: f64,
+    /// A compute kernel runs.
+    pub compute_time_us: f64,
+    /// Only communication or memory operations run.
+    pub non_compute_time_us: f64,
+    /// Communication runs.
+    pub communication_time_us: f64,
+    /// How much of the communication runs beside computation.
+    pub overlap_percent: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_is_divided_as_hta_divides_it() {
+        let mut busy = Busy::default();
+        busy.add(Class::Compute, 0, 10_000);
+        busy.add(Class::Communication, 5_000, 20_000);
+        busy.add(Class::Memory, 30_000, 31_000);
+        // Another stream, read later.
+        busy.add(Class::Compute, 2_000, 12_000);
+        busy.add(Class::Compute, 38_000, 40_000);
+        busy.add(Class::Compute, 36_000, 37_000);
+        let breakdown = busy.breakdown();
+        assert_eq!(breakdown.kernel_time_us, 40.0);
+        assert_eq!(breakdown.idle_time_us, 40.0 - 20.0 - 1.0 - 3.0);
+        assert_eq!((breakdown.compute_time_us, breakdown.non_compute_time_us), (15.0, 9.0));
+        assert_eq!((breakdown.communication_time_us, breakdown.overlap_percent.round()), (15.0, 47.0));
+        assert_eq!(Busy::default().breakdown(), Breakdown::default());
+    }
+
+    #[test]
+    fn names_show_type_and_size() {
+        use xpu_timer_proto::v1::Matmul;
+        let collective = Operation {
+            kind: OpKind::Collective.into(),
+            op: Op::AllReduce.into(),
+            dtype: DataType::Bfloat16.into(),
+            count: 3 << 19,
+            ..Default::default()
+        };
+        assert_eq!(Meaning::of(&collective, None).name, "AllReduce bf16 3 MiB");
+        let product = Operation {
+            kind: OpKind::Kernel.into(),
+            op: Op::Matmul.into(),
+            dtype: DataType::Float16.into(),
+            matmul: Some(Matmul { batch: 8, m: 4096, n: 1024, k: 512, ..Default::default() }),
+            ..Default::default()
+        };
+        let meaning = Meaning::of(&product, None);
+        assert_eq!((meaning.name.as_str(), meaning.class), ("matmul 8 x 4096x1024x512 fp16", Class::Compute));
+        let copy = Operation {
+            kind: OpKind::Kernel.into(),
+            op: Op::Copy.into(),
+            direction: CopyDirection::HostToDevice.into(),
+            count: 1536,
+            ..Default::default()
+        };
+        assert_eq!(Meaning::of(&copy, None).name, "memcpy HtoD 1.5 KiB");
+    }
+}

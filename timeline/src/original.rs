@@ -1,0 +1,389 @@
+//! Reads the original tool's `.timeline` files as blocks of operations, so that everything else
+//! knows only one format. A file is one protobuf message; this reader holds one entry of it at a
+//! time.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::{self, Read},
+};
+
+use prost::encoding::{WireType, decode_key, decode_varint};
+use xpu_timer_analysis::throughput::width;
+use xpu_timer_proto::{
+    hook::{HostTrace, KernelTrace, kernel_trace::DebugData},
+    lenient,
+    timeline::{BlockBuilder, FORMAT},
+    v1::{
+        ClockReading, Communicator, CopyDirection, DataType, LaunchConfig, Matmul, Op, OpKind, OpStatus, Operation,
+        TimelineBlock, TimelineHead,
+    },
+};
+
+/// Extension of the files.
+pub const EXTENSION: &str = "timeline";
+/// Extension of the files with the names.
+pub const META: &str = "timeline.meta";
+
+/// Fields of `KernelTraces`.
+const TRACES: u32 = 1;
+const HOST_TRACES: u32 = 2;
+const PID: u32 = 3;
+/// A larger entry is not read.
+const MOST_ENTRY_BYTES: u64 = 1 << 20;
+/// More communicators than a process has; a broken file must not take all memory.
+const MOST_COMMUNICATORS: usize = 1 << 16;
+
+/// Kernel names by their code, from the text of a `.timeline.meta` file: lines `code,name`. Lines
+/// without a code name host functions, which the entries name themselves.
+#[must_use]
+pub fn names(text: &str) -> HashMap<u32, String> {
+    let pairs = text.lines().filter_map(|line| line.split_once(','));
+    pairs.filter_map(|(code, name)| Some((code.trim().parse().ok()?, name.trim().to_string()))).collect()
+}
+
+/// Reads a file block by block.
+#[derive(Debug)]
+pub struct Reader<'a, R> {
+    input: R,
+    names: &'a HashMap<u32, String>,
+    builder: BlockBuilder,
+    communicators: BTreeMap<u64, u32>,
+    tickets: u64,
+    pid: i32,
+    from_us: u64,
+    until_us: u64,
+    /// An error behind the operations of the block that is returned first.
+    failure: Option<io::Error>,
+}
+
+impl<'a, R: Read> Reader<'a, R> {
+    /// A reader of the file with these names.
+    pub fn new(input: R, names: &'a HashMap<u32, String>) -> Self {
+        Reader {
+            input,
+            names,
+            builder: BlockBuilder::default(),
+            communicators: BTreeMap::new(),
+            tickets: 0,
+            pid: 0,
+            from_us: u64::MAX,
+            until_us: 0,
+            failure: None,
+        }
+    }
+
+    /// The next block; `None` at the end.
+    ///
+    /// # Errors
+    /// Those of the input, or that it is no `KernelTraces`.
+    pub fn next_block(&mut self) -> io::Result<Option<TimelineBlock>> {
+        if let Some(error) = self.failure.take() {
+            return Err(error);
+        }
+        while !self.builder.is_full() {
+            match self.next_operation() {
+                Ok(Some(operation)) => self.builder.push(&operation),
+                Ok(None) => break,
+                Err(error) if self.builder.is_empty() => return Err(error),
+                Err(error) => {
+                    self.failure = Some(error);
+                    break;
+                }
+            }
+        }
+        Ok((!self.builder.is_empty()).then(|| self.builder.finish()))
+    }
+
+    fn next_operation(&mut self) -> io::Result<Option<Operation>> {
+        while let Some((field, wire)) = key(&mut self.input)? {
+            match (field, wire) {
+                (TRACES, WireType::LengthDelimited) => return self.kernel().map(Some),
+                (HOST_TRACES, WireType::LengthDelimited) => return self.host().map(Some),
+                (PID, WireType::Varint) => self.pid = varint(&mut self.input)? as i32,
+                (_, WireType::Varint) => _ = varint(&mut self.input)?,
+                (_, WireType::LengthDelimited) => _ = entry(&mut self.input)?,
+                _ => return Err(invalid("this is no timeline of DLRover's xpu_timer")),
+            }
+        }
+        Ok(None)
+    }
+
+    /// What a head of ours says, as far as the part that was read shows it. The clock of all times
+    /// is the realtime clock.
+    #[must_use]
+    pub fn head(&self) -> TimelineHead {
+        let communicator = |(id, size): (&u64, &u32)| Communicator { id: *id, size: *size, rank: -1, ..<_>::default() };
+        let from_ns = if self.from_us == u64::MAX { 0 } else { self.from_us.saturating_mul(1000) };
+        let until_ns = self.until_us.saturating_mul(1000);
+        let mut head = TimelineHead {
+            format: FORMAT,
+            writer: "DLRover xpu_timer".into(),
+            clock: vec![ClockReading { monotonic_ns: from_ns, realtime_ns: from_ns }],
+            from_ns,
+            until_ns,
+            communicators: self.communicators.iter().map(communicator).collect(),
+            ..<_>::default()
+        };
+        head.rank.get_or_insert_default().pid = self.pid;
+        head
+    }
+
+    /// An operation with the times of an entry.
+    fn timed(&mut self, start_us: u64, dur_us: u32) -> Operation {
+        let until_us = start_us.saturating_add(dur_us.into());
+        self.from_us = self.from_us.min(start_us);
+        self.until_us = self.until_us.max(until_us);
+        self.tickets += 1;
+        Operation {
+            ticket: self.tickets - 1,
+            started_ns: start_us.saturating_mul(1000),
+            completed_ns: until_us.saturating_mul(1000),
+            device_ns: u64::from(dur_us) * 1000,
+            status: OpStatus::Completed.into(),
+            peer: -1,
+            ..<_>::default()
+        }
+    }
+
+    fn kernel(&mut self) -> io::Result<Operation> {
+        let trace: KernelTrace =
+            lenient::decode(&entry(&mut self.input)?).map_err(|error| invalid(&error.to_string()))?;
+        let mut operation = self.timed(trace.start_us, trace.dur_us);
+        operation.entered_ns = trace.start_us.saturating_sub(trace.delay_us.into()).saturating_mul(1000);
+        operation.function = self.names.get(&trace.trace_code).cloned().unwrap_or_default();
+        operation.seq = trace.trace_id;
+        // There are no streams; these are the original's tracks.
+        operation.stream = u64::from(trace.kernel_type);
+        operation.kind = OpKind::Kernel.into();
+        operation.op = match trace.kernel_type {
+            0 => Op::Matmul,
+            2 => Op::Copy,
+            _ => Op::Kernel,
+        }
+        .into();
+        match trace.debug_data {
+            Some(DebugData::NcclDebug(data)) => {
+                operation.kind = OpKind::Collective.into();
+                operation.op = match data.send_recv_type {
+                    1 => Op::Send,
+                    2 => Op::Recv,
+                    _ => collective_of(&operation.function),
+                }
+                .into();
+                operation.communicator = data.comm_hash;
+                operation.seq = data.seq;
+                let dtype = dtype_of(&data.dtype);
+                operation.dtype = dtype.into();
+                operation.count = data.input_size_in_bytes / u64::from(width(dtype).unwrap_or(1));
+                operation.launch = launch(&data.grids, &data.blocks);
+                if data.comm_hash != 0 && self.communicators.len() < MOST_COMMUNICATORS {
+                    self.communicators.insert(data.comm_hash, data.ranks);
+                }
+            }
+            Some(DebugData::MmDebug(data)) => {
+                operation.matmul = matmul(&data.shapes, &data.trans);
+                operation.dtype = dtype_of(&data.dtype).into();
+            }
+            Some(DebugData::FaDebug(data)) => {
+                operation.op = Op::Attention.into();
+                if let [batch, m, n, k] = data.shapes[..] {
+                    operation.matmul = Some(Matmul { batch, m, n, k, ..<_>::default() });
+                }
+            }
+            Some(DebugData::MemoryDebug(data)) => {
+                operation.count = data.size;
+                operation.direction = direction(&data.direction).into();
+            }
+            Some(DebugData::GroupedMmDebug(data)) => operation.dtype = dtype_of(&data.dtype).into(),
+            None => {}
+        }
+        Ok(operation)
+    }
+
+    fn host(&mut self) -> io::Result<Operation> {
+        let trace: HostTrace =
+            lenient::decode(&entry(&mut self.input)?).map_err(|error| invalid(&error.to_string()))?;
+        let timed = self.timed(trace.start_us, trace.dur_us);
+        Ok(Operation {
+            kind: OpKind::HostCall.into(),
+            entered_ns: timed.started_ns,
+            returned_ns: timed.completed_ns,
+            started_ns: 0,
+            seq: trace.count.into(),
+            function: trace.name,
+            ..timed
+        })
+    }
+}
+
+/// The collective in a name such as `xpu_timer_AllReduce_RING_LL_Sum_f16_size_BYTES`.
+fn collective_of(name: &str) -> Op {
+    const NAMES: [(&str, Op); 7] = [
+        ("AllReduce", Op::AllReduce),
+        ("ReduceScatter", Op::ReduceScatter),
+        ("AllGather", Op::AllGather),
+        ("Broadcast", Op::Broadcast),
+        ("Reduce", Op::Reduce),
+        ("AllToAll", Op::AllToAll),
+        ("Send", Op::Send),
+    ];
+    let is_named = |word: &str| NAMES.iter().find(|(name, _)| *name == word).map(|(_, op)| *op);
+    name.split('_').find_map(is_named).unwrap_or(Op::Unspecified)
+}
+
+/// The original tool's names of types, and those of its kernels.
+fn dtype_of(name: &str) -> DataType {
+    match name {
+        "fp16" | "f16" | "half" => DataType::Float16,
+        "bf16" => DataType::Bfloat16,
+        "fp32" | "f32" | "float" | "tf32" => DataType::Float32,
+        "fp64" | "f64" | "double" => DataType::Float64,
+        "int8" | "i8" => DataType::Int8,
+        "uint8" | "u8" => DataType::Uint8,
+        "int32" | "i32" => DataType::Int32,
+        "uint32" | "u32" => DataType::Uint32,
+        "int64" | "i64" => DataType::Int64,
+        "uint64" | "u64" => DataType::Uint64,
+        _ => DataType::Unspecified,
+    }
+}
+
+fn direction(name: &str) -> CopyDirection {
+    match name {
+        "H2D" => CopyDirection::HostToDevice,
+        "D2H" => CopyDirection::DeviceToHost,
+        "D2D" => CopyDirection::DeviceToDevice,
+        "H2H" => CopyDirection::HostToHost,
+        _ => CopyDirection::Unspecified,
+    }
+}
+
+fn matmul(shapes: &[u32], trans: &str) -> Option<Matmul> {
+    let [batch, m, n, k] = shapes[..] else { return None };
+    let transposed = |index| u32::from(trans.as_bytes().get(index) == Some(&b'T'));
+    Some(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1) })
+}
+
+fn launch(grid: &[u32], block: &[u32]) -> Option<LaunchConfig> {
+    let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid, block) else { return None };
+    let (grid_x, grid_y, grid_z) = (*grid_x, *grid_y, *grid_z);
+    Some(LaunchConfig { grid_x, grid_y, grid_z, block_x: *block_x, block_y: *block_y, block_z: *block_z })
+}
+
+/// Field number and wire type; `None` at the end of the input.
+fn key(input: &mut impl Read) -> io::Result<Option<(u32, WireType)>> {
+    let mut first = [0];
+    if input.read(&mut first)? == 0 {
+        return Ok(None);
+    }
+    let bytes = varint_bytes(first[0], input)?;
+    decode_key(&mut &bytes[..]).map(Some).map_err(|error| invalid(&error.to_string()))
+}
+
+fn varint(input: &mut impl Read) -> io::Result<u64> {
+    let mut first = [0];
+    input.read_exact(&mut first)?;
+    let bytes = varint_bytes(first[0], input)?;
+    decode_varint(&mut &bytes[..]).map_err(|error| invalid(&error.to_string()))
+}
+
+fn varint_bytes(first: u8, input: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![first];
+    while bytes.last().is_some_and(|byte| byte & 0x80 != 0) && bytes.len() < 10 {
+        let mut byte = [0];
+        input.read_exact(&mut byte)?;
+        bytes.push(byte[0]);
+    }
+    Ok(bytes)
+}
+
+fn entry(input: &mut impl Read) -> io::Result<Vec<u8>> {
+    let length = varint(input)?;
+    if length > MOST_ENTRY_BYTES {
+        return Err(invalid("an entry of the timeline is larger than 1 MiB"));
+    }
+    let mut bytes = Vec::new();
+    input.take(length).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 != length {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the timeline ends within an entry"));
+    }
+    Ok(bytes)
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+    use xpu_timer_proto::{
+        hook::{KernelTraces, MatmulDebugData, NcclDebugData},
+        timeline,
+    };
+
+    use super::*;
+
+    fn file() -> Vec<u8> {
+        let product = MatmulDebugData { shapes: vec![1, 4096, 1024, 512], dtype: "bf16".into(), ..<_>::default() };
+        let reduction = NcclDebugData {
+            comm_hash: 77,
+            ranks: 8,
+            seq: 5,
+            dtype: "fp16".into(),
+            input_size_in_bytes: 4096,
+            ..<_>::default()
+        };
+        let traces = vec![
+            KernelTrace {
+                trace_code: 3,
+                start_us: 1_000_000,
+                dur_us: 50,
+                delay_us: 20,
+                debug_data: Some(DebugData::MmDebug(product)),
+                ..<_>::default()
+            },
+            KernelTrace {
+                kernel_type: 1,
+                trace_code: 4,
+                start_us: 1_000_100,
+                dur_us: 70,
+                debug_data: Some(DebugData::NcclDebug(reduction)),
+                ..<_>::default()
+            },
+        ];
+        let host = HostTrace { start_us: 900_000, dur_us: 9, name: "GC".into(), count: 2, debug_data: None };
+        KernelTraces { traces, host_traces: vec![host], pid: 11, rank: 3 }.encode_to_vec()
+    }
+
+    #[test]
+    fn a_file_of_the_original_tool_becomes_operations() {
+        let names = names(
+            "3,xpu_timer_mm_bmnk_1_4096_1024_512_\n4,xpu_timer_AllReduce_RING_LL_Sum_f16_size_4096\n\
+             xpu_timer_host_trace,GC\n",
+        );
+        let bytes = file();
+        let mut reader = Reader::new(&bytes[..], &names);
+        let block = reader.next_block().unwrap().unwrap();
+        let operations: Vec<Operation> = timeline::operations(&block).unwrap().collect();
+        assert_eq!(operations.len(), 3);
+        assert_eq!((operations[0].op(), operations[0].entered_ns), (Op::Matmul, 999_980_000));
+        assert_eq!((operations[0].started_ns, operations[0].completed_ns), (1_000_000_000, 1_000_050_000));
+        assert_eq!(operations[0].matmul.map(|shape| shape.m), Some(4096));
+        assert_eq!((operations[1].op(), operations[1].count, operations[1].seq), (Op::AllReduce, 2048, 5));
+        assert_eq!((operations[2].kind(), operations[2].returned_ns), (OpKind::HostCall, 900_009_000));
+        assert!(reader.next_block().unwrap().is_none());
+        let head = reader.head();
+        assert_eq!((head.rank.unwrap().pid, head.communicators[0].size), (11, 8));
+        assert_eq!((head.from_ns, head.until_ns), (900_000_000, 1_000_170_000));
+    }
+
+    #[test]
+    fn a_cut_file_is_an_error() {
+        let (names, bytes) = (HashMap::new(), file());
+        let mut reader = Reader::new(&bytes[..bytes.len() - 12], &names);
+        assert_eq!(reader.next_block().unwrap().unwrap().operations, 2);
+        assert_eq!(reader.next_block().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(Reader::new(&b"hello"[..], &names).next_block().is_err());
+    }
+}
