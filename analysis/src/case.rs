@@ -13,7 +13,7 @@ use crate::{
     graph::{self, Event, Graph, ProcessWait, Suspect},
     kernels,
     matching::{self, Comm, KernelGroup},
-    stacks::{self, StuckHelper},
+    stacks::{self, ProcessState, StuckHelper},
     verdict::{Activity, Confidence, Location},
     world::{RankView, World, is_collective, is_init},
 };
@@ -296,6 +296,10 @@ impl<'a> Case<'a> {
         let helper = self.stuck_child(rank_index);
         let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         match (wait, helper) {
+            // A lock that stays locked may have been that of a worker that died.
+            (Some(wait), Some(child)) if child.is_dead() && matches!(wait.state, ProcessState::WaitsForLock) => {
+                Behind::Child(child)
+            }
             (Some(wait), _)
                 if wait.is_certain && wait.mutual.is_none() || wait.state.is_stuck() || !is_helper_stuck =>
             {

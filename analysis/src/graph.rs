@@ -43,6 +43,8 @@ pub(crate) struct Graph {
     at_rest: Vec<usize>,
     /// Ranks that wait for a process of which too little is known, ascending.
     on_unknown: Vec<usize>,
+    /// Ranks that wait for a lock that only their own threads could release, ascending.
+    locked_in: Vec<usize>,
     /// Ranks for which others wait, and that are only assumed to wait themselves, because they have
     /// no stack.
     pub assumed: Vec<usize>,
@@ -73,6 +75,12 @@ impl Graph {
         self.on_unknown.binary_search(&rank_index).is_ok()
     }
 
+    /// Whether a rank waits without a timeout for a lock of its own threads, and all of these wait
+    /// for each other too.
+    pub fn is_locked_in(&self, rank_index: usize) -> bool {
+        self.locked_in.binary_search(&rank_index).is_ok()
+    }
+
     /// The ranks inside an event, as indices.
     pub fn waiters_of(&self, event: Event) -> &[usize] {
         self.events.binary_search(&event).map_or(&[], |index| &self.waiters[index])
@@ -100,6 +108,7 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
         to_come: processes::to_come(world),
         at_rest: waits.at_rest,
         on_unknown: waits.on_unknown,
+        locked_in: waits.locked_in,
         assumed,
     }
 }

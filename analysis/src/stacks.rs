@@ -15,7 +15,7 @@ mod services;
 mod training;
 
 pub(crate) use classify::{
-    is_busy_in_nccl, is_file_lock, is_in_gil_wait, is_message_wait, is_mutex, is_network, is_shared_lock,
+    is_busy_in_nccl, is_file_lock, is_in_gil_wait, is_message_wait, is_mutex, is_network, is_send, is_shared_lock,
     is_signal_wait, is_sleep, is_store_connect,
 };
 pub(crate) use helpers::{

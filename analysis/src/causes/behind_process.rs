@@ -9,7 +9,7 @@ use crate::{
     finding::{Fact, Finding},
     graph::{Event, Suspect},
     stacks::ProcessState,
-    verdict::{Cause, Confidence},
+    verdict::{Activity, Cause, Confidence},
 };
 
 /// `process_dead`: ranks wait for a process that is no rank, directly or through others, and it has
@@ -96,7 +96,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let other_is_stuck = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
     let is_mutual = wait.mutual.is_some() && !other_is_stuck();
     let waits_for_end = case.awaited(rank_index).is_some_and(|awaited| awaited.kind() == AwaitedKind::Child);
-    let says_more = if waits_for_end { state.is_stuck() } else { hard };
+    // In a silent job, no rule says more about a rank that only reads.
+    let is_silent = case.graph.events.is_empty()
+        && !case.does(rank_index, Activity::DataLoader)
+        && !case.does(rank_index, Activity::Lock);
+    let says_more = if waits_for_end || is_silent { state.is_stuck() } else { hard };
     let is_explained_by_rank = wait.is_own && !is_mutual && (!says_more || matches!(state, ProcessState::Ended));
     if cause(&state) != wanted || is_explained_by_rank {
         return None;

@@ -268,7 +268,7 @@ impl Chains<'_, '_> {
             None => {
                 let waits_for_lock = matches!(self.state(current), ProcessState::WaitsForLock)
                     || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock);
-                chain.is_closed = waits_for_lock && self.is_closed(current, &inside);
+                chain.is_closed = waits_for_lock && self.is_closed(current, &inside) || host.stands_in_storage();
                 End::Process(chain)
             }
         }
@@ -313,11 +313,23 @@ impl Chains<'_, '_> {
         self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
     }
 
-    /// Whether the main thread of a process waits for a message of another one.
+    /// Whether a rank waits without a timeout for a lock of its own threads, and none of these waits
+    /// for anything else.
+    pub fn is_locked_in(&self, rank_index: usize) -> bool {
+        let member = Member::Rank(rank_index);
+        let host = self.host(member);
+        let is_own = host.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
+        let waits = matches!(self.state(member), ProcessState::WaitsForLock) && host.same_in_both;
+        waits && is_own && host.thread_waits.is_empty() && self.is_closed(member, &HashSet::new())
+    }
+
+    /// Whether the main thread of a process waits for a message of another one. One that sends has
+    /// something to do.
     fn waits_for_message(&self, member: Member) -> bool {
         use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
-        let awaited = self.host(member).awaited.as_ref();
-        awaited.is_some_and(|awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue))
+        let host = self.host(member);
+        let is_message = |awaited: &Awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue);
+        host.awaited.as_ref().is_some_and(is_message) && !host.location.native.as_deref().is_some_and(stacks::is_send)
     }
 
     /// Whether the main thread of a process waits for the end of a child.

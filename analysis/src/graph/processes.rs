@@ -66,6 +66,8 @@ pub(super) struct Waits {
     pub at_rest: Vec<usize>,
     /// Ranks that wait for a process of which too little is known.
     pub on_unknown: Vec<usize>,
+    /// Ranks that wait for a lock that only their own threads could release.
+    pub locked_in: Vec<usize>,
 }
 
 /// Finds what ranks wait for.
@@ -82,6 +84,7 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
             }
             End::AtRest => waits.at_rest.push(waiter),
             End::Unknown => waits.on_unknown.push(waiter),
+            End::Start if chains.is_locked_in(waiter) => waits.locked_in.push(waiter),
             End::Start if chains.has_unknown_peer(waiter) => waits.on_unknown.push(waiter),
             End::Start | End::Back => {}
         }

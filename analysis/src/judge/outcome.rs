@@ -8,8 +8,8 @@ use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
 use crate::{
     case::Case,
     finding::{Conclusion, Finding, HealthyReason, KnownFacts},
-    graph::Suspect,
-    stacks::{Host, Movement},
+    graph::{ProcessWait, Suspect},
+    stacks::{Host, Movement, StuckHelper},
     verdict::{Activity, Cause, Confidence, HangEvidence},
     world::{RankView, is_collective},
 };
@@ -163,6 +163,7 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
     // Within one rank the chain leads to a thread, a worker process or the kernel.
     let inside = cause == Cause::GilDeadlock
         || outcome.conclusion.is_cycle()
+        || culprits.iter().any(|rank_index| stands_inside(case, *rank_index, cause))
         || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && strength == Confidence::High;
     let processes = outcome.conclusion.culprit_processes();
     let is_known = !culprits.is_empty() || !processes.is_empty();
@@ -170,6 +171,20 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
         && culprits.iter().all(|rank_index| stands_still(case, *rank_index))
         && processes.iter().all(|process| is_still(&case.world.processes[*process].host));
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
+}
+
+/// A silent rank waits for a process of its own that can never answer, for a lock that only its own
+/// threads could release and none of them will, or for its device, which has had nothing new to do
+/// for the idle timeout.
+fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
+    let by_process = |wait: &ProcessWait| wait.is_own && wait.proves_hang();
+    let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
+    match cause {
+        Cause::HostLock if case.graph.is_locked_in(rank_index) => true,
+        Cause::HostLock if case.stuck_helper(rank_index).is_some_and(writes) => true,
+        Cause::KernelHang => case.does(rank_index, Activity::DeviceWait) && case.view(rank_index).has_device(),
+        _ => case.graph.process_wait(rank_index).is_some_and(by_process),
+    }
 }
 
 /// Whether the work of the threads and child processes for which a rank waits is progress: bytes

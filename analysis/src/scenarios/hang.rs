@@ -1,13 +1,16 @@
 //! The evidence that a job hangs, and idle jobs: notebooks, parameter servers, programs that sleep
 //! until they are needed. `XPU_TIMER_HANG_KILL` ends ranks only on such evidence.
 
-use super::expect;
+use super::{
+    expect,
+    processes::{awaits, chained, culprits, reader_thread},
+};
 use crate::{
     Cause, Confidence, HangEvidence,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind},
+    server::{Awaited, AwaitedKind, Holder},
     v1::{Op, OpKind, Operation, TriggerKind},
 };
 
@@ -312,4 +315,142 @@ fn a_minority_at_another_place_is_named_in_a_job_that_stands_still() {
     let verdict = quiet(|rank| at(if rank == 2 { "/job/load.py:7" } else { "/job/train.py:50" })).judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Low);
     assert!(verdict.sentence.contains("while ranks 0-1, 3 are at train.py:50"), "{}", verdict.sentence);
+}
+
+/// A silent job of one rank, which reads from a pipe of process 1050.
+fn reads_of(process: Stack, is_own: bool) -> Job {
+    let mut job = Job::with_world(1, 30);
+    job.trigger(TriggerKind::Idle);
+    awaits(&mut job, 0, "read", AwaitedKind::Pipe, &[1050]);
+    let thread = &mut job.rank(0).dump.as_mut().expect("a dump").stacktrace[0];
+    thread.timed = Some(false);
+    thread.awaited.as_mut().expect("a pipe").holders[0].child = is_own;
+    job.process(50, "engine", process).stacktrace[0].timed = Some(false);
+    job
+}
+
+fn named(job: &Job) -> (Cause, HangEvidence, Vec<i32>) {
+    let verdict = job.judge();
+    (verdict.cause, verdict.hang, culprits(&verdict).into_iter().map(|(_, pid)| pid).collect())
+}
+
+#[test]
+fn a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_answer() {
+    for is_own in [true, false] {
+        let stopped = reads_of(Stack::sleep().state("T (stopped)", ""), is_own);
+        assert_eq!(named(&stopped), (Cause::ProcessStopped, HangEvidence::WaitChain, vec![1050]));
+        let locked = reads_of(Stack::lock(), is_own);
+        assert_eq!(named(&locked), (Cause::HostLock, HangEvidence::WaitChain, vec![1050]));
+        assert_eq!(hang(&reads_of(Stack::sleep(), is_own)), HangEvidence::None);
+        let frames = ["__futex_abstimed_wait_common64", "PyThread_acquire_lock_timed", "wait_for_thread_shutdown"];
+        let ends = reads_of(Stack::new(&[("_shutdown", "/usr/lib/python3.11/threading.py:1590")], &frames), is_own);
+        assert_eq!(named(&ends), (Cause::HostLock, HangEvidence::WaitChain, vec![1050]));
+    }
+}
+
+#[test]
+fn two_processes_that_both_send_are_not_at_rest() {
+    for (native, hang) in [("recv", HangEvidence::None), ("write", HangEvidence::WaitChain)] {
+        let mut job = reads_of(Stack::new(&[("talk", "/job/engine.py:5")], &[native]), false);
+        awaits(&mut job, 0, native, AwaitedKind::Socket, &[1050]);
+        job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
+        chained(&mut job, 0, AwaitedKind::Socket, "", &[1000]);
+        let (_, found, culprits) = named(&job);
+        assert_eq!((found, culprits.len()), (hang, if hang == HangEvidence::None { 0 } else { 2 }));
+    }
+}
+
+#[test]
+fn a_process_that_stands_in_storage_is_not_at_rest() {
+    let stands = |native: &'static str, syscall: i64, kind: AwaitedKind, name: &str| {
+        let stack = Stack::new(&[("load", "/job/engine.py:5")], &[native]).with(|stack| stack.syscall = Some(syscall));
+        let mut job = reads_of(stack, false);
+        chained(&mut job, 0, kind, name, &[]);
+        named(&job)
+    };
+    let hangs = (Cause::StorageIo, HangEvidence::WaitChain, vec![1050]);
+    assert_eq!(stands("read", 0, AwaitedKind::File, "/mnt/adapter"), hangs);
+    assert_eq!(stands("write", 1, AwaitedKind::Pipe, "/mnt/adapter"), hangs);
+    // It waits for a person, or for somebody who opens the FIFO.
+    assert_eq!(stands("read", 0, AwaitedKind::File, "/dev/pts/0").1, HangEvidence::None);
+    assert_eq!(stands("read", 0, AwaitedKind::File, "/dev/stdin").1, HangEvidence::None);
+    assert_eq!(stands("openat64", 257, AwaitedKind::File, "/run/commands").1, HangEvidence::None);
+    // A thread of a server stands there, and the main thread waits for the end of the server.
+    let mut served = reads_of(Stack::lock(), false);
+    reader_thread(&mut served, 0, AwaitedKind::Pipe, "/mnt/index", &[1050]);
+    served.evidence.processes[0].dump.as_mut().expect("a dump").stacktrace[0].timed = Some(true);
+    assert_eq!(named(&served), hangs);
+    reader_thread(&mut served, 0, AwaitedKind::Socket, "anybody who connects to 127.0.0.1:80", &[]);
+    assert_eq!(named(&served), hangs);
+}
+
+#[test]
+fn a_silent_rank_hangs_if_only_its_own_threads_could_wake_it() {
+    let locked = |change: &dyn Fn(&mut Job)| {
+        let mut job = Job::with_world(1, 30);
+        job.trigger(TriggerKind::Idle);
+        job.set_stack(0, Stack::lock());
+        job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
+        change(&mut job);
+        job.judge().hang
+    };
+    let beside = |native: &'static str, syscall: i64, awaited: Option<Awaited>| {
+        move |job: &mut Job| {
+            let mut thread = native_thread(1001, &[native], "S (sleeping)", "", Some(syscall), 5);
+            (thread.awaited, thread.timed) = (awaited.clone(), Some(false));
+            let python = python_thread(1001, "beside", &[("work", "/job/train.py:9".to_owned())]);
+            job.thread(0, thread, Some(python));
+        }
+    };
+    assert_eq!(locked(&|_| ()), HangEvidence::WaitChain);
+    assert_eq!(locked(&beside("pthread_cond_wait", 202, None)), HangEvidence::WaitChain);
+    let client = Awaited { kind: AwaitedKind::Socket.into(), name: "10.0.0.9:80".into(), ..Default::default() };
+    assert_eq!(locked(&beside("recv", 45, Some(client.clone()))), HangEvidence::None);
+    let is_timed = |job: &mut Job| job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(true);
+    assert_eq!(locked(&is_timed), HangEvidence::None);
+    // A thread hands over bytes that nobody takes. One that reads may wait for a command.
+    let with_heart = |native: &'static str, syscall: i64| {
+        locked(&|job: &mut Job| {
+            beside(native, syscall, None)(job);
+            is_timed(job);
+        })
+    };
+    assert_eq!(with_heart("write", 1), HangEvidence::WaitChain);
+    assert_eq!(with_heart("read", 0), HangEvidence::None);
+}
+
+#[test]
+fn a_rank_alone_that_has_waited_for_its_device_for_the_idle_timeout_hangs() {
+    let mut job = Job::with_world(1, 30);
+    job.trigger(TriggerKind::Idle);
+    job.set_stack(0, Stack::device_wait().busy(0).state("S (sleeping)", "").with(|stack| stack.switches = 0));
+    job.last_kernel(0, "mlp");
+    job.flight(0).last_launch_ns = SECOND;
+    assert_eq!(named(&job), (Cause::KernelHang, HangEvidence::WaitChain, vec![1000]));
+}
+
+#[test]
+fn a_worker_that_died_with_a_lock_or_is_locked_in_holds_up_its_rank() {
+    // One worker waits for the lock of the other one.
+    let receives = Stack::new(&[("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:103")], &["read"]);
+    let mut job = waits_for(receives.with(|stack| stack.syscall = Some(0)));
+    let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+    let holders = vec![Holder { pid: 1050, name: "python3".into(), child: true }];
+    thread.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
+    job.process(50, "worker", Stack::lock());
+    assert_eq!(named(&job).2, [1050]);
+    job.child(2, "worker", "Z (zombie)");
+    assert_eq!((job.judge().cause, named(&job).2), (Cause::DataLoader, vec![4242]));
+    // A rank polls for the answer of its child, which waits for itself.
+    let mut job = waits_for(Stack::sleep().with(|stack| stack.switches = 400));
+    job.child(2, "featurizer", "S (sleeping)");
+    assert_eq!(named(&job).2, [1002]);
+    let mut of_child = Job::new(1);
+    of_child.set_stack(0, Stack::lock());
+    let dump = of_child.rank(0).dump.take().expect("a dump");
+    for sample in &mut job.rank(2).dump.as_mut().expect("a dump").children[0].samples {
+        (sample.stacktrace, sample.py_stacktrace) = (dump.stacktrace.clone(), dump.py_stacktrace.clone());
+        sample.stacktrace[0].timed = Some(false);
+    }
+    assert_eq!(named(&job).2, [4242]);
 }

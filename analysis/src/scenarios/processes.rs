@@ -239,7 +239,7 @@ fn outside(ranks: &[u32]) -> Job {
 }
 
 /// The rank is in this call, which waits for a resource of these processes.
-fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
+pub(super) fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
     job.set_stack(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
     let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false, ..Holder::default() };
     let thread = &mut job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0];
@@ -317,13 +317,13 @@ fn behind_engine(engine: Stack) -> Job {
 }
 
 /// The process waits for another one.
-fn chained(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
+pub(super) fn chained(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
     let dump = job.evidence.processes[index].dump.as_mut().expect("a dump");
     let holders = holders.iter().map(|pid| Holder { pid: *pid, ..Default::default() }).collect();
     dump.stacktrace[0].awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders, ..Default::default() });
 }
 
-fn culprits(verdict: &Verdict) -> Vec<(Option<u32>, i32)> {
+pub(super) fn culprits(verdict: &Verdict) -> Vec<(Option<u32>, i32)> {
     verdict.culprit_processes.iter().map(|process| (process.rank, process.pid)).collect()
 }
 
@@ -433,7 +433,7 @@ fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
 }
 
 /// The main thread of a process waits for another thread of the process, which waits for others.
-fn reader_thread(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
+pub(super) fn reader_thread(job: &mut Job, index: usize, kind: AwaitedKind, name: &str, holders: &[i32]) {
     let dump = job.evidence.processes[index].dump.as_mut().expect("a dump");
     let mut reader = dump.stacktrace[0].clone();
     let holders = holders.iter().map(|pid| Holder { pid: *pid, ..Default::default() }).collect();

@@ -405,6 +405,16 @@ pub(crate) fn is_message_wait(function: &str) -> bool {
     patterns::MESSAGE_NATIVE.contains(&strip_variant(function))
 }
 
+/// Whether a function of the C library hands bytes to another process.
+pub(crate) fn is_send(function: &str) -> bool {
+    patterns::SEND_NATIVE.contains(&strip_variant(function))
+}
+
+/// Whether a function waits for the end of a thread.
+pub(crate) fn is_join(function: &str) -> bool {
+    patterns::JOIN_NATIVE.iter().any(|join| strip_variant(function).starts_with(join))
+}
+
 /// Whether a function of the C library waits for a signal.
 pub(crate) fn is_signal_wait(function: &str) -> bool {
     patterns::SIGNAL_NATIVE.contains(&strip_variant(function))

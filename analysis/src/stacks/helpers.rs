@@ -3,10 +3,12 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{
+    AwaitedKind, ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+};
 
 use super::{
-    classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
+    classify::{classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
     host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
     location::{most_specific_frame, own_native_place, program},
     names::{base_name, file, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
@@ -47,6 +49,12 @@ impl StuckHelper {
     /// Whether its process is dead.
     pub fn is_dead(&self) -> bool {
         self.state == DEAD
+    }
+
+    /// Whether it hands over bytes that nobody takes.
+    pub fn is_in_write(&self) -> bool {
+        let function = self.state.strip_prefix(INSIDE).and_then(|words| words.split_whitespace().next());
+        function.is_some_and(is_send)
     }
 
     /// Whether it cannot continue by itself: dead, stopped, or inside I/O. A helper in other code
@@ -240,7 +248,8 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     let last = of_process(last);
     let (_, state) = stuck_thread(first, last, 0)
         .or_else(|| waiting_thread(first, last))
-        .or_else(|| standing_thread(first, last))?;
+        .or_else(|| standing_thread(first, last))
+        .or_else(|| locked_thread(first, last))?;
     Some(StuckHelper::child(child, state))
 }
 
@@ -256,6 +265,24 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
         let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
         same.then(|| (thread.thread_name.clone(), format!("is at {}", frame_label(&frame))))
     })
+}
+
+/// The first thread of a worker whose threads all wait without a timeout for locks of their own
+/// process: none of them will release one.
+fn locked_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
+    let before = |tid: u32| first.and_then(|first| first.native.iter().find(|thread| thread.pid == tid));
+    let is_locked = |thread: &PstackStacktrace| {
+        let is_own = thread.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
+        let is_same = before(thread.pid).is_some_and(|before| before.context_switches == thread.context_switches);
+        is_own && is_same && thread.timed == Some(false) && classify(Some(thread), None).activity == Activity::Lock
+    };
+    if !last.native.iter().all(is_locked) {
+        return None;
+    }
+    let python =
+        last.python.iter().find(|python| python.os_thread_id == last.native.first().map_or(0, |main| main.pid))?;
+    let place = own_frame(&python.frames).map(frame_label)?;
+    Some((python.thread_name.clone(), format!("waits for a lock at {place}")))
 }
 
 /// A thread of a worker that waits for another machine in the user's own code. Batches and tasks

@@ -5,7 +5,7 @@ use xpu_timer_proto::server::{
 };
 
 use super::{
-    names::{file, is_library, own_frame},
+    names::{file, is_library, own_frame, strip_variant},
     patterns,
     sample::ThreadStacks,
 };
@@ -136,10 +136,34 @@ impl Host {
         self.gone() || self.stopped() || self.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
     }
 
+    /// A thread of the program moves bytes of a file or a FIFO that no other process has open.
+    pub fn has_thread_in_storage(&self) -> bool {
+        self.thread_waits.iter().any(|wait| wait.own && is_storage(&wait.awaited, self.pid))
+    }
+
+    /// The main thread, or a thread for which it may wait, moves bytes of a file or a FIFO that no
+    /// other process has open, and did not run between the samples.
+    pub fn stands_in_storage(&self) -> bool {
+        let moves = self.observed.activity == Activity::Io && self.same_in_both;
+        // Who opens a FIFO may wait for a person.
+        let opens = self.location.native.as_deref().is_some_and(|native| strip_variant(native).starts_with("open"));
+        let in_file = |awaited: &Awaited| moves && !opens && is_storage(awaited, self.pid);
+        let stands = self.moved.is_some_and(|moved| !moved.is_progress());
+        stands && (self.awaited.as_ref().is_some_and(in_file) || self.has_thread_in_storage())
+    }
+
     /// Nothing proves that it makes progress.
     pub fn frozen(&self) -> bool {
         !self.moved.is_some_and(Movement::is_progress)
     }
+}
+
+/// Whether a process moves bytes of a file, or of a FIFO that no other process has open. A terminal
+/// is no storage.
+fn is_storage(awaited: &Awaited, pid: i32) -> bool {
+    let is_path = awaited.name.starts_with('/') && !awaited.name.starts_with("/dev/");
+    let is_alone = awaited.holders.iter().all(|holder| holder.pid == pid);
+    is_path && is_alone && matches!(awaited.kind(), AwaitedKind::File | AwaitedKind::Pipe)
 }
 
 /// What moved between the two samples. `None` without two samples of the main thread.

@@ -391,6 +391,11 @@ pub(super) const MESSAGE_NATIVE: &[&str] = &[
     "semtimedop",
 ];
 
+/// Functions of the C library that hand bytes to another process, and wait until it takes them.
+pub(super) const SEND_NATIVE: &[&str] = &[
+    "write", "writev", "pwrite", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile", "splice",
+];
+
 /// Functions of the C library that wait for the end of a child process, and their system calls of
 /// x86-64.
 pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];

@@ -3,6 +3,7 @@
 use xpu_timer_proto::server::AwaitedKind;
 
 use super::{
+    classify::is_join,
     helpers::GilHolder,
     host::{Host, Movement},
 };
@@ -48,7 +49,10 @@ impl ProcessState {
         let progresses = |moved: Movement| moved.io || moved.own_frame || moved.helper_progressed;
         match host.observed.activity {
             _ if host.moved.is_some_and(progresses) => ProcessState::MakesProgress,
+            Activity::Lock if host.has_thread_in_storage() => ProcessState::StuckInIo,
             Activity::Lock => ProcessState::WaitsForLock,
+            // The end of the process waits for its threads.
+            Activity::Teardown if host.location.native.as_deref().is_some_and(is_join) => ProcessState::WaitsForLock,
             Activity::Io if kind != Some(AwaitedKind::Socket) => ProcessState::StuckInIo,
             _ if kind == Some(AwaitedKind::Lock) => ProcessState::StuckInIo,
             _ => ProcessState::Elsewhere,

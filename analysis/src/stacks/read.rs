@@ -168,7 +168,9 @@ fn waits_of_threads(
         let Some(awaited) = thread.awaited.as_ref().filter(|_| owner.is_none_or(|owner| owner == thread.pid)) else {
             continue;
         };
-        let is_inner = !awaited.holders.is_empty() && awaited.holders.iter().all(|holder| holder.pid == pid);
+        let has_others = awaited.holders.is_empty() || awaited.holders.iter().any(|holder| holder.pid != pid);
+        // A FIFO that no other process has open is like a file.
+        let is_inner = !has_others && (awaited.kind() != AwaitedKind::Pipe || awaited.name.is_empty());
         if !is_inner {
             waits.push(ThreadWait { awaited: awaited.clone(), own });
         }
