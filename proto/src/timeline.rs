@@ -1,8 +1,8 @@
 //! The timeline of a rank: operations as blocks of columns, and files of blocks.
 //!
 //! The collector keeps the blocks of each rank in memory, and writes them unchanged into a file or
-//! a response. `xpu_timer/v1/timeline.proto` describes the columns. A block of a training loop takes
-//! about 15 bytes for an operation.
+//! a response. `xpu_timer/v1/timeline.proto` describes the columns. A block of a training loop
+//! takes about 15 bytes for an operation.
 
 use std::{
     collections::HashMap,

@@ -101,12 +101,7 @@ or a file cannot be written; 2 for wrong usage.";
 /// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     if args.list {
-        let list = incidents::list(&args.path, args.json, args.terminal);
-        let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
-        if list.is_empty() {
-            bail!("{} contains no incident", shown(&args.path));
-        }
-        return write_stdout(&list, out);
+        return print_incidents(args, out);
     }
     let (path, mut listed, chosen) = find_dumps(&args.path)?;
     let mut notes = listed.warnings();
@@ -181,6 +176,16 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Prints the incidents of the folder.
+fn print_incidents(args: &Args, out: &mut dyn Write) -> anyhow::Result<()> {
+    let list = incidents::list(&args.path, args.json, args.terminal);
+    let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
+    if list.is_empty() {
+        bail!("{} contains no incident", shown(&args.path));
+    }
+    write_stdout(&list, out)
 }
 
 /// Prints the notes, and the errors of the captures with their ranks. A closed terminal must not

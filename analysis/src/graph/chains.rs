@@ -313,8 +313,8 @@ impl Chains<'_, '_> {
         self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
     }
 
-    /// Whether a rank waits without a timeout for a lock of its own threads, and none of these waits
-    /// for anything else.
+    /// Whether a rank waits without a timeout for a lock of its own threads, and none of these
+    /// waits for anything else.
     pub fn is_locked_in(&self, rank_index: usize) -> bool {
         let member = Member::Rank(rank_index);
         let host = self.host(member);
@@ -463,7 +463,8 @@ impl Chains<'_, '_> {
         let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
         let (in_operation, able): (Vec<Candidate>, Vec<Candidate>) =
             known.into_iter().filter(|one| !waits_alike(one.member)).partition(|one| waits(one.member));
-        // A process with both ends of a pair has made it for others: it is not the one that answers.
+        // A process with both ends of a pair has made it for others: it is not the one that
+        // answers.
         let others_answer =
             able.iter().all(|one| one.has_both_ends) && in_operation.iter().any(|one| !one.has_both_ends);
         if able.is_empty() || others_answer { Next::Unknown } else { Next::Any(able) }

@@ -257,8 +257,8 @@ fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
 }
 
 fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
-    // Several ranks that poll may wait for the same thing. One alone that sleeps for long between its
-    // attempts does not look like one that waits for another rank.
+    // Several ranks that poll may wait for the same thing. One alone that sleeps for long between
+    // its attempts does not look like one that waits for another rank.
     let accused = findings.iter().flat_map(|ruling| ruling.finding.culprits.iter().copied());
     let is_alone = accused.filter(|index| case.polls(*index)).count() == 1;
     let polls = |index: usize| {

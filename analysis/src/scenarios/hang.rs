@@ -435,7 +435,7 @@ fn a_worker_that_died_with_a_lock_or_is_locked_in_holds_up_its_rank() {
     let receives = Stack::new(&[("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:103")], &["read"]);
     let mut job = waits_for(receives.with(|stack| stack.syscall = Some(0)));
     let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
-    let holders = vec![Holder { pid: 1050, name: "python3".into(), child: true }];
+    let holders = vec![Holder { pid: 1050, name: "python3".into(), child: true, ..Default::default() }];
     thread.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
     job.process(50, "worker", Stack::lock());
     assert_eq!(named(&job).2, [1050]);

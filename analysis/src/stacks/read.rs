@@ -47,16 +47,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
     let observed = does(main);
-    let frozen = main.0.is_some_and(|thread| {
-        let wakeable = || patterns::WAKEABLE_WCHAN.iter().any(|start| thread.wchan.starts_with(start));
-        FREEZER_WCHAN.contains(&thread.wchan.as_str()) || thread.state.starts_with('D') && wakeable()
-    });
-    let state = match (frozen, last.state, first) {
-        (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
-        (_, "", _) => readable.state,
-        (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
-        (_, state, _) => state,
-    };
+    let state = state(first, last, readable.state, main, moved);
     let did = before.map(|before| does(before).activity);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
@@ -115,6 +106,27 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         timed,
         connections: connections(dump),
         observed,
+    }
+}
+
+/// The state of the process in the last sample, else in the readable one. A frozen or traced
+/// process has a state of its own.
+fn state<'a>(
+    first: Option<Sample<'a>>,
+    last: Sample<'a>,
+    readable: &'a str,
+    main: ThreadStacks<'a>,
+    moved: Option<Movement>,
+) -> &'a str {
+    let frozen = main.0.is_some_and(|thread| {
+        let wakeable = || patterns::WAKEABLE_WCHAN.iter().any(|start| thread.wchan.starts_with(start));
+        FREEZER_WCHAN.contains(&thread.wchan.as_str()) || thread.state.starts_with('D') && wakeable()
+    });
+    match (frozen, last.state, first) {
+        (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
+        (_, "", _) => readable,
+        (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
+        (_, state, _) => state,
     }
 }
 

@@ -219,8 +219,8 @@ impl<'a> Case<'a> {
         held + &self.event_waiters_clause(suspect, culprits, sentence)
     }
 
-    /// The clause with the rank that waits for a resource of this rank. The sentence has the waits of
-    /// culprits already.
+    /// The clause with the rank that waits for a resource of this rank. The sentence has the waits
+    /// of culprits already.
     fn resource_waiter_clause(&self, holder: usize, culprits: &[usize]) -> String {
         let is_new = |waiter: &usize| !culprits.contains(waiter);
         let wait = self.graph.resource_waits.iter().find(|wait| wait.holder == holder && is_new(&wait.waiter));

@@ -1,5 +1,5 @@
-//! `xpu_timer_dump_timeline`: the original tool's command that asks collectors to record a timeline.
-//! Its options, its output and its request are those of the original tool.
+//! `xpu_timer_dump_timeline`: the original tool's command that asks collectors to record a
+//! timeline. Its options, its output and its request are those of the original tool.
 
 use std::{
     io::Write,

@@ -64,8 +64,8 @@ pub struct DumpTask {
     pub commands: Vec<i32>,
     /// The launched commands of this node that have ended.
     pub ended_commands: Vec<EndedCommand>,
-    /// Processes that were killed or failed about when the job launched something last, and that had
-    /// memory in common with others.
+    /// Processes that were killed or failed about when the job launched something last, and that
+    /// had memory in common with others.
     pub ended_sharers: Vec<EndedSharer>,
     /// When the first process of the job was started, CLOCK_MONOTONIC.
     pub job_started_ns: u64,
@@ -149,8 +149,8 @@ fn subject(rank: &Rank, node: &str) -> Subject {
     }
 }
 
-/// Adds the job's ranks that have not registered. A process that a launcher has started comes before
-/// those that are found by their variables alone: these may be its descendants.
+/// Adds the job's ranks that have not registered. A process that a launcher has started comes
+/// before those that are found by their variables alone: these may be its descendants.
 pub fn add_unregistered(task: &mut DumpTask) {
     let (running, ended): (Vec<Unregistered>, Vec<Unregistered>) =
         std::mem::take(&mut task.unregistered).into_iter().partition(|rank| matches!(rank.state, State::Runs(_)));

@@ -36,8 +36,8 @@ pub struct Lanes {
     pub from_ms: u64,
     /// Length of the window, in microseconds.
     pub span_us: u64,
-    /// When the first rank fell behind, in microseconds after the left edge: its peers began to wait
-    /// in a collective that it had not entered. Absent if nothing is pending.
+    /// When the first rank fell behind, in microseconds after the left edge: its peers began to
+    /// wait in a collective that it had not entered. Absent if nothing is pending.
     pub behind_us: Option<u64>,
     /// How far the members of a collective are compared: waiting is known from this time on, in
     /// microseconds after the left edge.
@@ -101,8 +101,8 @@ struct Bar {
     seq: u64,
 }
 
-/// Reads the timelines of a folder. `None` if it has none, or if nothing is in the window. Each file
-/// that cannot be read adds a note.
+/// Reads the timelines of a folder. `None` if it has none, or if nothing is in the window. Each
+/// file that cannot be read adds a note.
 pub fn read(folder: &Path, verdict: Option<&Verdict>, notes: &mut Vec<String>) -> Option<Lanes> {
     let left_out = |path: &Path, error: &io::Error| format!("{} is left out: {error}", crate::folder::name_of(path));
     let timelines = RankTimeline::all(folder, |path, error| notes.push(left_out(path, &error))).unwrap_or_default();

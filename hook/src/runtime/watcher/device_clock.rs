@@ -214,8 +214,8 @@ impl ClockRate {
         self.readings.push_back(reading);
     }
 
-    /// Nanoseconds of the host's clock for each of the device's clock. `None` while unknown, or when
-    /// one of the clocks stood still, as in a suspended machine.
+    /// Nanoseconds of the host's clock for each of the device's clock. `None` while unknown, or
+    /// when one of the clocks stood still, as in a suspended machine.
     fn measured(&self) -> Option<f64> {
         let (first, last) = (self.readings.front()?, self.readings.back()?);
         let host_ns = last.host_ns.saturating_sub(first.host_ns);

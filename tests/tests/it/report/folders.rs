@@ -246,9 +246,9 @@ fn evidence(rank: u32, dump: Stacktrace) -> RankEvidence {
     }
 }
 
-/// Writes the timelines of a job of steps of 40 ms: a copy, two products, and an all_reduce in which
-/// the ranks wait for the slowest one. `behind` does not enter the last one, in which all others
-/// wait for 310 s.
+/// Writes the timelines of a job of steps of 40 ms: a copy, two products, and an all_reduce in
+/// which the ranks wait for the slowest one. `behind` does not enter the last one, in which all
+/// others wait for 310 s.
 pub fn timelines(folder: &Path, world: u32, steps: u64, behind: u32) {
     const MS: u64 = 1_000_000;
     let hang = 5_000 * SECOND - 310 * SECOND;
