@@ -161,7 +161,8 @@ impl Host {
 /// Whether a process moves bytes of a file, or of a FIFO that no other process has open. A terminal
 /// is no storage.
 fn is_storage(awaited: &Awaited, pid: i32) -> bool {
-    let is_path = awaited.name.starts_with('/') && !awaited.name.starts_with("/dev/");
+    let is_special = ["/dev/", "/proc/", "/sys/"].iter().any(|folder| awaited.name.starts_with(folder));
+    let is_path = awaited.name.starts_with('/') && !is_special;
     let is_alone = awaited.holders.iter().all(|holder| holder.pid == pid);
     is_path && is_alone && matches!(awaited.kind(), AwaitedKind::File | AwaitedKind::Pipe)
 }
