@@ -16,8 +16,8 @@ use crate::timeline::RankTimeline;
 
 /// Length of the window before the hang.
 const BEFORE_NS: u64 = 60_000_000_000;
-/// Length of the window after it.
-const AFTER_NS: u64 = 10_000_000_000;
+/// Length of the window after it, at least and at most.
+const AFTER_NS: [u64; 2] = [100_000_000, 10_000_000_000];
 /// Number of bars in a page, at most.
 const MOST_BARS: u64 = 150_000;
 /// Number of bars in a lane, at least and at most.
@@ -150,7 +150,8 @@ struct Window {
 }
 
 impl Window {
-    /// It ends a little after the time at which the first rank fell behind, or with the dump.
+    /// It ends a little after the time at which the first rank fell behind, or with the dump. It
+    /// begins with the job if that has run for a shorter time.
     fn of(timelines: &[RankTimeline], verdict: Option<&Verdict>) -> Option<Window> {
         let is_culprit = |rank: u32| verdict.is_some_and(|verdict| verdict.culprits.contains(&rank));
         let dumped = timelines.iter().map(|timeline| timeline.wall_ns(timeline.head.until_ns)).max()?;
@@ -159,12 +160,13 @@ impl Window {
             pending.map(|operation| timeline.wall_ns(operation.entered_ns)).min()
         };
         let behind = timelines.iter().filter(|timeline| !is_culprit(timeline.rank)).filter_map(waits).min();
-        let until = behind.map_or(dumped, |behind| dumped.min(behind.saturating_add(AFTER_NS)));
-        // A job that has just begun fills the width as well.
         let begins = timelines.iter().filter_map(|timeline| Some(timeline.wall_ns(timeline.first_ns?)));
-        let first = begins.chain(behind).min()?;
-        let first = first.saturating_sub(until.saturating_sub(first) / 50);
-        Some(Window { from: behind.unwrap_or(dumped).saturating_sub(BEFORE_NS).max(first), until, behind })
+        let end = behind.unwrap_or(dumped);
+        let first = begins.chain(behind).min()?.max(end.saturating_sub(BEFORE_NS));
+        let before = end.saturating_sub(first);
+        let after = (before / 4).clamp(AFTER_NS[0], AFTER_NS[1]);
+        let until = behind.map_or(dumped, |behind| dumped.min(behind.saturating_add(after)));
+        Some(Window { from: first.saturating_sub(before / 50), until, behind })
     }
 
     fn span(&self) -> u64 {
