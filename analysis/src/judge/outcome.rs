@@ -3,13 +3,16 @@
 
 use std::collections::BTreeSet;
 
-use xpu_timer_proto::v1::{OpKind, Presence, TriggerKind};
+use xpu_timer_proto::{
+    server::AwaitedKind,
+    v1::{OpKind, Presence, TriggerKind},
+};
 
 use crate::{
     case::Case,
     finding::{Conclusion, Finding, HealthyReason, KnownFacts},
     graph::{ProcessWait, Suspect},
-    stacks::{Host, Movement, StuckHelper},
+    stacks::{self, Host, Movement, StuckHelper},
     verdict::{Activity, Cause, Confidence, HangEvidence},
     world::{RankView, is_collective},
 };
@@ -181,11 +184,18 @@ fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
     let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
     match cause {
         Cause::HostLock | Cause::Teardown if case.graph.is_locked_in(rank_index) => true,
-        Cause::StorageIo => case.view(rank_index).host.stands_in_storage(),
+        Cause::StorageIo => stands_in_storage(&case.view(rank_index).host),
         Cause::HostLock if case.stuck_helper(rank_index).is_some_and(writes) => true,
         Cause::KernelHang => case.does(rank_index, Activity::DeviceWait) && case.view(rank_index).has_device(),
         _ => case.graph.process_wait(rank_index).is_some_and(by_process),
     }
+}
+
+/// Whether a process for which nobody is known to wait stands in storage. One that reads a FIFO may
+/// be a server that reads its requests.
+fn stands_in_storage(host: &Host) -> bool {
+    let is_pipe = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Pipe);
+    host.stands_in_storage() && (!is_pipe || host.location.native.as_deref().is_some_and(stacks::is_send))
 }
 
 /// Whether the work of the threads and child processes for which a rank waits is progress: bytes

@@ -376,16 +376,19 @@ fn a_process_that_stands_in_storage_is_not_at_rest() {
     assert_eq!(stands("read", 0, AwaitedKind::File, "/dev/stdin").1, HangEvidence::None);
     assert_eq!(stands("openat64", 257, AwaitedKind::File, "/run/commands").1, HangEvidence::None);
     // So does a rank of its own, for whomever it works.
-    let alone = |name: &str| {
+    let alone = |kind: AwaitedKind, native: &'static str, name: &str| {
         let mut job = Job::with_world(1, 30);
         job.trigger(TriggerKind::Idle);
-        job.set_stack(0, Stack::new(&[("load", "/job/a.py:5")], &["read"]).with(|stack| stack.syscall = Some(0)));
-        let awaited = Awaited { kind: AwaitedKind::File.into(), name: name.into(), ..Default::default() };
+        job.set_stack(0, Stack::new(&[("load", "/job/a.py:5")], &[native]).with(|stack| stack.syscall = Some(0)));
+        let awaited = Awaited { kind: kind.into(), name: name.into(), ..Default::default() };
         job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited = Some(awaited);
         job.judge().hang
     };
-    assert_eq!(alone("/mnt/adapter"), HangEvidence::WaitChain);
-    assert_eq!(alone("/dev/stdin"), HangEvidence::None);
+    assert_eq!(alone(AwaitedKind::File, "read", "/mnt/adapter"), HangEvidence::WaitChain);
+    assert_eq!(alone(AwaitedKind::Pipe, "write", "/mnt/adapter"), HangEvidence::WaitChain);
+    assert_eq!(alone(AwaitedKind::File, "read", "/dev/stdin"), HangEvidence::None);
+    // It may read its requests.
+    assert_eq!(alone(AwaitedKind::Pipe, "read", "/run/requests"), HangEvidence::None);
     // A thread of a server stands there, and the main thread waits for the end of the server.
     let mut served = reads_of(Stack::lock(), false);
     reader_thread(&mut served, 0, AwaitedKind::Pipe, "/mnt/index", &[1050]);
