@@ -177,8 +177,8 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
 }
 
 /// A silent rank waits for a process of its own that can never answer, for a lock that only its own
-/// threads could release and none of them will, for storage, or for its device, which has had
-/// nothing new to do for the idle timeout.
+/// threads could release and none of them will, or for storage. A wait for its device proves nothing
+/// by itself: a compiled training loop is one call of an hour.
 fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
     let by_process = |wait: &ProcessWait| wait.is_own && wait.proves_hang();
     let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
@@ -186,7 +186,6 @@ fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
         Cause::HostLock | Cause::Teardown if case.graph.is_locked_in(rank_index) => true,
         Cause::StorageIo => stands_in_storage(&case.view(rank_index).host),
         Cause::HostLock if case.stuck_helper(rank_index).is_some_and(writes) => true,
-        Cause::KernelHang => case.does(rank_index, Activity::DeviceWait) && case.view(rank_index).has_device(),
         _ => case.graph.process_wait(rank_index).is_some_and(by_process),
     }
 }
