@@ -177,8 +177,8 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
 }
 
 /// A silent rank waits for a process of its own that can never answer, for a lock that only its own
-/// threads could release and none of them will, or for storage. A wait for its device proves nothing
-/// by itself: a compiled training loop is one call of an hour.
+/// threads could release and none of them will, or for storage. A wait for its device proves
+/// nothing by itself: a compiled training loop is one call of an hour.
 fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
     let by_process = |wait: &ProcessWait| wait.is_own && wait.proves_hang();
     let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
