@@ -1751,9 +1751,9 @@ pub mod cluster_client {
             req.extensions_mut().insert(GrpcMethod::new("xpu_timer.v1.Cluster", "Join"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
-        /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
-        /// delivery is a thousand times as large as other messages of a node.
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a
+        /// separate call on the same connection: a stream keeps the buffer of its largest message while it
+        /// lasts, and a delivery is a thousand times as large as other messages of a node.
         pub async fn bring(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::Delivery>,
@@ -1802,9 +1802,9 @@ pub mod cluster_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::NodeMessage>>,
         ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
-        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a separate call on
-        /// the same connection: a stream keeps the buffer of its largest message while it lasts, and a
-        /// delivery is a thousand times as large as other messages of a node.
+        /// Delivers what the cluster requested with `Deliver`, `FetchFiles` or `TimelineRequest`. It is a
+        /// separate call on the same connection: a stream keeps the buffer of its largest message while it
+        /// lasts, and a delivery is a thousand times as large as other messages of a node.
         async fn bring(
             &self,
             request: tonic::Request<tonic::Streaming<super::Delivery>>,

@@ -338,8 +338,10 @@ mod tests {
     fn finds_the_child_at_the_other_end_of_a_pipe() {
         let mut child = sleeping(std::process::Command::new("sleep").stdout(std::process::Stdio::piped()));
         let mut output = child.stdout.take().expect("a pipe");
-        let found = awaited(move || drop(output.read(&mut [0])));
         let pid = child.id().cast_signed();
+        // Children of other tests have the pipe open as well until they execute another program.
+        let alone = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([pid]);
+        let found = awaited_when(alone, move || drop(output.read(&mut [0])));
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Pipe);
         let other: Vec<(i32, &str, bool)> =
