@@ -102,7 +102,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
         && !case.does(rank_index, Activity::Lock);
     let says_more = if waits_for_end || is_silent { state.is_stuck() } else { hard };
     let is_explained_by_rank = wait.is_own && !is_mutual && (!says_more || matches!(state, ProcessState::Ended));
-    if cause(&state) != wanted || is_explained_by_rank {
+    // A rank that waits for the end of a process which needs the rank is the cause, whatever that
+    // process is in.
+    let found = if is_mutual && waits_for_end { Cause::MissingRank } else { cause(&state) };
+    if found != wanted || is_explained_by_rank {
         return None;
     }
     let confidence = match suspect {

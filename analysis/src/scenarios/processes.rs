@@ -425,10 +425,11 @@ fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
     // A rank that waits for the end of a child must not expect it while the child needs the rank.
     let mut job = behind(2, Stack::sleep());
     awaits(&mut job, 2, "wait4", AwaitedKind::Child, &[1050]);
-    job.process(50, "writer", Stack::sleep());
+    job.process(50, "writer", Stack::new(&[("report", "/job/report.py:7")], &["write"]));
     chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
     let verdict = job.judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
+    assert_eq!(verdict.cause, Cause::MissingRank, "{}", verdict.to_text());
     assert!(verdict.sentence.contains("waits for the end of process 1050 (writer), which waits for it"), "{verdict:?}");
 }
 

@@ -29,7 +29,8 @@ pub struct Reported {
     pub confidence: String,
     /// The sentence.
     pub sentence: String,
-    /// Seconds from the timeout to the finished folder; `None` if it was judged again.
+    /// Seconds from the timeout to the finished folder; `None` if it was judged again, also by the
+    /// collector: an earlier verdict showed no hang.
     seconds: Option<f64>,
 }
 
@@ -65,12 +66,13 @@ impl Reported {
     pub fn of(verdict: &Value) -> Result<Self> {
         let text = |name: &str| verdict[name].as_str().map(str::to_owned).with_context(|| format!("no {name}"));
         let culprits = verdict["culprits"].as_array().context("no culprits")?;
+        let is_first = verdict["earlier"].as_array().is_none_or(Vec::is_empty);
         Ok(Reported {
             cause: text("cause")?,
             culprits: culprits.iter().filter_map(|rank| u32::try_from(rank.as_u64()?).ok()).collect(),
             confidence: text("confidence")?,
             sentence: text("sentence")?,
-            seconds: verdict["seconds_from_timeout"].as_f64().filter(|seconds| *seconds > 0.0),
+            seconds: verdict["seconds_from_timeout"].as_f64().filter(|seconds| is_first && *seconds > 0.0),
         })
     }
 }
