@@ -96,7 +96,9 @@ struct Bar {
     begin: u64,
     end: u64,
     waited: u64,
+    /// Name of its longest operation, and the length of that.
     name: u32,
+    longest: u64,
     count: u64,
     seq: u64,
 }
@@ -125,8 +127,9 @@ pub fn read(folder: &Path, verdict: Option<&Verdict>, notes: &mut Vec<String>) -
             let begin = timeline.wall_ns(begin_ns(operation.started_ns, operation.entered_ns)).max(window.from);
             if begin < window.until {
                 let waited = if operation.communicator == 0 { 0 } else { window.until - begin };
-                let name = names.of(operation);
-                builder.add(Bar { begin, end: window.until, waited, name, count: 0, seq: operation.seq }, &names);
+                let (name, longest) = (names.of(operation), window.until - begin);
+                builder
+                    .add(Bar { begin, end: window.until, waited, name, longest, count: 0, seq: operation.seq }, &names);
             }
         }
         lanes.push(Lane { rank: timeline.rank, lost: timeline.head.lost, bars: builder.finish(&window) });
@@ -245,7 +248,8 @@ fn bar(
     }
     let last = is_compared(shape).then(|| collectives.started.get(&(shape.communicator, times.seq))).flatten();
     let waited = last.map_or(0, |last| last.saturating_sub(begin).min(end - begin));
-    Some(Bar { begin: begin.max(window.from), end, waited, name: names.of(shape), count: 1, seq: times.seq })
+    let (name, longest) = (names.of(shape), end - begin);
+    Some(Bar { begin: begin.max(window.from), end, waited, name, longest, count: 1, seq: times.seq })
 }
 
 /// Collects the bars of a lane.
@@ -271,8 +275,8 @@ impl LaneBuilder {
         if is_close && next.count > 0 && before.count > 0 {
             before.end = before.end.max(next.end);
             before.waited = before.waited.saturating_add(next.waited).min(before.end - before.begin);
-            if next.end - next.begin > before.end.saturating_sub(before.begin) / 2 {
-                before.name = next.name;
+            if next.longest > before.longest {
+                (before.name, before.longest) = (next.name, next.longest);
             }
             before.count += next.count;
             before.seq = next.seq;
