@@ -19,7 +19,6 @@ mod network_stall;
 mod p2p;
 mod progress;
 mod rule;
-mod store_key;
 mod teardown;
 mod wait_cycle;
 
@@ -57,7 +56,7 @@ pub(crate) const RULES: &[Rule] = &[
     host_wait::HELD_LOCK,
     host_wait::HELD_PEER,
     host_wait::HOST_LOCK,
-    store_key::RULE,
+    missing_rank::STORE_KEY,
     comm_init::RULE,
     p2p::UNMATCHED,
     missing_rank::FEWER_LAUNCHES,

@@ -64,8 +64,6 @@ pub(crate) mod os {
     #[allow(unsafe_code)]
     pub(crate) mod thread_state;
     #[allow(unsafe_code)]
-    pub(crate) mod tsc;
-    #[allow(unsafe_code)]
     pub(crate) mod wakeup;
 }
 

@@ -19,7 +19,6 @@ pub mod procfs;
 pub mod ring;
 pub mod secrets;
 pub mod socket;
-pub mod text;
 pub mod timeline;
 
 /// The `.stacktrace` file format, shared with the original tool.

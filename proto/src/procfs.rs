@@ -9,17 +9,15 @@ mod children;
 mod files;
 mod maps;
 mod mounts;
-mod process;
 mod sockets;
 mod stat;
 mod status;
 mod thread;
 
 pub use children::{children, descendants, descendants_until, pids, threads};
-pub use files::{Error, field};
+pub use files::{Error, boot_id, cmdline, environ, field, io_bytes, name, owner, ptrace_scope, variable};
 pub use maps::{Mapping, SharedObject, mapped_files, maps, shared_objects};
 pub use mounts::{Mount, device_of_mount, file_system_type, mounts, parse_mounts};
-pub use process::{boot_id, cmdline, environ, io_bytes, name, owner, ptrace_scope, variable};
 pub use sockets::{LISTEN, MAX_FILES, SOCKET, TcpSocket, find_tcp_socket, inode_of};
 pub use stat::{Stat, TICK_NS, stat, thread_stat, ticks_to_ns};
 pub use status::{

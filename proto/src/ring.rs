@@ -10,13 +10,12 @@
 //!
 //! This module does not depend on the writer, `hook/src/runtime/recorder/`.
 
-pub mod detail;
 pub mod lane;
 mod layout;
 mod read;
 
 pub use layout::{
-    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, filtered, filters, header, kernel,
+    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, filtered, filters, header, kernel,
     key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves, pack_what, store_wait, stream,
 };
 pub use read::{

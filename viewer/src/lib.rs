@@ -10,7 +10,6 @@ pub mod dump;
 pub mod filter;
 pub mod folder;
 pub mod incidents;
-pub mod last_operations;
 pub mod merge;
 pub mod output;
 pub mod picture;
@@ -156,7 +155,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
     let operations = verdict.as_ref().filter(|_| !args.json && args.filter.is_all());
-    let operations = operations.and_then(|verdict| last_operations::text(&path, verdict, args.terminal.width));
+    let operations = operations.and_then(|verdict| timeline::last_operations(&path, verdict, args.terminal.width));
     let about = summary::SummaryContext {
         chosen: chosen.then_some(folder.as_str()),
         world: listed.world,

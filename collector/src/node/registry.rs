@@ -11,8 +11,8 @@ use std::{
 
 use xpu_timer_analysis::Exit;
 use xpu_timer_proto::{
+    printable::shortened,
     procfs,
-    text::shortened,
     v1::{Hello, RankInfo},
 };
 

@@ -15,9 +15,9 @@ use nix::{
 use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{
     env::Source,
+    printable::{MOST_COMMAND_BYTES, shortened},
     procfs::{self, Stat, TICK_NS},
     secrets, socket,
-    text::{MOST_COMMAND_BYTES, shortened},
     v1::RankInfo,
 };
 

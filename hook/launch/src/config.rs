@@ -16,8 +16,8 @@ use nix::{
 };
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting, Source, own_variable},
+    printable::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
     socket::{self, Fingerprint, SocketChecks},
-    text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
 };
 
 use crate::bounded_io;

@@ -14,9 +14,8 @@ use crate::runtime::{
     linker::dynamic::look_up,
     os::{
         ptracer,
-        seccomp::{self, watcher_may_call},
+        seccomp::{self, tsc, watcher_may_call},
         thread_state::{self, in_hook},
-        tsc,
     },
     recorder,
     watcher::thread,

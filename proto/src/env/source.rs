@@ -11,7 +11,7 @@ use std::{
 use super::variables::{HANDED_OVER, VARIABLES, WITHOUT_EFFECT};
 use crate::{
     file,
-    text::{MOST_NAME_BYTES, shortened},
+    printable::{MOST_NAME_BYTES, shortened},
     v1::RankInfo,
 };
 

@@ -12,10 +12,10 @@ use std::{
 
 use gimli::UnwindContext;
 use xpu_timer_proto::{
+    printable::MOST_COMMAND_BYTES,
     procfs::{self, Status, state_text},
     secrets,
     server::{CaptureMethod, PstackStacktrace},
-    text::MOST_COMMAND_BYTES,
 };
 
 use crate::{

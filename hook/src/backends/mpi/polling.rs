@@ -227,7 +227,7 @@ fn end(recorder: &'static Recorder, close: impl FnOnce(usize)) {
 mod tests {
     use super::*;
     use crate::runtime::{
-        os::tsc,
+        os::seccomp::tsc,
         recorder::host_operations::{expire_polled, named_host_call},
     };
 

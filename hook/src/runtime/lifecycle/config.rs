@@ -14,8 +14,9 @@ use std::{
 
 use xpu_timer_proto::{
     env::Source,
-    file, secrets, socket,
-    text::{MOST_COMMAND_BYTES, MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
+    file,
+    printable::{MOST_COMMAND_BYTES, MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
+    secrets, socket,
     v1::{Hello, RankInfo},
 };
 

@@ -3,9 +3,11 @@
 use std::sync::atomic::Ordering;
 
 use crate::runtime::os::{
-    seccomp,
+    seccomp::{
+        self,
+        tsc::{self, FORBIDDEN, RATE, is_forbidden},
+    },
     thread_state::ThreadState,
-    tsc::{self, FORBIDDEN, RATE, is_forbidden},
 };
 
 /// CLOCK_MONOTONIC in nanoseconds.

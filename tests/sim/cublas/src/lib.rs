@@ -11,20 +11,14 @@
 
 mod product;
 
-use std::{
-    hint::black_box,
-    sync::{
-        Arc,
-        atomic::{AtomicI32, AtomicUsize, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicI32, AtomicUsize, Ordering},
 };
 
-use sim_abi::{
-    ffi::{Handles, Out, Text},
-    trace,
-};
+use sim_abi::ffi::{Handles, Out, Text};
 
-use crate::product::{Matrix, Product, Status, Type};
+use crate::product::{Matrix, Product, Status, Type, blas_api};
 
 /// A cublasHandle_t.
 #[derive(Default)]
@@ -51,26 +45,6 @@ fn of_scale(compute: i32) -> Type {
 
 fn find(handle: usize) -> Result<Arc<Handle>, Status> {
     HANDLES.get(handle).ok_or(NOT_INITIALIZED)
-}
-
-/// The frame of an exported function.
-#[inline]
-fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
-    let code = body().map_or_else(|status| status.0, |()| 0);
-    trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
-    // blocks.
-    black_box(code)
-}
-
-macro_rules! cublas_api {
-    ($(fn $name:ident ($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {$(
-        #[unsafe(no_mangle)]
-        #[allow(clippy::too_many_arguments)]
-        pub extern "C" fn $name($($argument: $type),*) -> i32 {
-            call(stringify!($name), || $body)
-        }
-    )*};
 }
 
 /// The common arguments of all forms of a product, in their order.
@@ -121,7 +95,7 @@ fn multiply<S: TryInto<usize>>(handle: usize, form: Form<S>) -> Result<(), Statu
 /// Products with types as arguments, for one width of sizes.
 macro_rules! typed_products {
     ($size:ty: $gemm_ex:ident, $strided:ident, $batched:ident, $sgemm_ex:ident) => {
-        cublas_api! {
+        blas_api! {
             fn $gemm_ex(
                 handle: usize, ta: i32, tb: i32, m: $size, n: $size, k: $size, alpha: usize, a: usize, a_type: i32, lda: $size,
                 b: usize, b_type: i32, ldb: $size, beta: usize, c: usize, c_type: i32, ldc: $size, compute: i32, _algo: i32
@@ -177,7 +151,7 @@ typed_products! { i64: cublasGemmEx_64, cublasGemmStridedBatchedEx_64, cublasGem
 /// Products with the type in their names.
 macro_rules! plain_products {
     ($($size:ty, $kind:ident: $gemm:ident, $strided:ident, $batched:ident;)*) => {$(
-        cublas_api! {
+        blas_api! {
             fn $gemm(
                 handle: usize, ta: i32, tb: i32, m: $size, n: $size, k: $size, alpha: usize, a: usize, lda: $size, b: usize,
                 ldb: $size, beta: usize, c: usize, ldc: $size
@@ -224,7 +198,7 @@ plain_products! {
     i64, F16: cublasHgemm_64, cublasHgemmStridedBatched_64, cublasHgemmBatched_64;
 }
 
-cublas_api! {
+blas_api! {
     fn cublasCreate_v2(handle: Out<usize>) {
         Ok(handle.set(HANDLES.insert(Arc::default()))?)
     }

@@ -1,13 +1,38 @@
 //! A matrix product in the argument buffer of a kernel, and its computation. Column-major, as in
-//! BLAS.
+//! BLAS. And the frame of the exported functions of cuBLAS and cuBLASLt.
 
 #![deny(unsafe_code)]
+
+use std::hint::black_box;
 
 use half::{bf16, f16};
 use sim_abi::{
     cuda::{CuError, HostKernels, StreamHandle},
     ffi::{read, write},
+    trace,
 };
+
+/// Defines exported functions whose bodies are `Result<(), Status>`.
+macro_rules! blas_api {
+    ($(fn $name:ident ($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {$(
+        #[unsafe(no_mangle)]
+        #[allow(clippy::too_many_arguments)]
+        pub extern "C" fn $name($($argument: $type),*) -> i32 {
+            $crate::product::call(stringify!($name), || $body)
+        }
+    )*};
+}
+pub(crate) use blas_api;
+
+/// The frame of an exported function.
+#[inline]
+pub fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
+    let code = body().map_or_else(|status| status.0, |()| 0);
+    trace::returned(name, code);
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
+    black_box(code)
+}
 
 /// cublasStatus_t other than success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,10 +19,9 @@ use std::{
 use sim_abi::{
     cuda::StreamHandle,
     ffi::{Handles, In, Out, bytes, copy},
-    trace,
 };
 
-use crate::product::{Matrix, Product, Status, Type};
+use crate::product::{Matrix, Product, Status, Type, blas_api};
 
 /// A descriptor of any kind: its attributes by number, each as 8 bytes.
 #[derive(Default)]
@@ -110,27 +109,7 @@ fn get(
     Ok(())
 }
 
-/// The frame of an exported function.
-#[inline]
-fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
-    let code = body().map_or_else(|status| status.0, |()| 0);
-    trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
-    // blocks.
-    black_box(code)
-}
-
-macro_rules! cublaslt_api {
-    ($(fn $name:ident ($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {$(
-        #[unsafe(no_mangle)]
-        #[allow(clippy::too_many_arguments)]
-        pub extern "C" fn $name($($argument: $type),*) -> i32 {
-            call(stringify!($name), || $body)
-        }
-    )*};
-}
-
-cublaslt_api! {
+blas_api! {
     fn cublasLtCreate(handle: Out<usize>) {
         create(handle, &[])
     }
