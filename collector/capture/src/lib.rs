@@ -43,7 +43,7 @@ use process::{Job, worker};
 use symbols::Symbolizer;
 
 pub use error::Error;
-pub use kernel::sock_diag;
+pub use kernel::{sock_diag, tcp_sockets::connected_to_other_machines};
 pub use process::Options;
 pub use python::counting::{Counter, Counts};
 pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
@@ -85,14 +85,13 @@ impl Capturer {
         let deadline = Instant::now() + options.deadline;
         let requested: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
-        let (connections, open_files) = (Arc::default(), Arc::default());
+        let tables = Arc::default();
         let mut descendants = Vec::new();
         for pid in pids {
             let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };
             descendants.push(descendant_count.len());
             for pid in std::iter::once(*pid).chain(descendant_count) {
-                let (connections, open_files) = (Arc::clone(&connections), Arc::clone(&open_files));
-                jobs.push(Job { pid, options: options.clone(), deadline, connections, open_files });
+                jobs.push(Job { pid, options: options.clone(), deadline, tables: Arc::clone(&tables) });
             }
         }
         let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);

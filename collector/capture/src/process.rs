@@ -13,7 +13,7 @@ use std::{
 use xpu_timer_proto::server::ProcessSample;
 
 use crate::{
-    kernel::{open_files::OpenFiles, sock_diag::TcpConnections},
+    kernel::Tables,
     native::{RawFrame, address_space::AddressSpace},
     objects::image::Image,
 };
@@ -73,8 +73,7 @@ pub(crate) struct Job {
     pub pid: i32,
     pub options: Options,
     pub deadline: Instant,
-    pub connections: Arc<TcpConnections>,
-    pub open_files: Arc<OpenFiles>,
+    pub tables: Arc<Tables>,
 }
 
 /// A process whose native frames are not symbolized yet.

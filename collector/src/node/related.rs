@@ -8,7 +8,7 @@ use std::{
 };
 
 use tracing::warn;
-use xpu_timer_capture::{ProcessCapture, sock_diag};
+use xpu_timer_capture::{ProcessCapture, connected_to_other_machines};
 use xpu_timer_proto::{procfs, v1::ProcessEvidence};
 
 use crate::node::{
@@ -127,7 +127,7 @@ pub fn connected_processes(commands: &[i32], ranks: &BTreeMap<u32, RankCapture>,
     let others = commands.iter().copied().filter(|pid| !of_ranks.contains(pid));
     let below = |pid: i32| std::iter::once(pid).chain(procfs::descendants_until(pid, &of_ranks, Some(until)).0);
     let all: BTreeSet<i32> = others.flat_map(below).take(MAX_BELOW_COMMANDS).collect();
-    let mut connected = sock_diag::connected_to_other_machines(all, until);
+    let mut connected = connected_to_other_machines(all, until);
     connected.truncate(MAX_CONNECTED);
     connected
 }

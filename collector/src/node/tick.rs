@@ -9,7 +9,7 @@ use std::{
 use tracing::warn;
 use xpu_timer_analysis::stragglers;
 use xpu_timer_proto::{
-    procfs,
+    WATCHER_THREAD, procfs,
     ring::{self, filtered, header},
     v1::{Paces, RankPace},
 };
@@ -233,7 +233,9 @@ fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
     };
     let owners = ring::lane::owners(&read).ok()?;
     let program = grew(process.pid as u64) || owners.into_iter().any(grew);
-    let watcher = words[header::WATCHER_TID] != 0 && grew(words[header::WATCHER_TID]);
+    // A filter may also end the watcher before anybody reads its status.
+    let is_ended = || program && words[header::GOODBYE] == 0 && !has_watcher(process.pid);
+    let watcher = words[header::WATCHER_TID] != 0 && (grew(words[header::WATCHER_TID]) || is_ended());
     // A filter stays in force even after its thread has ended.
     let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
     let found = [(program, filtered::PROGRAM), (watcher, filtered::WATCHER)];
@@ -242,6 +244,13 @@ fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
     // written is the fault of its process.
     let _ = ring.write(header::FILTERED, u64::from(bits)).and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
     Some(bits)
+}
+
+/// Whether a process has the hook's thread, which is known by its name in every PID namespace. Also
+/// true if the process cannot be read.
+fn has_watcher(pid: i32) -> bool {
+    let is_watcher = |tid: i32| procfs::thread_stat(pid, tid).is_some_and(|stat| stat.name == WATCHER_THREAD);
+    procfs::threads(pid).map_or(true, |threads| threads.into_iter().any(is_watcher))
 }
 
 /// Time between two comparisons of the ranks of a job with each other.

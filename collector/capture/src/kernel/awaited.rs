@@ -19,7 +19,10 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind},
 };
 
-use super::open_files::{self, Descriptor, OpenFiles};
+use super::{
+    Tables,
+    open_files::{self, Descriptor},
+};
 use crate::memory;
 use search::{MAX_HOLDERS, Operation, Search};
 
@@ -72,14 +75,9 @@ pub(crate) struct Waits {
 
 /// What the threads of a process wait for, by thread id. The owner of a lock is looked for only if
 /// the main thread wants it.
-pub(crate) fn of_process(
-    pid: i32,
-    threads: &[Sleeper<'_>],
-    open_files: &OpenFiles,
-    deadline: Instant,
-) -> HashMap<i32, Waits> {
+pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, deadline: Instant) -> HashMap<i32, Waits> {
     let of = |thread: &Sleeper<'_>, deadline: Instant, what: Wanted| {
-        Some((thread.tid, of_thread(pid, thread, open_files, deadline, what)?))
+        Some((thread.tid, of_thread(pid, thread, tables, deadline, what)?))
     };
     let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
     let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
@@ -99,16 +97,10 @@ enum Wanted {
 }
 
 /// The wait of a thread that sleeps in a system call. `None` if it does not.
-fn of_thread(
-    pid: i32,
-    thread: &Sleeper<'_>,
-    open_files: &OpenFiles,
-    deadline: Instant,
-    wanted: Wanted,
-) -> Option<Waits> {
+fn of_thread(pid: i32, thread: &Sleeper<'_>, tables: &Tables, deadline: Instant, wanted: Wanted) -> Option<Waits> {
     let deadline = deadline.min(Instant::now() + TIMEOUT);
     let Call { number, arguments } = thread.call?;
-    let search = Search::new(pid, thread.wchan, open_files, deadline);
+    let search = Search::new(pid, thread.wchan, tables, deadline);
     let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
     let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
     Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)) })
@@ -307,7 +299,7 @@ mod tests {
             let wchan = procfs::wchan(own, tid);
             let call = procfs::syscall(own, tid).ok().as_ref().and_then(Call::of);
             let thread = Sleeper { tid, name: "", wchan: &wchan, call };
-            let wait = |deadline| of_thread(own, &thread, &OpenFiles::default(), deadline, Wanted::All)?.awaited;
+            let wait = |deadline| of_thread(own, &thread, &Tables::default(), deadline, Wanted::All)?.awaited;
             if let Some(late) = wait(start) {
                 let needs_no_search =
                     [AwaitedKind::Lock, AwaitedKind::Child, AwaitedKind::Mutex].contains(&late.kind());

@@ -21,10 +21,9 @@ use xpu_timer_proto::{
 use crate::{
     error::Error,
     kernel::{
+        Tables,
         awaited::{self, Sleeper, Waits},
-        open_files::OpenFiles,
         permission,
-        sock_diag::TcpConnections,
     },
     native::{
         address_space::AddressSpace,
@@ -49,7 +48,7 @@ pub(crate) fn unix_ns() -> u64 {
 
 /// Captures one process.
 pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
-    let Job { pid, options, deadline, connections, open_files } = job;
+    let Job { pid, options, deadline, tables } = job;
     let begin = Instant::now();
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
@@ -58,8 +57,7 @@ pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
         options: &options,
         deadline,
         images,
-        connections: &connections,
-        open_files: &open_files,
+        tables: &tables,
         process: &mut process,
         context: Box::default(),
     };
@@ -78,8 +76,7 @@ struct Capture<'a> {
     options: &'a Options,
     deadline: Instant,
     images: &'a Images,
-    connections: &'a TcpConnections,
-    open_files: &'a OpenFiles,
+    tables: &'a Tables,
     process: &'a mut RawProcess,
     context: Box<UnwindContext<usize>>,
 }
@@ -104,7 +101,7 @@ impl Capture<'_> {
         sample.process_state = state_text(stat.state);
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
         sample.io_bytes = procfs::io_bytes(pid);
-        let connections = self.connections.of(pid, self.deadline).unwrap_or_default();
+        let connections = self.tables.tcp_sockets.of_process(pid, self.deadline).unwrap_or_default();
         (sample.tcp_bytes, sample.tcp_connections) = (connections.bytes, connections.remote);
         self.process.command = command(pid);
         let tids = procfs::threads(pid)?;
@@ -408,7 +405,7 @@ impl Capture<'_> {
         }
         let mut places = CodeLocations::default();
         let sleepers: Vec<Sleeper<'_>> = threads.iter().map(Thread::sleeper).collect();
-        let mut waits = awaited::of_process(self.pid, &sleepers, self.open_files, self.deadline);
+        let mut waits = awaited::of_process(self.pid, &sleepers, self.tables, self.deadline);
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
             let Waits { awaited, timed } = waits.remove(&thread.tid).unwrap_or_default();

@@ -242,27 +242,13 @@ mod tests {
         let images = Arc::<Images>::default();
         let options = Options { deadline: Duration::from_secs(5), ..Options::default() };
         let deadline = Instant::now();
-        let jobs = (0..40)
-            .map(|_| Job {
-                pid,
-                options: options.clone(),
-                deadline,
-                connections: Arc::default(),
-                open_files: Arc::default(),
-            })
-            .collect();
+        let jobs = (0..40).map(|_| Job { pid, options: options.clone(), deadline, tables: Arc::default() }).collect();
         let answers = run(jobs, &images, deadline, options.deadline);
         for answer in &answers {
             assert!(!answer.sample.stacktrace.is_empty(), "{:?}", answer.sample.errors);
         }
         // The extension is limited.
-        let jobs = vec![Job {
-            pid,
-            options: options.clone(),
-            deadline,
-            connections: Arc::default(),
-            open_files: Arc::default(),
-        }];
+        let jobs = vec![Job { pid, options: options.clone(), deadline, tables: Arc::default() }];
         let answers = run(jobs, &images, deadline, Duration::ZERO);
         assert!(answers[0].sample.errors.iter().any(|error| error.contains("the machine is busy")));
     }

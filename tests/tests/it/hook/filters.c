@@ -1,7 +1,7 @@
 /* Trains on a device that does nothing, shuts itself in by a filter of system calls, and goes on.
    usage: filters prctl|seccomp|tsync|handle|strict|inline|inline-tsync|early|refused|exec|executed
-   kill|errno|trap FOLDER A call that is not in the list ends the program (kill), raises SIGSYS
-   (trap), or fails and is counted by nobody (errno). */
+   kill|kill-thread|errno|trap FOLDER A call that is not in the list ends the program (kill) or its
+   thread (kill-thread), raises SIGSYS (trap), or fails and is counted by nobody (errno). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -76,7 +76,8 @@ static long bare(long number, long a, long b, long c, long d, long e) {
 #define ALLOW_IF(number, allowed) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1), BPF_STMT(BPF_RET | BPF_K, allowed)
 
 static void shut_in(const char *how, unsigned action) {
-    unsigned sleeps = strcmp(how, "inline-tsync") == 0 ? SECCOMP_RET_ALLOW : action;
+    int may_sleep = strcmp(how, "inline-tsync") == 0 && action != SECCOMP_RET_KILL_THREAD;
+    unsigned sleeps = may_sleep ? SECCOMP_RET_ALLOW : action;
     struct sock_filter filter[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
         ALLOW(SYS_write), ALLOW(SYS_exit_group), ALLOW(SYS_exit), ALLOW(SYS_clock_nanosleep), ALLOW(SYS_nanosleep),
@@ -142,6 +143,7 @@ int main(int count, char **arguments) {
     if (count != 4) return 2;
     unsigned action = SECCOMP_RET_ERRNO | EPERM;
     if (strcmp(arguments[2], "kill") == 0) action = SECCOMP_RET_KILL_PROCESS;
+    if (strcmp(arguments[2], "kill-thread") == 0) action = SECCOMP_RET_KILL_THREAD;
     if (strcmp(arguments[2], "trap") == 0) action = SECCOMP_RET_TRAP;
     Id id = {{0}};
     if (strcmp(arguments[1], "exec") == 0) execute(arguments, action);

@@ -60,7 +60,7 @@ pub(super) fn awaited(search: &Search<'_>, descriptor: Descriptor, operation: Op
 
 /// The descriptors of other processes with this link, and whether there can be no others.
 fn others(search: &Search<'_>, link: &str) -> (Vec<Descriptor>, bool) {
-    let (all, complete) = search.open_files.of(link, search.deadline);
+    let (all, complete) = search.tables.open_files.of(link, search.deadline);
     (all.iter().copied().filter(|descriptor| descriptor.pid != search.pid).collect(), complete)
 }
 
@@ -72,7 +72,7 @@ fn pipe_peers(search: &Search<'_>, link: &str, operation: Operation) -> Vec<i32>
     let has_end = |descriptor: &Descriptor| {
         open_files::access_mode(*descriptor).is_some_and(|mode| [wanted, libc::O_RDWR].contains(&mode))
     };
-    let (all, complete) = search.open_files.of(link, search.deadline);
+    let (all, complete) = search.tables.open_files.of(link, search.deadline);
     let (own, others): (Vec<Descriptor>, Vec<Descriptor>) = all.iter().partition(|one| one.pid == search.pid);
     let mut pids: Vec<i32> = others.iter().filter(|other| has_end(other)).map(|other| other.pid).collect();
     pids.dedup();

@@ -1,13 +1,13 @@
 //! A search for what one thread waits for.
 
-use std::{cell::OnceCell, collections::HashSet, time::Instant};
+use std::{cell::OnceCell, collections::HashSet, sync::Arc, time::Instant};
 
 use xpu_timer_proto::{
     procfs::{self, descendants_until},
     server::Holder,
 };
 
-use crate::kernel::open_files::OpenFiles;
+use crate::kernel::{Tables, tcp_sockets::Table};
 
 /// Maximum number of holders in a result.
 pub(super) const MAX_HOLDERS: usize = 8;
@@ -26,15 +26,20 @@ pub(super) struct Search<'a> {
     pub pid: i32,
     /// The kernel function that the thread sleeps in; may be empty.
     pub wchan: &'a str,
-    pub open_files: &'a OpenFiles,
+    pub tables: &'a Tables,
     pub deadline: Instant,
     /// The descendants and the parent, which one call may need for each of its descriptors.
     relatives: OnceCell<(Vec<i32>, i32)>,
 }
 
 impl<'a> Search<'a> {
-    pub fn new(pid: i32, wchan: &'a str, open_files: &'a OpenFiles, deadline: Instant) -> Self {
-        Search { pid, wchan, open_files, deadline, relatives: OnceCell::new() }
+    pub fn new(pid: i32, wchan: &'a str, tables: &'a Tables, deadline: Instant) -> Self {
+        Search { pid, wchan, tables, deadline, relatives: OnceCell::new() }
+    }
+
+    /// The TCP sockets of the network namespace of the process.
+    pub fn tcp_sockets(&self) -> Option<Arc<Table>> {
+        self.tables.tcp_sockets.of_namespace(self.pid, self.deadline)
     }
 
     /// Describes processes: children first, then the parent, then others.

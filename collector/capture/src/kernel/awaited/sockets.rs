@@ -8,7 +8,6 @@ use std::{
 
 use xpu_timer_proto::{
     LISTENS,
-    procfs::{LISTEN, find_tcp_socket},
     server::{Awaited, AwaitedKind, Holder},
 };
 
@@ -20,25 +19,18 @@ use crate::{
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
-    let own = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-        (socket.inode == inode).then(|| (socket.state, socket.local(), socket.remote()))
-    });
-    match own {
-        // A listening socket has no peer.
-        Some((LISTEN, Some(local), _)) => socket(format!("{LISTENS} to {local}"), Vec::new()),
-        Some((_, Some(local), Some(remote))) => {
-            let other = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-                (socket.inode != 0 && socket.local() == Some(remote) && socket.remote() == Some(local))
-                    .then_some(socket.inode)
-            });
-            // A peer that has not accepted the connection has no descriptor for it yet.
-            let owner = other.map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
-            let is_here = remote.ip().is_loopback() || remote.ip() == local.ip();
-            let waiting = || if is_here { listeners(search, remote) } else { Vec::new() };
-            socket(remote.to_string(), owner.unwrap_or_else(waiting))
-        }
-        _ => unix_peer(search, inode),
+    let table = search.tcp_sockets();
+    let Some((table, own)) = table.as_ref().and_then(|table| Some((table, table.socket(inode)?))) else {
+        return unix_peer(search, inode);
+    };
+    if own.listens() {
+        return socket(format!("{LISTENS} to {}", own.local), Vec::new());
     }
+    // A peer that has not accepted the connection has no descriptor for it yet.
+    let owner = table.other_end(own).map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
+    let is_here = own.remote.ip().is_loopback() || own.remote.ip() == own.local.ip();
+    let waiting = || if is_here { listeners(search, own.remote) } else { Vec::new() };
+    socket(own.remote.to_string(), owner.unwrap_or_else(waiting))
 }
 
 /// What a call waits for that connects a socket to the address at `address`, or sends to it.
@@ -62,17 +54,13 @@ fn socket(name: String, holders: Vec<Holder>) -> Awaited {
 
 /// The processes that have a socket open.
 fn owners(search: &Search<'_>, inode: u64) -> Vec<Holder> {
-    let (owners, _) = search.open_files.of(&format!("socket:[{inode}]"), search.deadline);
+    let (owners, _) = search.tables.open_files.of(&format!("socket:[{inode}]"), search.deadline);
     search.holders(owners.iter().map(|owner| owner.pid))
 }
 
 /// The processes of this machine that listen at an address.
 fn listeners(search: &Search<'_>, address: SocketAddr) -> Vec<Holder> {
-    let listener = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-        let local = socket.local().filter(|_| socket.state == LISTEN)?;
-        (local.port() == address.port() && (local.ip() == address.ip() || local.ip().is_unspecified()))
-            .then_some(socket.inode)
-    });
+    let listener = search.tcp_sockets().and_then(|table| table.listener(address));
     listener.map_or_else(Vec::new, |inode| owners(search, inode))
 }
 
@@ -99,7 +87,7 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
-            let (own, _) = search.open_files.of(&format!("socket:[{inode}]"), search.deadline);
+            let (own, _) = search.tables.open_files.of(&format!("socket:[{inode}]"), search.deadline);
             for holder in &mut holders {
                 holder.both_ends = own.iter().any(|descriptor| descriptor.pid == holder.pid);
             }
