@@ -56,7 +56,7 @@ pub(crate) const RULES: &[Rule] = &[
     host_wait::HELD_LOCK,
     host_wait::HELD_PEER,
     host_wait::HOST_LOCK,
-    missing_rank::STORE_KEY,
+    comm_init::STORE_KEY,
     comm_init::RULE,
     p2p::UNMATCHED,
     missing_rank::FEWER_LAUNCHES,

@@ -37,6 +37,13 @@ const MOST: usize = 1024;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_ruled_out };
 
+/// `missing_rank`, in PyTorch's store: ranks wait for a key, and another rank has not set it.
+///
+/// All ranks that wait are in a call of the store, after they have created a communicator and
+/// outside the creation of another one. In a creation, it is `comm_init`. The key may name the rank
+/// that has to set it. The confidence is medium, because a program may use its store in any way.
+pub(super) const STORE_KEY: Rule = Rule { cause: Cause::MissingRank, explain: store_key, rule_out: never_ruled_out };
+
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = other_size_passed(case, suspect).or_else(|| store_unreachable(case)) {
         return Some(found);
@@ -299,4 +306,21 @@ fn wait_for_each_other(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     evidence.extend(Fact::positions(&culprits));
     let explanation = Explanation::Creation(CreationFault::Split { split, blames_creating });
     Some(Finding { culprits, explanation, confidence, evidence })
+}
+
+fn store_key(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Host { rank_index, events, .. } = suspect else { return None };
+    if !events.is_empty() {
+        return few_inside(case, suspect, *rank_index, true);
+    }
+    if case.stack_waiters.is_empty() || !case.stack_waiters.iter().all(|waiter| case.uses_store(*waiter)) {
+        return None;
+    }
+    let fault = CreationFault::Missing { rank_index: *rank_index, missed: MissedStep::Key, still_starting: false };
+    Some(Finding {
+        culprits: vec![*rank_index],
+        explanation: Explanation::Creation(fault),
+        confidence: Confidence::Medium,
+        evidence: vec![Fact::Position(*rank_index)],
+    })
 }

@@ -4,14 +4,13 @@ use xpu_timer_proto::v1::{OpStatus, Presence};
 
 use super::{
     collective::{Collective, synchronizes},
-    comm_init,
     kernel_hang::in_open_group,
     rule::{Rule, never_ruled_out},
     wait_cycle::{self, PatternCheck},
 };
 use crate::{
     case::Case,
-    explanation::{Absence, CollectiveFault, CreationFault, CycleFault, Explanation, MissedStep, PatternBreak},
+    explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
     finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
     graph::{Event, Suspect},
     kernels::{FewerLaunches, fewer_launches},
@@ -79,13 +78,6 @@ pub(super) const EXTRA_COLLECTIVE: Rule =
 /// is medium, because the past of the ranks does not show what was due.
 pub(super) const OUT_OF_STEP: Rule =
     Rule { cause: Cause::MissingRank, explain: out_of_step, rule_out: never_ruled_out };
-
-/// `missing_rank`, in PyTorch's store: ranks wait for a key, and another rank has not set it.
-///
-/// All ranks that wait are in a call of the store, after they have created a communicator and
-/// outside the creation of another one. In a creation, it is `comm_init`. The key may name the rank
-/// that has to set it. The confidence is medium, because a program may use its store in any way.
-pub(super) const STORE_KEY: Rule = Rule { cause: Cause::MissingRank, explain: store_key, rule_out: never_ruled_out };
 
 /// `missing_rank`, by numbers of launches: few ranks have launched a kernel less often than all
 /// others, who have launched it equally often.
@@ -385,21 +377,4 @@ fn out_of_step(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.push(Fact::Position(rank_index));
     let explanation = Explanation::Cycle(CycleFault::OutOfStep { rank_index, own, owed });
     Some(Finding { culprits: vec![rank_index], explanation, confidence: Confidence::Medium, evidence })
-}
-
-fn store_key(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let Suspect::Host { rank_index, events, .. } = suspect else { return None };
-    if !events.is_empty() {
-        return comm_init::few_inside(case, suspect, *rank_index, true);
-    }
-    if case.stack_waiters.is_empty() || !case.stack_waiters.iter().all(|waiter| case.uses_store(*waiter)) {
-        return None;
-    }
-    let fault = CreationFault::Missing { rank_index: *rank_index, missed: MissedStep::Key, still_starting: false };
-    Some(Finding {
-        culprits: vec![*rank_index],
-        explanation: Explanation::Creation(fault),
-        confidence: Confidence::Medium,
-        evidence: vec![Fact::Position(*rank_index)],
-    })
 }

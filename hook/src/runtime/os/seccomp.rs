@@ -160,8 +160,8 @@ pub mod tsc {
     /// Nanoseconds per 2^32 ticks of the counter. 0 while it is unknown, or [`FORBIDDEN`].
     pub static RATE: AtomicU64 = AtomicU64::new(0);
 
-    /// Value of [`RATE`] when the program has forbidden itself to read the counter. A read would end
-    /// the process.
+    /// Value of [`RATE`] when the program has forbidden itself to read the counter. A read would
+    /// end the process.
     pub const FORBIDDEN: u64 = u64::MAX;
 
     /// From now on nothing reads the counter or the exact clock, which reads it too.
@@ -176,8 +176,8 @@ pub mod tsc {
         RATE.load(Ordering::Relaxed) == FORBIDDEN
     }
 
-    /// The counter. It advances at a constant but unknown rate, and is several times cheaper to read
-    /// than a clock.
+    /// The counter. It advances at a constant but unknown rate, and is several times cheaper to
+    /// read than a clock.
     #[inline]
     pub fn counter() -> u64 {
         // SAFETY: every x86-64 processor has it, and Linux lets programs read it.
