@@ -8,7 +8,7 @@ use crate::rank_set::RankSet;
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 use std::hash::BuildHasher;
 use xpu_timer_proto::printable;
-use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
+use xpu_timer_proto::v1::{StackTree, TreeNode};
 
 /// Number of an interned word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -272,7 +272,7 @@ impl PrefixTree {
             message.nodes.push(TreeNode {
                 parent: node.parent.map(|parent| places[parent.index()]),
                 word,
-                ranks: node.ranks.runs().iter().map(|run| RankRun { first: run.first, last: run.last }).collect(),
+                ranks: node.ranks.to_message(),
                 end: node.end,
             });
         }
@@ -407,7 +407,7 @@ mod tests {
         bad.nodes[0].parent = Some(0);
         assert_eq!(tree.merge_message(&bad), Err(TreeError::ParentAfterChild { node: 0, parent: 0 }));
         let mut bad = good;
-        bad.nodes[1].ranks[0] = RankRun { first: 2, last: 1 };
+        bad.nodes[1].ranks[0] = xpu_timer_proto::v1::RankRun { first: 2, last: 1 };
         assert_eq!(tree.merge_message(&bad), Err(TreeError::BackwardRun { node: 1 }));
         assert!(tree.nodes().is_empty());
     }

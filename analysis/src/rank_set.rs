@@ -4,7 +4,9 @@
 //! mostly arrive in ascending order, so adding one is an append. A bitmap would need the world size
 //! in memory for every tree node.
 
-use std::fmt;
+use std::{fmt, str::FromStr};
+
+use xpu_timer_proto::v1::RankRun;
 
 /// One run of consecutive ranks, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -188,6 +190,11 @@ impl RankSet {
         &self.runs
     }
 
+    /// The runs as they are sent, ascending.
+    pub fn to_message(&self) -> Vec<RankRun> {
+        self.runs.iter().map(|run| RankRun { first: run.first, last: run.last }).collect()
+    }
+
     /// The ranks, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.runs.iter().flat_map(|run| run.first..=run.last)
@@ -227,6 +234,26 @@ impl fmt::Display for RankSet {
     }
 }
 
+/// Ranks as people write them (`6`, `0-3,7`) or as labels show them (`0-3/7`).
+impl FromStr for RankSet {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut ranks = RankSet::new();
+        for run in text.split([',', '/']).map(str::trim) {
+            let (first, last) = run.split_once('-').unwrap_or((run, run));
+            let number =
+                |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is neither a rank nor a range"));
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last {
+                return Err(format!("{run:?} ends before it begins"));
+            }
+            ranks.insert_run(first, last);
+        }
+        Ok(ranks)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,6 +270,17 @@ mod tests {
         assert_eq!(set(&[0, 1]).to_string(), "0-1");
         assert_eq!(set(&[5, 0, 2, 1]).to_string(), "0-2/5");
         assert_eq!(RankSet::world(8).to_string(), "0-7");
+    }
+
+    #[test]
+    fn ranges_are_parsed() {
+        let parsed = |text: &str| text.parse::<RankSet>();
+        assert_eq!(parsed("6").unwrap().to_string(), "6");
+        assert_eq!(parsed("7, 0-3").unwrap().to_string(), "0-3/7");
+        assert_eq!(parsed("0-3/7").unwrap().to_string(), "0-3/7");
+        for bad in ["", "x", "3-", "-3", "3-1", "1,,2", "4294967296"] {
+            assert!(parsed(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 use nix::sys::stat::{Mode, umask};
 use terminal_size::{Width, terminal_size_of};
 use tracing::warn;
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
@@ -104,9 +105,9 @@ struct TimelineArguments {
     /// Name of the job, if there are several
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
-    /// Only this rank
-    #[arg(long, value_name = "R")]
-    rank: Option<u32>,
+    /// Only these ranks, such as 6 or 0-3,7
+    #[arg(long, value_name = "RANKS")]
+    rank: Option<RankSet>,
     /// The last so many seconds; of a job that stands, the last ones in which it did something
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
     seconds: Duration,
@@ -217,7 +218,7 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
 fn run_timeline(arguments: TimelineArguments) -> anyhow::Result<()> {
     let TimelineArguments { url, job, rank, seconds, kernels, output } = arguments;
     let remote = Remote::new(url, &Source::process())?;
-    let wanted = WantedTimeline { job, rank, window: seconds, detail: kernels == Kernels::All };
+    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail: kernels == Kernels::All };
     let written = timeline::fetch(&remote, &wanted, &output)?;
     print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
     let lost = if written.lost > 0 { format!("; {} more were lost", written.lost) } else { String::new() };

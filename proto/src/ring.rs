@@ -19,6 +19,6 @@ pub use layout::{
     key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves, pack_what, store_wait, stream,
 };
 pub use read::{
-    Progress, RECENT_OPERATIONS, operation, read, read_communicators, read_functions, read_header, read_names,
-    read_progress, read_slots,
+    Progress, RECENT_OPERATIONS, communicator_of, operation, read, read_communicators, read_functions, read_header,
+    read_names, read_progress, read_slots,
 };

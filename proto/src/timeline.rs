@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Version of the format.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 /// Extension of the files.
 pub const EXTENSION: &str = "ops";
 /// A full block has so many operations. A reader accepts no larger block.
@@ -34,10 +34,65 @@ pub fn file_name(rank: u32, world_size: u32) -> String {
     format!("{rank:05}-{world_size:05}.{EXTENSION}")
 }
 
+/// A [`TimelineBlock`] as it is on the wire, where a column is a byte string: its values one after
+/// the other, as varints. A column grows by a few bytes with each operation, and writing the block
+/// copies the columns.
+#[derive(Clone, PartialEq, prost::Message)]
+struct EncodedBlock {
+    #[prost(uint32, tag = "1")]
+    operations: u32,
+    #[prost(message, repeated, tag = "2")]
+    shapes: Vec<Operation>,
+    #[prost(bytes = "vec", tag = "3")]
+    shape: Vec<u8>,
+    #[prost(bytes = "vec", tag = "4")]
+    ticket: Vec<u8>,
+    #[prost(bytes = "vec", tag = "5")]
+    seq: Vec<u8>,
+    #[prost(bytes = "vec", tag = "6")]
+    entered: Vec<u8>,
+    #[prost(bytes = "vec", tag = "7")]
+    returned: Vec<u8>,
+    #[prost(bytes = "vec", tag = "8")]
+    started: Vec<u8>,
+    #[prost(bytes = "vec", tag = "9")]
+    completed: Vec<u8>,
+    #[prost(bytes = "vec", tag = "10")]
+    device: Vec<u8>,
+    #[prost(bytes = "vec", tag = "11")]
+    status: Vec<u8>,
+    #[prost(bytes = "vec", tag = "12")]
+    group: Vec<u8>,
+}
+
+impl EncodedBlock {
+    /// The columns that are empty if all their values are 0.
+    fn columns(&mut self) -> [&mut Vec<u8>; 9] {
+        [
+            &mut self.ticket,
+            &mut self.seq,
+            &mut self.entered,
+            &mut self.returned,
+            &mut self.started,
+            &mut self.completed,
+            &mut self.device,
+            &mut self.status,
+            &mut self.group,
+        ]
+    }
+}
+
+/// A [`TimelineChunk`] of such a block.
+#[derive(Clone, PartialEq, prost::Message)]
+struct EncodedChunk {
+    #[prost(message, optional, tag = "2")]
+    block: Option<EncodedBlock>,
+}
+
 /// Collects operations into a block.
 #[derive(Debug, Default)]
 pub struct BlockBuilder {
-    block: TimelineBlock,
+    block: EncodedBlock,
     /// Index of each shape, by its encoding.
     shapes: HashMap<Vec<u8>, u32>,
     /// Sequence number that is expected next for each shape.
@@ -47,6 +102,7 @@ pub struct BlockBuilder {
     last_shape: u32,
     next_ticket: u64,
     entered_ns: u64,
+    group: u64,
     scratch: Vec<u8>,
 }
 
@@ -74,33 +130,78 @@ impl BlockBuilder {
         let shape = self.shape(operation);
         let block = &mut self.block;
         block.operations += 1;
-        block.shape.push(shape);
-        block.ticket.push(difference(operation.ticket, self.next_ticket));
+        put(&mut block.shape, u64::from(shape));
+        put_signed(&mut block.ticket, difference(operation.ticket, self.next_ticket));
         self.next_ticket = operation.ticket.wrapping_add(1);
         let next_seq = &mut self.next_seq[shape as usize];
-        block.seq.push(difference(operation.seq, *next_seq));
+        put_signed(&mut block.seq, difference(operation.seq, *next_seq));
         *next_seq = operation.seq.wrapping_add(1);
-        block.entered.push(difference(operation.entered_ns, self.entered_ns));
+        put_signed(&mut block.entered, difference(operation.entered_ns, self.entered_ns));
         self.entered_ns = operation.entered_ns;
         let since_entered = |ns: u64| if ns == 0 { 0 } else { difference(ns, operation.entered_ns).wrapping_add(1) };
-        block.returned.push(since_entered(operation.returned_ns));
-        block.started.push(since_entered(operation.started_ns));
+        put_signed(&mut block.returned, since_entered(operation.returned_ns));
+        put_signed(&mut block.started, since_entered(operation.started_ns));
         let ran_ns = difference(operation.completed_ns, begin_ns(operation));
-        block.completed.push(ran_ns);
-        block.device.push((operation.device_ns as i64).wrapping_sub(ran_ns));
+        put_signed(&mut block.completed, ran_ns);
+        put_signed(&mut block.device, (operation.device_ns as i64).wrapping_sub(ran_ns));
         let status = i64::from(operation.error) << STATUS_BITS | i64::from(operation.status);
-        block.status.push(status ^ OpStatus::Completed as i64);
+        put_signed(&mut block.status, status ^ OpStatus::Completed as i64);
+        put_signed(&mut block.group, difference(operation.group, self.group));
+        self.group = operation.group;
     }
 
-    /// The block, and an empty builder in its place.
+    /// Memory of its operations, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let EncodedBlock {
+            operations: _,
+            shapes,
+            shape,
+            ticket,
+            seq,
+            entered,
+            returned,
+            started,
+            completed,
+            device,
+            status,
+            group,
+        } = &self.block;
+        let columns = [shape, ticket, seq, entered, returned, started, completed, device, status, group];
+        columns.into_iter().map(Vec::len).sum::<usize>() + shapes.len() * size_of::<Operation>()
+    }
+
+    /// The block. The builder is empty then.
     pub fn finish(&mut self) -> TimelineBlock {
-        let mut block = std::mem::take(self).block;
-        for column in columns(&mut block) {
-            if column.iter().all(|value| *value == 0) {
+        let bytes = self.complete().encode_to_vec();
+        self.clear();
+        TimelineBlock::decode(&bytes[..]).expect("it was encoded here")
+    }
+
+    /// The block as a chunk of a file. The builder is empty then.
+    pub fn finish_chunk(&mut self) -> Vec<u8> {
+        let mut chunk = EncodedChunk { block: Some(std::mem::take(self.complete())) };
+        let bytes = chunk.encode_length_delimited_to_vec();
+        // The next block uses the memory of the columns.
+        self.block = chunk.block.take().unwrap_or_default();
+        self.clear();
+        bytes
+    }
+
+    fn complete(&mut self) -> &mut EncodedBlock {
+        for column in self.block.columns() {
+            // Only the number 0 has no other bytes than 0.
+            if column.iter().all(|byte| *byte == 0) {
                 column.clear();
             }
         }
-        block
+        &mut self.block
+    }
+
+    fn clear(&mut self) {
+        let mut block = std::mem::take(&mut self.block);
+        block.clear();
+        *self = BlockBuilder { block, scratch: std::mem::take(&mut self.scratch), ..BlockBuilder::default() };
     }
 
     fn shape(&mut self, operation: &Operation) -> u32 {
@@ -125,6 +226,7 @@ impl BlockBuilder {
             device_ns: 0,
             status: 0,
             error: 0,
+            group: 0,
             ..operation.clone()
         };
         self.scratch.clear();
@@ -154,6 +256,7 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         device_ns: _,
         status: _,
         error: _,
+        group: _,
         kind,
         op,
         communicator,
@@ -164,7 +267,6 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         stream,
         tid,
         function,
-        group,
         matmul,
         tag,
         store_keys,
@@ -172,7 +274,7 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         launch,
         direction,
     } = operation;
-    let numbers = (*kind, *op, *communicator, *count, *dtype, *reduce_op, *peer, *stream, *tid, *group);
+    let numbers = (*kind, *op, *communicator, *count, *dtype, *reduce_op, *peer, *stream, *tid);
     let of_shape = (
         shape.kind,
         shape.op,
@@ -183,7 +285,6 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         shape.peer,
         shape.stream,
         shape.tid,
-        shape.group,
     );
     numbers == of_shape
         && (*tag, *store_key_count, *direction) == (shape.tag, shape.store_key_count, shape.direction)
@@ -202,17 +303,18 @@ fn difference(value: u64, base: u64) -> i64 {
     value.wrapping_sub(base) as i64
 }
 
-fn columns(block: &mut TimelineBlock) -> [&mut Vec<i64>; 8] {
-    [
-        &mut block.ticket,
-        &mut block.seq,
-        &mut block.entered,
-        &mut block.returned,
-        &mut block.started,
-        &mut block.completed,
-        &mut block.device,
-        &mut block.status,
-    ]
+/// Appends a number as a varint.
+fn put(column: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        column.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    column.push(value as u8);
+}
+
+/// Appends a number as `sint64` does: numbers near 0 are short.
+fn put_signed(column: &mut Vec<u8>, value: i64) {
+    put(column, (value << 1 ^ value >> 63) as u64);
 }
 
 /// Iterates over the operations of a block, in the order in which they were added.
@@ -246,6 +348,8 @@ pub struct Times {
     pub status: i32,
     /// See [`Operation::error`].
     pub error: u32,
+    /// See [`Operation::group`].
+    pub group: u64,
 }
 
 impl Times {
@@ -262,6 +366,7 @@ impl Times {
             device_ns: self.device_ns,
             status: self.status,
             error: self.error,
+            group: self.group,
             ..block.shapes[self.shape as usize].clone()
         }
     }
@@ -283,6 +388,7 @@ pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + 
         block.completed.len(),
         block.device.len(),
         block.status.len(),
+        block.group.len(),
     ];
     let shapes = block.shapes.len();
     if count > BLOCK_OPERATIONS
@@ -293,7 +399,7 @@ pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + 
         return Err(invalid("a block of the timeline contradicts itself"));
     }
     let mut next_seq = vec![0_u64; shapes];
-    let (mut next_ticket, mut entered_ns) = (0_u64, 0_u64);
+    let (mut next_ticket, mut entered_ns, mut group) = (0_u64, 0_u64, 0_u64);
     Ok((0..count).map(move |index| {
         let value = |column: &[i64]| column.get(index).copied().unwrap_or(0);
         let shape = block.shape[index];
@@ -310,6 +416,7 @@ pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + 
         let started_ns = since_entered(value(&block.started));
         let ran_ns = value(&block.completed);
         let status = value(&block.status) ^ OpStatus::Completed as i64;
+        group = group.wrapping_add_signed(value(&block.group));
         Times {
             shape,
             ticket,
@@ -321,6 +428,7 @@ pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + 
             device_ns: value(&block.device).wrapping_add(ran_ns) as u64,
             status: (status & ((1 << STATUS_BITS) - 1)) as i32,
             error: (status >> STATUS_BITS) as u32,
+            group,
         }
     }))
 }
@@ -457,6 +565,20 @@ mod tests {
         let read: Vec<Operation> = operations(&block).unwrap().collect();
         assert_eq!(read.len(), given.len());
         read.iter().zip(&given).for_each(|(read, given)| assert_eq!(read, given));
+    }
+
+    #[test]
+    fn a_new_group_is_no_new_shape() {
+        let mut given = steps(500);
+        for (index, operation) in given.iter_mut().enumerate().filter(|(index, _)| index % 5 < 2) {
+            operation.group = 1 + index as u64 / 5;
+        }
+        given[9].group = u64::MAX;
+        let block = block(&given);
+        assert_eq!(block.shapes.len(), 2);
+        let read: Vec<u64> = times(&block).unwrap().map(|times| times.group).collect();
+        assert_eq!(read, given.iter().map(|operation| operation.group).collect::<Vec<_>>());
+        assert_eq!(operations(&block).unwrap().collect::<Vec<_>>(), given);
     }
 
     #[test]

@@ -155,7 +155,9 @@ impl FakeCollector {
         self.with_ring(pid, |file| {
             let read_at = |at, buffer: &mut [u8]| file.read_exact_at(buffer, at);
             let names = ring::read_names(read_at)?;
-            let slots = ring::read_slots(read_at, 0, ring::op::SLOTS)?;
+            let mut slots = Vec::new();
+            ring::read_slots(read_at, 0, ring::op::SLOTS, &mut slots)?;
+            slots.retain(|words| words[ring::op::TICKET] != 0);
             let name = |words: &[u64; ring::op::WORDS]| names.get(&words[ring::op::FUNCTION]).cloned();
             Ok::<_, std::io::Error>(
                 slots.iter().map(|words| ring::operation(words, name(words).unwrap_or_default())).collect(),

@@ -64,10 +64,10 @@ impl Timelines {
         for index in 0..u64::from(self.operations) {
             builder.push(&self.operation(rank, index));
             if builder.is_full() {
-                write(&mut out, Part::Block(builder.finish()))?;
+                out.write_all(&builder.finish_chunk())?;
             }
         }
-        write(&mut out, Part::Block(builder.finish()))?;
+        out.write_all(&builder.finish_chunk())?;
         Ok(out.flush()?)
     }
 

@@ -12,7 +12,7 @@ use xpu_timer_analysis::rank_set::RankSet;
 #[command(next_help_heading = "Filters (the summary then shows stacks; only the files that are chosen are written)")]
 pub struct Filter {
     /// Only these ranks, such as 6 or 0-3,7
-    #[arg(long, value_name = "RANKS", value_parser = ranks)]
+    #[arg(long, value_name = "RANKS")]
     pub rank: Option<RankSet>,
     /// Only threads with this id, or with this text in their Python or kernel name, in any case
     #[arg(long, value_name = "TID|NAME")]
@@ -133,37 +133,11 @@ fn holds(bytes: &[u8], text: &str) -> bool {
     text.is_empty() || bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-/// Parses ranks as people write them (`6`, `0-3,7`) or as labels show them (`0-3/7`).
-fn ranks(text: &str) -> Result<RankSet, String> {
-    let mut ranks = RankSet::new();
-    for run in text.split([',', '/']).map(str::trim) {
-        let (first, last) = run.split_once('-').unwrap_or((run, run));
-        let number =
-            |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is neither a rank nor a range"));
-        let (first, last) = (number(first)?, number(last)?);
-        if first > last {
-            return Err(format!("{run:?} ends before it begins"));
-        }
-        ranks.insert_run(first, last);
-    }
-    Ok(ranks)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use xpu_timer_proto::Message;
     use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace};
-
-    #[test]
-    fn rank_ranges_are_parsed() {
-        assert_eq!(ranks("6").unwrap().to_string(), "6");
-        assert_eq!(ranks("7, 0-3").unwrap().to_string(), "0-3/7");
-        assert_eq!(ranks("0-3/7").unwrap().to_string(), "0-3/7");
-        for bad in ["", "x", "3-", "-3", "3-1", "1,,2", "4294967296"] {
-            assert!(ranks(bad).is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn threads_match_by_id_name_and_frames() {

@@ -25,14 +25,15 @@ const DEADLINE: Duration = Duration::from_secs(600);
 /// # Errors
 /// If there is no such job, the collector does not answer, or the folder cannot be written.
 pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<Written> {
-    let WantedTimeline { job, rank, window, detail } = wanted;
+    let WantedTimeline { job, ranks, window, detail } = wanted;
     let mut path = format!("/timeline?seconds={}", window.as_secs_f64());
     if let Some(job) = job {
         path.push_str("&job=");
         path.push_str(&escaped(job));
     }
-    if let Some(rank) = rank {
-        path.push_str(&format!("&rank={rank}"));
+    if let Some(ranks) = ranks {
+        path.push_str("&rank=");
+        path.push_str(&escaped(&ranks.to_string()));
     }
     if *detail {
         path.push_str("&kernels=all");

@@ -1,12 +1,13 @@
 //! The timelines of jobs that users request: asks the nodes of the job, some at a time, and passes
 //! their files on as they arrive. Does no I/O; the hub sends the requests.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tokio::sync::mpsc;
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     timeline,
-    v1::{JobId, RankRun, TimelineFile, TimelineRequest},
+    v1::{JobId, TimelineFile, TimelineRequest},
 };
 
 use crate::{
@@ -68,18 +69,22 @@ impl Timelines {
         let alive: Vec<JobKey> = jobs.iter().filter(|job| nodes.job(job).alive).cloned().collect();
         let choice = if wanted.job.is_none() && !alive.is_empty() { &alive } else { &jobs };
         let job = wanted_job(choice, wanted.job.as_deref())?;
-        let waiting: VecDeque<NodeId> = match wanted.rank {
-            Some(rank) => nodes.node_of_rank(&job, rank).into_iter().collect(),
-            None => nodes.job(&job).nodes.iter().copied().collect(),
+        let (waiting, unknown) = match &wanted.ranks {
+            Some(ranks) => nodes_of(&job, ranks, nodes),
+            None => (nodes.job(&job).nodes.clone(), RankSet::new()),
         };
         if waiting.is_empty() {
-            return Err(Refusal::NoJob(format!("job {job} has no such rank")));
+            return Err(Refusal::NoJob(format!("no node has ranks {unknown} of job {job}")));
         }
         let (sender, chunks) = mpsc::unbounded_channel();
         self.next += 1;
         let recording_ns = if wanted.detail { nanoseconds(wanted.window.saturating_add(DETAIL_MARGIN)) } else { 0 };
         let (asked_ns, sending) = (now.mono_ns, BTreeMap::new());
+        let waiting = waiting.into_iter().collect();
         let request = TimelineInProgress { job, wanted, asked_ns, recording_ns, waiting, sending, sender };
+        if !unknown.is_empty() {
+            request.report(format!("no node has ranks {unknown} of job {job}", job = request.job));
+        }
         self.requests.insert(self.next, request);
         Ok(chunks)
     }
@@ -88,17 +93,18 @@ impl Timelines {
     pub fn next_requests(&mut self, nodes: &Nodes, now: Now) -> Vec<(NodeId, TimelineRequest)> {
         let mut messages = Vec::new();
         for (id, request) in &mut self.requests {
-            let WantedTimeline { rank, window, .. } = request.wanted;
+            let window = request.wanted.window;
             // The window of every node begins at the same time.
             let since_ns = now.mono_ns.saturating_sub(request.asked_ns);
             let before_ns = if request.recording_ns > 0 { 0 } else { nanoseconds(window) };
             let window_ns =
                 if request.wanted.detail { nanoseconds(window) } else { before_ns.saturating_add(since_ns) };
+            let ranks = request.wanted.ranks.as_ref().map(RankSet::to_message).unwrap_or_default();
             let message = |node: NodeId, key: String, detail: bool| {
                 let JobKey { name, instance } = nodes.key_at(node, &request.job);
                 let job = Some(JobId { name, instance });
-                let ranks = rank.iter().map(|rank| RankRun { first: *rank, last: *rank }).collect();
-                (node, TimelineRequest { key, job, window_ms: window_ns / 1_000_000, ranks, detail })
+                let (ranks, window_ms) = (ranks.clone(), window_ns / 1_000_000);
+                (node, TimelineRequest { key, job, window_ms, ranks, detail })
             };
             if std::mem::take(&mut request.wanted.detail) {
                 // All nodes record at the same time.
@@ -197,6 +203,15 @@ impl Timelines {
     }
 }
 
+/// The nodes of these ranks, and the ranks that no node has.
+fn nodes_of(job: &JobKey, ranks: &RankSet, nodes: &Nodes) -> (BTreeSet<NodeId>, RankSet) {
+    // A range may be larger than any job.
+    let in_world = ranks.intersection(&RankSet::world(nodes.job(job).world_size));
+    let (known, of_ranks): (RankSet, BTreeSet<NodeId>) =
+        in_world.iter().filter_map(|rank| Some((rank, nodes.node_of_rank(job, rank)?))).unzip();
+    (of_ranks, ranks.intersection(&known.complement(u32::MAX)))
+}
+
 impl TimelineInProgress {
     fn report(&self, problem: String) {
         // Fails if the requester is gone.
@@ -236,8 +251,9 @@ mod tests {
         (nodes, Timelines::new(draw_key))
     }
 
-    fn wanted(rank: Option<u32>, detail: bool) -> WantedTimeline {
-        WantedTimeline { job: Some("j".into()), rank, window: Duration::from_secs(20), detail }
+    fn wanted(ranks: Option<&str>, detail: bool) -> WantedTimeline {
+        let ranks = ranks.map(|ranks| ranks.parse().unwrap());
+        WantedTimeline { job: Some("j".into()), ranks, window: Duration::from_secs(20), detail }
     }
 
     fn file(name: &str) -> TimelineFile {
@@ -306,13 +322,15 @@ mod tests {
     }
 
     #[test]
-    fn a_request_may_want_one_rank_and_ends_with_its_requester() {
+    fn a_request_may_want_some_ranks_and_ends_with_its_requester() {
         let (nodes, mut timelines) = cluster(3);
-        assert!(timelines.start(wanted(Some(7), false), &nodes, at(1)).is_err());
-        let chunks = timelines.start(wanted(Some(1), false), &nodes, at(1)).unwrap();
+        assert!(timelines.start(wanted(Some("7"), false), &nodes, at(1)).is_err());
+        let mut chunks = timelines.start(wanted(Some("1-2,7"), false), &nodes, at(1)).unwrap();
         let requests = timelines.next_requests(&nodes, at(1));
-        assert_eq!(requests.len(), 1);
-        assert_eq!(requests[0].1.ranks, [RankRun { first: 1, last: 1 }]);
+        let asked: Vec<NodeId> = requests.iter().map(|(node, _)| *node).collect();
+        assert_eq!(asked, [2, 3], "the nodes of ranks 1 and 2");
+        assert_eq!(requests[0].1.ranks, "1-2/7".parse::<RankSet>().unwrap().to_message());
+        assert_eq!(received(&mut chunks)[0].problem, "no node has ranks 7 of job j");
         drop(chunks);
         timelines.tick(&nodes, at(2));
         assert!(timelines.requests.is_empty() && !timelines.expects(&requests[0].1.key));

@@ -4,6 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::TimelineFile;
 
 use crate::{incident::records::WithoutFolder, job::JobKey, timeline::kernel_trace::Request};
@@ -58,8 +59,8 @@ pub enum Question {
 pub struct WantedTimeline {
     /// Name of the job; `None` if there is only one.
     pub job: Option<String>,
-    /// One rank; `None` for all.
-    pub rank: Option<u32>,
+    /// Some ranks; `None` for all.
+    pub ranks: Option<RankSet>,
     /// The window.
     pub window: Duration,
     /// Record every kernel for as long as the window, and answer then.

@@ -53,7 +53,7 @@ pub fn routes<A: QuestionSender>() -> Router<A> {
 #[derive(Deserialize)]
 struct TimelineQuery {
     job: Option<String>,
-    rank: Option<u32>,
+    rank: Option<String>,
     seconds: Option<f64>,
     kernels: Option<String>,
 }
@@ -70,7 +70,8 @@ impl TimelineQuery {
                 return Err(Refusal::Unusable(format!("kernels={other:?} is neither \"all\" nor \"recorded\"")));
             }
         };
-        Ok(WantedTimeline { job: self.job, rank: self.rank, window, detail })
+        let ranks = self.rank.map(|ranks| ranks.parse()).transpose().map_err(Refusal::Unusable)?;
+        Ok(WantedTimeline { job: self.job, ranks, window, detail })
     }
 }
 

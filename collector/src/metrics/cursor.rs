@@ -1,6 +1,6 @@
 //! Follows the operations of one ring and returns each of them once, after it has completed.
 
-use std::io;
+use std::{io, ops::Range};
 
 use xpu_timer_proto::{
     ring::{self, op},
@@ -36,7 +36,9 @@ const LOOKS: u32 = 5;
 const GAP: u64 = 16;
 
 impl Cursor {
-    /// Returns what has completed since the last read. `tickets` is the next ticket of the ring.
+    /// Reads what may have completed since the last read, and appends it to `slots`. Returns the
+    /// places there of what has completed, in ascending order of their tickets. `tickets` is the
+    /// next ticket of the ring.
     ///
     /// # Errors
     /// The errors of `read_at`.
@@ -44,39 +46,38 @@ impl Cursor {
         &mut self,
         read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
         tickets: u64,
-    ) -> io::Result<Vec<[u64; op::WORDS]>> {
+        slots: &mut Vec<[u64; op::WORDS]>,
+    ) -> io::Result<Vec<usize>> {
         let oldest = tickets.saturating_sub(op::SLOTS as u64);
         self.began_late |= self.next.is_none() && oldest > 0;
         let next = self.next.unwrap_or(oldest);
         self.missed += oldest.saturating_sub(next);
         self.waiting.extend((next.max(oldest)..tickets).map(|ticket| (ticket, Looks::default())));
         self.next = Some(tickets);
-        if self.waiting.is_empty() {
-            return Ok(Vec::new());
-        }
-        let mut slots = Vec::new();
+        // The tickets of each run, and the place of its first slot.
+        let mut read: Vec<(Range<u64>, usize)> = Vec::new();
         for (first, count) in runs(self.waiting.iter().map(|(ticket, _)| *ticket)) {
-            slots.extend(ring::read_slots(&read_at, first, count)?);
+            read.push((first..first + count as u64, slots.len()));
+            ring::read_slots(&read_at, first, count, slots)?;
         }
-        // Index of each slot in `slots`.
-        let mut places = vec![u32::MAX; op::SLOTS];
-        for (index, words) in slots.iter().enumerate() {
-            places[((words[op::TICKET] - 1) % op::SLOTS as u64) as usize] = index as u32;
-        }
+        let mut read = read.into_iter().peekable();
         let mut completed = Vec::new();
         let missed = &mut self.missed;
         self.waiting.retain_mut(|(ticket, looks)| {
-            let words = slots.get(places[(*ticket % op::SLOTS as u64) as usize] as usize);
-            match words.map(|words| (words[op::TICKET] - 1, words)) {
-                Some((found, words)) if found == *ticket => {
+            while read.next_if(|(run, _)| run.end <= *ticket).is_some() {}
+            // A run may be longer than the table.
+            let place = read.peek().map(|(run, begin)| begin + (*ticket - run.start) as usize % op::SLOTS);
+            let found = place.and_then(|place| Some((place, slots.get(place)?)));
+            match found.and_then(|(place, words)| Some((words[op::TICKET].checked_sub(1)?, place, words))) {
+                Some((found, place, words)) if found == *ticket => {
                     *looks = Looks { was_seen: true, unseen: 0 };
                     let pending = words[op::STATUS] as u32 == OpStatus::Pending as u32;
                     if !pending {
-                        completed.push(*words);
+                        completed.push(place);
                     }
                     pending
                 }
-                Some((found, _)) if found > *ticket => {
+                Some((found, ..)) if found > *ticket => {
                     // An earlier read has found its slot without it: its thread has left it unused.
                     let is_unused = !looks.was_seen && looks.unseen > 0;
                     *missed += u64::from(!is_unused);
@@ -118,7 +119,7 @@ fn runs(tickets: impl Iterator<Item = u64>) -> Vec<(u64, usize)> {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::ring::offset;
+    use xpu_timer_proto::ring::{header, offset};
 
     use super::*;
 
@@ -129,6 +130,7 @@ mod tests {
             Ring(vec![0; offset::END / 8])
         }
         fn put(&mut self, ticket: u64, status: OpStatus) {
+            self.0[header::OPS] = self.0[header::OPS].max(ticket + 1);
             let first = offset::OPS / 8 + ticket as usize % op::SLOTS * op::WORDS;
             self.0[first + op::TICKET] = ticket + 1;
             self.0[first + op::STATUS] = status as u64;
@@ -140,7 +142,10 @@ mod tests {
                 }
                 Ok(())
             };
-            cursor.read_completed(read, tickets).unwrap().iter().map(|words| words[op::TICKET] - 1).collect()
+            // Another ring was read before.
+            let mut slots = vec![[7; op::WORDS]; 3];
+            let completed = cursor.read_completed(read, tickets, &mut slots).unwrap();
+            completed.into_iter().map(|place| slots[place][op::TICKET] - 1).collect()
         }
     }
 

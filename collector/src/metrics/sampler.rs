@@ -5,7 +5,7 @@
 //! the interval of the metrics, and once more when their process has ended.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     io,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use xpu_timer_capture::{Counter, Counts};
 use xpu_timer_proto::{
     ring::{self, header, lane},
-    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
+    v1::{Communicator, CommunicatorPace, HookedFunction, Operation, RankInfo},
 };
 
 use crate::{
@@ -36,9 +36,14 @@ use crate::{
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
 /// launch tens of thousands of operations a second to overrun it in this time.
 pub const PEEK: Duration = Duration::from_millis(250);
-/// A ring with so many new operations is read at once. Many small reads cost less than a large one,
-/// whose buffers the allocator returns to the system each time.
+/// A ring with so many new operations is read at once. Many small reads cost less than a large one:
+/// their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
+/// Slots for which memory is kept from one read to the next.
+const KEPT_SLOTS: usize = 4096;
+/// Number of operations that are handled together. They stay in the nearest cache, and other
+/// programs have filled the others between two reads.
+const BATCH: usize = 32;
 
 /// The operations of all ranks.
 pub struct Sampler {
@@ -49,6 +54,9 @@ pub struct Sampler {
     ranks: BTreeMap<RankId, Sampled>,
     // Ranks that have ended and were read to their end.
     closed: BTreeSet<RankId>,
+    // Memory of the last read: the slots of all rings, and some operations.
+    slots: Vec<Slot>,
+    operations: Vec<Operation>,
     /// The last operations.
     pub timeline: Store,
     /// What a request of the original tool records.
@@ -56,6 +64,9 @@ pub struct Sampler {
     /// The counters of their interpreters.
     pub interpreters: Interpreters,
 }
+
+/// The words of an operation in a ring.
+type Slot = [u64; ring::op::WORDS];
 
 /// A rank as input of the sampler.
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +101,7 @@ pub struct Sampled {
     /// Calls of its hooked functions, as of `functions_ns`.
     pub functions: Vec<HookedFunction>,
     functions_ns: u64,
-    communicators: HashMap<u64, Communicator>,
+    communicators: BTreeMap<u64, Communicator>,
     // Names of kernels, readable.
     names: HashMap<u64, String>,
     // Operations that the hook has dropped.
@@ -110,6 +121,8 @@ impl Sampler {
             searched_ns: 0,
             ranks: BTreeMap::new(),
             closed: BTreeSet::new(),
+            slots: Vec::new(),
+            operations: Vec::new(),
             timeline: Store::new(nanoseconds(timeline.window), timeline.bytes),
             recording: Recording::new(timeline),
             interpreters: Interpreters::default(),
@@ -163,34 +176,46 @@ impl Sampler {
             }
             self.interpreters.request(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
         }
+        // The places in `slots` of what has completed.
         let mut completed = Vec::new();
+        let mut slots = std::mem::take(&mut self.slots);
         for rank in ranks.iter().filter(|rank| !self.closed.contains(&rank.id)) {
             let Some(ring) = rank.ring else { continue };
             let sampled = self.ranks.entry(rank.id).or_default();
             if !(looks || all || rank.has_ended || sampled.fills(ring)) {
                 continue;
             }
-            match sampled.read(ring, looks, &self.settings, now) {
-                Ok(operations) => completed.push((rank, operations)),
+            match sampled.read(ring, looks, &self.settings, now, &mut slots) {
+                Ok(places) => completed.push((rank, places)),
                 // The rank is just ending, or it spoils its own ring.
                 Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
             }
         }
         let here = members_here(&living, &self.ranks);
-        for (rank, operations) in completed {
+        for (rank, places) in completed {
             let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
-            sampled.add(rank, &operations, &here, &self.settings, now);
-            self.timeline.add(rank.id, rank.job, &operations);
+            let mut first_ns = u64::MAX;
+            for batch in batches(&places, &slots) {
+                let operations = sampled.operations(batch.iter().map(|place| &slots[*place]), &mut self.operations);
+                sampled.add(rank, operations, &here, &self.settings, now);
+                self.timeline.add(rank.id, rank.job, operations);
+                self.recording.add(rank.id, rank.info, operations, &sampled.communicators, now);
+                if sampled.cursor.began_late {
+                    first_ns = operations.iter().map(end_ns).fold(first_ns, u64::min);
+                }
+            }
             self.timeline.add_lost(rank.id, sampled.take_lost(), now.mono_ns);
             if std::mem::take(&mut sampled.cursor.began_late) {
-                let first_ns = operations.iter().map(end_ns).min().unwrap_or(now.mono_ns);
-                self.timeline.set_begin(rank.id, first_ns);
+                self.timeline.set_begin(rank.id, first_ns.min(now.mono_ns));
             }
             if rank.has_ended {
                 self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
+                self.recording.end(rank.id, rank.info);
             }
-            self.recording.add(rank.id, (rank.info, rank.has_ended), &operations, &sampled.communicators, now);
         }
+        slots.clear();
+        slots.shrink_to(KEPT_SLOTS);
+        self.slots = slots;
         for rank in ranks.iter().filter(|rank| rank.has_ended) {
             self.ranks.remove(&rank.id);
             self.closed.insert(rank.id);
@@ -203,6 +228,22 @@ impl Sampler {
             self.timeline.turn(now, |id| ids.contains(&id));
         }
     }
+}
+
+/// The places of operations in batches, which do not cut a group.
+fn batches<'a>(places: &'a [usize], slots: &'a [Slot]) -> impl Iterator<Item = &'a [usize]> {
+    let mut rest = places;
+    std::iter::from_fn(move || {
+        let group = |index: usize| slots[rest[index]][ring::op::GROUP];
+        let continues = |end: &usize| *end < rest.len() && group(*end) != 0 && group(*end) == group(*end - 1);
+        let mut end = BATCH.min(rest.len());
+        while end > 0 && continues(&end) {
+            end += 1;
+        }
+        let (batch, after) = rest.split_at(end);
+        rest = after;
+        (!batch.is_empty()).then_some(batch)
+    })
 }
 
 /// Number of ranks of each communicator that live on this node.
@@ -228,14 +269,16 @@ impl Sampled {
         lost.saturating_sub(std::mem::replace(&mut self.lost, lost))
     }
 
-    /// Reads what has completed, and with `looks` also what else the metrics need.
+    /// Reads what has completed, and with `looks` also what else the metrics need. Appends slots to
+    /// `slots`, and returns the places there of what has completed.
     fn read(
         &mut self,
         ring: &RingFile,
         looks: bool,
         settings: &MetricsSettings,
         now: Now,
-    ) -> io::Result<Vec<Operation>> {
+        slots: &mut Vec<Slot>,
+    ) -> io::Result<Vec<usize>> {
         let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
         if looks || self.head.is_none() {
             self.head = Some(ring::read_header(read_at)?);
@@ -246,13 +289,23 @@ impl Sampled {
             self.functions = ring::read_functions(read_at)?;
         }
         self.dropped = ring.word(header::DROPPED)?;
-        let mut operations: Vec<Operation> = Vec::new();
-        let slots = self.cursor.read_completed(read_at, ring.word(header::OPS)?)?;
-        let unnamed = |words: &&[u64; ring::op::WORDS]| {
-            let function = words[ring::op::FUNCTION];
-            function != 0 && !self.names.contains_key(&function)
-        };
-        let unnamed: HashSet<u64> = slots.iter().filter(unnamed).map(|words| words[ring::op::FUNCTION]).collect();
+        let places = self.cursor.read_completed(read_at, ring.word(header::OPS)?, slots)?;
+        let completed = || places.iter().map(|place| &slots[*place]);
+        // Neighbors mostly have one kernel and one communicator.
+        let (mut unnamed, mut is_unknown) = (BTreeSet::new(), false);
+        let (mut function, mut communicator) = (0, None);
+        for words in completed() {
+            if std::mem::replace(&mut function, words[ring::op::FUNCTION]) != function
+                && function != 0
+                && !self.names.contains_key(&function)
+            {
+                unnamed.insert(function);
+            }
+            let of_collective = ring::communicator_of(words);
+            if of_collective.is_some() && std::mem::replace(&mut communicator, of_collective) != of_collective {
+                is_unknown |= of_collective.is_some_and(|id| !self.communicators.contains_key(&id));
+            }
+        }
         if !unnamed.is_empty() {
             let names = ring::read_names(read_at)?;
             self.names.extend(names.into_iter().map(|(function, name)| (function, kernel_name(&name))));
@@ -262,18 +315,39 @@ impl Sampled {
                 self.names.entry(function).or_default();
             }
         }
-        for words in &slots {
-            let function = self.names.get(&words[ring::op::FUNCTION]).cloned().unwrap_or_default();
-            operations.push(ring::operation(words, function));
-        }
-        let unknown = |operation: &Operation| {
-            operation.kind() == OpKind::Collective && !self.communicators.contains_key(&operation.communicator)
-        };
-        if operations.iter().any(unknown) {
+        if is_unknown {
             let all = ring::read_communicators(read_at)?;
             self.communicators = all.into_iter().map(|communicator| (communicator.id, communicator)).collect();
         }
-        Ok(operations)
+        Ok(places)
+    }
+
+    /// Makes operations of slots, in the memory of earlier ones.
+    fn operations<'s, 'o>(
+        &self,
+        slots: impl Iterator<Item = &'s Slot>,
+        operations: &'o mut Vec<Operation>,
+    ) -> &'o [Operation] {
+        let mut count = 0;
+        let mut last: (u64, &str) = (0, "");
+        for words in slots {
+            let function = words[ring::op::FUNCTION];
+            if function != last.0 {
+                last = (function, self.names.get(&function).map_or("", String::as_str));
+            }
+            if count == operations.len() {
+                operations.push(Operation::default());
+            }
+            let operation = &mut operations[count];
+            let mut name = std::mem::take(&mut operation.function);
+            if name != last.1 {
+                name.clear();
+                name.push_str(last.1);
+            }
+            *operation = ring::operation(words, name);
+            count += 1;
+        }
+        &operations[..count]
     }
 
     fn add(
@@ -287,21 +361,25 @@ impl Sampled {
         // The members of a group on one stream are one launch.
         type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
         let mut groups: BTreeMap<(u64, u64), Members<'_>> = BTreeMap::new();
-        let mut alone: Members<'_> = Vec::new();
+        for operation in operations.iter().filter(|operation| operation.group != 0) {
+            let Some(communicator) = self.communicators.get(&operation.communicator) else { continue };
+            groups.entry((operation.group, operation.stream)).or_default().push((operation, communicator));
+        }
         for operation in operations {
             if let Some((key, done)) = meaning::matmul(operation, settings) {
                 self.series.add(key, done, now.mono_ns);
             }
             let Some(communicator) = self.communicators.get(&operation.communicator) else { continue };
-            match operation.group {
-                0 => alone.push((operation, communicator)),
-                group => groups.entry((group, operation.stream)).or_default().push((operation, communicator)),
-            }
-        }
-        let mut launches: Vec<&[(&Operation, &Communicator)]> =
-            groups.values().map(Vec::as_slice).chain(alone.chunks(1)).collect();
-        launches.sort_by_key(|together| together[0].0.ticket);
-        for together in launches {
+            let (alone, members);
+            let together: &[(&Operation, &Communicator)] = if operation.group == 0 {
+                alone = [(operation, communicator)];
+                &alone
+            } else {
+                // The first member stands for all.
+                let Some(found) = groups.remove(&(operation.group, operation.stream)) else { continue };
+                members = found;
+                &members
+            };
             self.recorder.add(together, rank.info.world_size, now.mono_ns);
             let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
             if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {

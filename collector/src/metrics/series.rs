@@ -89,16 +89,17 @@ impl AllSeries {
 
 fn values(family: Family, done: &VecDeque<Measurement>) -> Option<Values> {
     let mut latencies: Vec<f64> = done.iter().map(|done| done.us).collect();
-    latencies.sort_by(f64::total_cmp);
-    let (min, max) = (*latencies.first()?, *latencies.last()?);
-    let us: f64 = latencies.iter().sum();
+    let count = latencies.len();
     // The smallest latency that at least 99 of 100 operations do not exceed.
-    let rank = (latencies.len() * 99).div_ceil(100);
+    let rank = (count * 99).div_ceil(100).checked_sub(1)?;
+    let (_, p99, _) = latencies.select_nth_unstable_by(rank, f64::total_cmp);
+    let p99 = *p99;
+    let us: f64 = latencies.iter().sum();
     Some(Values {
-        average: us / latencies.len() as f64,
-        max,
-        p99: latencies[rank - 1],
-        min,
+        average: us / count as f64,
+        max: latencies.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        p99,
+        min: latencies.iter().copied().fold(f64::INFINITY, f64::min),
         performance: family.performance(done.iter().map(|done| done.amount).sum(), us),
     })
 }

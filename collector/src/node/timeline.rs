@@ -5,6 +5,7 @@ use std::{sync::Arc, thread, time::Duration};
 
 use tokio::sync::{mpsc, oneshot};
 use tracing::{info, warn};
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     ring::detail,
     v1::{Delivery, TimelineFile, TimelineRequest, delivery},
@@ -68,13 +69,19 @@ impl NodeState {
 
     /// The timelines of all ranks of a job, for an incident.
     pub(super) fn timelines_of(&mut self, job: &JobKey, now: Now) -> Vec<(u32, RankTimeline)> {
-        let timelines = self.rank_timelines(job, &[], self.settings.timeline.window, now);
+        let timelines = self.rank_timelines(job, None, self.settings.timeline.window, now);
         timelines.into_iter().map(|timeline| (timeline.info.rank.max(0) as u32, timeline)).collect()
     }
 
     /// The window counts back from now, or from the newest operation of the job if nothing has
     /// completed since: a job that hangs or has ended has no newer ones.
-    fn rank_timelines(&mut self, job: &JobKey, ranks: &[u32], window: Duration, now: Now) -> Vec<RankTimeline> {
+    fn rank_timelines(
+        &mut self,
+        job: &JobKey,
+        ranks: Option<&RankSet>,
+        window: Duration,
+        now: Now,
+    ) -> Vec<RankTimeline> {
         if !self.sampler.timeline.is_on() {
             return Vec::new();
         }
@@ -85,7 +92,7 @@ impl NodeState {
         let is_quiet = newest_ns > 0 && newest_ns.saturating_add(window_ns) < now.mono_ns;
         let from_ns = if is_quiet { newest_ns } else { now.mono_ns }.saturating_sub(window_ns);
         let clock: Arc<[Now]> = store.clock(from_ns).into();
-        let is_wanted = |rank: &&&Rank| ranks.is_empty() || ranks.iter().any(|wanted| rank.info.rank == *wanted as i32);
+        let is_wanted = |rank: &&&Rank| ranks.is_none_or(|ranks| is_among(ranks, rank));
         let timeline = |rank: &&Rank| RankTimeline {
             info: rank.info.clone(),
             window: store.window(rank.id, from_ns),
@@ -124,9 +131,10 @@ impl NodeState {
         // Without a name, a running job is meant.
         let choice = if wanted.job.is_none() && !alive.is_empty() { &alive } else { &jobs };
         let job = wanted_job(choice, wanted.job.as_deref())?;
-        let is_here = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
-        match wanted.rank {
-            Some(rank) if !is_here(rank) => Err(Refusal::NoJob(format!("job {job} has no rank {rank} on this node"))),
+        match &wanted.ranks {
+            Some(ranks) if !self.registry.of_job(&job).iter().any(|rank| is_among(ranks, rank)) => {
+                Err(Refusal::NoJob(format!("this node has no rank {ranks} of job {job}")))
+            }
             _ => Ok(job),
         }
     }
@@ -139,11 +147,10 @@ impl NodeState {
             self.record_detail(&job, window, now);
             return;
         }
-        let is_asked = |rank: u32| request.ranks.iter().any(|run| (run.first..=run.last).contains(&rank));
-        let here = self.registry.of_job(&job);
-        let here = here.iter().filter_map(|rank| u32::try_from(rank.info.rank).ok());
-        let ranks: Vec<u32> = here.filter(|rank| is_asked(*rank)).collect();
-        let timelines = self.rank_timelines(&job, &ranks, window, now);
+        let mut ranks = RankSet::new();
+        request.ranks.iter().for_each(|run| ranks.insert_run(run.first, run.last));
+        let wanted = Some(&ranks).filter(|ranks| !ranks.is_empty());
+        let timelines = self.rank_timelines(&job, wanted, window, now);
         self.member.start_delivery(request.key, move |sender| {
             let piece = |file| Delivery { message: Some(delivery::Message::Timeline(file)) };
             send_all(&timelines, &mut |file| sender.blocking_send(piece(file)).is_ok());
@@ -165,8 +172,7 @@ impl NodeState {
     }
 
     fn send_timeline(&mut self, job: &JobKey, wanted: &WantedTimeline, reply: TimelineReply, now: Now) {
-        let ranks: Vec<u32> = wanted.rank.into_iter().collect();
-        let timelines = self.rank_timelines(job, &ranks, wanted.window, now);
+        let timelines = self.rank_timelines(job, wanted.ranks.as_ref(), wanted.window, now);
         let of_job = self.registry.of_job(job);
         let path = of_job.first().map_or(&self.settings.timeline_path, |rank| &rank.settings.timeline_path);
         let (sender, chunks) = mpsc::channel(CHUNKS);
@@ -195,6 +201,11 @@ impl NodeState {
         info!("timeline of {kinds} into {}: {message}", path.display());
         Ok(message)
     }
+}
+
+/// Whether an entry of the registry is one of these ranks.
+fn is_among(ranks: &RankSet, rank: &Rank) -> bool {
+    u32::try_from(rank.info.rank).is_ok_and(|rank| ranks.contains(rank))
 }
 
 /// Sends a timeline on a thread of its own, which waits for the receiver.

@@ -9,8 +9,7 @@ use xpu_timer_proto::{
     Message as _,
     timeline::{self, BlockBuilder, FORMAT},
     v1::{
-        ClockReading, FlightRecord, OpStatus, RankInfo, TimelineBlock, TimelineChunk, TimelineFile, TimelineHead,
-        timeline_chunk::Part,
+        ClockReading, FlightRecord, OpStatus, RankInfo, TimelineChunk, TimelineFile, TimelineHead, timeline_chunk::Part,
     },
 };
 
@@ -57,10 +56,10 @@ impl RankTimeline {
                 operations += block.operations;
                 continue;
             }
-            let rest = ended_since(block, self.window.from_ns)?;
-            operations += u64::from(rest.operations);
-            if rest.operations > 0 {
-                timeline::write(&mut out, Part::Block(rest))?;
+            let mut rest = ended_since(block, self.window.from_ns)?;
+            operations += rest.len() as u64;
+            if !rest.is_empty() {
+                out.write_all(&rest.finish_chunk())?;
             }
         }
         Ok(operations)
@@ -91,12 +90,13 @@ fn reading(now: &Now) -> ClockReading {
 }
 
 /// The operations of a block that ended at or after a time.
-fn ended_since(block: &Block, from_ns: u64) -> io::Result<TimelineBlock> {
+fn ended_since(block: &Block, from_ns: u64) -> io::Result<BlockBuilder> {
     let chunk = TimelineChunk::decode_length_delimited(&*block.bytes).map_err(io::Error::other)?;
-    let Some(Part::Block(all)) = chunk.part else { return Ok(TimelineBlock::default()) };
     let mut rest = BlockBuilder::default();
-    timeline::operations(&all)?.filter(|one| end_ns(one) >= from_ns).for_each(|one| rest.push(&one));
-    Ok(rest.finish())
+    if let Some(Part::Block(all)) = chunk.part {
+        timeline::operations(&all)?.filter(|one| end_ns(one) >= from_ns).for_each(|one| rest.push(&one));
+    }
+    Ok(rest)
 }
 
 /// Sends the files of some ranks in chunks, until `send` returns false. The last chunk has no name.

@@ -113,13 +113,13 @@ impl Recording {
         "Starting dumping"
     }
 
-    /// Adds completed operations of a rank. There are no more of a rank that has ended.
+    /// Adds completed operations of a rank.
     pub fn add(
         &mut self,
         id: RankId,
-        (info, has_ended): (&RankInfo, bool),
+        info: &RankInfo,
         operations: &[Operation],
-        communicators: &HashMap<u64, Communicator>,
+        communicators: &BTreeMap<u64, Communicator>,
         now: Now,
     ) {
         let State::Recording(request, ranks) = &mut self.state else { return };
@@ -135,10 +135,17 @@ impl Recording {
                 break;
             }
         }
-        if recorded.traces.len() >= request.count || has_ended {
-            recorded.is_finished = true;
-            self.finished.extend(recorded.files(request, info, self.settings.all_write_names));
+        if recorded.traces.len() >= request.count {
+            self.end(id, info);
         }
+    }
+
+    /// There are no more operations of a rank.
+    pub fn end(&mut self, id: RankId, info: &RankInfo) {
+        let State::Recording(request, ranks) = &mut self.state else { return };
+        let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
+        recorded.is_finished = true;
+        self.finished.extend(recorded.files(request, info, self.settings.all_write_names));
     }
 
     /// The files that can be written. `is_here` tells which ranks may still complete operations.
@@ -221,7 +228,7 @@ pub fn kinds_text(kinds: u32) -> String {
 /// The name and the record of an operation; `None` for operations that the format does not know.
 fn trace_of(
     operation: &Operation,
-    communicators: &HashMap<u64, Communicator>,
+    communicators: &BTreeMap<u64, Communicator>,
     info: &RankInfo,
     unix_ns: impl Fn(u64) -> u64,
 ) -> Option<(String, KernelTrace)> {
@@ -413,8 +420,11 @@ mod tests {
         }
 
         fn add(&mut self, rank: usize, operations: &[Operation], has_ended: bool) -> Vec<Files> {
-            let communicators = HashMap::from([(7, Communicator { id: 7, size: 2, ..Default::default() })]);
-            self.recording.add(rank as RankId, (&self.infos[rank], has_ended), operations, &communicators, NOW);
+            let communicators = BTreeMap::from([(7, Communicator { id: 7, size: 2, ..Default::default() })]);
+            self.recording.add(rank as RankId, &self.infos[rank], operations, &communicators, NOW);
+            if has_ended {
+                self.recording.end(rank as RankId, &self.infos[rank]);
+            }
             self.recording.turn(|_| true)
         }
     }

@@ -10,8 +10,8 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    timeline::{self, BlockBuilder},
-    v1::{Communicator, Operation, timeline_chunk::Part},
+    timeline::BlockBuilder,
+    v1::{Communicator, Operation},
 };
 
 use crate::{
@@ -19,10 +19,7 @@ use crate::{
     os::clock::Now,
 };
 
-/// Estimated memory of an operation in a block that is not encoded yet: nine columns of eight
-/// bytes, which grow by doubling.
-const OPEN_OPERATION_BYTES: usize = 144;
-/// Memory of an encoded block besides its bytes.
+/// Memory of a finished block besides its bytes.
 const BLOCK_BYTES: usize = 128;
 /// A block spans at most this fraction of the window, so that ranks with few operations also lose
 /// their oldest operations in small steps.
@@ -46,6 +43,8 @@ pub struct Block {
 struct Recorded {
     job: Option<JobKey>,
     open: BlockBuilder,
+    // Its memory, as counted for the limit.
+    open_bytes: usize,
     // When the first and the last operation in `open` ended.
     open_ended_ns: (u64, u64),
     blocks: VecDeque<Block>,
@@ -119,8 +118,8 @@ impl Store {
                 false => (first_ns.min(ended_ns), last_ns.max(ended_ns)),
             };
             rank.open.push(operation);
-            self.bytes += OPEN_OPERATION_BYTES;
         }
+        rank.count_open(&mut self.bytes);
         self.limit();
     }
 
@@ -217,7 +216,7 @@ impl Store {
                 rank.pop(&mut self.bytes);
                 continue;
             }
-            // Only blocks that are not encoded yet are left. An encoded one is smaller.
+            // Only open blocks are left. A finished one can be removed.
             let Some(rank) = self.ranks.values_mut().max_by_key(|rank| rank.open.len()) else { return };
             if rank.open.is_empty() {
                 return;
@@ -233,20 +232,22 @@ impl Recorded {
         self.blocks.iter().map(|block| block.ended_ns.1).max().unwrap_or(0).max(open_ns)
     }
 
-    /// Encodes the open block.
+    /// Counts the memory of the open block.
+    fn count_open(&mut self, bytes: &mut usize) {
+        let before = std::mem::replace(&mut self.open_bytes, self.open.bytes());
+        *bytes = bytes.saturating_sub(before) + self.open_bytes;
+    }
+
+    /// Finishes the open block.
     fn seal(&mut self, bytes: &mut usize) {
         if self.open.is_empty() {
             return;
         }
-        let operations = self.open.len();
-        let mut encoded = Vec::new();
-        timeline::write(&mut encoded, Part::Block(self.open.finish())).expect("a vector grows");
-        *bytes = bytes.saturating_sub(operations * OPEN_OPERATION_BYTES) + encoded.len() + BLOCK_BYTES;
-        self.blocks.push_back(Block {
-            bytes: encoded.into(),
-            operations: operations as u64,
-            ended_ns: self.open_ended_ns,
-        });
+        let operations = self.open.len() as u64;
+        let encoded: Arc<[u8]> = self.open.finish_chunk().into();
+        self.count_open(bytes);
+        *bytes += encoded.len() + BLOCK_BYTES;
+        self.blocks.push_back(Block { bytes: encoded, operations, ended_ns: self.open_ended_ns });
     }
 
     /// Removes the oldest block.
@@ -290,8 +291,8 @@ pub fn end_ns(operation: &Operation) -> u64 {
 #[cfg(test)]
 mod tests {
     use xpu_timer_proto::{
-        Message as _,
-        v1::{OpStatus, TimelineChunk},
+        Message as _, timeline,
+        v1::{OpStatus, TimelineChunk, timeline_chunk::Part},
     };
 
     use super::*;

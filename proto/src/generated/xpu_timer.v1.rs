@@ -727,7 +727,7 @@ pub mod timeline_chunk {
 /// What is known of the rank and its clock.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TimelineHead {
-    /// Version of this format, now 1. A reader refuses a newer one.
+    /// Version of this format, now 2. A reader refuses a newer one.
     #[prost(uint32, tag = "1")]
     pub format: u32,
     #[prost(message, optional, tag = "2")]
@@ -775,8 +775,8 @@ pub struct TimelineBlock {
     /// Number of operations.
     #[prost(uint32, tag = "1")]
     pub operations: u32,
-    /// The distinct descriptions of operations: all fields but `ticket`, `seq`, `status`, `error` and
-    /// the times, which are 0 here.
+    /// The distinct descriptions of operations: all fields but `ticket`, `seq`, `status`, `error`,
+    /// `group` and the times, which are 0 here.
     #[prost(message, repeated, tag = "2")]
     pub shapes: ::prost::alloc::vec::Vec<Operation>,
     /// Index into `shapes`.
@@ -807,6 +807,9 @@ pub struct TimelineBlock {
     /// `status` plus 4 times `error`, exclusive or OP_STATUS_COMPLETED.
     #[prost(sint64, repeated, tag = "11")]
     pub status: ::prost::alloc::vec::Vec<i64>,
+    /// `group`, minus that of the operation before; the first one minus 0.
+    #[prost(sint64, repeated, tag = "12")]
+    pub group: ::prost::alloc::vec::Vec<i64>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RankEvidence {

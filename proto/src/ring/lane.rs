@@ -91,7 +91,10 @@ pub fn owners(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
 /// # Errors
 /// The error of `read_at`.
 pub fn calls(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
-    let words = read_words(read_at, offset::LANE_CALLS, SLOTS * CALL_WORDS)?;
+    // A process uses few lanes, and the counters of all have half a megabyte.
+    let lanes = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
+    let used = lanes.chunks_exact(WORDS).rposition(|lane| lane[OWNER] != 0).map_or(0, |last| last + 1);
+    let words = read_words(read_at, offset::LANE_CALLS, used * CALL_WORDS)?;
     let mut calls = vec![0_u64; CALL_WORDS];
     for lane in words.chunks_exact(CALL_WORDS) {
         calls.iter_mut().zip(lane).for_each(|(sum, lane)| *sum = sum.saturating_add(*lane));

@@ -388,21 +388,38 @@ pub fn pack_halves(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
-/// The published entries of one table. The table is read twice, and an entry whose first word
-/// changed in between is omitted.
+/// Bytes of a table that are read with one call: a part of the processor's nearest cache.
+const PIECE_BYTES: usize = 8192;
+
+/// The published entries of one table. Parts with such entries are read twice, and an entry whose
+/// first word changed in between is omitted.
 pub(super) fn entries<const WORDS: usize>(
     read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
     start: usize,
     slots: usize,
 ) -> io::Result<Vec<[u64; WORDS]>> {
-    let table = read_words(read_at, start, slots * WORDS)?;
-    let again = read_words(read_at, start, slots * WORDS)?;
-    Ok(table
-        .chunks_exact(WORDS)
-        .zip(again.chunks_exact(WORDS))
-        .filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0])
-        .map(|(entry, _)| entry.try_into().expect("chunks have WORDS words"))
-        .collect())
+    let (mut piece, mut again) = ([0; PIECE_BYTES], [0; PIECE_BYTES]);
+    let at_once = PIECE_BYTES / 8 / WORDS;
+    let mut published = Vec::new();
+    for first in (0..slots).step_by(at_once) {
+        let bytes = at_once.min(slots - first) * WORDS * 8;
+        let (at, piece, again) = ((start + first * WORDS * 8) as u64, &mut piece[..bytes], &mut again[..bytes]);
+        read_at(at, piece)?;
+        if entries_of::<WORDS>(piece).all(|entry| entry[0] == 0) {
+            continue;
+        }
+        read_at(at, again)?;
+        let both = entries_of::<WORDS>(piece).zip(entries_of::<WORDS>(again));
+        published.extend(both.filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0]).map(|(entry, _)| entry));
+    }
+    Ok(published)
+}
+
+/// The entries in the bytes of a table.
+pub(super) fn entries_of<const WORDS: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; WORDS]> + '_ {
+    let (words, _) = bytes.as_chunks::<8>();
+    let (entries, _) = words.as_chunks::<WORDS>();
+    entries.iter().map(|words| words.map(u64::from_le_bytes))
 }
 
 pub(super) fn read_words(

@@ -4,8 +4,8 @@ use std::{collections::HashMap, io};
 
 use super::lane;
 use super::layout::{
-    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, header, high, launch, low, matmul, name,
-    offset, op, read_words, store_wait, stream, text, texts,
+    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, header, high, launch, low,
+    matmul, name, offset, op, read_words, store_wait, stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
@@ -65,9 +65,13 @@ pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::
     Ok(Progress { called_ns: head[header::LAST_LAUNCH_NS], completed_ns })
 }
 
-/// Reads the slots of the tickets `from..from + count`, in ticket order. A slot may contain another
-/// ticket: it is not published yet, was never used (the slot was still in use, or the thread
-/// launched nothing more), or was reused. Slots that change while they are read are omitted.
+/// Number of slots that are read with one call.
+const SLOTS_AT_ONCE: usize = 64;
+
+/// Appends the slots of the tickets `from..from + count` to `slots`, in ticket order and at most all
+/// slots of the ring. A slot may contain another ticket: it is not published yet, was never used
+/// (the slot was still in use, or the thread launched nothing more), or was reused. The ticket word
+/// of a slot that is free, or that changed while it was read, is 0.
 ///
 /// # Errors
 /// The error of `read_at`.
@@ -75,13 +79,43 @@ pub fn read_slots(
     read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
     from: u64,
     count: usize,
-) -> io::Result<Vec<[u64; op::WORDS]>> {
-    let first = from as usize % op::SLOTS;
-    let count = count.min(op::SLOTS);
+    slots: &mut Vec<[u64; op::WORDS]>,
+) -> io::Result<()> {
+    let begin = slots.len();
+    let (first, count) = (from as usize % op::SLOTS, count.min(op::SLOTS));
     let until_end = count.min(op::SLOTS - first);
-    let mut slots = entries::<{ op::WORDS }>(&read_at, offset::OPS + first * op::WORDS * 8, until_end)?;
-    slots.extend(entries::<{ op::WORDS }>(&read_at, offset::OPS, count - until_end)?);
-    Ok(slots)
+    slots.reserve(count);
+    for (first, count) in [(first, until_end), (0, count - until_end)] {
+        for place in (first..first + count).step_by(SLOTS_AT_ONCE) {
+            let mut bytes = [0; SLOTS_AT_ONCE * op::WORDS * 8];
+            let bytes = &mut bytes[..SLOTS_AT_ONCE.min(first + count - place) * op::WORDS * 8];
+            read_at(slot_offset(place), bytes)?;
+            slots.extend(entries_of::<{ op::WORDS }>(bytes));
+        }
+    }
+    // A slot is reused only after the ticket that is a whole table later was taken. The other slots
+    // cannot have changed.
+    let tickets = read_word(&read_at, header::OPS as u64 * 8)?;
+    for words in &mut slots[begin..] {
+        let ticket = words[op::TICKET];
+        if ticket != 0 && tickets.saturating_sub(ticket - 1) > op::SLOTS as u64 {
+            let place = (ticket - 1) as usize % op::SLOTS;
+            if read_word(&read_at, slot_offset(place) + op::TICKET as u64 * 8)? != ticket {
+                words[op::TICKET] = 0;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn slot_offset(place: usize) -> u64 {
+    (offset::OPS + place * op::WORDS * 8) as u64
+}
+
+fn read_word(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>, at: u64) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    read_at(at, &mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 /// Reads the names of kernels and functions, by their key.
@@ -197,6 +231,13 @@ pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io:
         }
     };
     Ok(entries.map(function).collect())
+}
+
+/// The communicator of a published slot; `None` if its operation is no collective.
+#[must_use]
+pub fn communicator_of(words: &[u64; op::WORDS]) -> Option<u64> {
+    let [kind, ..] = words[op::WHAT].to_le_bytes();
+    (i32::from(kind) == OpKind::Collective as i32).then_some(words[op::COMMUNICATOR])
 }
 
 /// The message of one published slot. `function` is the name of [`op::FUNCTION`].

@@ -1,8 +1,8 @@
 //! Benchmark of the collectors. Cluster role: simulated nodes of eight ranks join one real cluster
 //! collector over loopback gRPC, with one connection each. One rank hangs; every node is asked and
 //! delivers its trees and flight records. The collector's process is measured, first with few
-//! nodes, then with many. Node role: its cost at rest, while it watches eight ranks that launch all
-//! the time.
+//! nodes, then with many. Node role: its cost without an incident, while it watches eight busy ranks
+//! and records their timelines.
 
 mod idle;
 mod nodes;
@@ -20,11 +20,12 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tokio::sync::mpsc;
 use xpu_timer_analysis::{Verdict, judge};
-use xpu_timer_proto::{Message as _, v1::Evidence};
+use xpu_timer_collector::incident::part::ALL_FILES;
+use xpu_timer_proto::{Message as _, timeline, v1::Evidence};
 use xpu_timer_tests::{Artifacts, http, tree};
 
-use self::nodes::{PATIENCE, RANKS, SLOW, Shared, alarm, culprit, play};
-use crate::report::{Report, peak_bytes, processor_time};
+use self::nodes::{OPERATIONS, PATIENCE, RANKS, SLOW, Shared, TIMELINE_SECONDS, alarm, culprit, culprit_group, play};
+use crate::report::{Report, peak_bytes, processor_time, time};
 
 /// Options of the benchmark.
 #[derive(clap::Args)]
@@ -35,7 +36,7 @@ pub struct Options {
     /// Nodes of the large run
     #[arg(long, default_value = "12500")]
     many: u32,
-    /// Seconds of each measurement of the node collector at rest; 0 leaves it out
+    /// Seconds of each measurement of the node collector; 0 leaves it out
     #[arg(long, default_value = "40")]
     idle_seconds: u64,
     /// Path of another collector to measure
@@ -49,6 +50,9 @@ pub struct Options {
 const REPORT_LIMIT: Duration = Duration::from_secs(15);
 const VERDICT_LIMIT: Duration = Duration::from_secs(2);
 const MEMORY_LIMIT: f64 = 2e9;
+const TIMELINES_LIMIT: Duration = Duration::from_secs(10);
+/// An incident of a large job keeps the timelines of at most so many culprits and groups.
+const MOST_TIMELINES: usize = 32;
 
 /// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
@@ -93,6 +97,9 @@ fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: 
     check("verdict over the ranks", seconds(verdict), "below 2 s", verdict < VERDICT_LIMIT);
     let megabytes = |bytes: f64| format!("{:.0} MB", bytes / 1e6);
     check("peak memory", megabytes(run.peak), "below 2 GB", run.peak < MEMORY_LIMIT);
+    let what = format!("timelines of {} ranks for {TIMELINE_SECONDS} s fetched", culprit_group(nodes).len());
+    check(&what, seconds(run.timelines), "below 10 s", run.timelines < TIMELINES_LIMIT);
+    check("peak memory after that", megabytes(run.timelines_peak), "below 2 GB", run.timelines_peak < MEMORY_LIMIT);
     report.note("memory when all nodes have joined", megabytes(run.joined_bytes));
     report.note("time to join", seconds(run.joining));
     report.note("a slow rank named, after the last node's news", seconds(run.slow));
@@ -116,6 +123,10 @@ struct Measured {
     peak: f64,
     node_bytes: f64,
     processors: Duration,
+    /// Time to fetch the timelines of a group.
+    timelines: Duration,
+    /// Peak memory after that.
+    timelines_peak: f64,
 }
 
 /// The process under test; ended on drop.
@@ -144,7 +155,7 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     let child = Collector(command.stdin(Stdio::null()).stderr(Stdio::inherit()).spawn().context("the collector")?);
     let pid = child.0.id() as i32;
 
-    let shared = Arc::new(Shared::new(nodes));
+    let shared = Arc::new(Shared::new(nodes)?);
     let joined = || shared.joined.load(Ordering::Relaxed);
     let mut first = None;
     for node in 0..nodes {
@@ -179,10 +190,41 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     let last_start = Duration::from_nanos(shared.last_start_ns.load(Ordering::Relaxed));
     let report = shared.begun.elapsed().saturating_sub(last_start);
     let (peak, processors) = (child.peak()?, processor_time(pid)?.saturating_sub(cpu));
+    let (collector, below) = (collector.to_path_buf(), folder.path().join("fetched"));
+    let timelines = tokio::task::spawn_blocking(move || fetch_timelines(&collector, port, nodes, &below)).await??;
+    let timelines_peak = child.peak()?;
     drop(child);
     let verdict = look(&latest, nodes)?;
     let node_bytes = shared.bytes.load(Ordering::Relaxed) as f64 / f64::from(nodes);
-    Ok(Measured { joining, joined_bytes, slow, total, report, verdict, peak, node_bytes, processors })
+    Ok(Measured {
+        joining,
+        joined_bytes,
+        slow,
+        total,
+        report,
+        verdict,
+        peak,
+        node_bytes,
+        processors,
+        timelines,
+        timelines_peak,
+    })
+}
+
+/// Fetches the timelines of the culprit's group, as a user does. Returns how long it takes.
+fn fetch_timelines(collector: &Path, port: u16, nodes: u32, folder: &Path) -> Result<Duration> {
+    let ranks = culprit_group(nodes);
+    let mut command = Command::new(collector);
+    command.args(["timeline", "--url", &format!("http://127.0.0.1:{port}"), "--job", "bench"]);
+    command.args(["--rank", &ranks.to_string(), "--seconds", &TIMELINE_SECONDS.to_string(), "--output"]).arg(folder);
+    let (took, output) = time(|| command.output());
+    let output = output?;
+    let (said, problems) = (String::from_utf8(output.stdout)?, String::from_utf8_lossy(&output.stderr).into_owned());
+    ensure!(output.status.success(), "{command:?}: {problems}");
+    let files = fs::read_dir(said.trim())?.count() as u64;
+    let operations = format!("{} operations of {} ranks", ranks.len() * u64::from(OPERATIONS), ranks.len());
+    ensure!(files == ranks.len() && problems.trim() == operations, "{files} files of ranks {ranks}: {problems}");
+    Ok(took)
 }
 
 /// Waits until the slow rank, and no other, is reported.
@@ -211,6 +253,12 @@ fn look(folder: &Path, nodes: u32) -> Result<Duration> {
     ensure!(folded.contains(&format!("@0-{}|", world - 1)), "a frame that all ranks share");
     let evidence = Evidence::decode(&fs::read(folder.join("evidence.bin"))?[..])?;
     ensure!(evidence.ranks.len() == world as usize, "{} ranks in the evidence", evidence.ranks.len());
+    // Of a large job, only the culprits and one rank of each group keep their timelines.
+    let timelines: Vec<u32> = fs::read_dir(folder)?
+        .filter_map(|entry| timeline::rank_of_file(&entry.ok()?.path()).map(|(rank, _)| rank))
+        .collect();
+    let is_bounded = world as usize <= ALL_FILES || (2..=MOST_TIMELINES).contains(&timelines.len());
+    ensure!(timelines.contains(&culprit) && is_bounded, "timelines of ranks {timelines:?}");
     let start = Instant::now();
     let verdict = judge(&evidence);
     let took = start.elapsed();

@@ -13,7 +13,7 @@ use xpu_timer_proto::v1::{
 
 use crate::{
     cluster::{
-        engine::{Action, Engine, Expected, SECOND, opening::runs},
+        engine::{Action, Engine, Expected, SECOND},
         gather::{GatherSetup, GatherTask},
         incident::Progress,
         nodes::Node,
@@ -311,7 +311,7 @@ impl Engine {
             path,
             culprits: verdict.culprits.clone(),
             grounds: grounds.into(),
-            hanging: runs(&verdict.hanging_ranks().into_iter().collect()),
+            hanging: verdict.hanging_ranks().into_iter().collect::<RankSet>().to_message(),
         };
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         for node in nodes {
@@ -361,7 +361,7 @@ impl Engine {
             let Some(node) = incident.files_pending.keys().copied().find(is_here) else { break };
             let Some(ranks) = incident.files_pending.remove(&node) else { break };
             let key = self.expect_delivery(Expected { incident: id.into(), node, files: true });
-            let request = FetchFiles { incident: id.into(), ranks: runs(&ranks), key };
+            let request = FetchFiles { incident: id.into(), ranks: ranks.to_message(), key };
             let sent = self.send(node, Message::Fetch(request));
             let Some(incident) = self.incidents.get_mut(id) else { return };
             if sent { &mut incident.files_in_transfer } else { &mut incident.files_pending }.insert(node, ranks);

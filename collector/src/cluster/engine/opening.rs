@@ -4,7 +4,7 @@
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{
-    Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
+    Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, Trigger, TriggerKind, cluster_message::Message,
 };
 
 use crate::{
@@ -213,7 +213,7 @@ impl Engine {
             attempt: incident.head.attempt,
             trigger: Some(incident.head.trigger.clone()),
             sample_interval_ms: summary.sample_interval_ms,
-            ranks: runs(&ranks),
+            ranks: ranks.to_message(),
             operations: (OPERATIONS / summary.world_size.max(1)).clamp(10, 1024),
             round: incident.round,
         };
@@ -302,10 +302,6 @@ fn in_time(name: &str, now: Now) -> String {
         Some((_, rest)) => format!("{}-{rest}", clock::compact(now.unix_ns)),
         None => name.into(),
     }
-}
-
-pub(super) fn runs(ranks: &RankSet) -> Vec<RankRun> {
-    ranks.runs().iter().map(|run| RankRun { first: run.first, last: run.last }).collect()
 }
 
 #[cfg(test)]

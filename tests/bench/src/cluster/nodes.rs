@@ -2,6 +2,7 @@
 //! connection each.
 
 use std::{
+    fs,
     iter::once,
     sync::{
         Arc,
@@ -14,24 +15,35 @@ use anyhow::{Result, ensure};
 use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::transport::{Channel, Endpoint};
-use xpu_timer_analysis::stragglers::KEPT_BLOCKS;
+use xpu_timer_analysis::{rank_set::RankSet, stragglers::KEPT_BLOCKS};
 use xpu_timer_collector::incident::part::{Part, pieces};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
+    timeline::file_name,
     v1::{
         Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FlightRecord,
         JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock, Paces,
-        Presence, RankEntry, RankEvidence, RankInfo, RankPace, Trigger, TriggerKind, cluster_client::ClusterClient,
-        cluster_message::Message as Asked, delivery::Message as Brought, node_message::Message,
+        Presence, RankEntry, RankEvidence, RankInfo, RankPace, TimelineFile, Trigger, TriggerKind,
+        cluster_client::ClusterClient, cluster_message::Message as Asked, delivery::Message as Brought,
+        node_message::Message,
     },
 };
+use xpu_timer_tests::Timelines;
 
 /// Ranks of a node.
 pub const RANKS: u32 = 8;
 const PIPELINE: u32 = 10;
 const SECOND: u64 = 1_000_000_000;
 const NOW: u64 = 1_000 * SECOND;
+/// Largest group whose timelines are fetched.
+const GROUP: u32 = 64;
+/// Window of a timeline.
+pub const TIMELINE_SECONDS: u32 = 60;
+/// Operations of a rank in it.
+pub const OPERATIONS: u32 = 60_000;
+/// Size of a chunk that a node sends.
+const CHUNK_BYTES: usize = 512 * 1024;
 /// Timeout of all steps.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -54,16 +66,16 @@ pub struct Shared {
 
 impl Shared {
     /// The initial state for this many nodes.
-    pub fn new(nodes: u32) -> Self {
-        Shared {
-            template: Template::new(nodes),
+    pub fn new(nodes: u32) -> Result<Self> {
+        Ok(Shared {
+            template: Template::new(nodes)?,
             nodes,
             begun: Instant::now(),
             joined: AtomicU32::new(0),
             delivered: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
             last_start_ns: AtomicU64::new(0),
-        }
+        })
     }
 }
 
@@ -86,6 +98,12 @@ fn job() -> JobId {
 /// The rank that stopped.
 pub fn culprit(nodes: u32) -> u32 {
     nodes * RANKS / 2 + 3
+}
+
+/// The ranks whose timelines are fetched: the culprit and others of its data-parallel group, each on
+/// another node.
+pub fn culprit_group(nodes: u32) -> RankSet {
+    (0..GROUP).map(|index| (culprit(nodes) + index * RANKS * PIPELINE) % (nodes * RANKS)).collect()
 }
 
 /// The straggler for which the others waited before the hang.
@@ -154,15 +172,31 @@ pub async fn play(
                 bring(&mut client, wanted.key, pieces.into_iter().map(Brought::Dump)).await?;
                 shared.delivered.fetch_add(1, Ordering::Relaxed);
             }
+            Some(Asked::Timeline(request)) => {
+                let wanted = |rank: &u32| request.ranks.iter().any(|run| (run.first..=run.last).contains(rank));
+                let ranks = (node * RANKS..(node + 1) * RANKS).filter(wanted);
+                let files: Vec<TimelineFile> = ranks.flat_map(|rank| shared.template.timeline(&shared, rank)).collect();
+                let files = files.into_iter().chain([TimelineFile::default()]);
+                bring(&mut client, request.key, files.map(Brought::Timeline)).await?;
+            }
             Some(Asked::Fetch(fetch)) => {
+                let incident = &fetch.incident;
                 let file = |rank| {
                     let name = format!("{rank:05}-{:05}.stacktrace", shared.nodes * RANKS);
                     let data = shared.template.file.clone();
-                    DumpFile { incident: fetch.incident.clone(), name, data, last: true }
+                    let stacks = DumpFile { incident: incident.clone(), name, data, last: true };
+                    let timeline = shared.template.timeline(&shared, rank).into_iter();
+                    let piece = |TimelineFile { name, data, last, .. }: TimelineFile| DumpFile {
+                        incident: incident.clone(),
+                        name,
+                        data,
+                        last,
+                    };
+                    once(stacks).chain(timeline.map(piece))
                 };
                 let mut files: Vec<DumpFile> =
-                    fetch.ranks.iter().flat_map(|run| run.first..=run.last).map(file).collect();
-                files.push(DumpFile { incident: fetch.incident.clone(), ..Default::default() });
+                    fetch.ranks.iter().flat_map(|run| run.first..=run.last).flat_map(file).collect();
+                files.push(DumpFile { incident: incident.clone(), ..Default::default() });
                 bring(&mut client, fetch.key, files.into_iter().map(Brought::File)).await?;
             }
             _ => {}
@@ -215,10 +249,12 @@ struct Template {
     loader: RankEvidence,
     /// A `.stacktrace` file.
     file: Vec<u8>,
+    /// An `.ops` file.
+    timeline: Vec<u8>,
 }
 
 impl Template {
-    fn new(nodes: u32) -> Self {
+    fn new(nodes: u32) -> Result<Self> {
         // As in the cluster's request.
         let operations = (1_000_000 / (nodes * RANKS)).clamp(10, 1024) as usize;
         let mut part = Part::default();
@@ -235,7 +271,18 @@ impl Template {
         alone.add(&stacks(0, "DataLoader.__next__", "/job/train.py:66", "read"), &blamed, operations);
         let loader = alone.finish("", Vec::new()).ranks.swap_remove(0);
         let file = stacks(0, "synchronize", "/job/cuda.py:188", "cudaStreamSynchronize").encode_to_vec();
-        Template { victims: part.finish("", Vec::new()), loader, file }
+        Ok(Template { victims: part.finish("", Vec::new()), loader, file, timeline: timeline()? })
+    }
+
+    /// The timeline of a rank in chunks, as a node sends it.
+    fn timeline(&self, shared: &Shared, rank: u32) -> Vec<TimelineFile> {
+        let name = file_name(rank, shared.nodes * RANKS);
+        let chunk = |data: &[u8]| TimelineFile { name: name.clone(), data: data.into(), ..Default::default() };
+        let mut chunks: Vec<TimelineFile> = self.timeline.chunks(CHUNK_BYTES).map(chunk).collect();
+        if let Some(last) = chunks.last_mut() {
+            (last.last, last.operations) = (true, OPERATIONS.into());
+        }
+        chunks
     }
 
     fn part(&self, nodes: u32, node: u32, incident: &str) -> NodeDump {
@@ -297,6 +344,16 @@ fn number(flight: &mut FlightRecord, nodes: u32, rank: u32, culprit: u32) {
         flight.communicators[waits_in].launched += 1;
         flight.communicators[waits_in].started += 1;
     }
+}
+
+/// An `.ops` file of [`OPERATIONS`].
+fn timeline() -> Result<Vec<u8>> {
+    let folder = tempfile::tempdir()?;
+    let (ranks, operations) = (1, OPERATIONS);
+    let period_ns = SECOND / u64::from(OPERATIONS / TIMELINE_SECONDS);
+    Timelines { ranks, of_node: 1, operations, period_ns, slow_rank: None, clock_step: (0, 0.0) }
+        .write(folder.path())?;
+    Ok(fs::read(folder.path().join(file_name(0, ranks)))?)
 }
 
 fn evidence(rank: u32, operations: usize) -> RankEvidence {
