@@ -116,13 +116,13 @@ pub fn finish(name: &str, run: impl FnOnce(&mut dyn Write, &mut dyn Write) -> an
     }
 }
 
-/// The files of a folder. If a rank has both kinds, ours is taken.
-fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
-    let shown = || format!("cannot read {}", folder.display());
-    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
-        .with_context(shown)?
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<Result<_, _>>()?;
+/// The timelines of a folder, ordered by rank. If a rank has both kinds of files, ours is taken.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn files(folder: &Path) -> io::Result<Vec<RankFile>> {
+    let paths = fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path()));
+    let mut paths: Vec<PathBuf> = paths.collect::<Result<_, _>>()?;
     // Of one rank, `.ops` comes before `.timeline`.
     paths.sort();
     let mut files: Vec<RankFile> = Vec::new();
@@ -147,11 +147,14 @@ fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
                 Format::Original(original::names(&String::from_utf8_lossy(&meta)))
             }
         };
-        let open = Box::new(move || Ok(Box::new(File::open(&path)?) as Box<dyn Read + Send>));
+        let open = Box::new(move || {
+            // Opening a pipe blocks until it has a writer.
+            if !fs::metadata(&path)?.is_file() {
+                return Err(io::Error::other("it is not a regular file"));
+            }
+            Ok(Box::new(File::open(&path)?) as Box<dyn Read + Send>)
+        });
         files.push(RankFile { name, rank, world_size, format, open });
-    }
-    if files.is_empty() {
-        bail!("{} has no timeline: no RANK-WORLD.ops and no RANK-WORLD.timeline file", folder.display());
     }
     Ok(files)
 }
@@ -173,9 +176,14 @@ fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::R
         Ok(verdict) => (verdict, None),
         Err(error) => (None, Some(format!("verdict.json is left out: {error}"))),
     };
-    let mut job = Job::read(files(folder)?, verdict, settings);
-    job.notes.extend(note);
-    for note in &job.notes {
+    let files = files(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    if files.is_empty() {
+        bail!("{} has no timeline: no RANK-WORLD.ops and no RANK-WORLD.timeline file", folder.display());
+    }
+    let job = Job::read(files, verdict, settings);
+    let lost = job.ranks.iter().filter(|rank| rank.head.lost > 0);
+    let lost = lost.map(|rank| format!("{}: {} operations of the window are missing", rank.file.name, rank.head.lost));
+    for note in note.iter().chain(&lost.collect::<Vec<_>>()).chain(&job.notes) {
         let _ = writeln!(err, "warning: {}", printable::line(note));
     }
     if job.ranks.is_empty() {
@@ -319,7 +327,8 @@ fn write_rank(
         }
     });
     written?;
-    trace.finish();
+    let (breakdown, busy) = busy.finish();
+    trace.finish(&busy);
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {
         json.finish()?.finish()?.flush()?;
@@ -327,7 +336,7 @@ fn write_rank(
     // Entries of a map that follow each other are one map.
     let matmuls = MatmulInfosOfRank { rank: rank.rank.into(), infos: Some(matmuls.finish()) };
     append(&outputs.matmuls, &RankMatmulInfo { mm_infos: vec![matmuls] }.encode_to_vec())?;
-    Ok((trace.counts, busy.breakdown()))
+    Ok((trace.counts, breakdown))
 }
 
 /// The matrix products of a rank by their shapes.

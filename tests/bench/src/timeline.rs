@@ -59,9 +59,9 @@ pub fn run(options: &Options) -> Result<bool> {
         ranks: options.ranks,
         of_node: 8,
         operations: options.operations,
-        period_ns: 1_000_000,
         slow_rank: Some(5),
         clock_step: (1_000_000_000, 0.1),
+        ..Timelines::default()
     };
     timelines.write(&ops)?;
     let mut generate = Command::new(&program);

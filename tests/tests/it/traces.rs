@@ -63,6 +63,8 @@ const TWO_NODES: Timelines = Timelines {
     period_ns: 1_000_000,
     slow_rank: Some(1),
     clock_step: (40_000_000_000, 20.0),
+    realtime_step_ns: 1_000_000,
+    hang: None,
 };
 
 fn json(path: PathBuf) -> Value {
@@ -99,8 +101,12 @@ fn perfettos_schema_reads_what_was_written() {
     assert!(of("waiting") > all / 6 && of("waiting") == of("transfer"), "{}", found["names"]);
     assert!(text.contains(&format!("{} slices", kinds("TYPE_SLICE_BEGIN"))), "{text}");
 
-    // A process, a host thread and two streams of each rank, and the track of the whole job.
-    assert_eq!(found["tracks"], 4 * 4 + 1);
+    // A process, a host thread, two streams and a counter of each rank, and the track of the whole
+    // job.
+    assert_eq!(found["tracks"], 4 * 5 + 1);
+    // Each operation takes most of its millisecond, so the devices are busy for most of the time.
+    let [values, least, most] = [0, 1, 2].map(|at| found["counters"]["GPU busy"][at].as_u64().unwrap());
+    assert!(values >= 8 && least == 0 && (60..=100).contains(&most), "{}", found["counters"]);
     assert_eq!(found["processes"][3], "node-1 rank 3 tp1 dp1");
     // Flows: from a launch to its kernel, and between the two ranks of each communicator.
     assert_eq!(found["flows_by_ranks"]["1"], all);
