@@ -45,7 +45,7 @@ use symbols::Symbolizer;
 pub use error::Error;
 pub use kernel::sock_diag;
 pub use process::Options;
-pub use python::counting::{Counter, Counts};
+pub use python::counting::{Counter, Counts, NamedStack};
 pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
 pub use symbols::demangle;
 

@@ -227,6 +227,17 @@ impl Recorder {
         }
     }
 
+    /// Time of the newest launch of all threads.
+    pub fn newest_launch_ns(&self) -> u64 {
+        let lanes = (0..self.lanes_in_use()).map(Some).chain([None]);
+        lanes.map(|lane| self.last_launch(lane).load(Ordering::Relaxed)).max().unwrap_or(0)
+    }
+
+    /// Number of lanes up to the last one in use.
+    pub fn lanes_in_use(&self) -> usize {
+        self.shared.lanes.load(Ordering::Acquire)
+    }
+
     /// Counts allocated memory.
     pub fn allocated(&self, bytes: u64) {
         if let Some(lane) = self.lane_of(thread_state::current()) {
