@@ -9,10 +9,11 @@ use std::{
 
 use anyhow::Result;
 use xpu_timer_proto::{
-    timeline::{BlockBuilder, FORMAT, file_name, write},
+    server::PySpyFrame,
+    timeline::{BlockBuilder, FORMAT, file_name, shape_of, write},
     v1::{
-        ClockReading, Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo, TimelineHead,
-        timeline_chunk::Part,
+        ClockReading, Communicator, DataType, LaunchStack, Matmul, MemoryReading, Op, OpKind, OpStatus, Operation,
+        RankInfo, TimelineHead, timeline_chunk::Part,
     },
 };
 
@@ -121,6 +122,18 @@ impl Timelines {
             device: local as i32,
             ..Communicator::default()
         };
+        let stack = |index: u64, frames: &[u32]| LaunchStack {
+            operation: Some(shape_of(&self.operation(rank, index))),
+            frames: frames.to_vec(),
+        };
+        let frame = |text: &str| {
+            let (func_name, file_name) = text.split_once('@').unwrap_or((text, ""));
+            PySpyFrame { func_name: func_name.into(), file_name: file_name.into(), ..PySpyFrame::default() }
+        };
+        let memory = |quarter: u64| MemoryReading {
+            monotonic_ns: self.shown(rank, until_ns * quarter / 4),
+            allocated_bytes: (quarter + 1) << 30,
+        };
         TimelineHead {
             format: FORMAT,
             rank: Some(RankInfo {
@@ -144,6 +157,9 @@ impl Timelines {
             ],
             pending: self.pending(rank).into_iter().collect(),
             device: "NVIDIA H100 80GB HBM3".into(),
+            stacks: vec![stack(0, &[0, 1]), stack(2, &[2, 1])],
+            frames: ["forward@train.py:41", "<module>@train.py:77", "backward@train.py:52"].map(frame).to_vec(),
+            memory: (0..4).map(memory).collect(),
             ..TimelineHead::default()
         }
     }

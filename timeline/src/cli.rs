@@ -14,11 +14,13 @@ use flate2::{Compression, write::GzEncoder};
 use nix::sys::stat::{Mode, umask};
 use prost::Message;
 use serde_json::json;
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::{Verdict, folded::stack_words, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     env::Source,
     hook::{MatmulDebugData, MatmulInfo, MatmulInfos, MatmulInfosOfRank, RankMatmulInfo},
-    printable, timeline,
+    lenient, printable,
+    server::{PySpyFrame, PythonStackInTimeline},
+    timeline,
     v1::{Op, Operation},
 };
 
@@ -31,6 +33,7 @@ use crate::{
     operations::{Breakdown, Busy, Meaning},
     original,
     perfetto::{self, Counts, RankTrace},
+    picture::Picture,
 };
 
 /// Packets are written when there are so many bytes of them.
@@ -268,7 +271,45 @@ pub fn gen_trace(args: &GenArgs, out: &mut dyn Write, err: &mut dyn Write) -> an
     write_file(&folder.join("clocks.json"), |file| {
         serde_json::to_writer_pretty(file, &job.clocks).map_err(io::Error::from)
     })?;
-    write_stdout(&summary(&job, &trace, counts, &breakdowns), out)
+    let mut text = summary(&job, &trace, counts, &breakdowns);
+    let stacks = launch_stacks(&job, &args.path);
+    if !stacks.nodes().is_empty() {
+        let picture = Picture::new(&stacks, job.world_size());
+        write_file(&folder.join("merged_tracing_kernel_stack"), |file| file.write_all(picture.folded().as_bytes()))?;
+        let svg = folder.join("tracing_kernel_stack.svg");
+        write_file(&svg, |file| picture.write_svg("launches by Python stack", file))?;
+        text.push_str(&format!("{}: the Python stacks of launches\n", svg.display()));
+    }
+    write_stdout(&text, out)
+}
+
+/// The Python stacks of launches of all ranks. Their innermost frames are the launched operations.
+fn launch_stacks(job: &Job, folder: &Path) -> PrefixTree {
+    let mut tree = PrefixTree::new();
+    // Innermost frame first.
+    let mut insert = |rank: u32, operation: (&str, &str), frames: &[&PySpyFrame]| {
+        let frames = frames.iter().map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()));
+        let words: Vec<String> = stack_words([operation].into_iter().chain(frames)).collect();
+        tree.insert(words.iter().map(String::as_str), rank);
+    };
+    for rank in &job.ranks {
+        for stack in &rank.head.stacks {
+            let Some(operation) = &stack.operation else { continue };
+            let frames = stack.frames.iter().filter_map(|index| rank.head.frames.get(*index as usize));
+            let group = job.group_of(rank, operation).map(|(index, _)| &job.groups[index]);
+            let meaning = Meaning::of(operation, group);
+            insert(rank.rank, (&meaning.name, meaning.class.name()), &frames.collect::<Vec<_>>());
+        }
+        if let Format::Original(_) = rank.file.format {
+            let Ok(bytes) = read_text(&folder.join(&rank.file.name).with_extension(original::STACKS)) else { continue };
+            let Ok(stacks) = lenient::decode::<PythonStackInTimeline>(&bytes) else { continue };
+            for stack in &stacks.named_frames {
+                let frames = stack.frames.iter().flat_map(|list| list.frames.iter().rev());
+                insert(rank.rank, (&stack.name, "launch"), &frames.collect::<Vec<_>>());
+            }
+        }
+    }
+    tree
 }
 
 /// The folder and the name of the output.

@@ -94,6 +94,9 @@ struct Surveyed {
     error: Option<std::io::Error>,
 }
 
+/// Sequence numbers and times, by the shape of their operations.
+type ByShape = Vec<Vec<(u64, u64)>>;
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -268,7 +271,7 @@ impl Job {
     fn survey_rank(&self, rank: &Rank, ticks: Ticks, together: &[Together], pages: &Mutex<usize>) -> Surveyed {
         let mut surveyed = Surveyed::default();
         // Sequence numbers, ends and starts by shape.
-        let (mut ends, mut starts): (Vec<Vec<(u64, u64)>>, Vec<Vec<(u64, u64)>>) = Default::default();
+        let (mut ends, mut starts) = (ByShape::new(), ByShape::new());
         let error = Job::each_block(rank, |block, times| {
             let of_shape = |shape: &Operation| {
                 let (index, own) = self.group_of(rank, shape)?;

@@ -45,9 +45,11 @@ mod event {
     pub const COUNTER: u64 = 4;
 }
 
-/// Fields of `CounterDescriptor`.
+/// Fields of `CounterDescriptor`, and its unit of bytes.
 mod counter {
+    pub const UNIT: u32 = 3;
     pub const UNIT_NAME: u32 = 6;
+    pub const BYTES: u64 = 3;
 }
 
 /// Fields of `DebugAnnotation`.
@@ -631,6 +633,9 @@ impl<'a> RankTrace<'a> {
     pub fn finish(&mut self, busy: &[(u64, u64)]) {
         let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
         self.counter("GPU busy", percent, covered(busy, COUNTER_STEP_NS).into_iter());
+        let (head, map) = (&self.rank.head, self.map);
+        let memory = head.memory.iter().map(|reading| (map.apply(reading.monotonic_ns), reading.allocated_bytes));
+        self.counter("allocated memory", |out| uint(out, counter::UNIT, counter::BYTES), memory);
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };

@@ -12,7 +12,6 @@ pub mod folder;
 pub mod incidents;
 pub mod merge;
 pub mod output;
-pub mod picture;
 pub mod report;
 pub mod summary;
 pub mod timeline;
@@ -24,12 +23,12 @@ use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
 pub use output::Terminal;
-use picture::Picture;
 use report::Report;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::printable;
+use xpu_timer_timeline::picture::Picture;
 
 /// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
 /// report.html.

@@ -12,9 +12,9 @@ use xpu_timer_analysis::folded;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::server::{PstackFrame, PySpyFrame, Stacktrace};
 use xpu_timer_proto::{Message, lenient};
+use xpu_timer_timeline::picture::Picture;
 use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
 use xpu_timer_viewer::merge::Merger;
-use xpu_timer_viewer::picture::Picture;
 use xpu_timer_viewer::report;
 
 pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings, timeline};
