@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use xpu_timer_capture::{Counter, Counts, NamedStack};
 use xpu_timer_proto::{
     ring::{self, FrameLayout, RawStack, header, lane},
-    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation, RankInfo},
+    v1::{Communicator, CommunicatorPace, HookedFunction, MemoryReading, OpKind, Operation, RankInfo},
 };
 
 use crate::{
@@ -222,6 +222,9 @@ impl Sampler {
             if rank.has_ended {
                 self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
             }
+            if let Some(reading) = sampled.memory(looks, now) {
+                self.timeline.add_memory(rank.id, reading);
+            }
             sampled.stacks.see(&operations);
             let stacks = sampled.stacks.complete();
             self.timeline.set_stacks(rank.id, stacks);
@@ -267,6 +270,14 @@ impl Sampled {
     /// Whether the ring has many operations that were not read.
     fn fills(&self, ring: &RingFile) -> bool {
         ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
+    }
+
+    /// The device memory at this moment, when the lanes were read. `None` if no allocation was seen,
+    /// or if the ring contradicts itself.
+    fn memory(&self, looks: bool, now: Now) -> Option<MemoryReading> {
+        let allocated_bytes = self.totals.device_bytes;
+        let is_known = self.totals.allocated_bytes > 0 && allocated_bytes <= self.totals.allocated_bytes;
+        (looks && is_known).then_some(MemoryReading { monotonic_ns: now.mono_ns, allocated_bytes })
     }
 
     /// Operations that were found to be missing since the last call.

@@ -346,6 +346,9 @@ pub mod lane {
     pub const COLLECTIVES: usize = 21;
     /// Launches of kernels that found no space in the lane's table of kernels.
     pub const UNCOUNTED: usize = 22;
+    /// Bytes of device memory that were allocated minus those that were freed. A thread may free
+    /// what another one has allocated, so only the wrapping sum of all lanes has a meaning.
+    pub const DEVICE_BYTES: usize = 23;
     /// Number of words in a lane; a multiple of a cache line.
     pub const WORDS: usize = 24;
     /// Number of lanes.

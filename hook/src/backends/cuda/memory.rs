@@ -18,7 +18,7 @@ use crate::{
             clock,
             thread_state::{IN_BLAS, IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
         },
-        recorder::{NewOperation, Recorder},
+        recorder::{NewOperation, Recorder, lanes::ALLOCATIONS},
     },
 };
 
@@ -293,6 +293,51 @@ impl AfterCall for Allocation {
     }
 }
 
+/// An allocation of device memory, whose address or handle is written to `out`.
+struct DeviceAllocation {
+    out: Out,
+    bytes: usize,
+}
+
+impl AfterCall for DeviceAllocation {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        Allocation(self.bytes).after(recorder, result);
+        if result == SUCCESS && !self.out.is_null() {
+            // SAFETY: the place that the call has written.
+            let address = unsafe { self.out.read_unaligned() };
+            recorder.device_allocated(address as u64, self.bytes as u64);
+        }
+    }
+}
+
+/// A call that frees device memory. Its entry is taken out before, because another thread may get
+/// the address as soon as it is free.
+struct Free {
+    address: Data,
+    bytes: u64,
+}
+
+fn free(address: Data) -> Option<Free> {
+    let bytes = ALLOCATIONS.take(address as u64)?;
+    Some(Free { address, bytes })
+}
+
+impl AfterCall for Option<Free> {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if let Some(Free { address, bytes }) = self {
+            recorder.device_freed(bytes);
+            if result != SUCCESS {
+                recorder.device_allocated(address as u64, bytes);
+            }
+        }
+    }
+
+    #[inline]
+    fn has_work(&self) -> bool {
+        self.is_some()
+    }
+}
+
 /// A call whose success shows activity on the device.
 struct Active;
 
@@ -366,20 +411,24 @@ hooked! {
     cudaStreamSynchronize | cudaStreamSynchronize_ptsz | mcStreamSynchronize | hipStreamSynchronize
         | hipStreamSynchronize_spt(stream: Stream) => |_, _| Active;
     cudaEventSynchronize | mcEventSynchronize | hipEventSynchronize(event: Data) => |_, _| Active;
-    cudaMalloc | mcMalloc | hipMalloc(out: Out, bytes: usize) => |_, _| Allocation(bytes);
+    cudaMalloc | mcMalloc | hipMalloc(out: Out, bytes: usize) => |_, _| DeviceAllocation { out, bytes };
     cudaMallocHost | mcMallocHost(out: Out, bytes: usize) => |_, _| Allocation(bytes);
     cudaHostAlloc | mcHostAlloc | hipHostMalloc(out: Out, bytes: usize, flags: c_uint) => |_, _| Allocation(bytes);
     cudaMallocAsync | cudaMallocAsync_ptsz | mcMallocAsync | hipMallocAsync(out: Out, bytes: usize, stream: Stream)
-        => |_, _| Allocation(bytes);
+        => |_, _| DeviceAllocation { out, bytes };
     cudaMallocFromPoolAsync | cudaMallocFromPoolAsync_ptsz | hipMallocFromPoolAsync(out: Out, bytes: usize, pool: Data,
-        stream: Stream) => |_, _| Allocation(bytes);
-    cudaFree | mcFree | hipFree(address: Data) => |_, _| ();
-    cudaFreeAsync | cudaFreeAsync_ptsz | mcFreeAsync | hipFreeAsync(address: Data, stream: Stream) => |_, _| ();
+        stream: Stream) => |_, _| DeviceAllocation { out, bytes };
+    cudaFree | mcFree | hipFree(address: Data) => |_, _| free(address);
+    cudaFreeAsync | cudaFreeAsync_ptsz | mcFreeAsync | hipFreeAsync(address: Data, stream: Stream)
+        => |_, _| free(address);
 }
 
 /// The driver API. cuGetProcAddress is asked for the names without a version.
 pub mod driver {
-    use super::{Active, DEFAULT, Data, Rows, Stream, Volume, by_rows, by_volume, c_uint, filled, hooked, moved, open};
+    use super::{
+        Active, DEFAULT, Data, DeviceAllocation, Out, Rows, Stream, Volume, by_rows, by_volume, c_uint, filled, free,
+        hooked, moved, open,
+    };
     use crate::{
         runtime::abi::DRIVER_NOT_FOUND,
         runtime::os::thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME},
@@ -408,8 +457,7 @@ pub mod driver {
             => |recorder, site| (open(recorder, site, DEFAULT, || by_volume(what)), Active);
         cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz(what: *const Volume, stream: Stream)
             => |recorder, site| (open(recorder, site, stream, || by_volume(what)), Active);
-        // These names denote the functions of CUDA 3, whose structures differ, or those above,
-        // depending on where the program found them. So the structure is not read.
+        // The functions of CUDA 3.1 and older, whose structures differ.
         cuMemcpy2D | cuMemcpy2DUnaligned | cuMemcpy3D(what: Data) => |recorder, site| moved(recorder, site, DEFAULT, 0);
         cuMemcpy2DAsync | cuMemcpy3DAsync(what: Data, stream: Stream)
             => |recorder, site| moved(recorder, site, stream, 0);
@@ -426,6 +474,14 @@ pub mod driver {
         cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz | cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz | cuMemsetD2D32Async
             | cuMemsetD2D32Async_ptsz(to: Data, pitch: usize, value: c_uint, width: usize, height: usize, stream: Stream)
             => |recorder, site| filled(recorder, site, stream, width.saturating_mul(height));
+        // Under the names without `_v2`, the arguments of the first two have other types.
+        cuMemAlloc_v2(out: Out, bytes: usize) => |_, _| DeviceAllocation { out, bytes };
+        cuMemFree_v2(address: Data) => |_, _| free(address);
+        cuMemAllocAsync | cuMemAllocAsync_ptsz(out: Out, bytes: usize, stream: Stream)
+            => |_, _| DeviceAllocation { out, bytes };
+        cuMemCreate(out: Out, bytes: usize, properties: Data, flags: u64) => |_, _| DeviceAllocation { out, bytes };
+        cuMemFreeAsync | cuMemFreeAsync_ptsz(address: Data, stream: Stream) => |_, _| free(address);
+        cuMemRelease(handle: Data) => |_, _| free(handle);
         cuStreamSynchronize | cuStreamSynchronize_ptsz(stream: Stream) => |_, _| Active;
         cuCtxSynchronize() => |_, _| Active;
         cuCtxSynchronize_v2(context: Data) => |_, _| Active;

@@ -134,7 +134,8 @@ impl Config {
             reports_idle: own_idle_timeout.is_some(),
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
-        let stack_launches = source.number("XPU_TIMER_DUMP_STACK_COUNT").unwrap_or(0);
+        let stack_launches: u64 = source.number("XPU_TIMER_DUMP_STACK_COUNT").unwrap_or(0);
+        let stack_launches = u32::try_from(stack_launches).unwrap_or(u32::MAX);
         let disabled = source.flag("XPU_TIMER_DISABLE");
         // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
