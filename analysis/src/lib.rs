@@ -26,6 +26,7 @@ mod report;
 #[cfg(test)]
 mod scenarios;
 mod stacks;
+pub mod step_parts;
 mod store;
 pub mod stragglers;
 #[cfg(test)]

@@ -11,7 +11,7 @@
 //! rank, such as the tensor-parallel peers of a slow rank, for which the data-parallel group waits.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
 };
 
@@ -30,6 +30,8 @@ const MIN_LATE_SHARE: f64 = 0.8;
 /// The mean lateness must be at least this many times its standard error: ranks that are late by
 /// chance are late at some times and early at others.
 const MIN_STANDARD_ERRORS: f64 = 5.0;
+/// Peers of a slow rank that are named.
+const MOST_PEERS: usize = 7;
 /// A communicator without operations for this long is forgotten.
 pub const SILENCE_NS: u64 = 1800 * 1_000_000_000;
 /// Blocks above this level are ignored: they would take ages.
@@ -116,6 +118,9 @@ pub struct SlowRank {
     pub size: u32,
     /// Share of that communicator's blocks in which it was late.
     pub late: f64,
+    /// Some other ranks of that communicator, which it can be compared with: those that are not
+    /// slow, if there are any.
+    pub peers: Vec<u32>,
 }
 
 impl fmt::Display for SlowRank {
@@ -237,10 +242,19 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
                 communicator: *communicator,
                 size: *size,
                 late: pace.late_share(),
+                peers: Vec::new(),
             })
         })
         .collect();
     slow.sort_by(|a, b| a.waits.total_cmp(&b.waits).then(a.rank.cmp(&b.rank)));
+    let slow_ranks: BTreeSet<u32> = slow.iter().map(|one| one.rank).collect();
+    for one in &mut slow {
+        let members = || by_communicator.get(&one.communicator).into_iter().flatten().map(|(rank, _)| *rank);
+        let is_slow = |rank: &u32| slow_ranks.contains(rank);
+        let others = members().filter(|rank| is_slow(rank) && *rank != one.rank);
+        let peers = members().filter(|rank| !is_slow(rank)).chain(others).take(MOST_PEERS).collect();
+        one.peers = peers;
+    }
     Comparison { waits, slow }
 }
 
@@ -412,6 +426,7 @@ mod tests {
         let slow: Vec<u32> = comparison.slow.iter().map(|one| one.rank).collect();
         assert_eq!(slow, [5, 2]);
         let slowest = &comparison.slow[0];
+        assert_eq!(slowest.peers, [0, 1, 3, 4, 6, 7, 2], "the slow one comes last");
         assert_eq!((slowest.waits, slowest.late, slowest.communicator, slowest.size), (0.0, 1.0, 1, 8));
         assert!((0.3..0.35).contains(&slowest.others_wait), "50 of 152 ms: {slowest:?}");
         assert_eq!(comparison.waits.len(), 8);

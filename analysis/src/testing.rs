@@ -386,6 +386,20 @@ impl Job {
         );
     }
 
+    /// A copy that waits in its stream.
+    pub fn queued_copy(&mut self, rank: u32) {
+        self.push(
+            rank,
+            Operation {
+                kind: OpKind::Kernel.into(),
+                function: "cudaMemcpyAsync".into(),
+                dtype: 0,
+                count: 1 << 20,
+                ..Self::operation(0, 0, Op::Copy)
+            },
+        );
+    }
+
     /// The rank has launched a kernel this often on its only stream.
     pub fn launches(&mut self, rank: u32, name: &str, launches: u64) {
         let communicates = xpu_timer_proto::kernels::communicates(name);

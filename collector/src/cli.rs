@@ -10,7 +10,7 @@ use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
-    client::{incidents::Remote, timeline},
+    client::{incidents::Remote, slow, timeline},
     cluster,
     config::Settings,
     error::Error,
@@ -136,8 +136,17 @@ enum Incidents {
         #[arg(long)]
         all: bool,
     },
-    /// Lists the ranks that slow their job down without a hang
-    Slow,
+    /// Lists the ranks that slow their job down without a hang, and which part of their step is
+    /// longer than that of their peers
+    Slow {
+        /// Compare the operations of the last so many seconds
+        #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "20")]
+        seconds: Duration,
+        /// `all`: from now on record every kernel, copy and matrix product for so many seconds, and
+        /// compare them then. Otherwise a kernel that is not recorded counts as time on the host
+        #[arg(long, value_name = "WHICH", default_value = "recorded")]
+        kernels: Kernels,
+    },
     /// Shows the verdict of one incident
     Show {
         /// Name of the incident, as `list` prints it
@@ -199,10 +208,13 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
     let remote = Remote::new(url, &Source::process())?;
     let text = match what {
         Incidents::List { all } => remote.list(*all, json, terminal_width())?,
-        Incidents::Slow => match remote.slow_ranks(json)? {
-            none if none.is_empty() => "no slow ranks\n".into(),
-            slow => slow,
-        },
+        Incidents::Slow { seconds, kernels } => {
+            let wanted = slow::Wanted { window: *seconds, detail: *kernels == Kernels::All };
+            match slow::explained(&remote, wanted, json)? {
+                none if none.is_empty() => "no slow ranks\n".into(),
+                slow => slow,
+            }
+        }
         Incidents::Show { id } => remote.show(id, json)?,
         Incidents::Fetch { id, dir, rank } => {
             let (folder, remark) = remote.fetch(id, dir, rank)?;

@@ -3,6 +3,7 @@
 
 pub mod dump_timeline;
 pub(crate) mod incidents;
+pub(crate) mod slow;
 pub(crate) mod timeline;
 pub(crate) mod webhook;
 

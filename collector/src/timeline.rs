@@ -4,6 +4,7 @@
 pub(crate) mod files;
 pub(crate) mod folder;
 pub(crate) mod kernel_trace;
+pub(crate) mod stacks;
 pub(crate) mod store;
 
 use std::time::Duration;

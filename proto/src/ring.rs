@@ -15,10 +15,11 @@ mod layout;
 mod read;
 
 pub use layout::{
-    BOOT_ID, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, filtered, filters, header, kernel,
-    key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves, pack_what, store_wait, stream,
+    BOOT_ID, FrameLayout, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, filtered, filters,
+    header, kernel, key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves, pack_what, stack,
+    store_wait, stream,
 };
 pub use read::{
-    Progress, RECENT_OPERATIONS, communicator_of, operation, read, read_communicators, read_functions, read_header,
-    read_names, read_progress, read_slots,
+    Progress, RECENT_OPERATIONS, RawStack, communicator_of, operation, read, read_communicators, read_functions,
+    read_header, read_names, read_progress, read_slots, read_stacks,
 };

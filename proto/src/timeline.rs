@@ -216,19 +216,7 @@ impl BlockBuilder {
     }
 
     fn find_shape(&mut self, operation: &Operation) -> u32 {
-        let shape = Operation {
-            ticket: 0,
-            seq: 0,
-            entered_ns: 0,
-            returned_ns: 0,
-            started_ns: 0,
-            completed_ns: 0,
-            device_ns: 0,
-            status: 0,
-            error: 0,
-            group: 0,
-            ..operation.clone()
-        };
+        let shape = shape_of(operation);
         self.scratch.clear();
         shape.encode(&mut self.scratch).expect("a vector grows");
         if let Some(index) = self.shapes.get(&self.scratch) {
@@ -240,6 +228,25 @@ impl BlockBuilder {
         self.next_seq.push(0);
         self.successor.push(index);
         index
+    }
+}
+
+/// The description of an operation without what differs between operations of one kind: ticket,
+/// sequence number, group, times and status.
+#[must_use]
+pub fn shape_of(operation: &Operation) -> Operation {
+    Operation {
+        ticket: 0,
+        seq: 0,
+        entered_ns: 0,
+        returned_ns: 0,
+        started_ns: 0,
+        completed_ns: 0,
+        device_ns: 0,
+        status: 0,
+        error: 0,
+        group: 0,
+        ..operation.clone()
     }
 }
 

@@ -21,7 +21,7 @@ pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
 pub use pypi::{PypiFramework, PypiMpi, PypiTorch};
-pub use timelines::Timelines;
+pub use timelines::{Hang, Timelines};
 pub use tools::{
     PATIENCE, compile_c, has_variable, http, idle_library, in_parallel, processes_with, python, python_version, skip,
     tree, wait_until,

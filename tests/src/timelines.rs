@@ -9,10 +9,11 @@ use std::{
 
 use anyhow::Result;
 use xpu_timer_proto::{
-    timeline::{BlockBuilder, FORMAT, file_name, write},
+    server::PySpyFrame,
+    timeline::{BlockBuilder, FORMAT, file_name, shape_of, write},
     v1::{
-        ClockReading, Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo, TimelineHead,
-        timeline_chunk::Part,
+        ClockReading, Communicator, DataType, LaunchStack, Matmul, MemoryReading, Op, OpKind, OpStatus, Operation,
+        RankInfo, TimelineHead, timeline_chunk::Part,
     },
 };
 
@@ -38,6 +39,36 @@ pub struct Timelines {
     pub slow_rank: Option<u32>,
     /// What the clock of each node gains on that of the node before it, in nanoseconds and ppm.
     pub clock_step: (i64, f64),
+    /// How wrong the realtime clock of each node is against that of the node before it. The first
+    /// one is right, and so is every 30th.
+    pub realtime_step_ns: i64,
+    /// How the job ends: it hangs, or it goes on.
+    pub hang: Option<Hang>,
+}
+
+/// A rank that does not enter the next all-reduce of its node, where the others wait for it. The
+/// ranks of other nodes have completed theirs, and wait in an all-gather across nodes.
+#[derive(Debug, Clone, Copy)]
+pub struct Hang {
+    /// The rank.
+    pub behind: u32,
+    /// From the hang to the dump.
+    pub lasts_ns: u64,
+}
+
+impl Default for Timelines {
+    fn default() -> Self {
+        Timelines {
+            ranks: 4,
+            of_node: 4,
+            operations: 4000,
+            period_ns: 1_000_000,
+            slow_rank: None,
+            clock_step: (0, 0.0),
+            realtime_step_ns: 1_000_000,
+            hang: None,
+        }
+    }
 }
 
 impl Timelines {
@@ -57,7 +88,11 @@ impl Timelines {
         start + job_ns.saturating_add_signed((job_ns as f64 * drift) as i64)
     }
 
-    fn write_rank(&self, folder: &Path, rank: u32) -> Result<()> {
+    /// Writes the file of one rank.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn write_rank(&self, folder: &Path, rank: u32) -> Result<()> {
         let mut out = BufWriter::new(File::create(folder.join(file_name(rank, self.ranks)))?);
         write(&mut out, Part::Head(self.head(rank)))?;
         let mut builder = BlockBuilder::default();
@@ -74,11 +109,11 @@ impl Timelines {
     fn head(&self, rank: u32) -> TimelineHead {
         let (node, local) = (rank / self.of_node, rank % self.of_node);
         let nodes = self.ranks.div_ceil(self.of_node);
-        let until_ns = self.period_ns * (u64::from(self.operations) + 1);
+        let lasts_ns = self.hang.map_or(0, |hang| hang.lasts_ns);
+        let until_ns = self.period_ns * (u64::from(self.operations) + 1) + lasts_ns;
         let reading = |job_ns: u64| ClockReading {
             monotonic_ns: self.shown(rank, job_ns),
-            // The realtime clocks are up to 30 ms wrong, that of the first node is right.
-            realtime_ns: EPOCH_NS + job_ns + u64::from(node % 30) * 1_000_000,
+            realtime_ns: (EPOCH_NS + job_ns).saturating_add_signed(i64::from(node % 30) * self.realtime_step_ns),
         };
         let communicator = |id: u64, size: u32, own: u32| Communicator {
             id,
@@ -86,6 +121,18 @@ impl Timelines {
             rank: own as i32,
             device: local as i32,
             ..Communicator::default()
+        };
+        let stack = |index: u64, frames: &[u32]| LaunchStack {
+            operation: Some(shape_of(&self.operation(rank, index))),
+            frames: frames.to_vec(),
+        };
+        let frame = |text: &str| {
+            let (func_name, file_name) = text.split_once('@').unwrap_or((text, ""));
+            PySpyFrame { func_name: func_name.into(), file_name: file_name.into(), ..PySpyFrame::default() }
+        };
+        let memory = |quarter: u64| MemoryReading {
+            monotonic_ns: self.shown(rank, until_ns * quarter / 4),
+            allocated_bytes: (quarter + 1) << 30,
         };
         TimelineHead {
             format: FORMAT,
@@ -108,9 +155,33 @@ impl Timelines {
                 communicator(TP + u64::from(node), self.of_node.min(self.ranks), local),
                 communicator(DP + u64::from(local), nodes, node),
             ],
+            pending: self.pending(rank).into_iter().collect(),
             device: "NVIDIA H100 80GB HBM3".into(),
+            stacks: vec![stack(0, &[0, 1]), stack(2, &[2, 1])],
+            frames: ["forward@train.py:41", "<module>@train.py:77", "backward@train.py:52"].map(frame).to_vec(),
+            memory: (0..4).map(memory).collect(),
             ..TimelineHead::default()
         }
+    }
+
+    /// What a rank waits in when the job hangs. Each rank begins to wait a little later than the one
+    /// before.
+    fn pending(&self, rank: u32) -> Option<Operation> {
+        let hang = self.hang.filter(|hang| hang.behind != rank)?;
+        let is_beside = hang.behind / self.of_node == rank / self.of_node;
+        let next = u64::from(self.operations).next_multiple_of(8);
+        let index = next + if is_beside { 2 } else { 3 };
+        let later_ns = if is_beside { 0 } else { self.period_ns } + u64::from(rank) * self.period_ns / 100;
+        let entered_ns = self.shown(rank, (next * self.period_ns + later_ns) / 1000 * 1000);
+        Some(Operation {
+            entered_ns,
+            returned_ns: entered_ns + 4_000,
+            started_ns: entered_ns + 40_000,
+            completed_ns: 0,
+            device_ns: 0,
+            status: OpStatus::Pending.into(),
+            ..self.operation(rank, index)
+        })
     }
 
     /// An operation. All times are whole microseconds of the job.

@@ -14,11 +14,13 @@ use flate2::{Compression, write::GzEncoder};
 use nix::sys::stat::{Mode, umask};
 use prost::Message;
 use serde_json::json;
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::{Verdict, folded::stack_words, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     env::Source,
     hook::{MatmulDebugData, MatmulInfo, MatmulInfos, MatmulInfosOfRank, RankMatmulInfo},
-    printable, timeline,
+    lenient, printable,
+    server::{PySpyFrame, PythonStackInTimeline},
+    timeline,
     v1::{Op, Operation},
 };
 
@@ -31,6 +33,7 @@ use crate::{
     operations::{Breakdown, Busy, Meaning},
     original,
     perfetto::{self, Counts, RankTrace},
+    picture::Picture,
 };
 
 /// Packets are written when there are so many bytes of them.
@@ -116,13 +119,13 @@ pub fn finish(name: &str, run: impl FnOnce(&mut dyn Write, &mut dyn Write) -> an
     }
 }
 
-/// The files of a folder. If a rank has both kinds, ours is taken.
-fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
-    let shown = || format!("cannot read {}", folder.display());
-    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
-        .with_context(shown)?
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<Result<_, _>>()?;
+/// The timelines of a folder, ordered by rank. If a rank has both kinds of files, ours is taken.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn files(folder: &Path) -> io::Result<Vec<RankFile>> {
+    let paths = fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path()));
+    let mut paths: Vec<PathBuf> = paths.collect::<Result<_, _>>()?;
     // Of one rank, `.ops` comes before `.timeline`.
     paths.sort();
     let mut files: Vec<RankFile> = Vec::new();
@@ -147,11 +150,14 @@ fn files(folder: &Path) -> anyhow::Result<Vec<RankFile>> {
                 Format::Original(original::names(&String::from_utf8_lossy(&meta)))
             }
         };
-        let open = Box::new(move || Ok(Box::new(File::open(&path)?) as Box<dyn Read + Send>));
+        let open = Box::new(move || {
+            // Opening a pipe blocks until it has a writer.
+            if !fs::metadata(&path)?.is_file() {
+                return Err(io::Error::other("it is not a regular file"));
+            }
+            Ok(Box::new(File::open(&path)?) as Box<dyn Read + Send>)
+        });
         files.push(RankFile { name, rank, world_size, format, open });
-    }
-    if files.is_empty() {
-        bail!("{} has no timeline: no RANK-WORLD.ops and no RANK-WORLD.timeline file", folder.display());
     }
     Ok(files)
 }
@@ -173,9 +179,14 @@ fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::R
         Ok(verdict) => (verdict, None),
         Err(error) => (None, Some(format!("verdict.json is left out: {error}"))),
     };
-    let mut job = Job::read(files(folder)?, verdict, settings);
-    job.notes.extend(note);
-    for note in &job.notes {
+    let files = files(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    if files.is_empty() {
+        bail!("{} has no timeline: no RANK-WORLD.ops and no RANK-WORLD.timeline file", folder.display());
+    }
+    let job = Job::read(files, verdict, settings);
+    let lost = job.ranks.iter().filter(|rank| rank.head.lost > 0);
+    let lost = lost.map(|rank| format!("{}: {} operations of the window are missing", rank.file.name, rank.head.lost));
+    for note in note.iter().chain(&lost.collect::<Vec<_>>()).chain(&job.notes) {
         let _ = writeln!(err, "warning: {}", printable::line(note));
     }
     if job.ranks.is_empty() {
@@ -260,7 +271,45 @@ pub fn gen_trace(args: &GenArgs, out: &mut dyn Write, err: &mut dyn Write) -> an
     write_file(&folder.join("clocks.json"), |file| {
         serde_json::to_writer_pretty(file, &job.clocks).map_err(io::Error::from)
     })?;
-    write_stdout(&summary(&job, &trace, counts, &breakdowns), out)
+    let mut text = summary(&job, &trace, counts, &breakdowns);
+    let stacks = launch_stacks(&job, &args.path);
+    if !stacks.nodes().is_empty() {
+        let picture = Picture::new(&stacks, job.world_size());
+        write_file(&folder.join("merged_tracing_kernel_stack"), |file| file.write_all(picture.folded().as_bytes()))?;
+        let svg = folder.join("tracing_kernel_stack.svg");
+        write_file(&svg, |file| picture.write_svg("launches by Python stack", file))?;
+        text.push_str(&format!("{}: the Python stacks of launches\n", svg.display()));
+    }
+    write_stdout(&text, out)
+}
+
+/// The Python stacks of launches of all ranks. Their innermost frames are the launched operations.
+fn launch_stacks(job: &Job, folder: &Path) -> PrefixTree {
+    let mut tree = PrefixTree::new();
+    // Innermost frame first.
+    let mut insert = |rank: u32, operation: (&str, &str), frames: &[&PySpyFrame]| {
+        let frames = frames.iter().map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()));
+        let words: Vec<String> = stack_words([operation].into_iter().chain(frames)).collect();
+        tree.insert(words.iter().map(String::as_str), rank);
+    };
+    for rank in &job.ranks {
+        for stack in &rank.head.stacks {
+            let Some(operation) = &stack.operation else { continue };
+            let frames = stack.frames.iter().filter_map(|index| rank.head.frames.get(*index as usize));
+            let group = job.group_of(rank, operation).map(|(index, _)| &job.groups[index]);
+            let meaning = Meaning::of(operation, group);
+            insert(rank.rank, (&meaning.name, meaning.class.name()), &frames.collect::<Vec<_>>());
+        }
+        if let Format::Original(_) = rank.file.format {
+            let Ok(bytes) = read_text(&folder.join(&rank.file.name).with_extension(original::STACKS)) else { continue };
+            let Ok(stacks) = lenient::decode::<PythonStackInTimeline>(&bytes) else { continue };
+            for stack in &stacks.named_frames {
+                let frames = stack.frames.iter().flat_map(|list| list.frames.iter().rev());
+                insert(rank.rank, (&stack.name, "launch"), &frames.collect::<Vec<_>>());
+            }
+        }
+    }
+    tree
 }
 
 /// The folder and the name of the output.
@@ -319,7 +368,8 @@ fn write_rank(
         }
     });
     written?;
-    trace.finish();
+    let (breakdown, busy) = busy.finish();
+    trace.finish(&busy);
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {
         json.finish()?.finish()?.flush()?;
@@ -327,7 +377,7 @@ fn write_rank(
     // Entries of a map that follow each other are one map.
     let matmuls = MatmulInfosOfRank { rank: rank.rank.into(), infos: Some(matmuls.finish()) };
     append(&outputs.matmuls, &RankMatmulInfo { mm_infos: vec![matmuls] }.encode_to_vec())?;
-    Ok((trace.counts, busy.breakdown()))
+    Ok((trace.counts, breakdown))
 }
 
 /// The matrix products of a rank by their shapes.

@@ -4,7 +4,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet, hash_map::Entry};
 use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
 
 use crate::clocks::CommonEnd;
@@ -101,11 +101,24 @@ impl Ends {
     }
 }
 
+/// A page of starts, in ticks; 0 is "unknown".
+type Page = Box<[u32; PAGE as usize]>;
+
 /// When the last rank started each collective of one communicator.
 #[derive(Debug, Default)]
-pub struct Starts(HashMap<u64, Box<[u32; PAGE as usize]>>);
+pub struct Starts(HashMap<u64, Page>);
 
-/// The time axis of [`Starts`]: 32 bits a start.
+/// When the last rank of each node started each collective of one communicator, on the clock of
+/// that node: what is known before the clocks are aligned.
+#[derive(Debug, Default)]
+pub struct NodeStarts {
+    pages: HashMap<(usize, u64), Page>,
+    /// Pages for which a node had no memory: without it, nobody knows who was the last.
+    incomplete: HashSet<u64>,
+    is_full: bool,
+}
+
+/// The time axis of [`Starts`] and [`NodeStarts`]: 32 bits a start.
 #[derive(Debug, Clone, Copy)]
 pub struct Ticks {
     from_ns: u64,
@@ -130,29 +143,69 @@ impl Ticks {
     }
 }
 
-impl Starts {
-    /// Notes the starts of a rank: sequence numbers and times of the trace. Takes as many new pages
-    /// as `pages` has left, and returns the number of starts for which there was none.
-    pub fn note(&mut self, ticks: Ticks, starts: &[(u64, u64)], pages: &Mutex<usize>) -> u64 {
+impl NodeStarts {
+    /// Notes the starts of a rank: sequence numbers and times of its own clock. Takes as many new
+    /// pages as `pages` has left, and returns the number of starts for which there was none.
+    pub fn note(&mut self, node: usize, ticks: Ticks, starts: &[(u64, u64)], pages: &Mutex<usize>) -> u64 {
         let mut left_out = 0;
-        for &(seq, ns) in starts {
-            if !self.0.contains_key(&(seq / PAGE)) {
-                let mut pages = pages.lock().unwrap_or_else(PoisonError::into_inner);
-                if *pages >= MOST_PAGES {
-                    left_out += 1;
-                    continue;
-                }
-                *pages += 1;
-                self.0.insert(seq / PAGE, Box::new([0; PAGE as usize]));
-            }
-            if let Some(page) = self.0.get_mut(&(seq / PAGE)) {
+        for of_page in starts.chunk_by(|(a, _), (b, _)| a / PAGE == b / PAGE) {
+            let number = of_page[0].0 / PAGE;
+            let Some(page) = self.page(node, number, pages) else {
+                left_out += of_page.len() as u64;
+                continue;
+            };
+            for (seq, ns) in of_page {
                 let start = &mut page[(seq % PAGE) as usize];
-                *start = (*start).max(ticks.of(ns));
+                *start = (*start).max(ticks.of(*ns));
             }
         }
         left_out
     }
 
+    fn page(&mut self, node: usize, number: u64, pages: &Mutex<usize>) -> Option<&mut Page> {
+        let place = match self.pages.entry((node, number)) {
+            Entry::Occupied(page) => return Some(page.into_mut()),
+            Entry::Vacant(place) => place,
+        };
+        let mut pages = pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if *pages >= MOST_PAGES {
+            self.is_full |= self.incomplete.len() >= MOST_PAGES;
+            if !self.is_full {
+                self.incomplete.insert(number);
+            }
+            return None;
+        }
+        *pages += 1;
+        Some(place.insert(Box::new([0; PAGE as usize])))
+    }
+
+    /// The starts on the time of the trace, which `ticks` divides. `of_node` has the ticks of each
+    /// node, and `map` converts a time of a node.
+    #[must_use]
+    pub fn align(self, ticks: Ticks, of_node: &[Ticks], map: impl Fn(usize, u64) -> u64) -> Starts {
+        let mut starts = Starts::default();
+        if self.is_full {
+            return starts;
+        }
+        for ((node, number), mut page) in self.pages {
+            if self.incomplete.contains(&number) {
+                continue;
+            }
+            for tick in page.iter_mut().filter(|tick| **tick != 0) {
+                *tick = ticks.of(map(node, of_node[node].ns(*tick)));
+            }
+            match starts.0.entry(number) {
+                Entry::Vacant(place) => drop(place.insert(page)),
+                Entry::Occupied(mut last) => {
+                    last.get_mut().iter_mut().zip(page.iter()).for_each(|(last, tick)| *last = (*last).max(*tick));
+                }
+            }
+        }
+        starts
+    }
+}
+
+impl Starts {
     /// When the last rank started a collective.
     #[must_use]
     pub fn last(&self, ticks: Ticks, seq: u64) -> Option<u64> {
@@ -245,17 +298,28 @@ mod tests {
 
     #[test]
     fn the_last_start_is_kept_to_a_few_nanoseconds() {
-        let ticks = Ticks::new(1_000_000_000_000, 1_060_000_000_000);
-        let (mut starts, pages) = (Starts::default(), Mutex::new(0));
         let at = 1_000_000_123_456;
-        for ns in [at - 500_000, at, at - 7] {
-            assert_eq!(starts.note(ticks, &[(5000, ns)], &pages), 0);
+        let ticks = Ticks::new(1_000_000_000_000, 1_060_000_000_000);
+        // The clock of the second node is 5 s ahead.
+        let of_node = [ticks, Ticks::new(1_005_000_000_000, 1_065_000_000_000)];
+        let map = |node: usize, ns: u64| if node == 0 { ns } else { ns - 5_000_000_000 };
+        let (mut starts, pages) = (NodeStarts::default(), Mutex::new(0));
+        for (node, ns) in [(0, at - 500_000), (1, at + 5_000_000_000), (0, at - 7)] {
+            assert_eq!(starts.note(node, of_node[node], &[(5000, ns)], &pages), 0);
         }
+        let starts = starts.align(ticks, &of_node, map);
         let last = starts.last(ticks, 5000).unwrap();
-        assert!(last <= at && at - last < 64, "{last}");
+        assert!(last <= at && at - last < 128, "{last}");
         assert_eq!((starts.last(ticks, 5001), starts.last(ticks, 9_999_999)), (None, None));
-        let full = Mutex::new(MOST_PAGES);
-        assert_eq!(starts.note(ticks, &[(5001, at), (1 << 40, at)], &full), 1);
+    }
+
+    #[test]
+    fn without_memory_for_a_node_nobody_was_the_last() {
+        let ticks = Ticks::new(0, 1_000_000_000);
+        let (mut starts, pages) = (NodeStarts::default(), Mutex::new(MOST_PAGES - 1));
+        assert_eq!(starts.note(0, ticks, &[(5, 100), (7, 200)], &pages), 0);
+        assert_eq!(starts.note(1, ticks, &[(5, 900), (1 << 40, 100)], &pages), 2);
+        assert_eq!(starts.align(ticks, &[ticks, ticks], |_, ns| ns).last(ticks, 5), None);
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! A job as its files show it: ranks, nodes and their aligned clocks, communicators and their
-//! groups, and what only all ranks together show. Reads each file three times; memory does not
-//! depend on their length.
+//! groups, and what only all ranks together show. Reads each file once, after its head; memory does
+//! not depend on their length. The caller reads the operations themselves in a second pass.
 
 use std::{
     sync::{
-        Mutex, PoisonError,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -20,7 +20,8 @@ use xpu_timer_proto::{
 use crate::{
     clocks::{self, ClockMap, NodeClock},
     collectives::{
-        Ends, MessageEnds, Route, Starts, Ticks, is_completed, is_message, note_message, pair_messages, synchronizes,
+        Ends, MessageEnds, NodeStarts, Route, Starts, Ticks, is_completed, is_message, note_message, pair_messages,
+        synchronizes,
     },
     input::RankFile,
 };
@@ -38,6 +39,8 @@ pub struct Rank {
     pub head: TimelineHead,
     /// Number of operations that can be read.
     pub operations: u64,
+    /// When the first of them was called, on the clock of its node. `None` if there is none.
+    pub first_ns: Option<u64>,
     /// Its communicators by identity: index, and its rank there, -1 if unknown.
     communicators: HashMap<u64, (usize, i32)>,
 }
@@ -56,6 +59,46 @@ pub struct Group {
     /// Whether its ranks are on several nodes.
     pub spans_nodes: bool,
     starts: Starts,
+}
+
+impl Group {
+    /// Whether all its ranks have a file.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.members.len() == u64::from(self.size)
+    }
+}
+
+/// What all ranks together note of the collectives of a communicator.
+#[derive(Debug, Default)]
+struct Together {
+    ends: Mutex<Ends>,
+    starts: Mutex<NodeStarts>,
+}
+
+impl Together {
+    fn into_inner(self) -> (Ends, NodeStarts) {
+        let ends = self.ends.into_inner().unwrap_or_else(PoisonError::into_inner);
+        (ends, self.starts.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// What the first pass over a rank finds.
+#[derive(Debug, Default)]
+struct Surveyed {
+    operations: u64,
+    first_ns: Option<u64>,
+    messages: MessageEnds,
+    /// Starts for which there was no memory.
+    left_out: u64,
+    error: Option<std::io::Error>,
+}
+
+/// Sequence numbers and times, by the shape of their operations.
+type ByShape = Vec<Vec<(u64, u64)>>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How a job is read.
@@ -86,8 +129,8 @@ pub struct Job {
     messages: HashMap<Route, i64>,
 }
 
-/// Runs a function for each index on some threads, and returns the results in order.
-pub(crate) fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize) -> T + Sync) -> Vec<T> {
+/// Runs a function for each index on some threads, and returns the results in order of the index.
+pub fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let (next, results) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
     thread::scope(|scope| {
         for _ in 0..threads.clamp(1, count.max(1)) {
@@ -98,7 +141,7 @@ pub(crate) fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize
                         break;
                     }
                     let result = run(index);
-                    results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+                    lock(&results).push((index, result));
                 }
             });
         }
@@ -135,10 +178,8 @@ impl Job {
                 Ok(head) => {
                     let node = node_of(&mut realtime, &head, file.rank);
                     let communicators = groups.add(&head.communicators, file.rank, node);
-                    if head.lost > 0 {
-                        notes.push(format!("{}: {} operations of the window are missing", file.name, head.lost));
-                    }
-                    ranks.push(Rank { rank: file.rank, file, node, head, operations: 0, communicators });
+                    let (operations, first_ns) = (0, None);
+                    ranks.push(Rank { rank: file.rank, file, node, head, operations, first_ns, communicators });
                 }
                 Err(error) => notes.push(format!("{} is left out: {error}", file.name)),
             }
@@ -158,8 +199,7 @@ impl Job {
             ticks: Ticks::new(0, 0),
             messages: HashMap::new(),
         };
-        job.align(settings.threads, &realtime);
-        job.find_starts(settings.threads);
+        job.survey(settings.threads, &realtime);
         job
     }
 
@@ -179,116 +219,112 @@ impl Job {
         read().err()
     }
 
-    /// Aligns the clocks of the nodes, and pairs the messages.
-    fn align(&mut self, threads: usize, realtime: &[(String, ClockMap)]) {
-        let ends: Vec<Mutex<Ends>> = self.groups.iter().map(|_| Mutex::default()).collect();
-        let surveyed = parallel(threads, self.ranks.len(), |index| self.survey_ends(&self.ranks[index], &ends));
-        let ends: Vec<Ends> =
-            ends.into_iter().map(|ends| ends.into_inner().unwrap_or_else(PoisonError::into_inner)).collect();
+    /// Aligns the clocks of the nodes, pairs the messages, and finds when the last rank started each
+    /// collective.
+    fn survey(&mut self, threads: usize, realtime: &[(String, ClockMap)]) {
+        let of_node: Vec<Ticks> = (0..realtime.len()).map(|node| self.axis(Some(node), |_, ns| ns)).collect();
+        let together: Vec<Together> = self.groups.iter().map(|_| Together::default()).collect();
+        let pages = Mutex::new(0);
+        let surveyed = parallel(threads, self.ranks.len(), |index| {
+            let rank = &self.ranks[index];
+            self.survey_rank(rank, of_node[rank.node], &together, &pages)
+        });
+        let (ends, starts): (Vec<Ends>, Vec<NodeStarts>) = together.into_iter().map(Together::into_inner).unzip();
         self.clocks = clocks::align(realtime, |here, there| {
             let mut common = Vec::new();
             ends.iter().for_each(|ends| ends.common(here, there, &mut common));
             common
         });
-        let mut messages = MessageEnds::new();
-        for (rank, (operations, ends, error)) in self.ranks.iter_mut().zip(surveyed) {
-            rank.operations = operations;
-            if let Some(error) = error {
-                self.notes
-                    .push(format!("{}: only its first {operations} operations can be read: {error}", rank.file.name));
+        drop(ends);
+        let clocks = &self.clocks;
+        let on_trace = |node: usize, ns| clocks[node].map.apply(ns);
+        self.ticks = self.axis(None, on_trace);
+        for (group, starts) in self.groups.iter_mut().zip(starts) {
+            group.starts = starts.align(self.ticks, &of_node, on_trace);
+        }
+        let (mut messages, mut left_out) = (MessageEnds::new(), 0);
+        for (rank, of_rank) in self.ranks.iter_mut().zip(surveyed) {
+            (rank.operations, rank.first_ns) = (of_rank.operations, of_rank.first_ns);
+            left_out += of_rank.left_out;
+            if let Some(error) = of_rank.error {
+                let (name, read) = (&rank.file.name, rank.operations);
+                self.notes.push(format!("{name}: only its first {read} operations can be read: {error}"));
             }
-            let map = &self.clocks[rank.node].map;
-            for (key, ends) in ends {
-                messages.entry(key).or_default().extend(ends.into_iter().map(|ns| map.apply(ns)));
+            for (key, ends) in of_rank.messages {
+                messages.entry(key).or_default().extend(ends.into_iter().map(|ns| on_trace(rank.node, ns)));
             }
         }
         self.messages = pair_messages(&messages);
-    }
-
-    fn survey_ends(&self, rank: &Rank, ends: &[Mutex<Ends>]) -> (u64, MessageEnds, Option<std::io::Error>) {
-        let (mut operations, mut messages) = (0, MessageEnds::new());
-        let mut collected: Vec<Vec<(u64, u64)>> = Vec::new();
-        let error = Job::each_block(rank, |block, times| {
-            let group = |shape: &Operation| rank.communicators.get(&shape.communicator).copied();
-            let of_shape = |shape: &Operation| {
-                let (index, own) = group(shape)?;
-                let is_common = synchronizes(shape) && self.groups[index].spans_nodes;
-                let route = Route::of(shape, index, own).filter(|_| is_message(shape));
-                Some((index, is_common, route))
-            };
-            let shapes: Vec<_> = block.shapes.iter().map(of_shape).collect();
-            collected.resize(collected.len().max(shapes.len()), Vec::new());
-            for time in times {
-                operations += 1;
-                let Some((_, is_common, route)) = shapes[time.shape as usize] else { continue };
-                if !is_completed(time.status, time.completed_ns) {
-                    continue;
-                }
-                if is_common {
-                    collected[time.shape as usize].push((time.seq, time.completed_ns));
-                }
-                if let Some(key) = route {
-                    note_message(&mut messages, key, time.completed_ns);
-                }
-            }
-            for (shape, collected) in shapes.iter().zip(&mut collected) {
-                if let (Some((index, true, _)), false) = (shape, collected.is_empty()) {
-                    let mut ends = ends[*index].lock().unwrap_or_else(PoisonError::into_inner);
-                    ends.note(rank.node, rank.rank, collected);
-                }
-                collected.clear();
-            }
-        });
-        (operations, messages, error)
-    }
-
-    /// Finds when the last rank started each collective, if all ranks of the communicator have
-    /// files.
-    fn find_starts(&mut self, threads: usize) {
-        let on_trace = |rank: &Rank, ns| self.clocks[rank.node].map.apply(ns);
-        let from = self.ranks.iter().map(|rank| on_trace(rank, rank.head.from_ns)).min().unwrap_or(0);
-        let until = self.ranks.iter().map(|rank| on_trace(rank, rank.head.until_ns)).max().unwrap_or(0);
-        self.ticks = Ticks::new(from, until);
-        let starts: Vec<Mutex<Starts>> = self.groups.iter().map(|_| Mutex::default()).collect();
-        let pages = Mutex::new(0);
-        let left_out = parallel(threads, self.ranks.len(), |index| {
-            let rank = &self.ranks[index];
-            let map = self.clocks[rank.node].map;
-            let mut left_out = 0;
-            let mut collected: Vec<Vec<(u64, u64)>> = Vec::new();
-            Job::each_block(rank, |block, times| {
-                let of_shape = |shape: &Operation| self.complete_group(rank, shape);
-                let shapes: Vec<_> = block.shapes.iter().map(of_shape).collect();
-                collected.resize(collected.len().max(shapes.len()), Vec::new());
-                for time in times.filter(|time| time.started_ns != 0) {
-                    if shapes[time.shape as usize].is_some() {
-                        collected[time.shape as usize].push((time.seq, map.apply(time.started_ns)));
-                    }
-                }
-                for (shape, collected) in shapes.iter().zip(&mut collected) {
-                    if let (Some(index), false) = (shape, collected.is_empty()) {
-                        let mut starts = starts[*index].lock().unwrap_or_else(PoisonError::into_inner);
-                        left_out += starts.note(self.ticks, collected, &pages);
-                    }
-                    collected.clear();
-                }
-            });
-            left_out
-        });
-        for (group, starts) in self.groups.iter_mut().zip(starts) {
-            group.starts = starts.into_inner().unwrap_or_else(PoisonError::into_inner);
-        }
-        let left_out: u64 = left_out.into_iter().sum();
         if left_out > 0 {
             self.notes.push(format!("memory is bounded: {left_out} collectives do not show how long they waited"));
         }
     }
 
+    /// The axis of the window of all ranks, or of those of a node, on the clock of `map`.
+    fn axis(&self, node: Option<usize>, map: impl Fn(usize, u64) -> u64) -> Ticks {
+        let ranks = || self.ranks.iter().filter(|rank| node.is_none_or(|node| rank.node == node));
+        let from = ranks().map(|rank| map(rank.node, rank.head.from_ns)).min().unwrap_or(0);
+        let until = ranks().map(|rank| map(rank.node, rank.head.until_ns)).max().unwrap_or(0);
+        Ticks::new(from, until)
+    }
+
+    fn survey_rank(&self, rank: &Rank, ticks: Ticks, together: &[Together], pages: &Mutex<usize>) -> Surveyed {
+        let mut surveyed = Surveyed::default();
+        // Sequence numbers, ends and starts by shape.
+        let (mut ends, mut starts) = (ByShape::new(), ByShape::new());
+        let error = Job::each_block(rank, |block, times| {
+            let of_shape = |shape: &Operation| {
+                let (index, own) = self.group_of(rank, shape)?;
+                let is_common = synchronizes(shape) && self.groups[index].spans_nodes;
+                let is_compared = self.compared_group(rank, shape).is_some();
+                let route = Route::of(shape, index, own).filter(|_| is_message(shape));
+                Some((index, is_common, is_compared, route))
+            };
+            let shapes: Vec<_> = block.shapes.iter().map(of_shape).collect();
+            for collected in [&mut ends, &mut starts] {
+                collected.resize(collected.len().max(shapes.len()), Vec::new());
+            }
+            for time in times {
+                surveyed.operations += 1;
+                surveyed.first_ns = Some(surveyed.first_ns.map_or(time.entered_ns, |first| first.min(time.entered_ns)));
+                let Some((_, is_common, is_compared, route)) = shapes[time.shape as usize] else { continue };
+                if is_compared && time.started_ns != 0 {
+                    starts[time.shape as usize].push((time.seq, time.started_ns));
+                }
+                if !is_completed(time.status, time.completed_ns) {
+                    continue;
+                }
+                if is_common {
+                    ends[time.shape as usize].push((time.seq, time.completed_ns));
+                }
+                if let Some(key) = route {
+                    note_message(&mut surveyed.messages, key, time.completed_ns);
+                }
+            }
+            for ((shape, ends), starts) in shapes.iter().zip(&mut ends).zip(&mut starts) {
+                if let (Some((index, ..)), false) = (shape, ends.is_empty()) {
+                    lock(&together[*index].ends).note(rank.node, rank.rank, ends);
+                }
+                if let (Some((index, ..)), false) = (shape, starts.is_empty()) {
+                    surveyed.left_out += lock(&together[*index].starts).note(rank.node, ticks, starts, pages);
+                }
+                ends.clear();
+                starts.clear();
+            }
+        });
+        Surveyed { error, ..surveyed }
+    }
+
+    /// Index of the communicator of a synchronizing collective that several ranks have a file of.
+    #[must_use]
+    pub fn compared_group(&self, rank: &Rank, shape: &Operation) -> Option<usize> {
+        let (index, _) = self.group_of(rank, shape).filter(|_| synchronizes(shape))?;
+        (self.groups[index].members.len() > 1).then_some(index)
+    }
+
     /// Index of the communicator of a synchronizing collective whose ranks all have a file.
     pub(crate) fn complete_group(&self, rank: &Rank, shape: &Operation) -> Option<usize> {
-        let (index, _) = self.group_of(rank, shape).filter(|_| synchronizes(shape))?;
-        let group = &self.groups[index];
-        (group.size > 1 && group.members.len() == u64::from(group.size)).then_some(index)
+        self.compared_group(rank, shape).filter(|index| self.groups[*index].is_complete())
     }
 
     /// Index of the communicator of an operation, and the rank there, -1 if unknown.
@@ -296,8 +332,9 @@ impl Job {
         rank.communicators.get(&shape.communicator).copied()
     }
 
-    /// When the last rank started a collective, on the time of the trace.
-    pub(crate) fn last_start(&self, group: usize, seq: u64) -> Option<u64> {
+    /// When the last rank that has a file started a collective, on the time of the trace.
+    #[must_use]
+    pub fn last_start(&self, group: usize, seq: u64) -> Option<u64> {
         self.groups[group].starts.last(self.ticks, seq)
     }
 

@@ -15,3 +15,4 @@ pub mod job;
 pub mod operations;
 pub mod original;
 pub mod perfetto;
+pub mod picture;

@@ -206,9 +206,9 @@ impl Busy {
         }
     }
 
-    /// How the time is divided.
+    /// How the time is divided, and when anything ran: ascending and disjoint.
     #[must_use]
-    pub fn breakdown(self) -> Breakdown {
+    pub fn finish(self) -> (Breakdown, Vec<(u64, u64)>) {
         let (compute, communication) = (self.compute.finish(), self.communication.finish());
         let mut all = Union { is_sorted_apart: true, ..Union::default() };
         all.intervals = [&compute[..], &communication, &self.memory.finish()].concat();
@@ -220,7 +220,7 @@ impl Busy {
         };
         let (busy_ns, compute_ns, communication_ns) = (length(&all), length(&compute), length(&communication));
         let overlap_ns = shared(&compute, &communication);
-        Breakdown {
+        let breakdown = Breakdown {
             kernel_time_us: us(kernel_ns),
             idle_time_us: us(kernel_ns - busy_ns),
             compute_time_us: us(compute_ns),
@@ -231,8 +231,49 @@ impl Busy {
             } else {
                 100.0 * overlap_ns as f64 / communication_ns as f64
             },
-        }
+        };
+        (breakdown, all)
     }
+}
+
+/// The share of each step of time that ascending, disjoint intervals cover: from when on it has a
+/// value, and the value in percent. The steps begin at multiples of `step_ns`. The last value is 0.
+#[must_use]
+pub fn covered(intervals: &[(u64, u64)], step_ns: u64) -> Vec<(u64, u64)> {
+    let mut values: Vec<(u64, u64)> = Vec::new();
+    let mut push = |step: u64, busy: u64| {
+        let percent = (u128::from(busy) * 100 + u128::from(step_ns) / 2) / u128::from(step_ns);
+        if values.last().is_none_or(|(_, last)| u128::from(*last) != percent) {
+            values.push((step.saturating_mul(step_ns), percent as u64));
+        }
+    };
+    // The last step that something ran in, and for how long.
+    let mut open: Option<(u64, u64)> = None;
+    for (from, until) in intervals.iter().filter(|(from, until)| from < until) {
+        let (first, last) = (from / step_ns, (until - 1) / step_ns);
+        if let Some((step, busy)) = open.filter(|(step, _)| *step != first) {
+            push(step, busy);
+            if step + 1 < first {
+                push(step + 1, 0);
+            }
+        }
+        let before = open.map_or(0, |(step, busy)| if step == first { busy } else { 0 });
+        open = Some(if first == last {
+            (first, before + until - from)
+        } else {
+            push(first, before + step_ns - from % step_ns);
+            // A long interval has one value for all the steps that it covers.
+            if first + 1 < last {
+                push(first + 1, step_ns);
+            }
+            (last, until - last * step_ns)
+        });
+    }
+    if let Some((step, busy)) = open {
+        push(step, busy);
+        push(step + 1, 0);
+    }
+    values
 }
 
 /// How the time of the device of one rank is divided. The first four are those of
@@ -267,12 +308,18 @@ mod tests {
         busy.add(Class::Compute, 2_000, 12_000);
         busy.add(Class::Compute, 38_000, 40_000);
         busy.add(Class::Compute, 36_000, 37_000);
-        let breakdown = busy.breakdown();
+        let (breakdown, all) = busy.finish();
         assert_eq!(breakdown.kernel_time_us, 40.0);
         assert_eq!(breakdown.idle_time_us, 40.0 - 20.0 - 1.0 - 3.0);
         assert_eq!((breakdown.compute_time_us, breakdown.non_compute_time_us), (15.0, 9.0));
         assert_eq!((breakdown.communication_time_us, breakdown.overlap_percent.round()), (15.0, 47.0));
-        assert_eq!(Busy::default().breakdown(), Breakdown::default());
+        assert_eq!(Busy::default().finish(), (Breakdown::default(), Vec::new()));
+        assert_eq!(all, [(0, 20_000), (30_000, 31_000), (36_000, 37_000), (38_000, 40_000)]);
+        let shares = [(0, 100), (16_000, 50), (24_000, 13), (32_000, 38), (40_000, 0)];
+        assert_eq!(covered(&all, 8_000), shares);
+        let end = u64::MAX - 5;
+        assert_eq!(covered(&[(4, 6), (90, end)], 8)[..4], [(0, 25), (8, 0), (88, 75), (96, 100)]);
+        assert_eq!(covered(&[], 8_000), []);
     }
 
     #[test]

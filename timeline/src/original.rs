@@ -23,6 +23,8 @@ use xpu_timer_proto::{
 pub const EXTENSION: &str = "timeline";
 /// Extension of the files with the names.
 pub const META: &str = "timeline.meta";
+/// Extension of the files with the Python stacks of launches.
+pub const STACKS: &str = "tracing_kernel_callstack";
 
 /// Fields of `KernelTraces`.
 const TRACES: u32 = 1;

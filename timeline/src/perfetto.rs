@@ -15,7 +15,7 @@ use crate::{
     collectives::{Route, is_message, mixed},
     input::Format,
     job::{Job, Rank},
-    operations::{Class, Meaning},
+    operations::{Class, Meaning, covered},
 };
 
 /// Fields of `TracePacket`.
@@ -37,10 +37,19 @@ mod event {
     pub const NAME_IID: u32 = 10;
     pub const TRACK_UUID: u32 = 11;
     pub const NAME: u32 = 23;
+    pub const COUNTER_VALUE: u32 = 30;
     pub const FLOW_IDS: u32 = 47;
     pub const BEGIN: u64 = 1;
     pub const END: u64 = 2;
     pub const INSTANT: u64 = 3;
+    pub const COUNTER: u64 = 4;
+}
+
+/// Fields of `CounterDescriptor`, and its unit of bytes.
+mod counter {
+    pub const UNIT: u32 = 3;
+    pub const UNIT_NAME: u32 = 6;
+    pub const BYTES: u64 = 3;
 }
 
 /// Fields of `DebugAnnotation`.
@@ -70,6 +79,8 @@ const REALTIME: u64 = 1;
 const BOOTTIME: u64 = 6;
 /// A longer name is cut.
 const MOST_NAME_BYTES: usize = 4096;
+/// The counters have a value for each step of so long.
+const COUNTER_STEP_NS: u64 = 100_000_000;
 /// Tracks of a rank, at most; its first one is that of the process.
 const TRACK_BITS: u32 = 16;
 
@@ -308,6 +319,8 @@ pub struct Counts {
     pub slices: u64,
     /// Instants.
     pub instants: u64,
+    /// Values of counters.
+    pub counters: u64,
     /// Tracks, those of processes included.
     pub tracks: u64,
 }
@@ -317,6 +330,7 @@ impl Counts {
     pub fn add(&mut self, other: Counts) {
         self.slices += other.slices;
         self.instants += other.instants;
+        self.counters += other.counters;
         self.tracks += other.tracks;
     }
 }
@@ -592,9 +606,36 @@ impl<'a> RankTrace<'a> {
         Some((template.meaning.class, from, until))
     }
 
-    /// Ends the trace with the operations that are pending, and with what the verdict says of the
-    /// rank.
-    pub fn finish(&mut self) {
+    /// A counter of the process: from when on it has a value, and the value. `unit` encodes its
+    /// `CounterDescriptor`.
+    fn counter(&mut self, name: &str, unit: impl FnOnce(&mut Vec<u8>), values: impl Iterator<Item = (u64, u64)>) {
+        let mut values = values.peekable();
+        if values.peek().is_none() {
+            return;
+        }
+        let (parent, uuid) = (self.tracks[0].uuid, self.new_track());
+        packet(&mut self.out, self.sequence, NEEDS_STATE, |out| {
+            nested(out, packet::TRACK_DESCRIPTOR, |out| {
+                uint(out, 1, uuid);
+                bytes(out, 2, name.as_bytes());
+                uint(out, 5, parent);
+                nested(out, 8, unit);
+            });
+        });
+        for (ns, value) in values {
+            event(&mut self.out, self.sequence, ns, event::COUNTER, uuid, |out| uint(out, event::COUNTER_VALUE, value));
+            self.counts.counters += 1;
+        }
+    }
+
+    /// Ends the trace with the counters, the operations that are pending, and what the verdict says
+    /// of the rank. `busy` is when anything ran on its device, in times of the trace.
+    pub fn finish(&mut self, busy: &[(u64, u64)]) {
+        let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
+        self.counter("GPU busy", percent, covered(busy, COUNTER_STEP_NS).into_iter());
+        let (head, map) = (&self.rank.head, self.map);
+        let memory = head.memory.iter().map(|reading| (map.apply(reading.monotonic_ns), reading.allocated_bytes));
+        self.counter("allocated memory", |out| uint(out, counter::UNIT, counter::BYTES), memory);
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };

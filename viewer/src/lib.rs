@@ -12,7 +12,6 @@ pub mod folder;
 pub mod incidents;
 pub mod merge;
 pub mod output;
-pub mod picture;
 pub mod report;
 pub mod summary;
 pub mod timeline;
@@ -24,12 +23,12 @@ use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
 pub use output::Terminal;
-use picture::Picture;
 use report::Report;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::printable;
+use xpu_timer_timeline::picture::Picture;
 
 /// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
 /// report.html.
@@ -125,7 +124,10 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     });
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
-    let lanes = choice.html.then(|| report::lanes::read(&path, verdict.as_ref(), &mut notes)).flatten();
+    let shows_operations = !args.json && args.filter.is_all();
+    let timelines = timeline::read(&path, verdict.as_ref(), (choice.html, shows_operations), &mut notes);
+    let lanes = timelines.as_ref().filter(|_| choice.html);
+    let lanes = lanes.and_then(|(job, _)| report::lanes::lanes(job, verdict.as_ref(), timeline::threads()));
     print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
@@ -154,8 +156,8 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         result = write_report(&report, output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
-    let operations = verdict.as_ref().filter(|_| !args.json && args.filter.is_all());
-    let operations = operations.and_then(|verdict| timeline::last_operations(&path, verdict, args.terminal.width));
+    let operations = timelines.as_ref().and_then(|(job, pair)| Some((job, (*pair)?)));
+    let operations = operations.and_then(|(job, pair)| timeline::last_operations(job, pair, args.terminal.width));
     let about = summary::SummaryContext {
         chosen: chosen.then_some(folder.as_str()),
         world: listed.world,

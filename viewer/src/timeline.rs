@@ -1,119 +1,20 @@
-//! Reads the timelines of a folder: the operations that each rank completed before the dump
-//! (`RRRRR-WWWWW.ops`). A timeline may have millions of operations, so it is never in memory as a
-//! whole.
-//!
-//! And the last operations of a culprit beside those of a healthy peer, as text.
+//! The timelines of a folder, read once for all that shows them; and the last operations of a culprit
+//! beside those of a healthy peer, as text.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{self, BufReader};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
+use std::thread;
 
 use xpu_timer_analysis::{Verdict, operation_shape};
-use xpu_timer_proto::printable;
-use xpu_timer_proto::timeline::{self, Reader, Times};
-use xpu_timer_proto::v1::{OpStatus, Operation, TimelineBlock, TimelineHead};
+use xpu_timer_proto::v1::{OpStatus, Operation};
+use xpu_timer_proto::{printable, timeline};
+use xpu_timer_timeline::cli;
+use xpu_timer_timeline::clocks::ClockMap;
+use xpu_timer_timeline::job::{Job, Rank, Settings};
 
-/// The timeline of one rank.
-#[derive(Debug)]
-pub struct RankTimeline {
-    /// Rank, from the name of the file.
-    pub rank: u32,
-    /// What the file says of the rank and its clock.
-    pub head: TimelineHead,
-    /// When the first operation was called, CLOCK_MONOTONIC; `None` if it has none.
-    pub first_ns: Option<u64>,
-    path: PathBuf,
-}
-
-impl RankTimeline {
-    /// The timelines of a folder, by rank. A file that cannot be read is passed to `left_out`.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
-    pub fn all(folder: &Path, mut left_out: impl FnMut(&Path, io::Error)) -> io::Result<Vec<RankTimeline>> {
-        let mut timelines = Vec::new();
-        for entry in std::fs::read_dir(folder)? {
-            let path = entry?.path();
-            let Some((rank, _)) = timeline::rank_of_file(&path) else { continue };
-            match begin(&path) {
-                Ok((head, first_ns)) => timelines.push(RankTimeline { rank, head, first_ns, path }),
-                Err(error) => left_out(&path, error),
-            }
-        }
-        timelines.sort_by_key(|timeline| timeline.rank);
-        Ok(timelines)
-    }
-
-    /// Its file.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Wall clock at a reading of the node's monotonic clock, both in nanoseconds. Timelines
-    /// without a reading of the clocks keep the monotonic clock.
-    #[must_use]
-    pub fn wall_ns(&self, monotonic_ns: u64) -> u64 {
-        let Some(reading) = self.head.clock.last() else { return monotonic_ns };
-        reading.realtime_ns.wrapping_sub(reading.monotonic_ns).wrapping_add(monotonic_ns)
-    }
-
-    /// Passes each operation to `each`, with the block that has its shape.
-    ///
-    /// # Errors
-    /// The file cannot be read to its end. The operations before the fault have been passed.
-    pub fn for_each(&self, mut each: impl FnMut(&TimelineBlock, &Times)) -> io::Result<()> {
-        let mut reader = open(&self.path)?;
-        while let Some(block) = reader.next_block()? {
-            timeline::times(&block)?.for_each(|times| each(&block, &times));
-        }
-        Ok(())
-    }
-
-    /// The operations that completed last, and those that are pending, by the time at which they
-    /// were called: at most `count`.
-    ///
-    /// # Errors
-    /// Those of [`for_each`](Self::for_each).
-    pub fn last_operations(&self, count: usize) -> io::Result<Vec<Operation>> {
-        let mut blocks = VecDeque::new();
-        let mut reader = open(&self.path)?;
-        while let Some(block) = reader.next_block()? {
-            blocks.push_back(block);
-            while blocks.iter().skip(1).map(|block| block.operations as usize).sum::<usize>() >= count {
-                blocks.pop_front();
-            }
-        }
-        let mut operations = self.head.pending.clone();
-        for block in &blocks {
-            operations.extend(timeline::operations(block)?);
-        }
-        operations.sort_by_key(|operation| operation.entered_ns);
-        operations.drain(..operations.len().saturating_sub(count));
-        Ok(operations)
-    }
-}
-
-/// The head of a file, and when its first operation was called.
-fn begin(path: &Path) -> io::Result<(TimelineHead, Option<u64>)> {
-    let mut reader = open(path)?;
-    let block = reader.next_block()?;
-    let first_ns = match &block {
-        Some(block) => timeline::times(block)?.next().map(|times| times.entered_ns),
-        None => None,
-    };
-    Ok((reader.head, first_ns))
-}
-
-fn open(path: &Path) -> io::Result<Reader<BufReader<File>>> {
-    // Opening a pipe blocks until it has a writer.
-    if !std::fs::metadata(path)?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
-    }
-    Reader::new(BufReader::with_capacity(1 << 20, File::open(path)?))
-}
-
+/// Threads that read timelines, at most: the ranks of the job may need the processors.
+const MOST_THREADS: usize = 8;
 /// Operations of each rank.
 const SHOWN: usize = 10;
 /// Width of the text if the terminal has none.
@@ -123,31 +24,87 @@ const GAP: usize = 3;
 /// In a narrower column nothing can be read, so the ranks are below each other.
 const NARROWEST: usize = 46;
 
-/// The text, with lines of at most `width` columns. `None` if the verdict names no rank, or if the
-/// folder has no timeline of it.
+/// Number of threads that read timelines.
 #[must_use]
-pub fn last_operations(folder: &Path, verdict: &Verdict, width: Option<usize>) -> Option<String> {
-    // Files that cannot be read are reported with the swim lanes.
-    let timelines = RankTimeline::all(folder, |_, _| {}).ok()?;
-    let find = |rank: &u32| timelines.iter().find(|timeline| timeline.rank == *rank);
-    let culprit = verdict.culprits.iter().find_map(find)?;
-    let peers = verdict.communicators.iter().flat_map(|report| &report.groups).filter(|group| group.waits_in.is_some());
-    let peers = peers.flat_map(|group| &group.ranks).chain(&verdict.victims);
-    let peer = peers.filter(|rank| !verdict.culprits.contains(rank)).find_map(find);
-    let shown: Vec<&RankTimeline> = [Some(culprit), peer].into_iter().flatten().collect();
-    let end = shown.iter().map(|timeline| timeline.wall_ns(timeline.head.until_ns)).max()?;
+pub fn threads() -> usize {
+    thread::available_parallelism().map_or(1, |threads| threads.get().min(MOST_THREADS))
+}
+
+/// The timelines of the folder, with aligned clocks: of all ranks for the report, else only of the
+/// culprit and the peer whose operations are printed. `None` if there are none.
+#[must_use]
+pub fn read(
+    path: &Path,
+    verdict: Option<&Verdict>,
+    (for_report, for_operations): (bool, bool),
+    notes: &mut Vec<String>,
+) -> Option<(Job, Option<Pair>)> {
+    let mut files = cli::files(path).ok()?;
+    files.sort_by_key(|file| file.rank);
+    let ranks: Vec<u32> = files.iter().map(|file| file.rank).collect();
+    let pair = verdict.filter(|_| for_operations).and_then(|verdict| Pair::of(verdict, &ranks));
+    if !for_report {
+        files.retain(|file| pair.is_some_and(|pair| pair.has(file.rank)));
+    }
+    if files.is_empty() {
+        return None;
+    }
+    let mut job = Job::read(files, None, Settings { threads: threads(), ..Settings::default() });
+    notes.append(&mut job.notes);
+    Some((job, pair))
+}
+
+/// A culprit that has a timeline, and a healthy peer of it, if one has a timeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    /// The culprit.
+    pub culprit: u32,
+    /// A rank that waits for it, if there is one, else any other.
+    pub peer: Option<u32>,
+}
+
+impl Pair {
+    /// Chooses among the ranks that have a timeline, ascending. The folder of a large job has the
+    /// files of its culprits and of one rank of each group. `None` if no culprit has one.
+    #[must_use]
+    pub fn of(verdict: &Verdict, ranks: &[u32]) -> Option<Pair> {
+        let is_here = |rank: &u32| ranks.binary_search(rank).is_ok();
+        let culprit = verdict.culprits.iter().copied().find(is_here)?;
+        let groups = verdict.communicators.iter().flat_map(|report| &report.groups);
+        let waiting = groups.filter(|group| group.waits_in.is_some()).flat_map(|group| &group.ranks);
+        let mut peers = waiting.chain(&verdict.victims).chain(ranks).copied();
+        let peer = peers.find(|rank| !verdict.culprits.contains(rank) && is_here(rank));
+        Some(Pair { culprit, peer })
+    }
+
+    /// Whether a rank is one of them.
+    #[must_use]
+    pub fn has(&self, rank: u32) -> bool {
+        rank == self.culprit || Some(rank) == self.peer
+    }
+}
+
+/// The last operations of the two as text, with lines of at most `width` columns. `None` if the job
+/// has no timeline of the culprit.
+#[must_use]
+pub fn last_operations(job: &Job, pair: Pair, width: Option<usize>) -> Option<String> {
+    let find = |number: u32| job.ranks.iter().find(|rank| rank.rank == number);
+    let culprit = find(pair.culprit)?;
+    let shown: Vec<&Rank> = [Some(culprit), pair.peer.and_then(find)].into_iter().flatten().collect();
+    let map = |rank: &Rank| job.clocks[rank.node].map;
+    let end = shown.iter().map(|rank| map(rank).apply(rank.head.until_ns)).max()?;
     let width = width.unwrap_or(WIDTH).max(NARROWEST);
     let side_by_side = shown.len() == 2 && (width - GAP) / 2 >= NARROWEST;
     let column = if side_by_side { (width - GAP) / 2 } else { width };
     let columns: Vec<Vec<String>> = shown
         .iter()
-        .map(|timeline| {
-            let role = if timeline.rank == culprit.rank { "culprit" } else { "peer" };
-            let mut lines = vec![format!("rank {} ({role})", timeline.rank)];
-            match timeline.last_operations(SHOWN) {
+        .map(|rank| {
+            let role = if rank.rank == culprit.rank { "culprit" } else { "peer" };
+            let mut lines = vec![format!("rank {} ({role})", rank.rank)];
+            match last_of(rank, SHOWN) {
                 Ok(operations) if operations.is_empty() => lines.push("no operation".into()),
                 Ok(operations) => {
-                    lines.extend(operations.iter().map(|operation| line(timeline, operation, end, column)))
+                    lines.extend(operations.iter().map(|operation| line(map(rank), operation, end, column)))
                 }
                 Err(error) => lines.push(fitted(&format!("its timeline cannot be read: {error}"), column)),
             }
@@ -155,6 +112,10 @@ pub fn last_operations(folder: &Path, verdict: &Verdict, width: Option<usize>) -
         })
         .collect();
     let mut text = String::from("Last operations, by the time before the dump\n");
+    let is_one_node = shown.iter().all(|rank| rank.node == culprit.node);
+    if !is_one_node && shown.iter().any(|rank| !job.clocks[rank.node].refused.is_empty()) {
+        text.push_str("(The clocks of the two nodes are not aligned: no collective is common to them.)\n");
+    }
     if let ([left, right], true) = (&columns[..], side_by_side) {
         for at in 0..left.len().max(right.len()) {
             let part = |lines: &[String]| lines.get(at).cloned().unwrap_or_default();
@@ -170,9 +131,28 @@ pub fn last_operations(folder: &Path, verdict: &Verdict, width: Option<usize>) -
     Some(text)
 }
 
+/// The operations that completed last, and those that are pending, by the time at which they were
+/// called: at most `count`.
+fn last_of(rank: &Rank, count: usize) -> io::Result<Vec<Operation>> {
+    let (mut last, mut blocks) = (VecDeque::new(), rank.file.blocks()?);
+    while let Some(block) = blocks.next_block()? {
+        last.push_back(block);
+        while last.iter().skip(1).map(|block| block.operations as usize).sum::<usize>() >= count {
+            last.pop_front();
+        }
+    }
+    let mut operations = rank.head.pending.clone();
+    for block in &last {
+        operations.extend(timeline::operations(block)?);
+    }
+    operations.sort_by_key(|operation| operation.entered_ns);
+    operations.drain(..operations.len().saturating_sub(count));
+    Ok(operations)
+}
+
 /// `-12.40 s all_reduce of 1024 x float32 (30)    2.1 ms`
-fn line(timeline: &RankTimeline, operation: &Operation, end: u64, width: usize) -> String {
-    let before = end.saturating_sub(timeline.wall_ns(operation.entered_ns));
+fn line(clock: ClockMap, operation: &Operation, end: u64, width: usize) -> String {
+    let before = end.saturating_sub(clock.apply(operation.entered_ns));
     let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };
     let took = match operation.status() {
         OpStatus::Pending => "pending".to_owned(),

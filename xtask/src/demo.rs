@@ -5,7 +5,8 @@
 use std::{
     fs,
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
+    process::Command,
     time::Duration,
 };
 
@@ -64,7 +65,8 @@ impl Fault {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     need(&["python3"])?;
-    Artifacts::beside_this_executable()?.build(false)?;
+    let artifacts = Artifacts::beside_this_executable()?;
+    artifacts.build(false)?;
     let (arguments, sim_fault, causes, culprits) = options.fault.plan();
 
     let dir = tree().join("target/demo");
@@ -85,6 +87,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut ranks = job.train(RANKS, arguments);
     let incident = wait(&job, &mut ranks)?;
     print(&incident)?;
+    let trace = write_trace(&artifacts, &incident.path, &dir)?;
+    println!("{:<16} {}  (open it in https://ui.perfetto.dev)", "trace:", shown(&trace));
     drop(ranks);
     job.end();
     check(&incident.verdict, causes, culprits)?;
@@ -162,9 +166,6 @@ fn print(incident: &Incident) -> Result<()> {
             "from the timeout to the finished folder: {seconds:.1} s, of which {SAMPLE_INTERVAL} s lie between the two samples"
         );
     }
-    // A relative path is short enough for a line, and correct in the folder where it is printed.
-    let here = std::env::current_dir().unwrap_or_default();
-    let shown = |path: &Path| path.strip_prefix(&here).unwrap_or(path).display().to_string();
     println!("incident folder: {}", shown(&incident.path));
     for (what, file) in [("flame graph", "py_stack.svg"), ("flame graph", "cpp_stack.svg"), ("report", "report.html")] {
         let path = incident.path.join(file);
@@ -172,6 +173,24 @@ fn print(incident: &Incident) -> Result<()> {
         println!("{:<16} {}", format!("{what}:"), shown(&path));
     }
     Ok(())
+}
+
+/// A relative path is short enough for a line, and correct in the folder where it is printed.
+fn shown(path: &Path) -> String {
+    let here = std::env::current_dir().unwrap_or_default();
+    path.strip_prefix(&here).unwrap_or(path).display().to_string()
+}
+
+/// Turns the timelines of the incident into a trace, and returns its path.
+fn write_trace(artifacts: &Artifacts, incident: &Path, dir: &Path) -> Result<PathBuf> {
+    let mut generate = Command::new(artifacts.bin("xpu_timer_gen_trace_timeline"));
+    let output = generate.arg("--path").arg(incident).arg("--output").arg(dir.join("trace/demo")).output()?;
+    if !output.status.success() {
+        bail!("{generate:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    let trace = dir.join("trace/trace_demo.bin");
+    fs::metadata(&trace).with_context(|| format!("{}", trace.display()))?;
+    Ok(trace)
 }
 
 /// Cause and culprits in a few words.

@@ -84,6 +84,29 @@ fn a_job_of_one_rank() {
     expect(&job.judge(), Cause::KernelHang, &[0], Confidence::Medium);
 }
 
+/// While every copy is recorded, a hang has pending copies.
+#[test]
+fn copies_that_wait_behind_a_collective_do_not_hide_the_missing_rank() {
+    let mut job = Job::with_world(4, 30);
+    for rank in [0, 1, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+        job.queued_copy(rank);
+    }
+    job.set_stack(2, Stack::loader());
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.sentence);
+    assert_ne!(verdict.cause, Cause::KernelHang, "{}", verdict.sentence);
+}
+
+#[test]
+fn a_copy_behind_a_kernel_that_was_not_recorded_shows_the_stuck_device() {
+    let mut job = Job::new(1);
+    job.queued_copy(0);
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::KernelHang, &[0][..]), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("cudaMemcpyAsync of 1048576 bytes"), "{}", verdict.sentence);
+}
+
 /// A job of one rank that has used its device some time ago, and now waits for it.
 fn alone_in_device_wait(launched_ago: u64) -> Job {
     let mut job = Job::new(1);

@@ -60,6 +60,13 @@ macro_rules! layout {
     };
 }
 
+impl Layout {
+    /// Size of the last instruction in a frame: up to 3.10 a number, later a pointer.
+    pub fn instruction_bytes(&self) -> usize {
+        if self.code_bytes.is_some() { 8 } else { 4 }
+    }
+}
+
 /// Name of the interpreter's own table in errors.
 const OFFSETS: &str = "the table of offsets of _PyRuntime";
 

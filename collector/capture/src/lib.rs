@@ -45,7 +45,7 @@ use symbols::Symbolizer;
 pub use error::Error;
 pub use kernel::{sock_diag, tcp_sockets::connected_to_other_machines};
 pub use process::Options;
-pub use python::counting::{Counter, Counts};
+pub use python::counting::{Counter, Counts, NamedStack};
 pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
 pub use symbols::demangle;
 

@@ -132,29 +132,30 @@ impl Remote {
             Some(incidents) if !incidents.is_empty() => table(incidents, width),
             _ => "no incidents\n".into(),
         };
-        let slow = self.slow_ranks(false)?;
+        let slow = self.slow_list()?;
         if !slow.is_empty() {
             text.push_str("\nslow ranks, without a hang:\n");
-            text.push_str(&slow);
+            slow.iter().for_each(|slow| text.push_str(&Remote::slow_line(slow)));
         }
         Ok(text)
     }
 
-    /// The ranks that slow their job down, one per line; empty if there are none.
+    /// The ranks that slow their job down, as `/slow_ranks` has them.
     ///
     /// # Errors
     /// If the collector does not answer.
-    pub fn slow_ranks(&self, as_json: bool) -> Result<String> {
-        let list = self.json("/slow_ranks")?;
-        if as_json {
-            return Ok(format!("{list:#}\n"));
+    pub(super) fn slow_list(&self) -> Result<Vec<Value>> {
+        match self.json("/slow_ranks")? {
+            Value::Array(list) => Ok(list),
+            _ => bail!("{}/slow_ranks is no list", self.url),
         }
-        let line = |slow: &Value| {
-            let text = |name: &str| slow[name].as_str().unwrap_or_default();
-            let line = format!("{}  rank {} on {}: {}", text("job"), slow["rank"], text("node"), text("sentence"));
-            format!("{}\n", printable::line(&line))
-        };
-        Ok(list.as_array().into_iter().flatten().map(line).collect())
+    }
+
+    /// The line of one of them.
+    pub(super) fn slow_line(slow: &Value) -> String {
+        let text = |name: &str| slow[name].as_str().unwrap_or_default();
+        let line = format!("{}  rank {} on {}: {}", text("job"), slow["rank"], text("node"), text("sentence"));
+        format!("{}\n", printable::line(&line))
     }
 
     /// The verdict of one incident as text.

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use xpu_timer_proto::{lenient, v1::TimelineFile};
 
 use crate::{
@@ -25,6 +25,29 @@ const DEADLINE: Duration = Duration::from_secs(600);
 /// # Errors
 /// If there is no such job, the collector does not answer, or the folder cannot be written.
 pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<Written> {
+    folder::write(output, chunks(remote, wanted)?).map_err(|error| anyhow::Error::msg(chain(&error)))
+}
+
+/// Fetches the file of one rank into memory.
+///
+/// # Errors
+/// If there is no such rank, the collector does not answer, or the file is incomplete or larger than
+/// `most_bytes`.
+pub fn fetch_rank(remote: &Remote, wanted: &WantedTimeline, most_bytes: usize) -> Result<Vec<u8>> {
+    let mut file = Vec::new();
+    for chunk in chunks(remote, wanted)? {
+        ensure!(chunk.problem.is_empty(), "{}", chunk.problem);
+        ensure!(file.len() + chunk.data.len() <= most_bytes, "the timeline has more than {} MB", most_bytes >> 20);
+        file.extend(chunk.data);
+        if chunk.last {
+            return Ok(file);
+        }
+    }
+    bail!("the timeline was cut off")
+}
+
+/// The files in chunks. A transfer that fails ends with its problem.
+fn chunks(remote: &Remote, wanted: &WantedTimeline) -> Result<impl Iterator<Item = TimelineFile> + use<>> {
     let WantedTimeline { job, ranks, window, detail } = wanted;
     let mut path = format!("/timeline?seconds={}", window.as_secs_f64());
     if let Some(job) = job {
@@ -40,11 +63,9 @@ pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<
     }
     let deadline = if *detail { DEADLINE + *window } else { DEADLINE };
     let mut body = BufReader::new(remote.open(&path, deadline, u64::MAX)?);
-    let chunks = std::iter::from_fn(|| next_chunk(&mut body).unwrap_or_else(|error| Some(problem(&error))));
-    // A transfer that fails ends with its problem.
+    let chunks = std::iter::from_fn(move || next_chunk(&mut body).unwrap_or_else(|error| Some(problem(&error))));
     let mut has_failed = false;
-    let chunks = chunks.take_while(|chunk| !std::mem::replace(&mut has_failed, is_failure(chunk)));
-    folder::write(output, chunks).map_err(|error| anyhow::Error::msg(chain(&error)))
+    Ok(chunks.take_while(move |chunk| !std::mem::replace(&mut has_failed, is_failure(chunk))))
 }
 
 const FAILED: &str = "the transfer failed";

@@ -13,10 +13,10 @@ use std::{
 };
 
 use tracing::{debug, warn};
-use xpu_timer_capture::{Counter, Counts};
+use xpu_timer_capture::{Counter, Counts, NamedStack};
 use xpu_timer_proto::{
-    ring::{self, header, lane},
-    v1::{Communicator, CommunicatorPace, HookedFunction, Operation, RankInfo},
+    ring::{self, FrameLayout, RawStack, header, lane},
+    v1::{Communicator, CommunicatorPace, HookedFunction, MemoryReading, Operation, RankInfo},
 };
 
 use crate::{
@@ -29,6 +29,7 @@ use crate::{
     timeline::{
         TimelineSettings,
         kernel_trace::Recording,
+        stacks::{LaunchStacks, Stacks},
         store::{Store, end_ns},
     },
 };
@@ -108,6 +109,7 @@ pub struct Sampled {
     dropped: u64,
     // Operations whose loss was reported to the timeline.
     lost: u64,
+    stacks: LaunchStacks,
 }
 
 impl Sampler {
@@ -160,6 +162,36 @@ impl Sampler {
         self.read(ranks.collect(), false, true, now);
     }
 
+    /// Asks for the counters of the interpreters and the names of stacks, and tells hooks that keep
+    /// stacks where the frames are.
+    fn look_at_interpreters(&mut self, living: &[RankView<'_>], now: Now) {
+        let search = now.mono_ns >= self.searched_ns.saturating_add(nanoseconds(self.settings.publish));
+        if search {
+            self.searched_ns = now.mono_ns;
+        }
+        let mut stacks = Vec::new();
+        for rank in living {
+            let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
+            let unnamed = sampled.stacks.take_unnamed();
+            if !unnamed.is_empty() {
+                stacks.push((rank.id, rank.pid, unnamed));
+            }
+            let wants_stacks = sampled.head.is_some_and(|head| head[header::STACKS_WANTED] > 0);
+            let layout = self.interpreters.of(rank.id).and_then(|counts| counts.frames);
+            if let (true, Some(ring), Some(layout)) = (wants_stacks, rank.ring, layout)
+                && let Err(error) = tell_layout(ring, &layout)
+            {
+                debug!("rank {} (pid {}): its stacks are not kept: {error}", rank.info.rank, rank.pid);
+            }
+        }
+        let ranks = living.iter().map(|rank| (rank.id, rank.pid)).collect();
+        for (id, _, unnamed) in self.interpreters.request(CountRequest { ranks, search, stacks }) {
+            if let Some(sampled) = self.ranks.get_mut(&id) {
+                sampled.stacks.give_back(unnamed);
+            }
+        }
+    }
+
     /// Reads the rings. `looks` includes everything else that the metrics need. Without `all`, only
     /// rings that fill are read in between.
     fn read(&mut self, ranks: Vec<RankView<'_>>, looks: bool, all: bool, now: Now) {
@@ -170,11 +202,7 @@ impl Sampler {
         let living: Vec<RankView<'_>> = ranks.iter().filter(|rank| !rank.has_ended).copied().collect();
         if looks {
             self.looked_ns = now.mono_ns;
-            let search = now.mono_ns >= self.searched_ns.saturating_add(nanoseconds(self.settings.publish));
-            if search {
-                self.searched_ns = now.mono_ns;
-            }
-            self.interpreters.request(living.iter().map(|rank| (rank.id, rank.pid)).collect(), search);
+            self.look_at_interpreters(&living, now);
         }
         // The places in `slots` of what has completed.
         let mut completed = Vec::new();
@@ -192,6 +220,11 @@ impl Sampler {
             }
         }
         let here = members_here(&living, &self.ranks);
+        for (id, stack) in self.interpreters.take_stacks() {
+            if let Some(sampled) = self.ranks.get_mut(&id) {
+                sampled.stacks.name(stack);
+            }
+        }
         for (rank, places) in completed {
             let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
             let mut first_ns = u64::MAX;
@@ -199,7 +232,8 @@ impl Sampler {
                 let operations = sampled.operations(batch.iter().map(|place| &slots[*place]), &mut self.operations);
                 sampled.add(rank, operations, &here, &self.settings, now);
                 self.timeline.add(rank.id, rank.job, operations);
-                self.recording.add(rank.id, rank.info, operations, &sampled.communicators, now);
+                sampled.stacks.see(operations);
+                self.recording.add(rank.id, rank.info, operations, sampled.known(), now);
                 if sampled.cursor.began_late {
                     first_ns = operations.iter().map(end_ns).fold(first_ns, u64::min);
                 }
@@ -210,7 +244,11 @@ impl Sampler {
             }
             if rank.has_ended {
                 self.timeline.set_communicators(rank.id, sampled.communicators.values().cloned().collect());
-                self.recording.end(rank.id, rank.info);
+                self.recording.end(rank.id, rank.info, sampled.known());
+            }
+            self.timeline.set_stacks(rank.id, sampled.stacks.complete());
+            if let Some(reading) = sampled.memory(looks, now) {
+                self.timeline.add_memory(rank.id, reading);
             }
         }
         slots.clear();
@@ -246,6 +284,16 @@ fn batches<'a>(places: &'a [usize], slots: &'a [Slot]) -> impl Iterator<Item = &
     })
 }
 
+/// Tells a hook where the frames of its interpreter are, if it does not know.
+fn tell_layout(ring: &RingFile, layout: &FrameLayout) -> io::Result<()> {
+    let words = layout.words();
+    if ring.word(header::FRAME_LAYOUT)? == words[0] {
+        return Ok(());
+    }
+    let mut last_first = words.into_iter().enumerate().rev();
+    last_first.try_for_each(|(index, word)| ring.write(header::FRAME_LAYOUT + index, word))
+}
+
 /// Number of ranks of each communicator that live on this node.
 fn members_here(living: &[RankView<'_>], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
     let mut here = HashMap::new();
@@ -261,6 +309,19 @@ impl Sampled {
     /// Whether the ring has many operations that were not read.
     fn fills(&self, ring: &RingFile) -> bool {
         ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
+    }
+
+    /// The device memory at this moment, when the lanes were read. `None` if no allocation was seen,
+    /// or if the ring contradicts itself.
+    fn memory(&self, looks: bool, now: Now) -> Option<MemoryReading> {
+        let allocated_bytes = self.totals.device_bytes;
+        let is_known = self.totals.allocated_bytes > 0 && allocated_bytes <= self.totals.allocated_bytes;
+        (looks && is_known).then_some(MemoryReading { monotonic_ns: now.mono_ns, allocated_bytes })
+    }
+
+    /// What the original tool's format needs besides the operations.
+    fn known(&self) -> (&BTreeMap<u64, Communicator>, &Stacks) {
+        (&self.communicators, self.stacks.complete())
     }
 
     /// Operations that were found to be missing since the last call.
@@ -314,6 +375,11 @@ impl Sampled {
             for function in unnamed {
                 self.names.entry(function).or_default();
             }
+        }
+        // After the slots: the stack of an operation is published before the operation completes.
+        if self.head.is_some_and(|head| head[header::STACKS_WANTED] > 0) {
+            let used = ring.word(header::STACKS)? as usize;
+            self.stacks.add(ring::read_stacks(read_at, self.stacks.read, used)?);
         }
         if is_unknown {
             let all = ring::read_communicators(read_at)?;
@@ -402,16 +468,30 @@ fn spans_nodes(rank: &RankView<'_>, communicator: &Communicator, here: &HashMap<
 const COUNT_DEADLINE: Duration = Duration::from_secs(2);
 
 /// A request to the thread.
-struct CountRequest {
+pub struct CountRequest {
+    /// The processes of the ranks.
     ranks: Vec<(RankId, i32)>,
+    /// Whether to look for new iterators of data loaders.
     search: bool,
+    /// Stacks whose frames must be named.
+    stacks: Vec<UnnamedStacks>,
 }
 
-type Latest = Arc<Mutex<BTreeMap<RankId, Counts>>>;
+/// A rank, its process, and stacks that it has stored.
+type UnnamedStacks = (RankId, i32, Vec<RawStack>);
 
-/// Reads the counters of the ranks' Python interpreters on a thread of its own. The kernel may
-/// block a reader of another process's memory, and the collector must not block. The first request
-/// starts the thread; it ends when this is dropped.
+/// What the thread has found out.
+#[derive(Default)]
+struct Found {
+    counts: BTreeMap<RankId, Counts>,
+    stacks: Vec<(RankId, NamedStack)>,
+}
+
+type Latest = Arc<Mutex<Found>>;
+
+/// Reads the counters of the ranks' Python interpreters, and the names of their code, on a thread
+/// of its own. The kernel may block a reader of another process's memory, and the collector must
+/// not block. The first request starts the thread; it ends when this is dropped.
 #[derive(Default)]
 pub struct Interpreters {
     requests: Option<mpsc::SyncSender<CountRequest>>,
@@ -422,13 +502,19 @@ pub struct Interpreters {
 impl Interpreters {
     /// The counts in the process of a rank; `None` if it does not run CPython or cannot be read.
     pub fn of(&self, rank: RankId) -> Option<Counts> {
-        lock(&self.latest).get(&rank).copied()
+        lock(&self.latest).counts.get(&rank).copied()
+    }
+
+    /// Takes the stacks that were named.
+    fn take_stacks(&self) -> Vec<(RankId, NamedStack)> {
+        std::mem::take(&mut lock(&self.latest).stacks)
     }
 
     /// Requests a read of these processes unless the thread is still busy, and forgets all others.
-    pub fn request(&mut self, ranks: Vec<(RankId, i32)>, search: bool) {
-        if self.failed || (ranks.is_empty() && self.requests.is_none()) {
-            return;
+    /// Returns the stacks that will not be named.
+    pub fn request(&mut self, request: CountRequest) -> Vec<UnnamedStacks> {
+        if self.failed || (request.ranks.is_empty() && self.requests.is_none()) {
+            return request.stacks;
         }
         let requests = self.requests.get_or_insert_with(|| {
             let (sender, requests) = mpsc::sync_channel(1);
@@ -443,20 +529,27 @@ impl Interpreters {
             sender
         });
         // A request that is not accepted is repeated at the next turn.
-        let _ = requests.try_send(CountRequest { ranks, search });
+        match requests.try_send(request) {
+            Ok(()) => Vec::new(),
+            Err(mpsc::TrySendError::Full(request) | mpsc::TrySendError::Disconnected(request)) => request.stacks,
+        }
     }
 }
 
 fn count(requests: &mpsc::Receiver<CountRequest>, latest: &Latest) {
     let mut counter = Counter::default();
-    while let Ok(CountRequest { ranks, search }) = requests.recv() {
+    while let Ok(CountRequest { ranks, search, stacks }) = requests.recv() {
         let pids: Vec<i32> = ranks.iter().map(|(_, pid)| *pid).collect();
         let counts = counter.read(&pids, search, COUNT_DEADLINE);
         let known = ranks.iter().zip(counts).filter_map(|((rank, _), counts)| Some((*rank, counts?)));
-        *lock(latest) = known.collect();
+        lock(latest).counts = known.collect();
+        for (rank, pid, unnamed) in stacks {
+            let named = counter.name_stacks(pid, unnamed, COUNT_DEADLINE);
+            lock(latest).stacks.extend(named.into_iter().map(|stack| (rank, stack)));
+        }
     }
 }
 
-fn lock(latest: &Latest) -> MutexGuard<'_, BTreeMap<RankId, Counts>> {
+fn lock(latest: &Latest) -> MutexGuard<'_, Found> {
     latest.lock().unwrap_or_else(PoisonError::into_inner)
 }

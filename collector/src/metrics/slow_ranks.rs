@@ -107,6 +107,7 @@ impl SlowRanks {
                     "late": rounded(slow.found.late),
                     "communicator": communicator_name(slow.found.communicator),
                     "communicator_size": slow.found.size,
+                    "peers": slow.found.peers,
                     "sentence": slow.found.to_string(),
                 })
             };
@@ -133,6 +134,7 @@ mod tests {
             communicator: 7,
             size: 4,
             late: 1.0,
+            peers: vec![0],
         };
         Comparison { waits: (0..4).map(|rank| (rank, 0.3)).collect(), slow: slow.iter().map(found).collect() }
     }

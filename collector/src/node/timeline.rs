@@ -230,7 +230,7 @@ fn write_kernel_trace(files: &Files) {
         files.contents().into_iter().try_for_each(|(name, bytes)| folder.write(&name, &bytes))
     };
     match write() {
-        Ok(()) => info!("{} is written into {}", files.name, files.folder.display()),
-        Err(error) => warn!("{} cannot be written: {}", files.name, chain(&error)),
+        Ok(()) => info!("{}.timeline is written into {}", files.name, files.folder.display()),
+        Err(error) => warn!("{}.timeline cannot be written: {}", files.name, chain(&error)),
     }
 }

@@ -131,11 +131,44 @@ pub fn kernel_name(name: &str) -> String {
 
 fn readable(mangled: &str) -> String {
     let mut name = xpu_timer_capture::demangle(mangled.as_bytes());
+    if name == mangled
+        && let Some(scope) = scope(mangled)
+    {
+        return scope;
+    }
     if name.len() > MAX_KERNEL_NAME {
         name.truncate(name.floor_char_boundary(MAX_KERNEL_NAME));
         name.push('…');
     }
     name
+}
+
+/// The name of a C++ function without its template arguments, for a mangled name that the hook has
+/// cut: `at::native::reduce_kernel<…>`. `None` if it begins in another way.
+fn scope(mangled: &str) -> Option<String> {
+    let rest = mangled.strip_prefix("_Z")?;
+    // A name in a scope may begin with qualifiers; a name outside of one has a single part.
+    let (mut rest, most) = match rest.strip_prefix('N') {
+        Some(rest) => (rest.trim_start_matches(['r', 'V', 'K']), usize::MAX),
+        None => (rest, 1),
+    };
+    let mut parts = Vec::new();
+    if let Some(after) = rest.strip_prefix("St") {
+        parts.push("std");
+        rest = after;
+    }
+    let most = most.saturating_add(parts.len());
+    while parts.len() < most {
+        // The standard also allows `L` before a name with internal linkage.
+        let digits = rest.trim_start_matches('L');
+        let Some(length) = digits.find(|other: char| !other.is_ascii_digit()) else { break };
+        let Ok(bytes) = digits[..length].parse::<usize>() else { break };
+        let Some((name, after)) = digits[length..].split_at_checked(bytes) else { break };
+        parts.push(if name.starts_with("_GLOBAL__N") { "(anonymous namespace)" } else { name });
+        rest = after;
+    }
+    let arguments = if rest.starts_with('I') { "<…>" } else { "" };
+    (!parts.is_empty()).then(|| format!("{}{arguments}", parts.join("::")))
 }
 
 #[cfg(test)]
@@ -167,12 +200,39 @@ mod tests {
         };
         name_kernels(&mut record);
         let names: Vec<&str> = record.operations.iter().map(|operation| operation.function.as_str()).collect();
-        let cut = "_Z1fI1aIiiES0_IS0_IS0_S0_ES0_IS0_";
-        assert_eq!(names, ["ncclDevKernel_AllReduce_Sum_f32_RING_LL", "triton_poi_fused_add_0", "", cut]);
+        assert_eq!(names, ["ncclDevKernel_AllReduce_Sum_f32_RING_LL", "triton_poi_fused_add_0", "", "f<…>"]);
         assert_eq!(record.streams[0].last_kernel, "wait_for_flag");
         let long = format!("_Z1fI{}Evv", "i".repeat(400));
         assert_eq!(kernel_name("_Z13wait_for_flagPVi"), "wait_for_flag");
         assert!(readable(&long).len() <= MAX_KERNEL_NAME + '…'.len_utf8());
+    }
+
+    #[test]
+    fn a_cut_name_keeps_its_scope() {
+        let names = [
+            (
+                "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfNS0_14func_wrapper_tIfZNS0_",
+                "at::native::reduce_kernel<…>",
+            ),
+            (
+                "_ZN2at6native12_GLOBAL__N_125CatArrayBatchedCopy_alignINS1_10OpaqueTypeILj",
+                "at::native::(anonymous namespace)::CatArrayBatchedCopy_align<…>",
+            ),
+            (
+                "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEE",
+                "cutlass::device_kernel<…>",
+            ),
+            ("_ZNSt6vectorIiSaIiEE9push_ba", "std::vector<…>"),
+            ("_ZN2at6native13reduce_ker", "at::native"),
+            ("_Z6kernelIfLi4EZ", "kernel<…>"),
+            ("_Z99x", "_Z99x"),
+            ("_ZN", "_ZN"),
+            ("_Z5k\u{e9}", "_Z5k\u{e9}"),
+            ("_R3", "_R3"),
+        ];
+        for (mangled, name) in names {
+            assert_eq!(kernel_name(mangled), name);
+        }
     }
 
     #[test]

@@ -81,6 +81,9 @@ impl RankTimeline {
             lost: self.window.lost,
             pending: operations.into_iter().filter(|one| one.status() == OpStatus::Pending).collect(),
             device: self.device.clone(),
+            stacks: self.window.stacks.stacks.clone(),
+            frames: self.window.stacks.frames.clone(),
+            memory: self.window.memory.clone(),
         }
     }
 }

@@ -15,10 +15,15 @@ use xpu_timer_proto::{
         FaDebugData, KernelTrace, KernelTraces, MatmulDebugData, MemoryDebugData, NcclDebugData,
         kernel_trace::DebugData,
     },
+    server::PythonStackInTimeline,
     v1::{Communicator, CopyDirection, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo},
 };
 
-use crate::{job::RankId, os::clock::Now, timeline::TimelineSettings};
+use crate::{
+    job::RankId,
+    os::clock::Now,
+    timeline::{TimelineSettings, stacks::Stacks},
+};
 
 /// The kinds of operations, which are also the bits of a request.
 const MATMUL: u32 = 0;
@@ -47,12 +52,14 @@ pub struct Request {
 pub struct Files {
     /// Their folder.
     pub folder: PathBuf,
-    /// Their common part: `RRRRR-WWWWW.timeline`.
+    /// Their common part: `RRRRR-WWWWW`.
     pub name: String,
     /// The operations.
     pub traces: KernelTraces,
     /// The names by code; `None` if another rank writes them.
     pub names: Option<String>,
+    /// The Python stacks of launches; `None` if none are known.
+    pub stacks: Option<PythonStackInTimeline>,
 }
 
 /// The state of the recording.
@@ -113,20 +120,24 @@ impl Recording {
         "Starting dumping"
     }
 
-    /// Adds completed operations of a rank.
+    /// Adds completed operations of a rank. `known` are its communicators and stacks.
     pub fn add(
         &mut self,
         id: RankId,
         info: &RankInfo,
         operations: &[Operation],
-        communicators: &BTreeMap<u64, Communicator>,
+        known: (&BTreeMap<u64, Communicator>, &Stacks),
         now: Now,
     ) {
         let State::Recording(request, ranks) = &mut self.state else { return };
         let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
         let unix_ns = |mono_ns: u64| now.unix_ns.wrapping_add(mono_ns.wrapping_sub(now.mono_ns));
         for operation in operations.iter().filter(|one| unix_ns(one.entered_ns) >= request.since_unix_ns) {
-            let Some((name, trace)) = trace_of(operation, communicators, info, unix_ns) else { continue };
+            if operation.status() != OpStatus::Completed || operation.completed_ns == 0 {
+                continue;
+            }
+            let Some((name, kernel_type, debug)) = description(operation, known.0, info) else { continue };
+            let trace = trace_of(operation, (kernel_type, debug), unix_ns);
             if request.kinds & (1 << trace.kernel_type) == 0 {
                 continue;
             }
@@ -136,16 +147,23 @@ impl Recording {
             }
         }
         if recorded.traces.len() >= request.count {
-            self.end(id, info);
+            self.end(id, info, known);
         }
     }
 
-    /// There are no more operations of a rank.
-    pub fn end(&mut self, id: RankId, info: &RankInfo) {
+    /// There are no more operations of a rank. `known` are its communicators and stacks.
+    pub fn end(
+        &mut self,
+        id: RankId,
+        info: &RankInfo,
+        (communicators, stacks): (&BTreeMap<u64, Communicator>, &Stacks),
+    ) {
         let State::Recording(request, ranks) = &mut self.state else { return };
         let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
         recorded.is_finished = true;
-        self.finished.extend(recorded.files(request, info, self.settings.all_write_names));
+        let files = recorded.files(request, info, self.settings.all_write_names);
+        let name = |operation: &Operation| Some(description(operation, communicators, info)?.0);
+        self.finished.extend(files.map(|files| Files { stacks: stacks.of_original(info.rank.max(0), name), ..files }));
     }
 
     /// The files that can be written. `is_here` tells which ranks may still complete operations.
@@ -186,7 +204,7 @@ impl RankTraces {
         });
         Some(Files {
             folder: request.path.clone(),
-            name: format!("{rank:05}-{:05}.timeline", info.world_size),
+            name: format!("{rank:05}-{:05}", info.world_size),
             traces: KernelTraces {
                 traces: std::mem::take(&mut self.traces),
                 host_traces: Vec::new(),
@@ -194,6 +212,7 @@ impl RankTraces {
                 rank: rank as u32,
             },
             names: (all_write_names || rank == 0).then_some(lines),
+            stacks: None,
         })
     }
 }
@@ -202,8 +221,11 @@ impl Files {
     /// Names and contents of the files.
     #[must_use]
     pub fn contents(&self) -> Vec<(String, Vec<u8>)> {
-        let names = self.names.as_ref().map(|names| (format!("{}.meta", self.name), names.clone().into_bytes()));
-        names.into_iter().chain([(self.name.clone(), self.traces.encode_to_vec())]).collect()
+        let name = |extension: &str| format!("{}.{extension}", self.name);
+        let names = self.names.as_ref().map(|names| (name("timeline.meta"), names.clone().into_bytes()));
+        let stacks = self.stacks.as_ref().map(|stacks| (name("tracing_kernel_callstack"), stacks.encode_to_vec()));
+        let traces = (name("timeline"), self.traces.encode_to_vec());
+        names.into_iter().chain(stacks).chain([traces]).collect()
     }
 }
 
@@ -225,17 +247,14 @@ pub fn kinds_text(kinds: u32) -> String {
     wanted.into_iter().collect::<Vec<_>>().join(", ")
 }
 
-/// The name and the record of an operation; `None` for operations that the format does not know.
-fn trace_of(
+/// The name, the kind and the details of an operation; `None` for operations that the format does
+/// not know.
+fn description(
     operation: &Operation,
     communicators: &BTreeMap<u64, Communicator>,
     info: &RankInfo,
-    unix_ns: impl Fn(u64) -> u64,
-) -> Option<(String, KernelTrace)> {
-    if operation.status() != OpStatus::Completed || operation.completed_ns == 0 {
-        return None;
-    }
-    let (name, kernel_type, debug) = match (operation.kind(), operation.op(), &operation.matmul) {
+) -> Option<(String, u32, DebugData)> {
+    Some(match (operation.kind(), operation.op(), &operation.matmul) {
         (OpKind::Collective, ..) => {
             let communicator = communicators.get(&operation.communicator);
             let debug = nccl_debug(operation, communicator, info);
@@ -255,7 +274,15 @@ fn trace_of(
             (operation.function.clone(), MEMORY, DebugData::MemoryDebug(debug))
         }
         _ => return None,
-    };
+    })
+}
+
+/// The record of a completed operation.
+fn trace_of(
+    operation: &Operation,
+    (kernel_type, debug): (u32, DebugData),
+    unix_ns: impl Fn(u64) -> u64,
+) -> KernelTrace {
     let device_ns = match operation.device_ns {
         0 => operation.completed_ns.saturating_sub(operation.started_ns.max(operation.entered_ns)),
         device_ns => device_ns,
@@ -265,7 +292,7 @@ fn trace_of(
         started_ns => started_ns,
     };
     let us = |ns: u64| u32::try_from(ns / 1000).unwrap_or(u32::MAX);
-    let trace = KernelTrace {
+    KernelTrace {
         kernel_type,
         start_us: unix_ns(started_ns) / 1000,
         dur_us: us(device_ns),
@@ -273,8 +300,7 @@ fn trace_of(
         is_host: operation.device_ns == 0,
         debug_data: Some(debug),
         ..Default::default()
-    };
-    Some((name, trace))
+    }
 }
 
 fn nccl_debug(operation: &Operation, communicator: Option<&Communicator>, info: &RankInfo) -> NcclDebugData {
@@ -420,10 +446,11 @@ mod tests {
         }
 
         fn add(&mut self, rank: usize, operations: &[Operation], has_ended: bool) -> Vec<Files> {
-            let communicators = BTreeMap::from([(7, Communicator { id: 7, size: 2, ..Default::default() })]);
-            self.recording.add(rank as RankId, &self.infos[rank], operations, &communicators, NOW);
+            let known =
+                (&BTreeMap::from([(7, Communicator { id: 7, size: 2, ..Default::default() })]), &Stacks::default());
+            self.recording.add(rank as RankId, &self.infos[rank], operations, known, NOW);
             if has_ended {
-                self.recording.end(rank as RankId, &self.infos[rank]);
+                self.recording.end(rank as RankId, &self.infos[rank], known);
             }
             self.recording.turn(|_| true)
         }
@@ -437,7 +464,7 @@ mod tests {
         let early = Operation { entered_ns: NOW.mono_ns - 1000, ..all_reduce(0) };
         assert_eq!(rig.add(0, &[early, all_reduce(10), product(20)], false), []);
         let files = rig.add(0, &[all_reduce(30), all_reduce(40)], false).pop().unwrap();
-        assert_eq!((files.name.as_str(), files.folder.as_path()), ("00000-00002.timeline", Path::new("/t")));
+        assert_eq!((files.name.as_str(), files.folder.as_path()), ("00000-00002", Path::new("/t")));
         assert_eq!(
             files.names.as_deref(),
             Some("0,xpu_timer_AllReduce_RING_LL_Sum_f16_size_2048\n1,xpu_timer_mm_bmnk_1_2_3_4_\n")

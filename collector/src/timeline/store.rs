@@ -11,12 +11,13 @@ use std::{
 
 use xpu_timer_proto::{
     timeline::BlockBuilder,
-    v1::{Communicator, Operation},
+    v1::{Communicator, MemoryReading, Operation},
 };
 
 use crate::{
     job::{JobKey, RankId},
     os::clock::Now,
+    timeline::stacks::Stacks,
 };
 
 /// Memory of a finished block besides its bytes.
@@ -53,6 +54,9 @@ struct Recorded {
     // All operations that ended up to this time have left.
     gone_until_ns: u64,
     communicators: Arc<[Communicator]>,
+    stacks: Arc<Stacks>,
+    // Readings of its device memory, oldest first.
+    memory: VecDeque<MemoryReading>,
 }
 
 /// The recorded operations of a rank in a window.
@@ -66,6 +70,10 @@ pub struct Window {
     pub lost: u64,
     /// The communicators of the process.
     pub communicators: Arc<[Communicator]>,
+    /// The Python stacks of its launches.
+    pub stacks: Arc<Stacks>,
+    /// Readings of its device memory in the window.
+    pub memory: Vec<MemoryReading>,
 }
 
 /// The operations of all ranks.
@@ -145,6 +153,20 @@ impl Store {
         }
     }
 
+    /// Keeps the Python stacks of a rank's launches.
+    pub fn set_stacks(&mut self, id: RankId, stacks: &Arc<Stacks>) {
+        if self.is_on() && !stacks.stacks.is_empty() {
+            self.ranks.entry(id).or_default().stacks = Arc::clone(stacks);
+        }
+    }
+
+    /// Adds a reading of the device memory of a rank.
+    pub fn add_memory(&mut self, id: RankId, reading: MemoryReading) {
+        if self.is_on() {
+            self.ranks.entry(id).or_default().memory.push_back(reading);
+        }
+    }
+
     /// Keeps a reading of the clocks if it is time, and removes what has left the window of its job
     /// and ranks that `exists` does not know.
     pub fn turn(&mut self, now: Now, exists: impl Fn(RankId) -> bool) {
@@ -205,6 +227,8 @@ impl Store {
             from_ns: if rank.gone_until_ns >= from_ns { rank.gone_until_ns + 1 } else { from_ns },
             lost: rank.lost.iter().filter(|(found_ns, _)| *found_ns >= from_ns).map(|(_, count)| count).sum(),
             communicators: Arc::clone(&rank.communicators),
+            stacks: Arc::clone(&rank.stacks),
+            memory: rank.memory.iter().filter(|reading| reading.monotonic_ns >= from_ns).copied().collect(),
         }
     }
 
@@ -268,6 +292,9 @@ impl Recorded {
         }
         while self.lost.front().is_some_and(|(found_ns, _)| *found_ns < from_ns) {
             self.lost.pop_front();
+        }
+        while self.memory.front().is_some_and(|reading| reading.monotonic_ns < from_ns) {
+            self.memory.pop_front();
         }
     }
 

@@ -22,7 +22,7 @@ use crate::runtime::{
         descriptor::{self, Descriptor},
         process::PROCESS,
     },
-    recorder::communicator_table::CommunicatorTable,
+    recorder::{communicator_table::CommunicatorTable, stacks::LaunchStacks},
 };
 
 pub(crate) mod communicator_table;
@@ -32,6 +32,8 @@ pub(crate) mod lanes;
 #[allow(unsafe_code)]
 pub(crate) mod names;
 pub(crate) mod operations;
+#[allow(unsafe_code)]
+pub(crate) mod stacks;
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
@@ -130,6 +132,8 @@ pub struct Recorder {
     pub injects_panics: AtomicBool,
     /// Which calls get events.
     pub bracketed: Bracketed,
+    /// Which launches are looked at for Python stacks.
+    pub stacks: LaunchStacks,
     seen: Box<[AtomicU64]>,
     shared: Shared,
 }
@@ -231,6 +235,7 @@ impl Recorder {
             destroying: AtomicU32::new(0),
             injects_panics: AtomicBool::new(false),
             bracketed: Bracketed::default(),
+            stacks: LaunchStacks::default(),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
             shared: Shared::default(),
         }))

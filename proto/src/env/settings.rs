@@ -68,6 +68,7 @@ fn kind(name: &str) -> Kind {
         | "XPU_TIMER_KEEP_DAYS"
         | "XPU_TIMER_TIMELINE_MB"
         | "XPU_TIMER_TIMELINE_TRACE_COUNT"
+        | "XPU_TIMER_DUMP_STACK_COUNT"
         | "XPU_TIMER_COLLECTOR_PID" => Kind::Number,
         "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
         "XPU_TIMER_FILE_MODE" => Kind::FileMode,

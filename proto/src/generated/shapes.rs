@@ -284,6 +284,25 @@ static SERVER_STACKTRACE: [(u32, Field); 15] = [
 impl Shaped for crate::server::Stacktrace {
     const SHAPE: &'static Shape = &SERVER_STACKTRACE;
 }
+static SERVER_PYTHON_STACK_IN_TIMELINE: [(u32, Field); 1] = [
+    (1, Field::Message(&SERVER_NAMED_FRAMES)),
+];
+impl Shaped for crate::server::PythonStackInTimeline {
+    const SHAPE: &'static Shape = &SERVER_PYTHON_STACK_IN_TIMELINE;
+}
+static SERVER_NAMED_FRAMES: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (2, Field::Message(&SERVER_PY_SPY_FRAME_LIST)),
+];
+impl Shaped for crate::server::NamedFrames {
+    const SHAPE: &'static Shape = &SERVER_NAMED_FRAMES;
+}
+static SERVER_PY_SPY_FRAME_LIST: [(u32, Field); 1] = [
+    (1, Field::Message(&SERVER_PY_SPY_FRAME)),
+];
+impl Shaped for crate::server::PySpyFrameList {
+    const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME_LIST;
+}
 static V1_HOOK_MESSAGE: [(u32, Field); 5] = [
     (1, Field::Message(&V1_HELLO)),
     (2, Field::Message(&V1_HANG_SIGNAL)),
@@ -335,16 +354,30 @@ static V1_TIMELINE_CHUNK: [(u32, Field); 2] = [
 impl Shaped for crate::v1::TimelineChunk {
     const SHAPE: &'static Shape = &V1_TIMELINE_CHUNK;
 }
-static V1_TIMELINE_HEAD: [(u32, Field); 6] = [
+static V1_TIMELINE_HEAD: [(u32, Field); 9] = [
     (2, Field::Message(&V1_RANK_INFO)),
     (3, Field::Text),
     (4, Field::Message(&V1_CLOCK_READING)),
     (7, Field::Message(&V1_COMMUNICATOR)),
     (9, Field::Message(&V1_OPERATION)),
     (10, Field::Text),
+    (11, Field::Message(&V1_LAUNCH_STACK)),
+    (12, Field::Message(&SERVER_PY_SPY_FRAME)),
+    (13, Field::Message(&V1_MEMORY_READING)),
 ];
 impl Shaped for crate::v1::TimelineHead {
     const SHAPE: &'static Shape = &V1_TIMELINE_HEAD;
+}
+static V1_LAUNCH_STACK: [(u32, Field); 1] = [
+    (1, Field::Message(&V1_OPERATION)),
+];
+impl Shaped for crate::v1::LaunchStack {
+    const SHAPE: &'static Shape = &V1_LAUNCH_STACK;
+}
+static V1_MEMORY_READING: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::MemoryReading {
+    const SHAPE: &'static Shape = &V1_MEMORY_READING;
 }
 static V1_CLOCK_READING: [(u32, Field); 0] = [
 ];

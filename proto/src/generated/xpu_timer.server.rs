@@ -283,6 +283,30 @@ pub struct Stacktrace {
     #[prost(int32, tag = "107")]
     pub ended_parent_pid: i32,
 }
+/// A `.tracing_kernel_callstack` file of the original tool: the Python stack of the first launch of
+/// each kind of operation.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PythonStackInTimeline {
+    /// A map in the original's schema, which has the same bytes.
+    #[prost(message, repeated, tag = "1")]
+    pub named_frames: ::prost::alloc::vec::Vec<NamedFrames>,
+    #[prost(int32, tag = "2")]
+    pub rank: i32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct NamedFrames {
+    /// The name of the operation, as in the `.timeline.meta` file.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(message, optional, tag = "2")]
+    pub frames: ::core::option::Option<PySpyFrameList>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PySpyFrameList {
+    /// Outermost frame first.
+    #[prost(message, repeated, tag = "1")]
+    pub frames: ::prost::alloc::vec::Vec<PySpyFrame>,
+}
 /// How the stack of a thread was captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -756,6 +756,39 @@ pub struct TimelineHead {
     /// Name of the device; empty if unknown.
     #[prost(string, tag = "10")]
     pub device: ::prost::alloc::string::String,
+    /// Python stacks of launches: of each kind of operation the first one among the launches of
+    /// `XPU_TIMER_DUMP_STACK_COUNT`. They may be older than the window. Empty if none are wanted.
+    #[prost(message, repeated, tag = "11")]
+    pub stacks: ::prost::alloc::vec::Vec<LaunchStack>,
+    /// The distinct frames of these stacks.
+    #[prost(message, repeated, tag = "12")]
+    pub frames: ::prost::alloc::vec::Vec<super::server::PySpyFrame>,
+    /// Device memory in the window, oldest first: a reading about once a second. Empty if no
+    /// allocation of the process was seen.
+    #[prost(message, repeated, tag = "13")]
+    pub memory: ::prost::alloc::vec::Vec<MemoryReading>,
+}
+/// The Python stack of the thread that launched an operation.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LaunchStack {
+    /// The operation, without ticket, sequence number, status and times.
+    #[prost(message, optional, tag = "1")]
+    pub operation: ::core::option::Option<Operation>,
+    /// Indices into `TimelineHead.frames`, innermost frame first. Frames outside the 127
+    /// innermost ones are missing.
+    #[prost(uint32, repeated, tag = "2")]
+    pub frames: ::prost::alloc::vec::Vec<u32>,
+}
+/// Device memory of a process at one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MemoryReading {
+    /// CLOCK_MONOTONIC.
+    #[prost(uint64, tag = "1")]
+    pub monotonic_ns: u64,
+    /// Bytes that the process has allocated and not freed. What the driver and the libraries use for
+    /// themselves is missing, and so is what was allocated before the hook saw its first call.
+    #[prost(uint64, tag = "2")]
+    pub allocated_bytes: u64,
 }
 /// Two clocks of a node at one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

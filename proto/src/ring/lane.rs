@@ -32,6 +32,8 @@ pub struct Totals {
     pub copy_bytes: [u64; COPY_KINDS.len()],
     /// Bytes requested.
     pub allocated_bytes: u64,
+    /// Bytes of device memory that are allocated.
+    pub device_bytes: u64,
     /// Number and nanoseconds of the launches whose hook cost was measured.
     pub launch_cost: (u64, u64),
     /// Number and nanoseconds of the collective calls whose hook cost was measured.
@@ -44,7 +46,7 @@ pub struct Totals {
     pub lanes: usize,
 }
 
-/// Adds up the lanes. The sums saturate, because any process may have written the lanes.
+/// Adds up the lanes. Most sums saturate, because any process may have written the lanes.
 ///
 /// # Errors
 /// The error of `read_at`.
@@ -63,6 +65,7 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
             add(&mut totals.copy_bytes[kind], COPY_BYTES + kind);
         }
         add(&mut totals.allocated_bytes, ALLOCATED_BYTES);
+        totals.device_bytes = totals.device_bytes.wrapping_add(lane[DEVICE_BYTES]);
         add(&mut totals.uncounted, UNCOUNTED);
         for (sum, samples) in [
             (&mut totals.launch_cost, LAUNCH_SAMPLES),

@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -39,6 +39,10 @@ pub mod header {
     /// nanoseconds. While it is 0, [`super::op::STARTED_NS`] and [`super::op::COMPLETED_NS`] are
     /// late by up to 0.1 s.
     pub const ALIGNED_NS: usize = 10;
+    /// Number of launches that are looked at for Python stacks; 0 if no stacks are wanted.
+    pub const STACKS_WANTED: usize = 11;
+    /// Number of [`super::stack`] entries in use. The last ones may not be published yet.
+    pub const STACKS: usize = 12;
     /// Last launch, copy, memset or return from a synchronization of a thread without a
     /// [`super::lane`].
     pub const LAST_LAUNCH_NS: usize = 16;
@@ -64,6 +68,9 @@ pub mod header {
     pub const FILTERED: usize = 49;
     /// Written by the collector: see [`crate::ring::detail`].
     pub const DETAIL: usize = 50;
+    /// Written by the collector: first of the words of [`super::FrameLayout`], which is written
+    /// last.
+    pub const FRAME_LAYOUT: usize = 51;
     /// Number of words in the header.
     pub const WORDS: usize = 64;
 }
@@ -259,6 +266,23 @@ pub mod store_wait {
     pub const SLOTS: usize = 256;
 }
 
+/// Words of the Python stack of a launch. An entry is written once.
+pub mod stack {
+    /// Ticket of the operation plus one, published last; 0 is a free entry.
+    pub const TICKET: usize = 0;
+    /// Number of frames.
+    pub const FRAMES: usize = 1;
+    /// The frames, innermost first, with two words each: the address of the code object, and the
+    /// last instruction as the frame stores it.
+    pub const FIRST: usize = 2;
+    /// Maximum number of frames.
+    pub const MOST_FRAMES: usize = (WORDS - FIRST) / 2;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 256;
+    /// Number of entries.
+    pub const SLOTS: usize = 512;
+}
+
 /// Words of a coverage entry: a function that the hook knows.
 pub mod coverage {
     /// Layer in the low byte ([`LAYERS`], from 1), status in the next ([`STATUSES`]); published
@@ -322,6 +346,9 @@ pub mod lane {
     pub const COLLECTIVES: usize = 21;
     /// Launches of kernels that found no space in the lane's table of kernels.
     pub const UNCOUNTED: usize = 22;
+    /// Bytes of device memory that were allocated minus those that were freed. A thread may free
+    /// what another one has allocated, so only the wrapping sum of all lanes has a meaning.
+    pub const DEVICE_BYTES: usize = 23;
     /// Number of words in a lane; a multiple of a cache line.
     pub const WORDS: usize = 24;
     /// Number of lanes.
@@ -350,7 +377,7 @@ pub mod lane {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, kernel, lane, name, op, store_wait, stream};
+    use super::{comm, coverage, header, kernel, lane, name, op, stack, store_wait, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -371,8 +398,83 @@ pub mod offset {
     pub const STORE_WAITS: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
     /// Kernel entries of the lanes.
     pub const LANE_KERNELS: usize = STORE_WAITS + store_wait::SLOTS * store_wait::WORDS * 8;
+    /// Python stacks of launches.
+    pub const STACKS: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
+    pub const END: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
+}
+
+/// Where the interpreter of a process keeps its threads and their frames: an address and offsets in
+/// bytes. The collector finds them out, and the hook follows them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameLayout {
+    /// Address of `_PyRuntime`.
+    pub runtime: u64,
+    /// The list of interpreters in it.
+    pub interpreters: u16,
+    /// PyInterpreterState: the next interpreter, and the list of threads.
+    pub interpreter_next: u16,
+    /// As above.
+    pub threads: u16,
+    /// PyThreadState: the next thread, the result of pthread_self in it, and its innermost frame.
+    pub thread_next: u16,
+    /// As above.
+    pub thread_id: u16,
+    /// As above. If there is a `cframe_frame`, this is a pointer to the structure with the frame.
+    pub thread_frame: u16,
+    /// The frame in that structure.
+    pub cframe_frame: Option<u16>,
+    /// The frame that called a frame.
+    pub frame_previous: u16,
+    /// The code object of a frame. The lowest three bits of the pointer do not count.
+    pub frame_code: u16,
+    /// The last instruction of a frame.
+    pub frame_instruction: u16,
+    /// Size of the last instruction in bytes.
+    pub instruction_bytes: u16,
+    /// A byte of a frame. If it is [`FrameLayout::FIRST_C_OWNER`] or more, the frame has no code.
+    pub frame_owner: Option<u16>,
+}
+
+impl FrameLayout {
+    /// Number of words, from [`header::FRAME_LAYOUT`] on.
+    pub const WORDS: usize = 4;
+    /// `FRAME_OWNED_BY_CSTACK`; from 3.14 on, `FRAME_OWNED_BY_INTERPRETER`.
+    pub const FIRST_C_OWNER: u8 = 3;
+
+    /// Its words. The first one is 0 in a header without a layout, so it must be written last.
+    #[must_use]
+    pub fn words(&self) -> [u64; Self::WORDS] {
+        let word = |parts: [u16; 4]| parts.into_iter().rev().fold(0, |word, part| word << 16 | u64::from(part));
+        let optional = |offset: Option<u16>| offset.map_or(0, |offset| offset.saturating_add(1));
+        [
+            self.runtime,
+            word([self.interpreters, self.interpreter_next, self.threads, self.thread_next]),
+            word([self.thread_id, self.thread_frame, optional(self.cframe_frame), self.frame_previous]),
+            word([self.frame_code, self.frame_instruction, self.instruction_bytes, optional(self.frame_owner)]),
+        ]
+    }
+
+    /// The layout in these words, if they have one.
+    #[must_use]
+    pub fn new([runtime, first, second, third]: [u64; Self::WORDS]) -> Option<Self> {
+        let part = |word: u64, index: u32| (word >> (16 * index)) as u16;
+        (runtime != 0).then(|| FrameLayout {
+            runtime,
+            interpreters: part(first, 0),
+            interpreter_next: part(first, 1),
+            threads: part(first, 2),
+            thread_next: part(first, 3),
+            thread_id: part(second, 0),
+            thread_frame: part(second, 1),
+            cframe_frame: part(second, 2).checked_sub(1),
+            frame_previous: part(second, 3),
+            frame_code: part(third, 0),
+            frame_instruction: part(third, 1),
+            instruction_bytes: part(third, 2),
+            frame_owner: part(third, 3).checked_sub(1),
+        })
+    }
 }
 
 /// Packs [`op::WHAT`].
@@ -536,7 +638,31 @@ pub mod detail {
 
 #[cfg(test)]
 mod tests {
-    use super::{child_id, filters, key_of_child};
+    use super::{FrameLayout, child_id, filters, key_of_child};
+
+    #[test]
+    fn a_layout_is_read_as_it_was_written() {
+        let layout = FrameLayout {
+            runtime: 0x7f00_1234_5678,
+            interpreters: 1,
+            interpreter_next: 2,
+            threads: 0xfff0,
+            thread_next: 4,
+            thread_id: 5,
+            thread_frame: 6,
+            cframe_frame: Some(0),
+            frame_previous: 8,
+            frame_code: 0,
+            frame_instruction: 10,
+            instruction_bytes: 8,
+            frame_owner: None,
+        };
+        let other = FrameLayout { cframe_frame: None, frame_owner: Some(70), ..layout };
+        for layout in [layout, other] {
+            assert_eq!(FrameLayout::new(layout.words()), Some(layout));
+        }
+        assert_eq!(FrameLayout::new([0; FrameLayout::WORDS]), None);
+    }
 
     #[test]
     fn the_key_of_a_child_follows_from_the_two_identities() {

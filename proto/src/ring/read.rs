@@ -5,7 +5,7 @@ use std::{collections::HashMap, io};
 use super::lane;
 use super::layout::{
     MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, header, high, launch, low,
-    matmul, name, offset, op, read_words, store_wait, stream, text, texts,
+    matmul, name, offset, op, read_words, stack, store_wait, stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
@@ -134,6 +134,36 @@ pub fn read_names(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Res
 pub fn read_communicators(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<Communicator>> {
     let entries = entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?;
     Ok(entries.iter().map(communicator).collect())
+}
+
+/// The Python stack of a launch, as the hook stores it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RawStack {
+    /// Ticket of the operation.
+    pub ticket: u64,
+    /// For each frame, innermost first, the address of its code object and its last instruction.
+    pub frames: Vec<(u64, u64)>,
+}
+
+/// Reads the stacks from entry `first` on, of `used` entries in use, up to the first one that is
+/// not published yet.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_stacks(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    first: usize,
+    used: usize,
+) -> io::Result<Vec<RawStack>> {
+    let count = used.min(stack::SLOTS).saturating_sub(first);
+    let words = read_words(&read_at, offset::STACKS + first * stack::WORDS * 8, stack::WORDS * count)?;
+    let published = words.chunks_exact(stack::WORDS).take_while(|words| words[stack::TICKET] != 0);
+    let stack = |words: &[u64]| {
+        let frames = (words[stack::FRAMES] as usize).min(stack::MOST_FRAMES);
+        let pairs = words[stack::FIRST..].chunks_exact(2).take(frames);
+        RawStack { ticket: words[stack::TICKET] - 1, frames: pairs.map(|pair| (pair[0], pair[1])).collect() }
+    };
+    Ok(published.map(stack).collect())
 }
 
 /// Reads a ring. `read_at(offset, buffer)` fills the buffer from the memfd; `now_ns` is
@@ -418,6 +448,29 @@ mod tests {
             (&operations[1].store_keys[..], operations[1].store_key_count),
             (&["done.0".into(), "done.1".into()][..], 40)
         );
+    }
+
+    #[test]
+    fn stacks_are_read_up_to_the_first_that_is_not_published() {
+        let mut ring = Ring::new();
+        for (slot, frames) in [(0, 2), (1, stack::WORDS), (2, 1), (4, 1)] {
+            let mut words: Vec<u64> = (0..stack::WORDS as u64).collect();
+            (words[stack::TICKET], words[stack::FRAMES]) = (70 + slot as u64, frames as u64);
+            ring.put(offset::STACKS, slot, &words);
+        }
+        let read = |first, used| {
+            let read_at = |start: u64, buffer: &mut [u8]| {
+                let bytes = ring.0[start as usize / 8..].iter().flat_map(|word| word.to_le_bytes());
+                buffer.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
+                Ok(())
+            };
+            read_stacks(read_at, first, used).unwrap()
+        };
+        let stacks = read(0, 5);
+        assert_eq!(stacks.iter().map(|stack| stack.ticket).collect::<Vec<_>>(), [69, 70, 71]);
+        assert_eq!(stacks[0].frames, [(2, 3), (4, 5)]);
+        assert_eq!(stacks[1].frames.len(), stack::MOST_FRAMES);
+        assert_eq!((read(2, 3).len(), read(3, 3).len(), read(4, usize::MAX).len()), (1, 0, 1));
     }
 
     #[test]

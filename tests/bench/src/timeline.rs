@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File},
-    io::{Read, Write},
+    io::{Read, Seek, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -43,6 +43,9 @@ pub struct Options {
 /// The trace takes at most so many times as long as its copy.
 const MOST_COPIES: f64 = 3.0;
 const MOST_MEMORY: u64 = 256 << 20;
+/// The trace of 1,024 ranks has 17 GB. Overwriting is not slower than writing, so this is no
+/// advantage for the trace.
+const MOST_COPY_BYTES: usize = 2 << 30;
 
 /// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
@@ -59,9 +62,9 @@ pub fn run(options: &Options) -> Result<bool> {
         ranks: options.ranks,
         of_node: 8,
         operations: options.operations,
-        period_ns: 1_000_000,
         slow_rank: Some(5),
         clock_step: (1_000_000_000, 0.1),
+        ..Timelines::default()
     };
     timelines.write(&ops)?;
     let mut generate = Command::new(&program);
@@ -98,14 +101,21 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(report.all_hold())
 }
 
-/// Copies through memory: a file system that shares the blocks would copy nothing.
+/// Copies through memory: a file system that shares the blocks would copy nothing. The copy
+/// overwrites itself after [`MOST_COPY_BYTES`], so that it needs little of the disk.
 fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     let (mut from, mut to) = (File::open(from)?, File::create(to)?);
-    let mut buffer = vec![0; 1 << 20];
+    let (mut buffer, mut written) = (vec![0; 1 << 20], 0);
     loop {
-        match from.read(&mut buffer)? {
-            0 => return Ok(()),
-            read => to.write_all(&buffer[..read])?,
+        let read = from.read(&mut buffer)?;
+        if read == 0 {
+            return Ok(());
         }
+        if written + read > MOST_COPY_BYTES {
+            to.rewind()?;
+            written = 0;
+        }
+        to.write_all(&buffer[..read])?;
+        written += read;
     }
 }

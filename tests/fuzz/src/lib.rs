@@ -12,9 +12,9 @@ use xpu_timer_analysis::folded;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::server::{PstackFrame, PySpyFrame, Stacktrace};
 use xpu_timer_proto::{Message, lenient};
+use xpu_timer_timeline::picture::Picture;
 use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
 use xpu_timer_viewer::merge::Merger;
-use xpu_timer_viewer::picture::Picture;
 use xpu_timer_viewer::report;
 
 pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings, timeline};
@@ -269,14 +269,7 @@ mod tests {
     /// A file of each format, behind the byte that selects it.
     fn timelines() -> Vec<Vec<u8>> {
         let folder = tempfile::tempdir().unwrap();
-        let timelines = Timelines {
-            ranks: 1,
-            of_node: 1,
-            operations: 16,
-            period_ns: 1_000_000,
-            slow_rank: None,
-            clock_step: (0, 0.0),
-        };
+        let timelines = Timelines { ranks: 1, of_node: 1, operations: 16, ..Timelines::default() };
         timelines.write(folder.path()).unwrap();
         let ours = fs::read(folder.path().join("00000-00001.ops")).unwrap();
         let collective = NcclDebugData { comm_hash: 7, ranks: 2, seq: 1, ..Default::default() };

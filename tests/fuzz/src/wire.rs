@@ -34,6 +34,7 @@ use xpu_timer_proto::{
 use xpu_timer_timeline::{
     input::{Format, Open, RankFile},
     job::{Job, Settings},
+    operations::Busy,
     perfetto::{self, RankTrace},
 };
 
@@ -59,16 +60,18 @@ pub fn timeline(bytes: &[u8]) {
     let job = Job::read(vec![file], None, Settings { threads: 1, ..Settings::default() });
     let Some(rank) = job.ranks.first() else { return };
     let mut trace = RankTrace::new(&job, 0, perfetto::Options::default());
-    let mut operations = 0;
+    let (mut operations, mut busy) = (0, Busy::default());
     let _ = Job::each_block(rank, |block, times| {
         trace.begin_block(block);
         times.for_each(|time| {
             operations += 1;
-            trace.operation(&time);
+            if let Some((class, from, until)) = trace.operation(&time) {
+                busy.add(class, from, until);
+            }
         });
     });
     assert_eq!(operations, rank.operations);
-    trace.finish();
+    trace.finish(&busy.finish().1);
     let mut rest = &trace.out[..];
     while !rest.is_empty() {
         assert_eq!(decode_varint(&mut rest), Ok(0x0a), "a packet");

@@ -13,7 +13,7 @@ use std::{
 
 use browser::{Browser, DOWN, ENTER, ESCAPE, RIGHT, browser};
 use serde_json::{Value, json};
-use xpu_timer_tests::{PATIENCE, Process, artifacts, rank6_dumps, wait_until, write_files};
+use xpu_timer_tests::{Hang, PATIENCE, Process, Timelines, artifacts, rank6_dumps, wait_until, write_files};
 
 /// Runs the viewer on a folder; the report, and how long the viewer took.
 fn report_of(folder: &Path) -> (PathBuf, Duration) {
@@ -23,6 +23,28 @@ fn report_of(folder: &Path) -> (PathBuf, Duration) {
     assert_eq!(output.code(), 0, "{}", output.stderr);
     (folder.join("report.html"), start.elapsed())
 }
+
+/// The summary that the viewer prints.
+fn summary_of(folder: &Path) -> String {
+    let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
+    Process::spawn(Command::new(viewer).args(["--text", "--path"]).arg(folder)).wait(PATIENCE).stdout
+}
+
+fn verdict_of(folder: &Path) -> Value {
+    serde_json::from_slice(&fs::read(folder.join("verdict.json")).expect("a verdict")).expect("JSON")
+}
+
+/// A minute of four ranks on one node, of which rank 2 hangs.
+const HANG: Timelines = Timelines {
+    ranks: 4,
+    of_node: 4,
+    operations: 6000,
+    period_ns: 10_000_000,
+    slow_rank: None,
+    clock_step: (0, 0.0),
+    realtime_step_ns: 0,
+    hang: Some(Hang { behind: 2, lasts_ns: 310_000_000_000 }),
+};
 
 fn rank6() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -228,7 +250,7 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    folders::timelines(folder.path(), 4, 1500, 2);
+    HANG.write(folder.path()).expect("own folder");
     browser.open(&report_of(folder.path()).0);
     assert!(browser.text("#lanes-title").contains("Before the hang"));
     browser.picture("lanes");
@@ -251,7 +273,7 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     browser.keys(ENTER);
     assert!(height() > folded, "{folded} to {}", height());
     browser.click("#lanes-search");
-    browser.keys("cudaMemcpy");
+    browser.keys("cublasGemm");
     assert!(browser.text("#lanes-found").contains("bars in the shown lanes"), "{}", browser.text("#lanes-found"));
     browser.picture("lanes-open");
     check_no_complaints(&browser);
@@ -261,13 +283,120 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
 fn the_last_operations_of_the_culprit_and_a_peer_are_side_by_side() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    folders::timelines(folder.path(), 4, 20, 2);
-    let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
-    let text = Process::spawn(Command::new(viewer).args(["--text", "--path"]).arg(folder.path())).wait(PATIENCE).stdout;
+    HANG.write(folder.path()).expect("own folder");
+    let text = summary_of(folder.path());
     let head = text.lines().find(|line| line.starts_with("rank 2 (culprit)")).unwrap_or_else(|| panic!("{text}"));
     assert!(head.ends_with("rank 0 (peer)"), "{text}");
     let pending = text.lines().find(|line| line.ends_with("pending")).expect("the peer waits");
-    assert!(pending.contains("all_reduce of 1048576") && pending.contains("-310.00 s"), "{text}");
+    assert!(pending.contains("all_reduce of 8388608") && pending.contains("-310.01 s"), "{text}");
+}
+
+#[test]
+fn the_last_operations_are_shown_for_a_large_job() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::large(folder.path(), 1024, 2);
+    // The cluster collector fetches the files of the culprits and of one rank of each group.
+    let all = Timelines { ranks: 1024, of_node: 8, operations: 100, hang: None, ..HANG };
+    let culprits = verdict_of(folder.path())["culprits"].as_array().expect("a list").clone();
+    let culprit = culprits[0].as_u64().expect("a rank") as u32;
+    [culprit, 77].iter().for_each(|rank| all.write_rank(folder.path(), *rank).expect("own folder"));
+    let text = summary_of(folder.path());
+    let head = text.lines().find(|line| line.starts_with(&format!("rank {culprit} (culprit)")));
+    assert!(head.is_some_and(|head| head.ends_with("rank 77 (peer)")), "{text}");
+}
+
+/// The lanes in the data of a page.
+fn lanes_of(folder: &Path) -> Value {
+    let page = fs::read_to_string(report_of(folder).0).expect("it was written");
+    let (_, data) = page.split_once("id=\"data\">").expect("the data");
+    let report: Value = serde_json::from_str(data.split_once("</script>").expect("its end").0).expect("JSON");
+    report["lanes"].clone()
+}
+
+/// The bars of a lane with this name: begin, end, waited and sequence number.
+fn bars_of(lanes: &Value, rank: usize, name: &str) -> Vec<[u64; 4]> {
+    let names = lanes["names"].as_array().expect("a list");
+    let numbers: Vec<u64> =
+        lanes["lanes"][rank]["bars"].as_array().expect("a list").iter().filter_map(Value::as_u64).collect();
+    let mut at = 0;
+    let mut bars = Vec::new();
+    for bar in numbers.chunks_exact(6) {
+        at += bar[0];
+        if names[bar[3] as usize]["text"].as_str().is_some_and(|text| text.starts_with(name)) {
+            bars.push([at, at + bar[1], bar[2], bar[5]]);
+        }
+    }
+    bars
+}
+
+#[test]
+fn the_lanes_of_nodes_with_wrong_clocks_are_aligned() {
+    // Monotonic clocks 60 s and 50 ppm apart, realtime clocks 7 s apart.
+    let timelines = Timelines {
+        of_node: 2,
+        clock_step: (60_000_000_000, 50.0),
+        realtime_step_ns: -7_000_000_000,
+        hang: Some(Hang { behind: 3, lasts_ns: 310_000_000_000 }),
+        ..HANG
+    };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    timelines.write(folder.path()).expect("own folder");
+    let verdict = folder.path().join("verdict.json");
+    let mut changed = verdict_of(folder.path());
+    changed["culprits"] = json!([3]);
+    fs::write(&verdict, changed.to_string()).expect("own folder");
+    let lanes = lanes_of(folder.path());
+    let clocks = &lanes["clocks"];
+    assert_eq!((&clocks["nodes"], &clocks["refused"]), (&json!(2), &json!([])), "{clocks}");
+    assert!(clocks["median_us"].as_f64().is_some_and(|us| us < 50.0), "{clocks}");
+    assert!(clocks["corrected_us"].as_f64().is_some_and(|us| (6e6..8e6).contains(&us)), "{clocks}");
+    // The ends of an all-gather across the nodes are on top of each other.
+    let (here, there) = (bars_of(&lanes, 0, "all_gather"), bars_of(&lanes, 2, "all_gather"));
+    assert!(here.len() > 10, "{lanes:#}");
+    let mut compared = 0;
+    for bar in &here {
+        let Some(other) = there.iter().find(|other| other[3] == bar[3] && bar[3] != 0) else { continue };
+        if lanes["span_us"].as_u64().is_some_and(|span| bar[1] < span) {
+            assert!(bar[1].abs_diff(other[1]) < 100, "{bar:?} {other:?}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 5, "{here:?} {there:?}");
+    // Rank 2 is beside the culprit, and the first to wait: 7 s later by its own clock.
+    let behind = lanes["behind_us"].as_u64().expect("somebody waits");
+    let last = bars_of(&lanes, 3, "all_reduce").last().copied().expect("the culprit took part in the one before");
+    let expected = timelines.period_ns / 1000 * 14 / 10;
+    assert!((behind - last[1]).abs_diff(expected) < 2 * expected, "{behind} {last:?}");
+    let Some(browser) = browser() else { return };
+    browser.open(&report_of(folder.path()).0);
+    let text = browser.text("#lanes-clocks");
+    assert!(text.starts_with("The clocks of 2 nodes are aligned on the ends of common collectives"), "{text}");
+    browser.click("#lanes-hang");
+    browser.picture("lanes-aligned");
+    check_no_complaints(&browser);
+}
+
+#[test]
+fn lanes_whose_clocks_cannot_be_aligned_are_marked() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    // Of two nodes, one rank each, which have no communicator in common.
+    let timelines = Timelines { of_node: 2, hang: None, ..HANG };
+    [0, 3].iter().for_each(|rank| timelines.write_rank(folder.path(), *rank).expect("own folder"));
+    let lanes = lanes_of(folder.path());
+    assert_eq!(lanes["clocks"]["refused"], json!(["node-1"]));
+    let marks: Vec<bool> = (0..2).filter_map(|lane| lanes["lanes"][lane]["unaligned"].as_bool()).collect();
+    assert_eq!(marks, [false, true]);
+    assert!(lanes["names"].to_string().contains("all_reduce") && lanes["clocks"]["median_us"].is_null(), "{lanes:#}");
+    let text = summary_of(folder.path());
+    assert!(!text.contains("Last operations"), "the culprit has no timeline: {text}");
+    let Some(browser) = browser() else { return };
+    browser.open(&report_of(folder.path()).0);
+    let clocks = browser.text("#lanes-clocks");
+    assert!(clocks.contains("Not aligned: node-1. No collective is common"), "{clocks}");
+    browser.picture("lanes-clocks");
+    check_no_complaints(&browser);
 }
 
 #[test]

@@ -12,10 +12,11 @@ use serde_json::Value;
 use xpu_timer_proto::{
     Message as _,
     hook::{KernelTraces, kernel_trace::DebugData},
+    server::{PySpyFrame, PythonStackInTimeline},
     timeline::{self, Reader},
     v1::{Op, OpStatus, Operation, TimelineHead},
 };
-use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, wait_until};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, python_version, skip, tree, wait_until};
 
 /// Reads a `.ops` file.
 pub fn read(path: &Path) -> (TimelineHead, Vec<Operation>) {
@@ -118,6 +119,72 @@ fn a_killed_rank_keeps_its_timeline() {
     assert!(head.pending.len() < 20, "{:?}", head.pending);
     operations.extend(head.pending);
     assert_eq!(all_reduces(&operations), (1..=40).collect::<Vec<_>>(), "{}", job.logs());
+}
+
+/// The functions on the Python stack of the first all-reduce, innermost first.
+fn all_reduce_stack(head: &TimelineHead) -> Option<Vec<&PySpyFrame>> {
+    let is_all_reduce = |operation: &Operation| operation.op() == Op::AllReduce;
+    let stack = head.stacks.iter().find(|stack| stack.operation.as_ref().is_some_and(is_all_reduce))?;
+    Some(stack.frames.iter().map(|index| &head.frames[*index as usize]).collect())
+}
+
+#[test]
+fn launches_have_their_stacks_in_every_python() {
+    let versions = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
+    let pythons: Vec<PathBuf> = versions.iter().filter_map(|version| python_version(version)).collect();
+    if pythons.len() < versions.len() {
+        skip(&format!(
+            "{} of {} versions of CPython are not installed",
+            versions.len() - pythons.len(),
+            versions.len()
+        ));
+    }
+    let job = Job::new().with("XPU_TIMER_DUMP_STACK_COUNT", "100000");
+    let script = tree().join("tests/examples/train.py");
+    let _ranks: Vec<Process> = (0..pythons.len())
+        .map(|rank| {
+            let mut command = job.launch(&pythons[rank]);
+            command.arg(&script).arg("--step-ms=20").env("WORLD_SIZE", pythons.len().to_string());
+            for name in ["RANK", "LOCAL_RANK"] {
+                command.env(name, rank.to_string());
+            }
+            Process::spawn(&mut command)
+        })
+        .collect();
+    let mut heads = Vec::new();
+    let name = |rank: usize, end: &str| format!("{rank:05}-{:05}.{end}", pythons.len());
+    wait_until(PATIENCE, "all ranks have stacks", || {
+        let Some((200, body)) = http("POST", job.port, "/timeline?seconds=600").ok() else { return false };
+        let folder = folder(&serde_json::from_str(&body).expect("JSON"));
+        let files = (0..pythons.len()).map(|rank| folder.join(name(rank, "ops")));
+        heads = files.filter(|path| path.exists()).map(|path| read(&path).0).collect::<Vec<_>>();
+        heads.len() == pythons.len() && heads.iter().all(|head| all_reduce_stack(head).is_some())
+    });
+    let source = fs::read_to_string(&script).unwrap();
+    for (head, python) in heads.iter().zip(&pythons) {
+        let stack = all_reduce_stack(head).unwrap();
+        let names: Vec<&str> = stack.iter().filter_map(|frame| frame.func_name.rsplit('.').next()).collect();
+        assert!(names.ends_with(&["all_reduce", "train_step", "main", "<module>"]), "{}: {stack:?}", python.display());
+        let (_, line) = stack[stack.len() - 3].file_name.split_once("train.py:").expect("the file");
+        let text = source.lines().nth(line.parse::<usize>().unwrap() - 1).unwrap();
+        assert!(text.contains("self.world.all_reduce("), "{}: line {line}: {text}", python.display());
+        let memory = head.memory.last().expect("an allocation was seen");
+        assert_eq!(memory.allocated_bytes, 4096, "the gradients");
+    }
+    // The file of the original tool.
+    let path = job.dir.join("timeline/asked");
+    let mut command = job.command(artifacts().bin("xpu_timer_dump_timeline"));
+    command.args(["--host", "127.0.0.1", "--rank", "", "--delay", "0", "--port", &job.port.to_string()]);
+    assert!(command.arg("--dump-path").arg(&path).arg("--dump-count=5").output().unwrap().status.success());
+    for rank in 0..pythons.len() {
+        let file = path.join(name(rank, "tracing_kernel_callstack"));
+        wait_until(PATIENCE, "the stacks", || file.exists());
+        let stacks = PythonStackInTimeline::decode(&fs::read(file).unwrap()[..]).unwrap();
+        let [stack] = &stacks.named_frames[..] else { panic!("one kind of operation: {stacks:?}") };
+        let frames = &stack.frames.as_ref().unwrap().frames;
+        assert_eq!((stacks.rank, frames[0].func_name.as_str()), (rank as i32, "<module>"));
+        assert_eq!(stack.name, "xpu_timer_AllReduce_RING_LL_Sum_f32_size_4096");
+    }
 }
 
 #[test]

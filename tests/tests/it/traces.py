@@ -17,6 +17,7 @@ def perfetto(path):
     kinds, texts = collections.Counter(), collections.Counter()
     flows = collections.defaultdict(set)
     slices, depth, sequences = [], collections.Counter(), set()
+    counters = collections.defaultdict(list)
     unknown = 0
     for packet in trace.packet:
         sequence = packet.trusted_packet_sequence_id
@@ -39,6 +40,11 @@ def perfetto(path):
         it = packet.track_event
         unknown += it.track_uuid not in tracks
         kinds[event.Type.Name(it.type)] += 1
+        if it.type == event.TYPE_COUNTER:
+            descriptor = tracks[it.track_uuid]
+            assert descriptor.HasField("counter"), descriptor
+            counters[descriptor.name].append(it.counter_value)
+            continue
         depth[it.track_uuid] += (it.type == event.TYPE_SLICE_BEGIN) - (it.type == event.TYPE_SLICE_END)
         if it.type != event.TYPE_SLICE_END:
             name = it.name or names[sequence, it.name_iid]
@@ -63,6 +69,7 @@ def perfetto(path):
         "unfinished": sum(depth.values()),
         "flows_by_ranks": ranks,
         "reduction": max(reductions, key=lambda facts: facts["waiting_us"], default=None),
+        "counters": {name: [len(values), min(values), max(values)] for name, values in counters.items()},
         "bandwidths": [facts["bandwidth_gbps"] for facts in reductions],
     }
 

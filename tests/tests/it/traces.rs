@@ -15,6 +15,7 @@ use xpu_timer_proto::{
     hook::{
         HostTrace, KernelTrace, KernelTraces, MatmulDebugData, NcclDebugData, RankMatmulInfo, kernel_trace::DebugData,
     },
+    server::{NamedFrames, PySpyFrame, PySpyFrameList, PythonStackInTimeline},
 };
 use xpu_timer_tests::{Job, PATIENCE, PypiFramework, Timelines, artifacts, read_archive, skip, tree};
 
@@ -63,6 +64,8 @@ const TWO_NODES: Timelines = Timelines {
     period_ns: 1_000_000,
     slow_rank: Some(1),
     clock_step: (40_000_000_000, 20.0),
+    realtime_step_ns: 1_000_000,
+    hang: None,
 };
 
 fn json(path: PathBuf) -> Value {
@@ -80,6 +83,15 @@ fn perfettos_schema_reads_what_was_written() {
     assert_eq!(clocks[1]["aligned_with"], "node-0");
     assert!(clocks[1]["residual"]["median_us"].as_f64().unwrap() < 5.0, "{clocks}");
     assert!(text.contains("4 ranks on 2 nodes, 16000 operations"), "{text}");
+    // All ranks have launched their products and all-reduces from the same places.
+    let stacks = fs::read_to_string(out.path().join("merged_tracing_kernel_stack")).unwrap();
+    let lines = [
+        "<module>@train.py:77@0-3|;forward@train.py:41@0-3|;matmul 4096x4096x4096 bf16@compute@0-3| 1",
+        "<module>@train.py:77@0-3|;backward@train.py:52@0-3|;AllReduce bf16 16 MiB@communication@0-3| 1",
+    ];
+    assert!(stacks.lines().count() == 2 && lines.iter().all(|line| stacks.contains(line)), "{stacks}");
+    let svg = fs::read_to_string(out.path().join("tracing_kernel_stack.svg")).unwrap();
+    assert!(svg.contains("AllReduce bf16 16 MiB"), "{svg}");
     let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
 
     // Of each rank, a quarter are all-reduces; and of each rank, an eighth are all-gathers. All of
@@ -99,8 +111,13 @@ fn perfettos_schema_reads_what_was_written() {
     assert!(of("waiting") > all / 6 && of("waiting") == of("transfer"), "{}", found["names"]);
     assert!(text.contains(&format!("{} slices", kinds("TYPE_SLICE_BEGIN"))), "{text}");
 
-    // A process, a host thread and two streams of each rank, and the track of the whole job.
-    assert_eq!(found["tracks"], 4 * 4 + 1);
+    // A process, a host thread, two streams and two counters of each rank, and the track of the
+    // whole job.
+    assert_eq!(found["tracks"], 4 * 6 + 1);
+    assert_eq!(found["counters"]["allocated memory"], serde_json::json!([16, 1_u64 << 30, 4_u64 << 30]));
+    // Each operation takes most of its millisecond, so the devices are busy for most of the time.
+    let [values, least, most] = [0, 1, 2].map(|at| found["counters"]["GPU busy"][at].as_u64().unwrap());
+    assert!(values >= 8 && least == 0 && (60..=100).contains(&most), "{}", found["counters"]);
     assert_eq!(found["processes"][3], "node-1 rank 3 tp1 dp1");
     // Flows: from a launch to its kernel, and between the two ranks of each communicator.
     assert_eq!(found["flows_by_ranks"]["1"], all);
@@ -197,6 +214,11 @@ fn timelines_of_the_original_tool_are_read_and_a_broken_one_is_named() {
         let names = "3,xpu_timer_mm_bmnk_1_4096_1024_512_\n4,xpu_timer_AllReduce_RING_LL_Sum_f16_size_4096\n";
         fs::write(path.with_extension("timeline.meta"), names).unwrap();
     }
+    let frame = |func: &str| PySpyFrame { func_name: func.into(), file_name: "a.py:1".into(), ..<_>::default() };
+    let frames = PySpyFrameList { frames: vec![frame("<module>"), frame("step")] };
+    let named_frames = vec![NamedFrames { name: "xpu_timer_mm_bmnk_1_4096_1024_512_".into(), frames: Some(frames) }];
+    let stacks = PythonStackInTimeline { named_frames, rank: 1 }.encode_to_vec();
+    fs::write(folder.path().join("00001-00003.tracing_kernel_callstack"), stacks).unwrap();
     let out = tempfile::tempdir().unwrap();
     let mut command = Command::new(artifacts().bin("xpu_timer_gen_trace_timeline"));
     let output = command.arg("--path").arg(folder.path()).args(["-c", "2", "--no-launchtime", "--output", "old"]);
@@ -210,6 +232,8 @@ fn timelines_of_the_original_tool_are_read_and_a_broken_one_is_named() {
     assert_eq!((of_rank.len(), of_rank[0].tflops.len()), (1, 100));
     // 2 x 4096 x 1024 x 512 in 50 us.
     assert!((of_rank[0].tflops[0] - 85.9).abs() < 0.1, "{}", of_rank[0].tflops[0]);
+    let stacks = fs::read_to_string(out.path().join("merged_tracing_kernel_stack")).unwrap();
+    assert!(stacks.starts_with("<module>@a.py:1@1|0/2;step@a.py:1@1|0/2;xpu_timer_mm_bmnk_"), "{stacks}");
 }
 
 #[test]

@@ -1,18 +1,16 @@
 //! The swim lanes of the report: what each rank did in the last minute before the hang, one lane a
-//! rank. The bars of a lane are few enough for a page with a thousand ranks: short operations that
-//! follow each other closely are one bar.
+//! rank, on aligned clocks. The bars of a lane are few enough for a page with a thousand ranks:
+//! short operations that follow each other closely are one bar.
 
 use std::collections::HashMap;
-use std::io;
-use std::path::Path;
 
 use serde::Serialize;
 use xpu_timer_analysis::{Verdict, communicator_name, operation_shape};
 use xpu_timer_proto::printable;
 use xpu_timer_proto::timeline::Times;
-use xpu_timer_proto::v1::{Op, OpKind, Operation, TimelineBlock};
-
-use crate::timeline::RankTimeline;
+use xpu_timer_proto::v1::{Op, OpKind, Operation};
+use xpu_timer_timeline::clocks::Residual;
+use xpu_timer_timeline::job::{Job, Rank, parallel};
 
 /// Length of the window before the hang.
 const BEFORE_NS: u64 = 60_000_000_000;
@@ -24,8 +22,6 @@ const MOST_BARS: u64 = 150_000;
 const BARS_IN_LANE: [u64; 2] = [100, 20_000];
 /// The last operations of each lane are bars of their own.
 const UNMERGED: usize = 64;
-/// Number of collectives whose members are compared, at most.
-const MOST_COLLECTIVES: usize = 2_000_000;
 /// Letters of a kernel's name that are shown.
 const MOST_LETTERS: usize = 100;
 
@@ -39,13 +35,29 @@ pub struct Lanes {
     /// When the first rank fell behind, in microseconds after the left edge: its peers began to
     /// wait in a collective that it had not entered. Absent if nothing is pending.
     pub behind_us: Option<u64>,
-    /// How far the members of a collective are compared: waiting is known from this time on, in
-    /// microseconds after the left edge.
-    pub waiting_from_us: u64,
+    /// How the clocks of the nodes were aligned; absent if there is one node only.
+    pub clocks: Option<Clocks>,
     /// The distinct descriptions of operations.
     pub names: Vec<Name>,
     /// The lanes, by rank.
     pub lanes: Vec<Lane>,
+}
+
+/// How the clocks of the nodes were aligned.
+#[derive(Debug, Serialize)]
+pub struct Clocks {
+    /// Number of nodes.
+    pub nodes: usize,
+    /// The nodes whose clocks could not be aligned: they have no collective in common with the
+    /// others. Their realtime clocks are used.
+    pub refused: Vec<String>,
+    /// Medians and 99th percentiles of the differences between common ends, the largest of all
+    /// nodes, in microseconds. Absent if no node was aligned.
+    pub median_us: Option<f64>,
+    /// See `median_us`.
+    pub p99_us: Option<f64>,
+    /// The largest error of a realtime clock that was corrected, in microseconds.
+    pub corrected_us: f64,
 }
 
 /// A description of operations.
@@ -55,6 +67,9 @@ pub struct Name {
     pub text: String,
     /// How it is drawn.
     pub kind: Kind,
+    /// Whether members of its communicator have no timeline: ranks may have waited for longer than
+    /// the bars show.
+    pub partial: bool,
 }
 
 /// How an operation is drawn: the first two in the upper half of a lane, the others below.
@@ -84,13 +99,15 @@ pub struct Lane {
     pub rank: u32,
     /// Operations that are missing.
     pub lost: u64,
+    /// Whether the clock of its node could not be aligned: its bars may be shifted.
+    pub unaligned: bool,
     /// The bars, by their begin, six numbers each: microseconds from the begin of the bar before,
     /// length in microseconds, the part of it that waited for peers, index of the name, number of
     /// operations (0: pending), sequence number of the last one.
     pub bars: Vec<u64>,
 }
 
-/// One bar. Times are nanoseconds of the wall clock.
+/// One bar. Times are nanoseconds of the aligned clock.
 #[derive(Debug, Clone, Copy)]
 struct Bar {
     begin: u64,
@@ -103,49 +120,77 @@ struct Bar {
     seq: u64,
 }
 
-/// Reads the timelines of a folder. `None` if it has none, or if nothing is in the window. Each
-/// file that cannot be read adds a note.
-pub fn read(folder: &Path, verdict: Option<&Verdict>, notes: &mut Vec<String>) -> Option<Lanes> {
-    let left_out = |path: &Path, error: &io::Error| format!("{} is left out: {error}", crate::folder::name_of(path));
-    let timelines = RankTimeline::all(folder, |path, error| notes.push(left_out(path, &error))).unwrap_or_default();
-    let window = Window::of(&timelines, verdict)?;
-    let collectives = Collectives::of(&timelines, &window);
-    let budget = (MOST_BARS / timelines.len() as u64).clamp(BARS_IN_LANE[0], BARS_IN_LANE[1]);
+/// The lanes of a job. `None` if it has no timeline, or if nothing is in the window.
+#[must_use]
+pub fn lanes(job: &Job, verdict: Option<&Verdict>, threads: usize) -> Option<Lanes> {
+    let window = Window::of(job, verdict)?;
+    let budget = (MOST_BARS / job.ranks.len() as u64).clamp(BARS_IN_LANE[0], BARS_IN_LANE[1]);
+    let of_ranks = parallel(threads, job.ranks.len(), |index| lane(job, &job.ranks[index], &window, budget));
     let mut names = Names::default();
-    let mut lanes = Vec::new();
-    for timeline in &timelines {
-        let mut builder = LaneBuilder::new(window.span() / budget);
-        let result = timeline.for_each(|block, times| {
-            if let Some(bar) = bar(timeline, block, times, &window, &collectives, &mut names) {
-                builder.add(bar, &names);
-            }
-        });
-        if let Err(error) = result {
-            notes.push(left_out(timeline.path(), &error));
-        }
-        for operation in &timeline.head.pending {
-            let begin = timeline.wall_ns(begin_ns(operation.started_ns, operation.entered_ns)).max(window.from);
-            if begin < window.until {
-                let waited = if operation.communicator == 0 { 0 } else { window.until - begin };
-                let (name, longest) = (names.of(operation), window.until - begin);
-                builder
-                    .add(Bar { begin, end: window.until, waited, name, longest, count: 0, seq: operation.seq }, &names);
-            }
-        }
-        lanes.push(Lane { rank: timeline.rank, lost: timeline.head.lost, bars: builder.finish(&window) });
+    let mut lanes: Vec<Lane> = Vec::with_capacity(of_ranks.len());
+    for (mut lane, of_rank) in of_ranks {
+        let numbers: Vec<u64> = of_rank.into_iter().map(|name| names.number(name).into()).collect();
+        lane.bars.chunks_exact_mut(6).for_each(|bar| bar[3] = numbers[bar[3] as usize]);
+        lanes.push(lane);
     }
-    let after = |wall_ns: u64| wall_ns.saturating_sub(window.from) / 1000;
+    lanes.sort_by_key(|lane| lane.rank);
     lanes.iter().any(|lane| !lane.bars.is_empty()).then(|| Lanes {
         from_ms: window.from / 1_000_000,
         span_us: window.span() / 1000,
-        behind_us: window.behind.map(after),
-        waiting_from_us: after(collectives.from),
+        behind_us: window.behind.map(|ns| ns.saturating_sub(window.from) / 1000),
+        clocks: clocks(job),
         names: names.list,
         lanes,
     })
 }
 
-/// The time that the page shows, in nanoseconds of the wall clock.
+/// The lane of a rank, with the names of its bars.
+fn lane(job: &Job, rank: &Rank, window: &Window, budget: u64) -> (Lane, Vec<Name>) {
+    let on_trace = |ns: u64| job.clocks[rank.node].map.apply(ns);
+    let (mut builder, mut names) = (LaneBuilder::new(window.span() / budget), Names::default());
+    // `Job::read` has noted what cannot be read.
+    let _ = Job::each_block(rank, |block, times| {
+        // Name and communicator, when the shape is first needed.
+        let mut shapes: Vec<Option<(u32, Option<usize>)>> = vec![None; block.shapes.len()];
+        for times in times {
+            let Some((begin, end)) = window.visible(&times, on_trace) else { continue };
+            let shape = &block.shapes[times.shape as usize];
+            let (name, group) = *shapes[times.shape as usize]
+                .get_or_insert_with(|| (names.of(job, rank, shape), job.compared_group(rank, shape)));
+            let last = group.filter(|_| times.started_ns != 0).and_then(|group| job.last_start(group, times.seq));
+            let waited = last.map_or(0, |last| last.saturating_sub(begin).min(end - begin));
+            builder.add(Bar { begin, end, waited, name, longest: end - begin, count: 1, seq: times.seq }, &names);
+        }
+    });
+    for operation in &rank.head.pending {
+        let begin = on_trace(begin_ns(operation.started_ns, operation.entered_ns)).max(window.from);
+        if begin < window.until {
+            let (end, longest) = (window.until, window.until - begin);
+            let waited = if operation.communicator == 0 { 0 } else { longest };
+            let name = names.of(job, rank, operation);
+            builder.add(Bar { begin, end, waited, name, longest, count: 0, seq: operation.seq }, &names);
+        }
+    }
+    let (bars, unaligned) = (builder.finish(window), !job.clocks[rank.node].refused.is_empty());
+    (Lane { rank: rank.rank, lost: rank.head.lost, unaligned, bars }, names.list)
+}
+
+/// How the clocks were aligned; `None` of one node.
+fn clocks(job: &Job) -> Option<Clocks> {
+    let residuals = || job.clocks.iter().filter_map(|clock| clock.residual);
+    let worst = |of: fn(Residual) -> f64| residuals().map(of).reduce(f64::max);
+    let refused = job.clocks.iter().filter(|clock| !clock.refused.is_empty());
+    (job.clocks.len() > 1).then(|| Clocks {
+        nodes: job.clocks.len(),
+        refused: refused.map(|clock| printable::line(&clock.node).into_owned()).collect(),
+        median_us: worst(|residual| residual.median_us),
+        p99_us: worst(|residual| residual.p99_us),
+        corrected_us: job.clocks.iter().map(|clock| clock.realtime_error_ns.unsigned_abs()).max().unwrap_or(0) as f64
+            / 1e3,
+    })
+}
+
+/// The time that the page shows, in nanoseconds of the aligned clock.
 struct Window {
     from: u64,
     until: u64,
@@ -155,15 +200,19 @@ struct Window {
 impl Window {
     /// It ends a little after the time at which the first rank fell behind, or with the dump. It
     /// begins with the job if that has run for a shorter time.
-    fn of(timelines: &[RankTimeline], verdict: Option<&Verdict>) -> Option<Window> {
-        let is_culprit = |rank: u32| verdict.is_some_and(|verdict| verdict.culprits.contains(&rank));
-        let dumped = timelines.iter().map(|timeline| timeline.wall_ns(timeline.head.until_ns)).max()?;
-        let waits = |timeline: &RankTimeline| {
-            let pending = timeline.head.pending.iter().filter(|operation| operation.communicator != 0);
-            pending.map(|operation| timeline.wall_ns(operation.entered_ns)).min()
+    fn of(job: &Job, verdict: Option<&Verdict>) -> Option<Window> {
+        let on_trace = |rank: &Rank, ns: u64| job.clocks[rank.node].map.apply(ns);
+        let is_culprit = |rank: &&Rank| verdict.is_some_and(|verdict| verdict.culprits.contains(&rank.rank));
+        let dumped = job.ranks.iter().map(|rank| on_trace(rank, rank.head.until_ns)).max()?;
+        // When each peer began to wait. A clock that is not aligned decides only if no other can.
+        let waits = |rank: &Rank| {
+            let pending = rank.head.pending.iter().filter(|operation| operation.communicator != 0);
+            let first = pending.map(|operation| on_trace(rank, operation.entered_ns)).min()?;
+            Some((!job.clocks[rank.node].refused.is_empty(), first))
         };
-        let behind = timelines.iter().filter(|timeline| !is_culprit(timeline.rank)).filter_map(waits).min();
-        let begins = timelines.iter().filter_map(|timeline| Some(timeline.wall_ns(timeline.first_ns?)));
+        let peers = job.ranks.iter().filter(|rank| !is_culprit(rank));
+        let behind = peers.filter_map(waits).min().map(|(_, first)| first);
+        let begins = job.ranks.iter().filter_map(|rank| Some(on_trace(rank, rank.first_ns?)));
         let end = behind.unwrap_or(dumped);
         let first = begins.chain(behind).min()?.max(end.saturating_sub(BEFORE_NS));
         let before = end.saturating_sub(first);
@@ -175,81 +224,17 @@ impl Window {
     fn span(&self) -> u64 {
         self.until.saturating_sub(self.from).max(1)
     }
-}
 
-/// When the last member of each collective started it on its device.
-struct Collectives {
-    /// Collectives that began earlier are not compared.
-    from: u64,
-    started: HashMap<(u64, u64), u64>,
-}
-
-impl Collectives {
-    fn of(timelines: &[RankTimeline], window: &Window) -> Collectives {
-        // Most recent collectives first: the window of the comparison shrinks until they fit.
-        const SLICES: u64 = 512;
-        let slice = window.span() / SLICES + 1;
-        let mut counts = vec![0_usize; SLICES as usize];
-        each_collective(timelines, window.from, |_, begin, _| {
-            counts[((begin - window.from) / slice).min(SLICES - 1) as usize] += 1;
-        });
-        let mut total = 0;
-        let fits = counts.iter().rev().take_while(|count| {
-            total += **count;
-            total <= MOST_COLLECTIVES
-        });
-        let from = window.from + (SLICES - fits.count() as u64) * slice;
-        let mut started = HashMap::new();
-        each_collective(timelines, from, |key, _, wall_ns| {
-            let last = started.entry(key).or_insert(wall_ns);
-            *last = wall_ns.max(*last);
-        });
-        Collectives { from, started }
+    /// When an operation begins and ends in the window; `None` if it is outside.
+    fn visible(&self, times: &Times, on_trace: impl Fn(u64) -> u64) -> Option<(u64, u64)> {
+        let begin = on_trace(begin_ns(times.started_ns, times.entered_ns));
+        let end = on_trace(times.completed_ns).max(begin);
+        (end >= self.from && begin < self.until).then_some((begin.max(self.from), end))
     }
-}
-
-/// Passes the key, the begin and the start of each completed collective that began after `from`.
-fn each_collective(timelines: &[RankTimeline], from: u64, mut each: impl FnMut((u64, u64), u64, u64)) {
-    for timeline in timelines {
-        // The caller reports files that cannot be read.
-        let _ = timeline.for_each(|block, times| {
-            let shape = &block.shapes[times.shape as usize];
-            let begin = timeline.wall_ns(times.entered_ns);
-            if is_compared(shape) && times.started_ns != 0 && begin >= from {
-                each((shape.communicator, times.seq), begin, timeline.wall_ns(times.started_ns));
-            }
-        });
-    }
-}
-
-/// All members of its communicator start it.
-fn is_compared(shape: &Operation) -> bool {
-    shape.communicator != 0 && shape.kind() == OpKind::Collective && !matches!(shape.op(), Op::Send | Op::Recv)
 }
 
 fn begin_ns(started_ns: u64, entered_ns: u64) -> u64 {
     if started_ns == 0 { entered_ns } else { started_ns }
-}
-
-/// The bar of an operation; `None` if it is outside the window.
-fn bar(
-    timeline: &RankTimeline,
-    block: &TimelineBlock,
-    times: &Times,
-    window: &Window,
-    collectives: &Collectives,
-    names: &mut Names,
-) -> Option<Bar> {
-    let shape = &block.shapes[times.shape as usize];
-    let begin = timeline.wall_ns(begin_ns(times.started_ns, times.entered_ns));
-    let end = timeline.wall_ns(times.completed_ns).max(begin);
-    if end < window.from || begin >= window.until {
-        return None;
-    }
-    let last = is_compared(shape).then(|| collectives.started.get(&(shape.communicator, times.seq))).flatten();
-    let waited = last.map_or(0, |last| last.saturating_sub(begin).min(end - begin));
-    let (name, longest) = (names.of(shape), end - begin);
-    Some(Bar { begin: begin.max(window.from), end, waited, name, longest, count: 1, seq: times.seq })
 }
 
 /// Collects the bars of a lane.
@@ -328,7 +313,8 @@ struct ShapeKey {
 }
 
 impl Names {
-    fn of(&mut self, operation: &Operation) -> u32 {
+    /// The number of the name of an operation of a rank.
+    fn of(&mut self, job: &Job, rank: &Rank, operation: &Operation) -> u32 {
         let key = ShapeKey {
             op: operation.op,
             communicator: operation.communicator,
@@ -340,13 +326,20 @@ impl Names {
         if let Some(number) = self.shapes.get(&key) {
             return *number;
         }
-        let name = Name { text: text(operation), kind: kind(operation) };
+        let group = job.compared_group(rank, operation);
+        let partial = group.is_some_and(|group| !job.groups[group].is_complete());
+        let number = self.number(Name { text: text(operation), kind: kind(operation), partial });
+        self.shapes.insert(key, number);
+        number
+    }
+
+    /// The number of a name, which is added if it is new.
+    fn number(&mut self, name: Name) -> u32 {
         let next = self.list.len() as u32;
         let number = *self.numbers.entry(name.clone()).or_insert(next);
         if number == next {
             self.list.push(name);
         }
-        self.shapes.insert(key, number);
         number
     }
 }

@@ -14,7 +14,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use xpu_timer_proto::procfs;
+use xpu_timer_proto::{
+    procfs,
+    ring::{FrameLayout, RawStack},
+    server::PySpyFrame,
+};
 
 use crate::{
     cpython::Layout,
@@ -26,7 +30,8 @@ use crate::{
 
 use super::{
     builtins::{attribute_values, attributes, pairs_up_to, read_integer},
-    frames,
+    code::{self, CodeCache},
+    frames::{self, InterpreterFrame},
     reader::PythonReader,
     threads::{self, InterpreterState},
 };
@@ -46,6 +51,17 @@ pub struct Counts {
     /// iterator is found only if it lives during a search. Batches that it yields between the last
     /// read and its end are not counted.
     pub batches: Option<u64>,
+    /// Where the interpreter keeps its frames.
+    pub frames: Option<FrameLayout>,
+}
+
+/// The frames of a launch, innermost first.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NamedStack {
+    /// Ticket of the operation.
+    pub ticket: u64,
+    /// Its frames. Code that no longer exists is `??`.
+    pub frames: Vec<PySpyFrame>,
 }
 
 /// Reads the counts of processes again and again.
@@ -86,6 +102,25 @@ impl Counter {
         }
         counts_of
     }
+
+    /// Names the frames of stacks that a process of the last [`Counter::read`] has stored. Empty if
+    /// it does not answer by the deadline. The code of functions lives as long as their module, so
+    /// it can be named a moment later.
+    pub fn name_stacks(&mut self, pid: i32, stacks: Vec<RawStack>, deadline: Duration) -> Vec<NamedStack> {
+        let Some(process) = self.processes.get(&pid).map(Arc::clone) else { return Vec::new() };
+        let mut named = Vec::new();
+        let work = |(process, stacks): (Arc<Mutex<Process>>, Vec<RawStack>)| -> Option<Vec<NamedStack>> {
+            Some(process.try_lock().ok()?.python.as_ref()?.name_stacks(&stacks))
+        };
+        let jobs = vec![(process, stacks)];
+        let started = pool::run(jobs, &POOL, Instant::now() + deadline, work, |_, stacks| {
+            named = stacks.unwrap_or_default();
+        });
+        if let Err(error) = started {
+            tracing::debug!("cannot start a thread to name stacks with: {error}");
+        }
+        named
+    }
 }
 
 impl Process {
@@ -109,7 +144,8 @@ impl Process {
             // The interpreter is starting or ending, or the process has executed another program.
             self.python = None;
         }
-        counts.map(|(collections, batches)| Counts { collections, batches })
+        let frames = self.python.as_ref().and_then(|python| frame_layout(&python.layout, python.runtime));
+        counts.map(|(collections, batches)| Counts { collections, batches, frames })
     }
 }
 
@@ -144,6 +180,51 @@ impl CountReader {
         }
         Some((collections, self.loaders.yielded()))
     }
+
+    fn name_stacks(&self, stacks: &[RawStack]) -> Vec<NamedStack> {
+        let layout = &*self.layout;
+        let memory = &mut Snapshot::new(self.live_tid);
+        let frame = |(code, instruction): &(u64, u64)| InterpreterFrame {
+            address: 0,
+            code: *code,
+            instruction: *instruction,
+            entry: false,
+        };
+        let all: Vec<InterpreterFrame> = stacks.iter().flat_map(|stack| &stack.frames).map(frame).collect();
+        code::fetch(memory, layout, &all);
+        let mut codes = CodeCache::default();
+        let mut named = |(code, instruction): &(u64, u64)| match codes.get(memory, layout, *code) {
+            Ok(found) => found.frame(layout, *code, *instruction),
+            Err(_) => Some(PySpyFrame { func_name: "??".into(), file_name: "??".into(), module: String::new() }),
+        };
+        let stack = |stack: &RawStack| NamedStack {
+            ticket: stack.ticket,
+            frames: stack.frames.iter().filter_map(&mut named).collect(),
+        };
+        stacks.iter().map(stack).collect()
+    }
+}
+
+/// The offsets that the hook needs to follow its own frames. `None` if an offset is unusually
+/// large.
+fn frame_layout(layout: &Layout, runtime: u64) -> Option<FrameLayout> {
+    let offset = |offset: u64| u16::try_from(offset).ok().filter(|offset| *offset < u16::MAX);
+    let optional = |optional: Option<u64>| optional.map_or(Some(None), |known| offset(known).map(Some));
+    Some(FrameLayout {
+        runtime,
+        interpreters: offset(layout.runtime_interpreters)?,
+        interpreter_next: offset(layout.interpreter_next)?,
+        threads: offset(layout.interpreter_threads)?,
+        thread_next: offset(layout.thread_next)?,
+        thread_id: offset(layout.thread_id)?,
+        thread_frame: offset(layout.thread_frame)?,
+        cframe_frame: optional(layout.cframe_frame)?,
+        frame_previous: offset(layout.frame_previous)?,
+        frame_code: offset(layout.frame_code)?,
+        frame_instruction: offset(layout.frame_instruction)?,
+        instruction_bytes: layout.instruction_bytes() as u16,
+        frame_owner: optional(layout.frame_owner)?,
+    })
 }
 
 /// End of the class name of a base of PyTorch's iterators and of those derived from them elsewhere.

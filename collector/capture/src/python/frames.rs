@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use xpu_timer_proto::server::PySpyFrame;
+use xpu_timer_proto::{ring::FrameLayout, server::PySpyFrame};
 
 use crate::{
     cpython::Layout,
@@ -119,10 +119,8 @@ fn follow(
                 (Some(offset), _) => number(&bytes, offset, 1) != 0,
                 (None, minor) => minor < 12,
             };
-            // Up to 3.10 a number of four bytes, later a pointer. The lowest bits of a reference
-            // encode its ownership.
-            let width = if layout.code_bytes.is_some() { 8 } else { 4 };
-            let instruction = number(&bytes, layout.frame_instruction, width);
+            // The lowest bits of a reference encode its ownership.
+            let instruction = number(&bytes, layout.frame_instruction, layout.instruction_bytes());
             frames.push(InterpreterFrame {
                 address: frame,
                 code: read_u64(layout.frame_code) & !7,
@@ -137,11 +135,9 @@ fn follow(
 
 /// Whether a frame belongs to C code, which keeps it on its stack, instead of Python code.
 fn is_from_c(layout: &Layout, frame: &[u8]) -> bool {
-    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`. Owners with higher
-    /// numbers run no Python code either.
-    const FIRST: u64 = 3;
+    // Owners with higher numbers run no Python code either.
     match layout.frame_owner {
-        Some(offset) => number(frame, offset, 1) >= FIRST,
+        Some(offset) => number(frame, offset, 1) >= FrameLayout::FIRST_C_OWNER.into(),
         None => false,
     }
 }

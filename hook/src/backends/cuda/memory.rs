@@ -18,7 +18,7 @@ use crate::{
             clock,
             thread_state::{IN_BLAS, IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
         },
-        recorder::{NewOperation, Recorder},
+        recorder::{NewOperation, Recorder, lanes::ALLOCATIONS},
     },
 };
 
@@ -203,6 +203,85 @@ fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
     unsafe { what.as_ref() }.map(|what| layers(BETWEEN_DEVICES, [&what.from, &what.to], what.extent))
 }
 
+/// One end of a 2D copy of the driver: `CUDA_MEMCPY2D_v2` has two.
+#[repr(C)]
+pub struct RowsEnd {
+    position: [usize; 2],
+    memory_type: c_uint,
+    host: *const c_void,
+    device: usize,
+    array: *const c_void,
+    pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D_v2`.
+#[repr(C)]
+pub struct Rows {
+    from: RowsEnd,
+    to: RowsEnd,
+    /// Bytes of a row, and rows.
+    extent: [usize; 2],
+}
+
+/// One end of a 3D copy of the driver: `CUDA_MEMCPY3D_v2` has two.
+#[repr(C)]
+pub struct VolumeEnd {
+    position: [usize; 3],
+    level: usize,
+    memory_type: c_uint,
+    host: *const c_void,
+    device: usize,
+    array: *const c_void,
+    reserved: *const c_void,
+    pitch: usize,
+    height: usize,
+}
+
+/// `CUDA_MEMCPY3D_v2`.
+#[repr(C)]
+pub struct Volume {
+    from: VolumeEnd,
+    to: VolumeEnd,
+    /// Bytes of a row, rows, and layers.
+    extent: [usize; 3],
+}
+
+// Sizes in cuda.h.
+const _: () = assert!(size_of::<Rows>() == 128 && size_of::<Volume>() == 200);
+
+fn by_rows(what: *const Rows) -> (CopyDirection, usize) {
+    // SAFETY: null, or the caller's structure, which is valid during the call.
+    let what = unsafe { what.as_ref() };
+    what.map_or((CopyDirection::Unspecified, 0), |what| {
+        let [width, height] = what.extent;
+        (between(what.from.memory_type, what.to.memory_type), width.saturating_mul(height))
+    })
+}
+
+fn by_volume(what: *const Volume) -> (CopyDirection, usize) {
+    // SAFETY: as above.
+    let what = unsafe { what.as_ref() };
+    what.map_or((CopyDirection::Unspecified, 0), |what| {
+        let bytes = what.extent.into_iter().fold(1, usize::saturating_mul);
+        (between(what.from.memory_type, what.to.memory_type), bytes)
+    })
+}
+
+/// The direction between two kinds of memory (CUmemorytype). Of unified memory, which may be
+/// anywhere, it is unknown.
+fn between(from: c_uint, to: c_uint) -> CopyDirection {
+    const HOST: c_uint = 1;
+    const DEVICE: c_uint = 2;
+    const ARRAY: c_uint = 3;
+    match (from, to) {
+        (HOST, HOST) => CopyDirection::HostToHost,
+        (HOST, DEVICE | ARRAY) => CopyDirection::HostToDevice,
+        (DEVICE | ARRAY, HOST) => CopyDirection::DeviceToHost,
+        (DEVICE | ARRAY, DEVICE | ARRAY) => CopyDirection::DeviceToDevice,
+        _ => CopyDirection::Unspecified,
+    }
+}
+
 /// An allocation, which counts if it succeeds.
 struct Allocation(usize);
 
@@ -211,6 +290,51 @@ impl AfterCall for Allocation {
         if result == SUCCESS {
             recorder.allocated(self.0 as u64);
         }
+    }
+}
+
+/// An allocation of device memory, whose address or handle is written to `out`.
+struct DeviceAllocation {
+    out: Out,
+    bytes: usize,
+}
+
+impl AfterCall for DeviceAllocation {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        Allocation(self.bytes).after(recorder, result);
+        if result == SUCCESS && !self.out.is_null() {
+            // SAFETY: the place that the call has written.
+            let address = unsafe { self.out.read_unaligned() };
+            recorder.device_allocated(address as u64, self.bytes as u64);
+        }
+    }
+}
+
+/// A call that frees device memory. Its entry is taken out before, because another thread may get
+/// the address as soon as it is free.
+struct Free {
+    address: Data,
+    bytes: u64,
+}
+
+fn free(address: Data) -> Option<Free> {
+    let bytes = ALLOCATIONS.take(address as u64)?;
+    Some(Free { address, bytes })
+}
+
+impl AfterCall for Option<Free> {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if let Some(Free { address, bytes }) = self {
+            recorder.device_freed(bytes);
+            if result != SUCCESS {
+                recorder.device_allocated(address as u64, bytes);
+            }
+        }
+    }
+
+    #[inline]
+    fn has_work(&self) -> bool {
+        self.is_some()
     }
 }
 
@@ -287,20 +411,24 @@ hooked! {
     cudaStreamSynchronize | cudaStreamSynchronize_ptsz | mcStreamSynchronize | hipStreamSynchronize
         | hipStreamSynchronize_spt(stream: Stream) => |_, _| Active;
     cudaEventSynchronize | mcEventSynchronize | hipEventSynchronize(event: Data) => |_, _| Active;
-    cudaMalloc | mcMalloc | hipMalloc(out: Out, bytes: usize) => |_, _| Allocation(bytes);
+    cudaMalloc | mcMalloc | hipMalloc(out: Out, bytes: usize) => |_, _| DeviceAllocation { out, bytes };
     cudaMallocHost | mcMallocHost(out: Out, bytes: usize) => |_, _| Allocation(bytes);
     cudaHostAlloc | mcHostAlloc | hipHostMalloc(out: Out, bytes: usize, flags: c_uint) => |_, _| Allocation(bytes);
     cudaMallocAsync | cudaMallocAsync_ptsz | mcMallocAsync | hipMallocAsync(out: Out, bytes: usize, stream: Stream)
-        => |_, _| Allocation(bytes);
+        => |_, _| DeviceAllocation { out, bytes };
     cudaMallocFromPoolAsync | cudaMallocFromPoolAsync_ptsz | hipMallocFromPoolAsync(out: Out, bytes: usize, pool: Data,
-        stream: Stream) => |_, _| Allocation(bytes);
-    cudaFree | mcFree | hipFree(address: Data) => |_, _| ();
-    cudaFreeAsync | cudaFreeAsync_ptsz | mcFreeAsync | hipFreeAsync(address: Data, stream: Stream) => |_, _| ();
+        stream: Stream) => |_, _| DeviceAllocation { out, bytes };
+    cudaFree | mcFree | hipFree(address: Data) => |_, _| free(address);
+    cudaFreeAsync | cudaFreeAsync_ptsz | mcFreeAsync | hipFreeAsync(address: Data, stream: Stream)
+        => |_, _| free(address);
 }
 
 /// The driver API. cuGetProcAddress is asked for the names without a version.
 pub mod driver {
-    use super::{Active, DEFAULT, Data, Stream, c_uint, filled, hooked, moved};
+    use super::{
+        Active, DEFAULT, Data, DeviceAllocation, Out, Rows, Stream, Volume, by_rows, by_volume, c_uint, filled, free,
+        hooked, moved, open,
+    };
     use crate::{
         runtime::abi::DRIVER_NOT_FOUND,
         runtime::os::thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_HOOK, IN_RUNTIME},
@@ -321,11 +449,17 @@ pub mod driver {
         cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz(to: Data, to_context: Data, from: Data, from_context: Data, bytes: usize,
             stream: Stream)
             => |recorder, site| moved(recorder, site, stream, bytes);
-        cuMemcpy2D | cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned | cuMemcpy2DUnaligned_v2
-            | cuMemcpy2DUnaligned_v2_ptds | cuMemcpy3D | cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds(what: Data)
-            => |recorder, site| moved(recorder, site, DEFAULT, 0);
-        cuMemcpy2DAsync | cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz | cuMemcpy3DAsync | cuMemcpy3DAsync_v2
-            | cuMemcpy3DAsync_v2_ptsz(what: Data, stream: Stream)
+        cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds(what: *const Rows)
+            => |recorder, site| (open(recorder, site, DEFAULT, || by_rows(what)), Active);
+        cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz(what: *const Rows, stream: Stream)
+            => |recorder, site| (open(recorder, site, stream, || by_rows(what)), Active);
+        cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds(what: *const Volume)
+            => |recorder, site| (open(recorder, site, DEFAULT, || by_volume(what)), Active);
+        cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz(what: *const Volume, stream: Stream)
+            => |recorder, site| (open(recorder, site, stream, || by_volume(what)), Active);
+        // The functions of CUDA 3.1 and older, whose structures differ.
+        cuMemcpy2D | cuMemcpy2DUnaligned | cuMemcpy3D(what: Data) => |recorder, site| moved(recorder, site, DEFAULT, 0);
+        cuMemcpy2DAsync | cuMemcpy3DAsync(what: Data, stream: Stream)
             => |recorder, site| moved(recorder, site, stream, 0);
         cuMemsetD8 | cuMemsetD8_v2 | cuMemsetD8_v2_ptds | cuMemsetD16 | cuMemsetD16_v2 | cuMemsetD16_v2_ptds | cuMemsetD32
             | cuMemsetD32_v2 | cuMemsetD32_v2_ptds(to: Data, value: c_uint, count: usize)
@@ -340,9 +474,54 @@ pub mod driver {
         cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz | cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz | cuMemsetD2D32Async
             | cuMemsetD2D32Async_ptsz(to: Data, pitch: usize, value: c_uint, width: usize, height: usize, stream: Stream)
             => |recorder, site| filled(recorder, site, stream, width.saturating_mul(height));
+        // Under the names without `_v2`, the arguments of the first two have other types.
+        cuMemAlloc_v2(out: Out, bytes: usize) => |_, _| DeviceAllocation { out, bytes };
+        cuMemFree_v2(address: Data) => |_, _| free(address);
+        cuMemAllocAsync | cuMemAllocAsync_ptsz(out: Out, bytes: usize, stream: Stream)
+            => |_, _| DeviceAllocation { out, bytes };
+        cuMemCreate(out: Out, bytes: usize, properties: Data, flags: u64) => |_, _| DeviceAllocation { out, bytes };
+        cuMemFreeAsync | cuMemFreeAsync_ptsz(address: Data, stream: Stream) => |_, _| free(address);
+        cuMemRelease(handle: Data) => |_, _| free(handle);
         cuStreamSynchronize | cuStreamSynchronize_ptsz(stream: Stream) => |_, _| Active;
         cuCtxSynchronize() => |_, _| Active;
         cuCtxSynchronize_v2(context: Data) => |_, _| Active;
         cuEventSynchronize(event: Data) => |_, _| Active;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The words of a structure of cuda.h, with these at their places.
+    fn words<const COUNT: usize>(words: &[(usize, usize)]) -> [usize; COUNT] {
+        let mut all = [usize::MAX; COUNT];
+        words.iter().for_each(|(index, word)| all[*index] = *word);
+        all
+    }
+
+    #[test]
+    fn the_direction_of_a_copy_of_the_driver_is_between_its_kinds_of_memory() {
+        use CopyDirection::{DeviceToDevice, DeviceToHost, HostToDevice, HostToHost, Unspecified};
+        // By cuda.h: host, device, array, unified.
+        let directions = [
+            (1, 1, HostToHost),
+            (1, 2, HostToDevice),
+            (3, 1, DeviceToHost),
+            (2, 3, DeviceToDevice),
+            (4, 2, Unspecified),
+            (2, 0, Unspecified),
+        ];
+        for (from, to, direction) in directions {
+            // srcMemoryType, dstMemoryType, WidthInBytes and Height. The padding has any value.
+            let padding = 0xffff_ffff << 32;
+            let rows: [usize; 16] = words(&[(2, padding | from), (9, padding | to), (14, 48), (15, 10)]);
+            assert_eq!(by_rows(rows.as_ptr().cast()), (direction, 480));
+            // The same, and Depth.
+            let volume: [usize; 25] = words(&[(4, padding | from), (15, padding | to), (22, 48), (23, 10), (24, 7)]);
+            assert_eq!(by_volume(volume.as_ptr().cast()), (direction, 3360));
+        }
+        assert_eq!(by_rows(std::ptr::null()), (Unspecified, 0));
+        assert_eq!(by_volume(std::ptr::null()), (Unspecified, 0));
     }
 }

@@ -157,36 +157,46 @@ unsafe fn wrap_result(
 /// The row for a name, version and flags of cuGetProcAddress, where one name denotes several
 /// functions.
 fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static Function> {
-    let longer = LONGER_FORMS.iter().find(|form| form.name == name && version >= form.since);
-    if let Some(form) = longer {
-        return find(form.symbol);
-    }
+    let newer = NEWER_FORMS.iter().find(|form| form.name == name && version >= form.since);
+    let symbol = newer.map_or(name, |form| form.symbol);
     if flags & PER_THREAD_DEFAULT_STREAM != 0 {
         let form = crate::runtime::linker::function::functions()
-            .find(|row| row.name.to_bytes().strip_suffix(b"_ptsz") == Some(name));
+            .find(|row| row.name.to_bytes().strip_suffix(b"_ptsz") == Some(symbol));
         if form.is_some() {
             return form;
         }
     }
-    find(name)
+    find(symbol)
 }
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
 /// A name that denotes another function from a CUDA version on.
-struct LongerForm {
+struct NewerForm {
     name: &'static [u8],
     since: c_int,
     symbol: &'static [u8],
 }
 
-/// The hooked names whose newer form has more arguments than the older one. All other forms of a
-/// hooked name agree in the registers of their arguments, or have fewer, so that one row serves
-/// them. A test in `tests/tests/it/coverage/rows.rs` compares this with cudaTypedefs.h.
-const LONGER_FORMS: [LongerForm; 2] = [
-    LongerForm { name: b"cuGetProcAddress", since: 12000, symbol: b"cuGetProcAddress_v2" },
-    LongerForm { name: b"cuCtxSynchronize", since: 13000, symbol: b"cuCtxSynchronize_v2" },
+const fn newer(name: &'static [u8], since: c_int, symbol: &'static [u8]) -> NewerForm {
+    NewerForm { name, since, symbol }
+}
+
+/// The hooked names whose newer form has more arguments than the older one, or arguments of other
+/// types that the hook reads. All other forms of a hooked name agree in the registers of their
+/// arguments, or have fewer, so that one row serves them. A test in
+/// `tests/tests/it/coverage/rows.rs` compares this with cudaTypedefs.h.
+const NEWER_FORMS: [NewerForm; 9] = [
+    newer(b"cuGetProcAddress", 12000, b"cuGetProcAddress_v2"),
+    newer(b"cuCtxSynchronize", 13000, b"cuCtxSynchronize_v2"),
+    newer(b"cuMemAlloc", 3020, b"cuMemAlloc_v2"),
+    newer(b"cuMemFree", 3020, b"cuMemFree_v2"),
+    newer(b"cuMemcpy2D", 3020, b"cuMemcpy2D_v2"),
+    newer(b"cuMemcpy2DUnaligned", 3020, b"cuMemcpy2DUnaligned_v2"),
+    newer(b"cuMemcpy2DAsync", 3020, b"cuMemcpy2DAsync_v2"),
+    newer(b"cuMemcpy3D", 3020, b"cuMemcpy3D_v2"),
+    newer(b"cuMemcpy3DAsync", 3020, b"cuMemcpy3DAsync_v2"),
 ];
 
 /// The newest CUDA version whose headers were compared with the rows.
@@ -207,7 +217,8 @@ mod tests {
         assert_eq!(row("cuGraphLaunch", 10000, 2), Some("cuGraphLaunch_ptsz"));
         assert_eq!(row("cuGetProcAddress", 11030, 0), Some("cuGetProcAddress"));
         assert_eq!(row("cuGetProcAddress", 12000, 2), Some("cuGetProcAddress_v2"));
-        assert_eq!(row("cuMemAlloc", 3020, 0), None);
+        assert_eq!(row("cuMemcpy2DAsync", 7000, 2), Some("cuMemcpy2DAsync_v2_ptsz"));
+        assert_eq!(row("cuMemAllocManaged", 6000, 0), None);
     }
 
     #[test]
@@ -215,6 +226,12 @@ mod tests {
         assert_eq!(row("cuCtxSynchronize", 2000, 0), Some("cuCtxSynchronize"));
         assert_eq!(row("cuCtxSynchronize", 12090, 2), Some("cuCtxSynchronize"));
         assert_eq!(row("cuCtxSynchronize", 13000, 2), Some("cuCtxSynchronize_v2"));
+        assert_eq!(row("cuMemAlloc", 2000, 0), None);
+        assert_eq!(row("cuMemAlloc", 3020, 0), Some("cuMemAlloc_v2"));
+        assert_eq!(
+            (row("cuMemcpy2D", 3010, 0), row("cuMemcpy2D", 3020, 0)),
+            (Some("cuMemcpy2D"), Some("cuMemcpy2D_v2"))
+        );
     }
 
     #[test]

@@ -54,6 +54,8 @@ pub struct Config {
     pub log_mode: u32,
     /// Which operations get events.
     pub bracket: Bracket,
+    /// Number of launches that are looked at for Python stacks.
+    pub stack_launches: u32,
     /// The hook must do nothing.
     pub disabled: bool,
     /// The first message to the collector.
@@ -132,12 +134,14 @@ impl Config {
             reports_idle: own_idle_timeout.is_some(),
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
+        let stack_launches: u64 = source.number("XPU_TIMER_DUMP_STACK_COUNT").unwrap_or(0);
+        let stack_launches = u32::try_from(stack_launches).unwrap_or(u32::MAX);
         let disabled = source.flag("XPU_TIMER_DISABLE");
         // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
-        Config { hang_timeout, socket, log, local_log, log_mode, bracket, disabled, hello, problems }
+        Config { hang_timeout, socket, log, local_log, log_mode, bracket, stack_launches, disabled, hello, problems }
     }
 }
 

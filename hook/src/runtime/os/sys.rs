@@ -91,18 +91,29 @@ pub fn is_regular(path: &CStr) -> bool {
 /// Reads a word of this process's memory that may be unmapped.
 ///
 /// # Errors
-/// `EFAULT` when it is unmapped. Another error when the system or a filter forbids this kind of
-/// read.
+/// Those of [`read_memory`].
 pub fn word_at(address: usize) -> io::Result<usize> {
+    let mut word = [0; size_of::<usize>()];
+    read_memory(address, &mut word).map(|()| usize::from_ne_bytes(word))
+}
+
+/// Reads memory of this process that may be unmapped.
+///
+/// # Errors
+/// `EFAULT` when it is unmapped, also in part. Another error when the system or a filter forbids
+/// this kind of read.
+pub fn read_memory(address: usize, bytes: &mut [u8]) -> io::Result<()> {
     if !seccomp::may_call() {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    let mut word = 0usize;
-    let here = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: size_of::<usize>() };
-    let there = libc::iovec { iov_base: address as *mut c_void, iov_len: size_of::<usize>() };
+    let here = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let there = libc::iovec { iov_base: address as *mut c_void, iov_len: bytes.len() };
     // SAFETY: `here` is a valid place; the kernel checks `there`.
-    let read = unsafe { libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0) };
-    if read == size_of::<usize>() as isize { Ok(word) } else { Err(io::Error::last_os_error()) }
+    match unsafe { libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0) } {
+        read if read == bytes.len() as isize => Ok(()),
+        read if read >= 0 => Err(io::Error::from_raw_os_error(libc::EFAULT)),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Whether the process has exactly one thread. False when that cannot be determined.

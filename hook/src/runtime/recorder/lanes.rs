@@ -27,6 +27,56 @@ use crate::runtime::{
 /// Value of [`ThreadState::lane`] when no lane was left.
 const NONE: u32 = u32::MAX;
 
+/// Number of allocations that are known at a time. Caching allocators make few large ones.
+const ALLOCATION_SLOTS: usize = 8192;
+/// Maximum number of entries that a search looks at.
+const ALLOCATION_PROBES: usize = 64;
+
+/// The sizes of allocations by their addresses.
+pub struct Allocations {
+    addresses: [AtomicU64; ALLOCATION_SLOTS],
+    sizes: [AtomicU64; ALLOCATION_SLOTS],
+}
+
+/// Those of this process.
+pub static ALLOCATIONS: Allocations = Allocations {
+    addresses: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],
+    sizes: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],
+};
+
+impl Allocations {
+    /// The place of an allocation that was taken. No allocation has this address.
+    const TAKEN: u64 = 1;
+
+    fn places(address: u64) -> impl Iterator<Item = usize> {
+        let home = home_slot::<ALLOCATION_SLOTS>(address);
+        (0..ALLOCATION_PROBES).map(move |step| (home + step) % ALLOCATION_SLOTS)
+    }
+
+    /// Adds an allocation. False if there is no place for it.
+    fn put(&self, address: u64, bytes: u64) -> bool {
+        let is_free = |found: u64| found == 0 || found == Self::TAKEN;
+        let claim = |place: &usize| {
+            let entry = &self.addresses[*place];
+            let found = entry.load(Ordering::Relaxed);
+            is_free(found) && entry.compare_exchange(found, address, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        };
+        let place = Self::places(address).find(claim);
+        // Nobody frees it before the call that allocates it has returned.
+        place.inspect(|place| self.sizes[*place].store(bytes, Ordering::Relaxed)).is_some()
+    }
+
+    /// Takes out an allocation that is about to be freed. Returns its size, if it is known.
+    pub fn take(&self, address: u64) -> Option<u64> {
+        let mut places = Self::places(address).take_while(|place| self.addresses[*place].load(Ordering::Relaxed) != 0);
+        let place = places.find(|place| self.addresses[*place].load(Ordering::Relaxed) == address)?;
+        let bytes = self.sizes[place].load(Ordering::Relaxed);
+        let taken =
+            self.addresses[place].compare_exchange(address, Self::TAKEN, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        taken.then_some(bytes)
+    }
+}
+
 impl Recorder {
     /// Index of the calling thread's lane.
     #[inline(always)]
@@ -227,6 +277,37 @@ impl Recorder {
         }
     }
 
+    /// Counts device memory that was allocated at an address.
+    pub fn device_allocated(&self, address: u64, bytes: u64) {
+        // The free of an earlier allocation there was not seen.
+        self.device_freed(ALLOCATIONS.take(address).unwrap_or(0));
+        if ALLOCATIONS.put(address, bytes) {
+            self.device_freed(bytes.wrapping_neg());
+        } else {
+            self.count(header::OVERFLOWS);
+        }
+    }
+
+    /// Counts device memory that was freed.
+    pub fn device_freed(&self, bytes: u64) {
+        if bytes != 0
+            && let Some(lane) = self.lane_of(thread_state::current())
+        {
+            add(&self.lane_words(lane)[lane::DEVICE_BYTES], bytes.wrapping_neg());
+        }
+    }
+
+    /// Time of the newest launch of all threads.
+    pub fn newest_launch_ns(&self) -> u64 {
+        let lanes = (0..self.lanes_in_use()).map(Some).chain([None]);
+        lanes.map(|lane| self.last_launch(lane).load(Ordering::Relaxed)).max().unwrap_or(0)
+    }
+
+    /// Number of lanes up to the last one in use.
+    pub fn lanes_in_use(&self) -> usize {
+        self.shared.lanes.load(Ordering::Acquire)
+    }
+
     /// Counts allocated memory.
     pub fn allocated(&self, bytes: u64) {
         if let Some(lane) = self.lane_of(thread_state::current()) {
@@ -365,6 +446,28 @@ mod tests {
         let counts = kernels(&recorder);
         assert!(counts.len() > lane::KERNEL_SETS && counts.iter().all(|count| count.launches == 5), "{}", counts.len());
         assert_eq!(totals(&recorder).uncounted, (many - counts.len() as u64) * 5);
+    }
+
+    #[test]
+    fn device_memory_is_what_was_allocated_and_not_freed_by_any_thread() {
+        let recorder = recorder();
+        // No other test uses these addresses.
+        let address = |number: u64| 0x7f5a_0000_0000 + number * 0x20_0000;
+        (0..500).for_each(|number| recorder.device_allocated(address(number), 1000 + number));
+        assert_eq!(totals(&recorder).device_bytes, (1000..1500).sum::<u64>());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 1..500 {
+                    recorder.device_freed(ALLOCATIONS.take(address(number)).unwrap());
+                }
+            });
+        });
+        assert_eq!((totals(&recorder).device_bytes, ALLOCATIONS.take(address(7))), (1000, None));
+        recorder.device_allocated(address(0), 30);
+        assert_eq!(totals(&recorder).device_bytes, 30, "a free was not seen");
+        recorder.device_freed(ALLOCATIONS.take(address(0)).unwrap());
+        assert_eq!(totals(&recorder).device_bytes, 0);
+        assert_eq!(recorder.ring.header(header::OVERFLOWS).load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -30,18 +30,7 @@ impl Recorder {
     /// Whether the name of this key has never been requested. True once per key.
     #[inline(never)]
     fn is_new(&self, key: u64) -> bool {
-        let mut index = home_slot::<SEEN>(key);
-        for _ in 0..SEEN {
-            match self.seen[index].load(Ordering::Relaxed) {
-                0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {
-                    return true;
-                }
-                0 => {}
-                found if found == key => return false,
-                _ => index = (index + 1) % SEEN,
-            }
-        }
-        false
+        is_first(&self.seen, key)
     }
 
     /// Adds the name of a key. Called once per key.
@@ -75,6 +64,21 @@ impl Recorder {
     pub fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
         self.names().any(|entry| is_it(&name_in(entry)))
     }
+}
+
+/// Adds a key other than 0 to a table of [`SEEN`] keys. Returns whether it was not there: true once
+/// per key, and never if the table is full.
+pub(super) fn is_first(seen: &[AtomicU64], key: u64) -> bool {
+    let mut index = home_slot::<SEEN>(key);
+    for _ in 0..SEEN {
+        match seen[index].load(Ordering::Relaxed) {
+            0 if seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => return true,
+            0 => {}
+            found if found == key => return false,
+            _ => index = (index + 1) % SEEN,
+        }
+    }
+    false
 }
 
 /// The text of an entry.

@@ -164,6 +164,9 @@ impl Recorder {
             (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
         ];
         publish(self.ring.op(index), ticket, values);
+        if self.stacks.are_wanted() {
+            self.keep_stack(ticket, what);
+        }
         Some(index)
     }
 
@@ -186,7 +189,7 @@ impl Recorder {
     /// The exchanges with all threads that have launched anything, including those without a lane.
     pub fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
         let (without, lanes) = self.handoffs.split_last().expect("there is one more than lanes");
-        lanes[..self.shared.lanes.load(Ordering::Acquire)].iter().chain([without])
+        lanes[..self.lanes_in_use()].iter().chain([without])
     }
 
     /// The exchange with the thread that launched a slot's operation.

@@ -7,8 +7,10 @@
 //! as a float, which resolves a microsecond after 16 s.
 //!
 //! An anchor is recorded only after an operation has completed in its context. Then the device
-//! makes progress, so the record does not wait for a place in the device's queue, and the hook has
-//! events in the context anyway.
+//! makes progress, and the hook has events in the context anyway. With
+//! `CUDA_DEVICE_MAX_CONNECTIONS=1` all streams share one hardware queue, and a record waits while
+//! it is full. So no anchor is recorded while a thread may be waiting for a place there. A record
+//! that waits all the same stops only the watcher, which the collector notices.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -48,15 +50,16 @@ pub struct DeviceClocks {
 }
 
 impl DeviceClocks {
-    /// Renews the anchor of a context if it is due. Called when an operation has completed there,
-    /// at `now_ns`. Returns whether the anchor is new.
-    pub fn renew(&mut self, driver: &mut Driver, context: usize, now_ns: u64) -> bool {
+    /// Renews the anchor of a context if it is due, unless `may_wait` says that the record may wait.
+    /// Called when an operation has completed there, at `now_ns`. Returns whether the anchor is
+    /// new.
+    pub fn renew(&mut self, driver: &mut Driver, context: usize, now_ns: u64, may_wait: impl FnOnce() -> bool) -> bool {
         if !self.contexts.contains_key(&context) {
             // The driver has freed the streams and events of contexts that were destroyed.
             self.contexts.retain(|known, _| contexts::exists(*known));
         }
         let clock = self.contexts.entry(context).or_default();
-        if now_ns < clock.due_ns || !seccomp::may_read_clock() || exit::wants_final_turn() {
+        if now_ns < clock.due_ns || !seccomp::may_read_clock() || exit::wants_final_turn() || may_wait() {
             return false;
         }
         let renewed = clock.renew(driver, context);

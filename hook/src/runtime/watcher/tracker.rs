@@ -28,6 +28,10 @@ use crate::runtime::{
 /// device or the host has jumped.
 const PLAUSIBLE_NS: u64 = 1_000_000;
 
+/// A thread that has launched nothing for this long may be waiting for a place in the device's
+/// queue. The time of a launch is that of the coarse clock, which is up to 10 ms old.
+const LAUNCHES_NS: u64 = 20_000_000;
+
 /// The outcome of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -99,17 +103,18 @@ impl Tracker {
         }
         self.arrived = arrived;
         let mut lanes = std::mem::take(&mut self.lanes);
+        self.pending = lanes.values().map(VecDeque::len).sum();
         lanes.retain(|_, lane| {
             while let Some(slot) = lane.front().copied() {
                 if !self.is_over(slot) {
                     break;
                 }
                 lane.pop_front();
+                self.pending -= 1;
                 moved = true;
             }
             !lane.is_empty()
         });
-        self.pending = lanes.values().map(VecDeque::len).sum();
         self.lanes = lanes;
         self.fill_pools();
         moved
@@ -214,7 +219,9 @@ impl Tracker {
         let (mut completed, mut elapsed) = (now, 0);
         if error == 0 {
             let context = entry.context.load(Ordering::Relaxed);
-            if self.clocks.renew(&mut self.driver, context, now) {
+            let (recorder, others) = (self.recorder, self.pending > 1);
+            let may_wait = || others && now.saturating_sub(recorder.newest_launch_ns()) > LAUNCHES_NS;
+            if self.clocks.renew(&mut self.driver, context, now, may_wait) {
                 self.recorder.ring.header(header::ALIGNED_NS).store(now, Ordering::Relaxed);
             }
             let begun = operations::members(self.recorder, slot).map(|member| self.begun(member)).max();

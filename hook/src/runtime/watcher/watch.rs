@@ -147,6 +147,9 @@ impl Watcher {
         let is_last = exit::wants_final_turn();
         let detail = self.recorder.ring.header(detail::HEADER).load(Ordering::Relaxed);
         self.recorder.bracketed.set_detail(detail, clock::now_ns());
+        if self.config.stack_launches > 0 {
+            self.recorder.start_stacks(self.config.stack_launches);
+        }
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
         self.running_time.mark_driver(clock::now_ns());
         if is_last {

@@ -7,7 +7,7 @@
 #![allow(unsafe_code)]
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     fmt,
     sync::{
         Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, Weak,
@@ -30,11 +30,74 @@ use crate::{
 };
 
 static DEPTH: LazyLock<u64> = LazyLock::new(|| process::setting("XPU_SIM_QUEUE_DEPTH", 1024) as u64);
+/// Whether all streams of a context share one hardware queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. The
+/// variable has no other effect here.
+static HAS_ONE_CONNECTION: LazyLock<bool> = LazyLock::new(|| process::setting("CUDA_DEVICE_MAX_CONNECTIONS", 0) == 1);
+/// The shared hardware queue of each context, by the context's id.
+static CONNECTIONS: Mutex<BTreeMap<u64, Arc<Connection>>> = Mutex::new(BTreeMap::new());
 /// All queues, except those that were dropped.
 static ALL: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 
 /// Pause between two looks of a kernel that busy-waits, because a device burns no host CPU.
 const POLL: Duration = Duration::from_millis(1);
+
+/// A hardware queue that several streams share. Work leaves it in the order of its submission, when
+/// it begins. So work that waits for its own stream holds up what was submitted to other streams
+/// after it.
+#[derive(Default)]
+struct Connection {
+    state: Mutex<ConnectionState>,
+    progress: Condvar,
+}
+
+#[derive(Default)]
+struct ConnectionState {
+    submitted: u64,
+    begun: u64,
+    cancelled: bool,
+}
+
+impl Connection {
+    /// That of a context, if its streams share one.
+    fn of(context: u64) -> Option<Arc<Self>> {
+        let mut all = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        HAS_ONE_CONNECTION.then(|| Arc::clone(all.entry(context).or_default()))
+    }
+
+    /// Takes the next place. Blocks while the queue is full.
+    fn submit(&self) -> u64 {
+        let mut state = self.lock();
+        while state.submitted - state.begun >= *DEPTH && !state.cancelled {
+            state = self.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.submitted += 1;
+        state.submitted
+    }
+
+    /// Waits until the work at this place is the next one, and lets it begin.
+    fn begin(&self, place: u64) {
+        let mut state = self.lock();
+        while state.begun + 1 < place && !state.cancelled {
+            state = self.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.begun = state.begun.max(place);
+        self.progress.notify_all();
+    }
+
+    fn is_empty(&self) -> bool {
+        let state = self.lock();
+        state.begun == state.submitted
+    }
+
+    fn cancel(&self) {
+        self.lock().cancelled = true;
+        self.progress.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ConnectionState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// A bounded queue with its worker thread.
 pub struct Queue {
@@ -42,6 +105,9 @@ pub struct Queue {
     pub id: u64,
     /// The id of the context that it belongs to.
     context: u64,
+    connection: Option<Arc<Connection>>,
+    /// Held while work for the connection is submitted.
+    submission: Mutex<()>,
     state: Mutex<State>,
     /// The worker waits here for work, and inside kernels.
     work: Condvar,
@@ -51,7 +117,8 @@ pub struct Queue {
 
 #[derive(Default)]
 struct State {
-    items: VecDeque<Work>,
+    /// The work, and its place in the connection, if there is one.
+    items: VecDeque<(Work, Option<u64>)>,
     submitted: u64,
     completed: u64,
     /// Number of threads in `progress`. If it is 0, the worker saves a system call.
@@ -70,6 +137,8 @@ impl Queue {
         let queue = Arc::new(Queue {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             context,
+            connection: Connection::of(context),
+            submission: Mutex::default(),
             state: Mutex::default(),
             work: Condvar::new(),
             progress: Condvar::new(),
@@ -84,8 +153,18 @@ impl Queue {
     /// event in an idle queue completes at once, because it needs no host thread on a device
     /// either.
     pub fn push(self: &Arc<Self>, work: Work) -> Result<u64, CuError> {
+        let Some(connection) = &self.connection else { return self.append(work, None) };
+        // The places of a stream's work are in the order of the work.
+        let _in_order = self.submission.lock().unwrap_or_else(PoisonError::into_inner);
+        let completes_at_once = matches!(work, Work::Record(_)) && connection.is_empty() && self.pending().is_none();
+        let place = (!completes_at_once).then(|| connection.submit());
+        self.append(work, place)
+    }
+
+    fn append(self: &Arc<Self>, work: Work, place: Option<u64>) -> Result<u64, CuError> {
         let mut state = self.lock();
         if let Work::Record(marker) = &work
+            && place.is_none()
             && state.submitted == state.completed
             && !state.cancelled
         {
@@ -105,7 +184,7 @@ impl Queue {
             self.start()?;
             state.worker = true;
         }
-        state.items.push_back(work);
+        state.items.push_back((work, place));
         state.submitted += 1;
         if state.worker_waits {
             state.worker_waits = false;
@@ -168,6 +247,10 @@ impl Queue {
         self.lock().cancelled = true;
         self.work.notify_all();
         self.progress.notify_all();
+        // With one queue, all others of the context are cancelled, too.
+        if let Some(connection) = &self.connection {
+            connection.cancel();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -195,8 +278,11 @@ impl Queue {
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
         let mut state = self.lock();
         loop {
-            if let Some(work) = state.items.pop_front() {
+            if let Some((work, place)) = state.items.pop_front() {
                 drop(state);
+                if let (Some(connection), Some(place)) = (&self.connection, place) {
+                    connection.begin(place);
+                }
                 trace::note(format_args!("{work:?}"));
                 let record = match work {
                     Work::Record(marker) => Some(marker),

@@ -105,12 +105,8 @@ fn collections_and_batches_are_counted_in_every_python() {
                     collections = line.and_then(|number| number.trim().parse().ok()).unwrap_or(0);
                     collections >= 2
                 });
-                assert_eq!(
-                    look(script.pid),
-                    Counts { collections, batches },
-                    "CPython 3.{} {kind} {word}",
-                    python.minor
-                );
+                let Counts { collections: found, batches: yielded, .. } = look(script.pid);
+                assert_eq!((found, yielded), (collections, batches), "CPython 3.{} {kind} {word}", python.minor);
             };
             check("ready", first);
             kill(Pid::from_raw(script.pid), Signal::SIGUSR1).expect("the script waits");

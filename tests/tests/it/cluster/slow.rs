@@ -79,8 +79,18 @@ fn two_slow_ranks_of_eight_are_named() {
     assert_eq!(rank_numbers(status["slow_ranks"].as_array().expect("a list")), [1, 6]);
     let list = incidents(&job, &["list"]);
     assert!(list.starts_with("no incidents\n\nslow ranks, without a hang:\nuneven  rank 6 on "), "{list}");
-    let list = incidents(&job, &["slow"]);
-    assert!(list.lines().count() == 2 && list.contains("uneven  rank 1 on "), "{list}");
+    // Kernels are slow. They are not recorded unless they are asked for.
+    let longer = |arguments: &[&str], rank: u32| {
+        let list = incidents(&job, &[&["slow"], arguments].concat());
+        let (_, of_rank) = list.split_once(&format!("uneven  rank {rank} on ")).unwrap_or_else(|| panic!("{list}"));
+        of_rank.lines().nth(1).unwrap_or_default().to_string()
+    };
+    let gap = longer(&["--seconds=5"], 6);
+    assert!(gap.starts_with("    longer: time on the host, or in kernels that are not recorded: "), "{gap}");
+    for rank in [6, 1] {
+        let kernels = longer(&["--kernels=all", "--seconds=3"], rank);
+        assert!(kernels.starts_with("    longer: kernels other than matrix products: "), "{kernels}");
+    }
     assert!(job.incidents().is_empty(), "a slow rank does not hang");
     assert!(ranks.try_wait().is_none(), "it goes on");
 }
@@ -137,6 +147,8 @@ fn slow_ranks_are_named_over_two_nodes() {
     );
     let list = incidents(&cluster.job, &["--url", &cluster.url()]);
     assert!(list.contains("wide  rank 6 on node-b: it waits "), "{list}");
+    let list = incidents(&cluster.job, &["slow", "--url", &cluster.url(), "--seconds=5"]);
+    assert!(list.contains("    longer: time on the host, or in kernels that are not recorded: "), "{list}");
     assert!(ranks.iter_mut().all(|rank| rank.try_wait().is_none()), "it goes on");
     drop(ranks);
     cluster.wait("they are gone with their job", |status| status["slow_ranks"] == serde_json::json!([]));

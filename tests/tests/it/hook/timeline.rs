@@ -67,6 +67,23 @@ const SOURCE: &str = r#"
         }
     }
 
+    /* Kernels of two streams, as fast as the device takes them. */
+    static void queue(int kernels) {
+        P other;
+        OK(cudaSetDevice(0));
+        load("//xpu_sim\nkernel work 1000\n");
+        OK(cuStreamCreate(&other, 1));
+        unsigned long long begun = now();
+        puts("begun");
+        fflush(stdout);
+        for (int number = 0; number < kernels; number++) {
+            launch();
+            OK(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, other, NULL, NULL));
+        }
+        while (cuStreamQuery(stream) || cuStreamQuery(other)) usleep(500);
+        printf("took %llu\n", now() - begun);
+    }
+
     /* Contexts that end at any moment between two turns of the watcher. */
     static void contexts(void) {
         OK(cuInit(0));
@@ -140,12 +157,19 @@ const SOURCE: &str = r#"
         if (strcmp(what, "contexts") == 0) contexts();
         if (strcmp(what, "detail") == 0) detail();
         if (strcmp(what, "busy") == 0) busy();
+        if (strcmp(what, "queue") == 0) queue(atoi(argv[2]));
         puts("done");
         fflush(stdout);
         while (access("stop", F_OK)) usleep(1000);
         return 0;
     }
 "#;
+
+fn program(job: &Job) -> PathBuf {
+    let sim = format!("-L{}", artifacts().sim().display());
+    let link = ["-O1", &sim, "-w", "-l:libcuda.so.1", "-l:libcudart.so.13"];
+    compile_c(job.dir.path(), "timeline", SOURCE, &link)
+}
 
 /// The program under the hook, which writes its lines into a file.
 struct Guest {
@@ -158,11 +182,8 @@ impl Guest {
     fn start(case: &str, environment: &[(&str, &str)]) -> Self {
         let job = Job::new();
         let collector = job.collector();
-        let sim = format!("-L{}", artifacts().sim().display());
-        let link = ["-O1", &sim, "-w", "-l:libcuda.so.1", "-l:libcudart.so.13"];
-        let program = compile_c(job.dir.path(), "timeline", SOURCE, &link);
-        let mut command = job.hooked(program);
-        command.arg(case).current_dir(job.dir.path()).envs(environment.iter().copied());
+        let mut command = job.hooked(program(&job));
+        command.args(case.split(' ')).current_dir(job.dir.path()).envs(environment.iter().copied());
         let process = Process::spawn(&mut command);
         Guest { job, collector, process }
     }
@@ -267,6 +288,85 @@ fn the_clocks_of_contexts_end_with_them() {
     let median = errors[errors.len() / 2];
     println!("{}", quantiles(&errors));
     assert!((0..10_000).contains(&median) && errors[0] > -100_000, "{median} ns, {} ns", errors[0]);
+}
+
+/// One hardware queue with few places, which is always full, and events around every kernel.
+const ONE_CONNECTION: [(&str, &str); 3] =
+    [("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("XPU_SIM_QUEUE_DEPTH", "32"), ("XPU_TIMER_BRACKET", "all")];
+
+#[test]
+fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
+    let took = |output: &str| -> u64 {
+        let line = output.lines().find_map(|line| line.strip_prefix("took "));
+        line.expect("the time").parse().unwrap()
+    };
+    let mut guest = Guest::start("queue 1500", &ONE_CONNECTION);
+    guest.process.wait_for("begun\n", PATIENCE);
+    let pid = guest.collector.wait_hello();
+    let (mut heartbeats, mut aligned) = (Vec::new(), Vec::new());
+    wait_until(PATIENCE, "all kernels", || {
+        let header = guest.collector.header(pid);
+        heartbeats.push(guest.now().saturating_sub(header[header::HEARTBEAT_NS]));
+        aligned.push(header[header::ALIGNED_NS]);
+        guest.process.stdout().contains("took ")
+    });
+    aligned.dedup();
+    let operations = guest.operations();
+    let output = guest.end();
+    // The same without the hook.
+    let job = Job::new();
+    fs::write(job.path("stop"), "").unwrap();
+    let mut bare = job.bare(program(&job));
+    bare.args(["queue", "1500"]).current_dir(job.dir.path()).envs(ONE_CONNECTION);
+    let (with, without) = (took(&output), took(&run(&mut bare).stdout));
+    let late_ns = heartbeats.iter().max().unwrap();
+    println!("{with} ns with the hook, {without} ns without; {} anchors; heartbeats {late_ns} ns apart", aligned.len());
+    assert!(with < without + without / 4, "{with} ns with the hook, {without} ns without");
+    assert!(aligned.len() > 2, "anchors are recorded: {aligned:?}");
+    assert!(*late_ns < 2_000_000_000, "the watcher stood still for {late_ns} ns");
+    assert!(operations.iter().all(|operation| operation.status() == OpStatus::Completed));
+}
+
+#[test]
+fn a_hang_with_a_full_queue_is_noticed() {
+    let mut signalled = 0;
+    for stuck in [300, 350, 400] {
+        let fault = format!("stuck_kernel:n={stuck}");
+        let more = [("XPU_SIM_FAULT", fault.as_str()), ("XPU_TIMER_HANG_TIMEOUT", "1.5")];
+        let mut guest = Guest::start("queue 1500", &[&ONE_CONNECTION[..], &more].concat());
+        guest.process.wait_for("begun\n", PATIENCE);
+        let pid = guest.collector.wait_hello();
+        // The collector notices a watcher whose record of an anchor waits for a place in the queue.
+        let is_stuck = |guest: &Guest| {
+            let health = guest.collector.ring(pid).health.unwrap();
+            health.watcher_inside == "cuEventRecord" && guest.now() > health.heartbeat_ns + 2_000_000_000
+        };
+        wait_until(PATIENCE, "the hang", || !guest.collector.hangs().is_empty() || is_stuck(&guest));
+        if let Some((_, hang)) = guest.collector.hangs().first() {
+            signalled += 1;
+            let operation = hang.operation.clone().unwrap();
+            assert_eq!((operation.op(), operation.function.as_str()), (Op::Kernel, "work"));
+        }
+        guest.process.signal(Signal::SIGKILL);
+    }
+    println!("{signalled} of 3 hangs were signalled by the watcher");
+    assert!(signalled > 0, "an anchor is not recorded while the host waits");
+}
+
+#[test]
+fn a_copy_that_does_not_complete_is_a_hang() {
+    let environment = [("XPU_SIM_FAULT", "stuck_kernel:n=40"), ("XPU_TIMER_HANG_TIMEOUT", "1.5")];
+    let mut guest = Guest::start("detail", &environment);
+    guest.process.wait_for("begun\n", PATIENCE);
+    guest.collector.wait_hello();
+    // Only copies are operations, so the first copy behind the kernel is the oldest one.
+    guest.ask(60_000, detail::COPIES);
+    wait_until(PATIENCE, "the hang", || !guest.collector.hangs().is_empty());
+    let (_, hang) = &guest.collector.hangs()[0];
+    let operation = hang.operation.clone().unwrap();
+    assert_eq!((operation.op(), operation.status(), operation.started_ns), (Op::Copy, OpStatus::Pending, 0));
+    assert!(operation.count > 0 && !operation.function.is_empty(), "{operation:?}");
+    guest.process.signal(Signal::SIGKILL);
 }
 
 #[test]

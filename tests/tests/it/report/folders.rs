@@ -9,10 +9,9 @@ use xpu_timer_proto::{
         CaptureMethod, ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace,
         Stacktrace,
     },
-    timeline,
     v1::{
-        ClockReading, Communicator, CommunicatorState, DataType, Evidence, FlightRecord, Matmul, Op, OpKind, OpStatus,
-        Operation, Presence, RankEvidence, RankInfo, TimelineHead, Trigger, TriggerKind, timeline_chunk::Part,
+        Communicator, CommunicatorState, DataType, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence,
+        RankEvidence, RankInfo, Trigger, TriggerKind,
     },
 };
 
@@ -242,82 +241,6 @@ fn evidence(rank: u32, dump: Stacktrace) -> RankEvidence {
         flight: dump.flight_record.clone(),
         node: dump.node.clone(),
         dump: Some(dump),
-        ..Default::default()
-    }
-}
-
-/// Writes the timelines of a job of steps of 40 ms: a copy, two products, and an all_reduce in
-/// which the ranks wait for the slowest one. `behind` does not enter the last one, in which all
-/// others wait for 310 s.
-pub fn timelines(folder: &Path, world: u32, steps: u64, behind: u32) {
-    const MS: u64 = 1_000_000;
-    let hang = 5_000 * SECOND - 310 * SECOND;
-    let step_ns = 40 * MS;
-    for rank in 0..world {
-        let (mut file, mut builder, mut ticket) = (Vec::new(), timeline::BlockBuilder::default(), 0);
-        let mut blocks = Vec::new();
-        // Every rank is the slowest once in a while.
-        let host_ns = |step: u64, rank: u32| (step * 7 + u64::from(rank) * 13) % 11 * MS;
-        let slowest_ns = |step| (0..world.min(16)).map(|rank| host_ns(step, rank)).max().unwrap_or(0);
-        for step in 0..steps {
-            let begin = hang - (steps - step) * step_ns;
-            let product = begin + 2 * MS + host_ns(step, rank);
-            let reduce = product + 9 * MS;
-            let end = begin + 12 * MS + slowest_ns(step) + 6 * MS;
-            for (op, entered_ns, started_ns, completed_ns) in [
-                (Op::Copy, begin, begin + 20_000, begin + 2 * MS),
-                (Op::Matmul, product, product + 30_000, product + 4 * MS),
-                (Op::Matmul, product + 10_000, product + 4 * MS, product + 8 * MS),
-                (Op::AllReduce, product + 20_000, reduce, end),
-            ] {
-                builder.push(&done(op, ticket, step + 1, [entered_ns, started_ns, completed_ns]));
-                ticket += 1;
-                if builder.is_full() {
-                    blocks.push(builder.finish());
-                }
-            }
-        }
-        let mut waits = done(Op::AllReduce, ticket, steps + 1, [hang, hang + 40_000, 0]);
-        waits.status = OpStatus::Pending.into();
-        let head = TimelineHead {
-            format: timeline::FORMAT,
-            rank: Some(RankInfo { rank: rank as i32, world_size: world, ..Default::default() }),
-            clock: vec![ClockReading { monotonic_ns: 5_000 * SECOND, realtime_ns: SAMPLED_NS }],
-            from_ns: hang - steps * step_ns,
-            until_ns: 5_000 * SECOND,
-            pending: if rank == behind { Vec::new() } else { vec![waits] },
-            ..Default::default()
-        };
-        blocks.push(builder.finish());
-        let chunks = std::iter::once(Part::Head(head)).chain(blocks.into_iter().map(Part::Block));
-        chunks.for_each(|chunk| timeline::write(&mut file, chunk).expect("a vector grows"));
-        fs::write(folder.join(timeline::file_name(rank, world)), file).expect("the folder can be written");
-    }
-}
-
-fn done(op: Op, ticket: u64, seq: u64, [entered_ns, started_ns, completed_ns]: [u64; 3]) -> Operation {
-    let is_collective = op == Op::AllReduce;
-    Operation {
-        ticket,
-        kind: if is_collective { OpKind::Collective } else { OpKind::Kernel }.into(),
-        op: op.into(),
-        communicator: if is_collective { COMMUNICATOR } else { 0 },
-        seq: if is_collective { seq } else { 0 },
-        count: if op == Op::Matmul { 0 } else { 1 << 20 },
-        dtype: if op == Op::Copy { DataType::Unspecified } else { DataType::Bfloat16 }.into(),
-        peer: -1,
-        function: match op {
-            Op::Copy => "cudaMemcpyAsync".into(),
-            Op::Matmul => "cublasGemmEx".into(),
-            _ => String::new(),
-        },
-        matmul: (op == Op::Matmul).then_some(Matmul { batch: 1, m: 4096, n: 1024, k: 512, ..Default::default() }),
-        entered_ns,
-        returned_ns: entered_ns + 4_000,
-        started_ns,
-        completed_ns,
-        device_ns: completed_ns.saturating_sub(started_ns),
-        status: OpStatus::Completed.into(),
         ..Default::default()
     }
 }

@@ -29,6 +29,22 @@ function barsOf(lane) {
 
 const usText = (us) => (us < 1000 ? `${Math.round(us)} µs` : us < 1e6 ? `${(us / 1000).toFixed(us < 1e4 ? 2 : 1)} ms` : `${(us / 1e6).toFixed(2)} s`);
 
+/** How far the clocks of the nodes can be trusted; empty for one node. */
+function clocksText(clocks) {
+  if (!clocks) return "";
+  const { nodes, refused, median_us: median, p99_us: p99, corrected_us: corrected } = clocks;
+  const parts = [];
+  if (median !== null) {
+    const worst = nodes - refused.length > 2 ? " on the worst node" : "";
+    parts.push(`The clocks of ${plural(nodes - refused.length, "node")} are aligned on the ends of common collectives, which then differ by ${usText(median)} in the median and ${usText(p99)} in 99 of 100 cases${worst}; realtime clocks were up to ${usText(corrected)} off.`);
+  }
+  if (refused.length) {
+    const names = refused.length > 3 ? `${refused.slice(0, 3).join(", ")} and ${refused.length - 3} more` : refused.join(", ");
+    parts.push(`Not aligned: ${names}. No collective is common to ${refused.length > 1 ? "these nodes" : "this node"} and the others, so the lanes marked with “clock?” may be shifted.`);
+  }
+  return parts.join(" ");
+}
+
 function buildLanes() {
   const section = byId("lanes");
   const L = D.lanes;
@@ -53,11 +69,13 @@ function buildLanes() {
   section.append(
     ...heading("lanes-title", "Before the hang", `One lane a rank, ${timeText(Math.round(L.span_us / 1000))} in all: communication above, kernels and copies below. A hatched bar waits for its peers; white space is time on the host.${behind} Drag to zoom; Ctrl and the wheel zoom as well.`),
     el("div", { class: "tools" }, zoomIn, zoomOut, reset, toHang, search, found),
+    el("p", { id: "lanes-clocks", class: L.clocks?.refused.length ? "lanes-clocks warning" : "lanes-clocks", hidden: !L.clocks }, clocksText(L.clocks)),
     el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy")),
     box,
     detail,
   );
 
+  const isUnaligned = (rank) => LANES.get(rank).unaligned;
   /** The rows: a culprit, the first rank of a group, or a rank of an open group. */
   function rows() {
     const list = [];
@@ -71,14 +89,15 @@ function buildLanes() {
       }
       const culprits = ranks.filter((rank) => containsRank(CULPRITS, rank));
       const others = ranks.filter((rank) => !containsRank(CULPRITS, rank));
-      for (const rank of culprits) list.push({ rank, culprit: true });
-      const shown = state.open.has(index) ? others : others.slice(0, 1);
-      shown.forEach((rank, at) => list.push({ rank, index: at === 0 && others.length > 1 ? index : null, more: at === 0 ? others.length - 1 : 0 }));
+      for (const rank of culprits) list.push({ rank, culprit: true, doubt: isUnaligned(rank) });
+      const isOpen = state.open.has(index);
+      const shown = isOpen ? others : others.slice(0, 1);
+      shown.forEach((rank, at) => list.push({ rank, index: at === 0 && others.length > 1 ? index : null, more: at === 0 ? others.length - 1 : 0, doubt: isOpen ? isUnaligned(rank) : others.some(isUnaligned) }));
     }
     const grouped = new Set(list.map(({ rank }) => rank));
     // Ranks without a dump are in no group.
     for (const { rank } of L.lanes) {
-      if (!grouped.has(rank) && !groupOf(rank)) list.push({ rank, culprit: containsRank(CULPRITS, rank), more: 0 });
+      if (!grouped.has(rank) && !groupOf(rank)) list.push({ rank, culprit: containsRank(CULPRITS, rank), more: 0, doubt: isUnaligned(rank) });
     }
     return list.sort((a, b) => Boolean(b.culprit) - Boolean(a.culprit));
   }
@@ -179,7 +198,7 @@ function buildLanes() {
     pen.font = `${row.culprit ? "700" : "500"} 12px system-ui, sans-serif`;
     const sign = row.index === undefined || row.index === null ? "" : state.open.has(row.index) ? "▾ " : "▸ ";
     const more = row.more > 0 && !state.open.has(row.index) ? ` and ${row.more} more` : "";
-    pen.fillText(`${sign}rank ${row.rank}${more}`, 8, y + 17, LABEL - 14);
+    pen.fillText(`${sign}rank ${row.rank}${more}${row.doubt ? " · clock?" : ""}`, 8, y + 17, LABEL - 14);
   }
 
   let asked = false;
@@ -292,14 +311,15 @@ function buildLanes() {
   }
 
   function describeBar(row, bars, i) {
-    const { text } = L.names[bars.name[i]];
+    const { text, partial } = L.names[bars.name[i]];
     const count = bars.count[i];
     const when = clock(bars.begin[i]);
     const parts = [`rank ${row.rank}: ${count > 1 ? `${plural(count, "operation")}, the longest ${text}` : text}`];
     if (bars.seq[i]) parts.push(`number ${bars.seq[i]}`);
     parts.push(count === 0 ? `pending since ${when}` : `${usText(bars.length[i])} from ${when}`);
-    if (bars.waited[i] && count > 0) parts.push(`${usText(bars.waited[i])} of it waiting for peers`);
-    if (!isLower(L.names[bars.name[i]].kind) && bars.begin[i] < L.waiting_from_us) parts.push("waiting is not known so early");
+    if (bars.waited[i] && count > 0) parts.push(`${partial ? "at least " : ""}${usText(bars.waited[i])} of it waiting for peers`);
+    if (partial) parts.push("other members have no timeline");
+    if (isUnaligned(row.rank)) parts.push("its clock is not aligned");
     return parts.join(", ");
   }
   const clock = (us) => `${new Date(L.from_ms + us / 1000).toISOString().slice(11, 23)} UTC`;
