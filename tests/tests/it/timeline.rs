@@ -133,7 +133,11 @@ fn launches_have_their_stacks_in_every_python() {
     let versions = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
     let pythons: Vec<PathBuf> = versions.iter().filter_map(|version| python_version(version)).collect();
     if pythons.len() < versions.len() {
-        skip(&format!("{} of {} versions of CPython are not installed", versions.len() - pythons.len(), versions.len()));
+        skip(&format!(
+            "{} of {} versions of CPython are not installed",
+            versions.len() - pythons.len(),
+            versions.len()
+        ));
     }
     let job = Job::new().with("XPU_TIMER_DUMP_STACK_COUNT", "100000");
     let script = tree().join("tests/examples/train.py");
