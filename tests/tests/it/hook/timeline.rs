@@ -67,20 +67,15 @@ const SOURCE: &str = r#"
         }
     }
 
-    /* Kernels of two streams, as fast as the device takes them. */
+    /* Kernels as fast as the device takes them. */
     static void queue(int kernels) {
-        P other;
         OK(cudaSetDevice(0));
         load("//xpu_sim\nkernel work 1000\n");
-        OK(cuStreamCreate(&other, 1));
         unsigned long long begun = now();
         puts("begun");
         fflush(stdout);
-        for (int number = 0; number < kernels; number++) {
-            launch();
-            OK(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, other, NULL, NULL));
-        }
-        while (cuStreamQuery(stream) || cuStreamQuery(other)) usleep(500);
+        for (int number = 0; number < kernels; number++) launch();
+        while (cuStreamQuery(stream)) usleep(500);
         printf("took %llu\n", now() - begun);
     }
 
@@ -300,7 +295,7 @@ fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
         let line = output.lines().find_map(|line| line.strip_prefix("took "));
         line.expect("the time").parse().unwrap()
     };
-    let mut guest = Guest::start("queue 1500", &ONE_CONNECTION);
+    let mut guest = Guest::start("queue 2500", &ONE_CONNECTION);
     guest.process.wait_for("begun\n", PATIENCE);
     let pid = guest.collector.wait_hello();
     let (mut heartbeats, mut aligned) = (Vec::new(), Vec::new());
@@ -317,7 +312,7 @@ fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
     let job = Job::new();
     fs::write(job.path("stop"), "").unwrap();
     let mut bare = job.bare(program(&job));
-    bare.args(["queue", "1500"]).current_dir(job.dir.path()).envs(ONE_CONNECTION);
+    bare.args(["queue", "2500"]).current_dir(job.dir.path()).envs(ONE_CONNECTION);
     let (with, without) = (took(&output), took(&run(&mut bare).stdout));
     let late_ns = heartbeats.iter().max().unwrap();
     println!("{with} ns with the hook, {without} ns without; {} anchors; heartbeats {late_ns} ns apart", aligned.len());
@@ -333,7 +328,7 @@ fn a_hang_with_a_full_queue_is_noticed() {
     for stuck in [300, 350, 400] {
         let fault = format!("stuck_kernel:n={stuck}");
         let more = [("XPU_SIM_FAULT", fault.as_str()), ("XPU_TIMER_HANG_TIMEOUT", "1.5")];
-        let mut guest = Guest::start("queue 1500", &[&ONE_CONNECTION[..], &more].concat());
+        let mut guest = Guest::start("queue 2500", &[&ONE_CONNECTION[..], &more].concat());
         guest.process.wait_for("begun\n", PATIENCE);
         let pid = guest.collector.wait_hello();
         // The collector notices a watcher whose record of an anchor waits for a place in the queue.
@@ -355,7 +350,7 @@ fn a_hang_with_a_full_queue_is_noticed() {
 
 #[test]
 fn a_copy_that_does_not_complete_is_a_hang() {
-    let environment = [("XPU_SIM_FAULT", "stuck_kernel:n=40"), ("XPU_TIMER_HANG_TIMEOUT", "1.5")];
+    let environment = [("XPU_SIM_FAULT", "stuck_kernel:n=400"), ("XPU_TIMER_HANG_TIMEOUT", "1.5")];
     let mut guest = Guest::start("detail", &environment);
     guest.process.wait_for("begun\n", PATIENCE);
     guest.collector.wait_hello();
