@@ -85,6 +85,8 @@ pub(super) const LARGE_FILE_NATIVE: &[&str] =
 /// The start of the C functions of a lock of Python's multiprocessing, and the name of the method.
 pub(super) const SHARED_LOCK_NATIVE: &str = "_multiprocessing_SemLock_acquire";
 pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
+/// The method of such a lock in a `with` statement, which only one process at a time enters.
+pub(super) const EXCLUSIVE_LOCK: &str = "SemLock.__enter__";
 /// The start of the function of libffi that calls a C function for Python.
 pub(super) const FOREIGN_CALL_NATIVE: &str = "ffi_call";
 /// The starts of the names of files that contain Python's interpreter.
