@@ -55,8 +55,8 @@ pub(super) struct Chain {
     pub is_closed: bool,
     /// The chain passes through a process that waits for clients too.
     pub is_served: bool,
-    /// The end holds up work that has begun: a member waits for the end of its child process, or
-    /// for a lock that only the end can hold.
+    /// The end holds up work that has begun: a member waits for the end of its child process, for
+    /// the result of a task of its pool, or for a lock that only the end can hold.
     pub is_due: bool,
 }
 
@@ -101,9 +101,18 @@ impl<'w, 'a> Chains<'w, 'a> {
         Chains { world, by_pid, by_connection, launchers }
     }
 
-    /// The end of the chain that begins at a rank.
+    /// The end of the chain that begins at a rank. The standard input of a rank comes from a
+    /// person, or from a program that replaces one, unless that program waits for work itself.
     pub fn of_rank(&self, rank_index: usize) -> End {
-        self.follow(Member::Rank(rank_index), &HashSet::new(), MAX_BRANCHES)
+        let member = Member::Rank(rank_index);
+        let is_held = |one: &Awaited| one.holders.iter().any(|holder| holder.pid != self.pid(member));
+        let awaited = self.host(member).awaited.as_ref();
+        let is_typed = awaited.is_some_and(|one| one.kind() == AwaitedKind::File && is_held(one));
+        match self.follow(member, &HashSet::new(), MAX_BRANCHES) {
+            End::Process(chain) if is_typed && !chain.is_due => End::Unknown,
+            End::Rank(_) | End::Cycle(..) if is_typed => End::Unknown,
+            end => end,
+        }
     }
 }
 
@@ -179,6 +188,8 @@ impl Chains<'_, '_> {
         if let Member::Process(index) = start {
             chain.processes.push(index);
         }
+        // The only other process that shares a lock for which a member waits.
+        let mut held = None;
         loop {
             let host = self.host(current);
             let is_first = current == start && before.is_empty();
@@ -191,7 +202,10 @@ impl Chains<'_, '_> {
                         chain.processes.push(only);
                         End::Process(Chain { is_certain: false, ..chain })
                     }
-                    _ => self.through_threads(current, chain, &seen, branches),
+                    _ => {
+                        chain.is_due |= held == Some(current);
+                        self.through_threads(current, chain, &seen, branches)
+                    }
                 };
             };
             let next = match self.next(current, awaited) {
@@ -207,7 +221,10 @@ impl Chains<'_, '_> {
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
-                Next::One(member) if !awaited.name.starts_with(LISTENS) && !self.wants_exclusive_lock(current) => member,
+                Next::One(member) if !awaited.name.starts_with(LISTENS) => {
+                    held = self.wants_exclusive_lock(current).then_some(member);
+                    member
+                }
                 next => {
                     let candidates = next.candidates();
                     match self.through_any(current, chain, &candidates, awaited, (&seen, branches)) {
@@ -270,7 +287,7 @@ impl Chains<'_, '_> {
         // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
         let inside = reached.inside.clone();
         match reached.likely_end(|state| only || state.is_stuck()) {
-            Some(end) => end.after(chain),
+            Some(end) => end.after(Chain { is_due: chain.is_due || host.awaits_result, ..chain }),
             None if chain.processes.is_empty() => End::Start,
             None if candidates.iter().any(|one| seen.contains(&one.member) && self.waits_for_child(one.member)) => {
                 let parent = candidates.iter().map(|one| one.member).find(|member| self.waits_for_child(*member));
@@ -470,9 +487,7 @@ impl Chains<'_, '_> {
         if others.is_empty() && ended.is_empty() {
             return self.on_other_node(current, awaited);
         }
-        // The standard input of a rank comes from a person, or from a program that replaces one.
-        let is_typed = awaited.kind() == AwaitedKind::File && matches!(current, Member::Rank(_));
-        if is_typed || awaited.kind() == AwaitedKind::Unspecified {
+        if awaited.kind() == AwaitedKind::Unspecified {
             return Next::Unknown;
         }
         let candidate = |holder: &&Holder| {

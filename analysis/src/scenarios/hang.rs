@@ -453,6 +453,39 @@ fn a_child_that_stands_still_is_due_if_a_process_waits_for_its_end() {
 }
 
 #[test]
+fn a_rank_whose_standard_input_a_program_writes_waits_for_what_that_program_waits_for() {
+    let judged = |engine: Stack, kind: AwaitedKind| {
+        let mut job = reads_of(engine, false);
+        awaits(&mut job, 0, "read", AwaitedKind::File, &[1050]);
+        job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited.as_mut().expect("a file").name =
+            "/dev/stdin".into();
+        chained(&mut job, 0, kind, "", &[1051]);
+        job.process(51, "tests", Stack::sleep());
+        named(&job)
+    };
+    let waits = |native: &'static str| Stack::new(&[("grade", "/job/engine.py:5")], &[native]);
+    let due = (Cause::MissingRank, HangEvidence::WaitChain, vec![1051]);
+    assert_eq!(judged(waits("wait4"), AwaitedKind::Child), due);
+    assert_eq!(judged(waits("recv"), AwaitedKind::Socket).1, HangEvidence::None);
+}
+
+#[test]
+fn a_worker_that_stands_still_is_due_if_the_program_waits_for_the_result_of_its_task() {
+    let judged = |frame: (&'static str, &str)| {
+        let native = ["sem_wait", "PyThread_acquire_lock_timed"];
+        let mut job = reads_of(Stack::new(&[frame, ("main", "/job/run.py:5")], &native), false);
+        reader_thread(&mut job, 0, AwaitedKind::Several, "", &[1000, 1051]);
+        let prompt = Stack::new(&[("debug", "/job/score.py:7")], &["read"]).with(|stack| stack.syscall = Some(0));
+        job.process(51, "worker", prompt);
+        chained(&mut job, 1, AwaitedKind::File, "/dev/pts/3", &[]);
+        named(&job)
+    };
+    let (_, hang, culprits) = judged(("Future.result", "/usr/lib/python3.11/concurrent/futures/_base.py:451"));
+    assert_eq!((hang, culprits), (HangEvidence::WaitChain, vec![1051]));
+    assert_eq!(judged(("Event.wait", "/usr/lib/python3.11/threading.py:622")).1, HangEvidence::None);
+}
+
+#[test]
 fn a_process_that_stands_still_is_due_if_only_it_can_hold_a_lock_that_another_one_wants() {
     const SHARED: &str = "/usr/lib/python3.11/multiprocessing/synchronize.py:95";
     let lock = |function: &'static str| Stack::new(&[(function, SHARED), ("store", "/job/actor.py:5")], &["sem_wait"]);

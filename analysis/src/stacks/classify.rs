@@ -271,6 +271,15 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .last()
 }
 
+/// Whether a thread waits for the result of a task that it gave to a pool or an executor.
+pub(super) fn awaits_result(frames: &[PySpyFrame]) -> bool {
+    let mut library = frames.iter().take_while(|frame| is_library(&frame.file_name));
+    library.any(|frame| {
+        patterns::RESULT_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            && contains_any(&frame.file_name, patterns::RESULT_FILES)
+    })
+}
+
 /// Whether a thread waits for the end of another thread of its process.
 pub(super) fn joins_thread(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };

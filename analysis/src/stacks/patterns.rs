@@ -276,6 +276,11 @@ pub(super) const WORKER_FILES: &[&str] = &[
     "/torch/utils/data/",
 ];
 
+/// Files of the standard library in which a thread waits for the result of a task that it gave to a
+/// pool or an executor, and the functions that wait.
+pub(super) const RESULT_FILES: &[&str] = &["/concurrent/futures/_base.py", "/multiprocessing/pool.py"];
+pub(super) const RESULT_FUNCTIONS: &[&str] = &["result", "exception", "wait", "as_completed", "get", "next"];
+
 /// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg,
 /// recvmsg.
 pub(super) const SOCKET_SYSCALLS: &[i64] = &[0, 1, 44, 45, 46, 47];

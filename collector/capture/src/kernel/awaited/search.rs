@@ -1,6 +1,6 @@
 //! A search for what one thread waits for.
 
-use std::{cell::OnceCell, collections::HashSet, time::Instant};
+use std::{cell::OnceCell, collections::HashSet, net::SocketAddr, time::Instant};
 
 use xpu_timer_proto::{
     procfs::{self, descendants_until},
@@ -21,6 +21,16 @@ pub(super) enum Operation {
     Accept,
 }
 
+/// A TCP socket of the kernel's tables.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TcpSocket {
+    pub state: u8,
+    /// 0 if the socket is closed.
+    pub inode: u64,
+    pub local: SocketAddr,
+    pub remote: Option<SocketAddr>,
+}
+
 /// The thread whose call is examined, and what is shared by all searches of a capture.
 pub(super) struct Search<'a> {
     pub pid: i32,
@@ -30,11 +40,26 @@ pub(super) struct Search<'a> {
     pub deadline: Instant,
     /// The descendants and the parent, which one call may need for each of its descriptors.
     relatives: OnceCell<(Vec<i32>, i32)>,
+    /// An event loop waits for many sockets, so the tables are read once for all of them.
+    tcp_sockets: OnceCell<Vec<TcpSocket>>,
 }
 
 impl<'a> Search<'a> {
     pub fn new(pid: i32, wchan: &'a str, open_files: &'a OpenFiles, deadline: Instant) -> Self {
-        Search { pid, wchan, open_files, deadline, relatives: OnceCell::new() }
+        Search { pid, wchan, open_files, deadline, relatives: OnceCell::new(), tcp_sockets: OnceCell::new() }
+    }
+
+    /// The TCP sockets of the network namespace of the process, as far as the time suffices.
+    pub fn tcp_sockets(&self) -> &[TcpSocket] {
+        self.tcp_sockets.get_or_init(|| {
+            let mut all = Vec::new();
+            procfs::find_tcp_socket(self.pid, Some(self.deadline), |socket| {
+                let (state, inode, remote) = (socket.state, socket.inode, socket.remote());
+                all.extend(socket.local().map(|local| TcpSocket { state, inode, local, remote }));
+                None::<()>
+            });
+            all
+        })
     }
 
     /// Describes processes: children first, then the parent, then others.

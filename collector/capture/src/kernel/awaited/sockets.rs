@@ -8,11 +8,11 @@ use std::{
 
 use xpu_timer_proto::{
     LISTENS,
-    procfs::{LISTEN, find_tcp_socket},
+    procfs::LISTEN,
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::Search;
+use super::search::{Search, TcpSocket};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
@@ -20,17 +20,16 @@ use crate::{
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
-    let own = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-        (socket.inode == inode).then(|| (socket.state, socket.local(), socket.remote()))
-    });
+    let all = search.tcp_sockets();
+    let own = all.iter().find(|socket| socket.inode == inode).map(|own| (own.state, own.local, own.remote));
     match own {
         // A listening socket has no peer.
-        Some((LISTEN, Some(local), _)) => socket(format!("{LISTENS} to {local}"), Vec::new()),
-        Some((_, Some(local), Some(remote))) => {
-            let other = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-                (socket.inode != 0 && socket.local() == Some(remote) && socket.remote() == Some(local))
-                    .then_some(socket.inode)
-            });
+        Some((LISTEN, local, _)) => socket(format!("{LISTENS} to {local}"), Vec::new()),
+        Some((_, local, Some(remote))) => {
+            let is_other = |socket: &&TcpSocket| {
+                socket.inode != 0 && socket.local == remote && socket.remote == Some(local)
+            };
+            let other = all.iter().find(is_other).map(|socket| socket.inode);
             // A peer that has not accepted the connection has no descriptor for it yet.
             let owner = other.map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
             let is_here = remote.ip().is_loopback() || remote.ip() == local.ip();
@@ -68,11 +67,11 @@ fn owners(search: &Search<'_>, inode: u64) -> Vec<Holder> {
 
 /// The processes of this machine that listen at an address.
 fn listeners(search: &Search<'_>, address: SocketAddr) -> Vec<Holder> {
-    let listener = find_tcp_socket(search.pid, Some(search.deadline), |socket| {
-        let local = socket.local().filter(|_| socket.state == LISTEN)?;
-        (local.port() == address.port() && (local.ip() == address.ip() || local.ip().is_unspecified()))
-            .then_some(socket.inode)
-    });
+    let listens = |socket: &&TcpSocket| {
+        let ip = socket.local.ip();
+        socket.state == LISTEN && socket.local.port() == address.port() && (ip == address.ip() || ip.is_unspecified())
+    };
+    let listener = search.tcp_sockets().iter().find(listens).map(|socket| socket.inode);
     listener.map_or_else(Vec::new, |inode| owners(search, inode))
 }
 
