@@ -113,6 +113,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         awaited,
         thread_waits,
         timed,
+        awaits_result,
         connections,
     } = stacks::read(dump, training);
     HostFacts {
@@ -166,6 +167,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
             .map(|ThreadWait { awaited, own }| HostThreadWait { awaited: Some(awaited), own })
             .collect(),
         timed,
+        awaits_result,
         caller: location.caller,
         pid,
         command,
@@ -214,6 +216,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         awaited: facts.awaited.clone(),
         thread_waits: facts.thread_waits.iter().filter_map(thread_wait).collect(),
         timed: facts.timed,
+        awaits_result: facts.awaits_result,
         moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,

@@ -55,6 +55,9 @@ pub(super) struct Chain {
     pub is_closed: bool,
     /// The chain passes through a process that waits for clients too.
     pub is_served: bool,
+    /// The end holds up work that has begun: a member waits for the end of its child process, for
+    /// the result of a task of its pool, or for a lock that only the end can hold.
+    pub is_due: bool,
 }
 
 /// What all processes wait for.
@@ -63,6 +66,8 @@ pub(super) struct Chains<'w, 'a> {
     by_pid: HashMap<(&'w str, i32), Member>,
     /// By the local and the remote address.
     by_connection: HashMap<(&'w str, &'w str), Vec<Member>>,
+    /// The known processes from which ranks descend. They wait for the ends of these all the time.
+    launchers: HashSet<Member>,
 }
 
 impl<'w, 'a> Chains<'w, 'a> {
@@ -85,22 +90,36 @@ impl<'w, 'a> Chains<'w, 'a> {
                 by_connection.entry((&connection.local, &connection.remote)).or_default().push(member);
             }
         }
-        Chains { world, by_pid, by_connection }
+        let mut launchers = HashSet::new();
+        for view in &world.views {
+            let mut above = Some((view.node().unwrap_or_default(), view.host.parent_pid));
+            while let Some(member) = above.and_then(|id| by_pid.get(&id)).filter(|member| launchers.insert(**member)) {
+                let host = host(world, *member);
+                above = above.map(|(node, _)| (node, host.parent_pid));
+            }
+        }
+        Chains { world, by_pid, by_connection, launchers }
     }
 
-    /// The end of the chain that begins at a rank.
+    /// The end of the chain that begins at a rank. The standard input of a rank comes from a
+    /// person, or from a program that replaces one, unless that program waits for work itself.
     pub fn of_rank(&self, rank_index: usize) -> End {
-        self.follow(Member::Rank(rank_index), &HashSet::new(), MAX_BRANCHES)
+        let member = Member::Rank(rank_index);
+        let is_held = |one: &Awaited| one.holders.iter().any(|holder| holder.pid != self.pid(member));
+        let awaited = self.host(member).awaited.as_ref();
+        let is_typed = awaited.is_some_and(|one| one.kind() == AwaitedKind::File && is_held(one));
+        match self.follow(member, &HashSet::new(), MAX_BRANCHES) {
+            End::Process(chain) if is_typed && !chain.is_due => End::Unknown,
+            End::Rank(_) | End::Cycle(..) if is_typed => End::Unknown,
+            end => end,
+        }
     }
 }
 
 /// Facts about a member.
 impl Chains<'_, '_> {
     pub fn host(&self, member: Member) -> &Host {
-        match member {
-            Member::Rank(index) => &self.world.views[index].host,
-            Member::Process(index) => &self.world.processes[index].host,
-        }
+        host(self.world, member)
     }
 
     /// What holds the process of a member.
@@ -169,6 +188,8 @@ impl Chains<'_, '_> {
         if let Member::Process(index) = start {
             chain.processes.push(index);
         }
+        // The only other process that shares a lock for which a member waits.
+        let mut held = None;
         loop {
             let host = self.host(current);
             let is_first = current == start && before.is_empty();
@@ -181,7 +202,10 @@ impl Chains<'_, '_> {
                         chain.processes.push(only);
                         End::Process(Chain { is_certain: false, ..chain })
                     }
-                    _ => self.through_threads(current, chain, &seen, branches),
+                    _ => {
+                        chain.is_due |= held == Some(current);
+                        self.through_threads(current, chain, &seen, branches)
+                    }
                 };
             };
             let next = match self.next(current, awaited) {
@@ -197,7 +221,10 @@ impl Chains<'_, '_> {
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
-                Next::One(member) if !awaited.name.starts_with(LISTENS) => member,
+                Next::One(member) if !awaited.name.starts_with(LISTENS) => {
+                    held = self.wants_exclusive_lock(current).then_some(member);
+                    member
+                }
                 next => {
                     let candidates = next.candidates();
                     match self.through_any(current, chain, &candidates, awaited, (&seen, branches)) {
@@ -212,6 +239,7 @@ impl Chains<'_, '_> {
             if !seen.insert(next) {
                 return self.back(next, chain, before, &seen);
             }
+            chain.is_due |= self.waits_for_child(current) && !self.launchers.contains(&current);
             match next {
                 // A server that waits for the answer of a rank in a collective waits for the ranks
                 // of that collective, and one of these may be the rank at the beginning.
@@ -259,7 +287,7 @@ impl Chains<'_, '_> {
         // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
         let inside = reached.inside.clone();
         match reached.likely_end(|state| only || state.is_stuck()) {
-            Some(end) => end.after(chain),
+            Some(end) => end.after(Chain { is_due: chain.is_due || host.awaits_result, ..chain }),
             None if chain.processes.is_empty() => End::Start,
             None if candidates.iter().any(|one| seen.contains(&one.member) && self.waits_for_child(one.member)) => {
                 let parent = candidates.iter().map(|one| one.member).find(|member| self.waits_for_child(*member));
@@ -338,6 +366,12 @@ impl Chains<'_, '_> {
         awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
     }
 
+    /// Whether the main thread of a process waits for a lock that one process at a time can hold.
+    fn wants_exclusive_lock(&self, member: Member) -> bool {
+        let observed = &self.host(member).observed;
+        observed.activity == Activity::Lock && stacks::is_exclusive_lock(&observed.witness)
+    }
+
     /// Whether the main thread of a process may wait for another thread: it waits for no process,
     /// and not for its device.
     fn may_wait_for_threads(&self, member: Member) -> bool {
@@ -366,7 +400,9 @@ impl Chains<'_, '_> {
         let leads_back = reached.ends.is_empty() && !reached.is_open;
         let inside = reached.inside.clone();
         if let Some(end) = reached.likely_end(|state| agree || state.is_stuck()) {
-            return Ok(end.after(Chain { is_served: serves || chain.is_served, ..chain }));
+            chain.is_served |= serves;
+            chain.is_due |= self.is_held(current, &end, candidates);
+            return Ok(end.after(chain));
         }
         let is_process = !chain.processes.is_empty();
         if serves {
@@ -381,6 +417,20 @@ impl Chains<'_, '_> {
             Some(member) => Err((chain, member)),
             None => Ok(End::Unknown),
         }
+    }
+
+    /// Whether a process waits for a lock that only the last process of a chain can hold: all other
+    /// processes that share the lock wait for locks or for the end of a child themselves.
+    fn is_held(&self, current: Member, end: &End, candidates: &[Candidate]) -> bool {
+        let End::Process(chain) = end else { return false };
+        let last = chain.processes.last().map(|index| Member::Process(*index));
+        let waits = |member: Member| {
+            let awaited = self.host(member).awaited.as_ref().map(Awaited::kind);
+            matches!(awaited, Some(AwaitedKind::Semaphore | AwaitedKind::SharedMemory | AwaitedKind::Child))
+        };
+        self.wants_exclusive_lock(current)
+            && candidates.iter().any(|one| Some(one.member) == last)
+            && candidates.iter().all(|one| Some(one.member) == last || waits(one.member))
     }
 
     /// Follows each candidate that the chain has not met.
@@ -437,9 +487,7 @@ impl Chains<'_, '_> {
         if others.is_empty() && ended.is_empty() {
             return self.on_other_node(current, awaited);
         }
-        // The standard input of a rank comes from a person, or from a program that replaces one.
-        let is_typed = awaited.kind() == AwaitedKind::File && matches!(current, Member::Rank(_));
-        if is_typed || awaited.kind() == AwaitedKind::Unspecified {
+        if awaited.kind() == AwaitedKind::Unspecified {
             return Next::Unknown;
         }
         let candidate = |holder: &&Holder| {
@@ -518,6 +566,13 @@ impl Chains<'_, '_> {
     }
 }
 
+fn host<'w>(world: &'w World<'_>, member: Member) -> &'w Host {
+    match member {
+        Member::Rank(index) => &world.views[index].host,
+        Member::Process(index) => &world.processes[index].host,
+    }
+}
+
 /// Whether a wait is for the other end of a pipe or of a socket.
 pub(super) fn is_stream(kind: AwaitedKind) -> bool {
     matches!(kind, AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several)
@@ -586,7 +641,14 @@ impl Branches {
         if !self.agree() {
             self.ends.retain(|(_, state, _)| state.cannot_continue());
         }
-        if self.agree() { self.ends.pop().map(|(.., end)| end) } else { None }
+        if !self.agree() {
+            return None;
+        }
+        let is_due = self.ends.iter().any(|(.., end)| matches!(end, End::Process(chain) if chain.is_due));
+        match self.ends.pop()?.2 {
+            End::Process(chain) => Some(End::Process(Chain { is_due, ..chain })),
+            end => Some(end),
+        }
     }
 }
 
@@ -596,8 +658,9 @@ impl End {
         match self {
             End::Process(behind) => {
                 chain.processes.extend(behind.processes);
-                let is_served = chain.is_served || behind.is_served;
-                End::Process(Chain { is_certain: false, is_closed: behind.is_closed, is_served, ..chain })
+                chain.is_served |= behind.is_served;
+                chain.is_due |= behind.is_due;
+                End::Process(Chain { is_certain: false, is_closed: behind.is_closed, ..chain })
             }
             end => end,
         }

@@ -28,6 +28,10 @@ pub(crate) struct ProcessWait {
     /// The chain passes through a process that waits for clients too, so the process at the end may
     /// be another client.
     pub is_served: bool,
+    /// The process at the end stands still and holds up work that has begun: a process of the chain
+    /// waits for the end of its child, for the result of a task of its pool, or for a lock that only
+    /// the process at the end can hold.
+    pub is_due: bool,
     /// Members of the chain wait for each other.
     pub mutual: Option<Mutual>,
 }
@@ -49,7 +53,7 @@ impl ProcessWait {
 
     /// Whether the process at the end can never answer, even if no rank waits in an operation.
     pub fn proves_hang(&self) -> bool {
-        !self.is_served && (self.state.cannot_continue() || self.is_closed)
+        !self.is_served && (self.state.cannot_continue() || self.is_closed || self.is_due)
     }
 }
 
@@ -121,11 +125,14 @@ fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
 
 impl ProcessWait {
     fn new(chains: &Chains<'_, '_>, waiter: usize, chain: Chain, mutual: Option<Mutual>) -> Self {
-        let Chain { processes, is_certain, is_closed, is_served } = chain;
+        let Chain { processes, is_certain, is_closed, is_served, is_due } = chain;
         let end = processes.last().copied().unwrap_or_default();
         let is_own = chains.descend_from(waiter, &processes);
-        let state = chains.state(Member::Process(end));
-        ProcessWait { waiter, chain: processes, is_certain, is_own, state, is_closed, is_served, mutual }
+        let end = Member::Process(end);
+        let state = chains.state(end);
+        let stands = chains.host(end).moved.is_some_and(|moved| !moved.is_progress() && !moved.helper_progressed);
+        let is_due = is_due && stands;
+        ProcessWait { waiter, chain: processes, is_certain, is_own, state, is_closed, is_served, is_due, mutual }
     }
 }
 

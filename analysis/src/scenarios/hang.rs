@@ -434,6 +434,80 @@ fn a_silent_rank_hangs_if_only_its_own_threads_could_wake_it() {
 }
 
 #[test]
+fn a_child_that_stands_still_is_due_if_a_process_waits_for_its_end() {
+    let waits = || Stack::new(&[("grade", "/job/engine.py:5")], &["wait4"]);
+    let judged = |child: Stack, parent: i32| {
+        let mut job = reads_of(waits(), false);
+        chained(&mut job, 0, AwaitedKind::Child, "", &[1051]);
+        job.process(51, "solution", child);
+        job.rank(0).dump.as_mut().expect("a dump").parent_pid = parent;
+        named(&job)
+    };
+    let polls = || Stack::sleep().with(|stack| stack.switches = 25);
+    assert_eq!(judged(polls(), 1), (Cause::MissingRank, HangEvidence::WaitChain, vec![1051]));
+    assert_eq!(judged(polls().was_at("compile", "/job/solution.py:7"), 1).1, HangEvidence::None, "it makes progress");
+    // A launcher waits for the end of the job's processes all the time.
+    assert_eq!(judged(polls(), 1050).1, HangEvidence::None);
+    // Nobody waits for the end of an evaluator that polls for a checkpoint.
+    assert_eq!(hang(&reads_of(polls(), false)), HangEvidence::None);
+}
+
+#[test]
+fn a_rank_whose_standard_input_a_program_writes_waits_for_what_that_program_waits_for() {
+    let judged = |engine: Stack, kind: AwaitedKind| {
+        let mut job = reads_of(engine, false);
+        awaits(&mut job, 0, "read", AwaitedKind::File, &[1050]);
+        job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited.as_mut().expect("a file").name =
+            "/dev/stdin".into();
+        chained(&mut job, 0, kind, "", &[1051]);
+        job.process(51, "tests", Stack::sleep());
+        named(&job)
+    };
+    let waits = |native: &'static str| Stack::new(&[("grade", "/job/engine.py:5")], &[native]);
+    let due = (Cause::MissingRank, HangEvidence::WaitChain, vec![1051]);
+    assert_eq!(judged(waits("wait4"), AwaitedKind::Child), due);
+    assert_eq!(judged(waits("recv"), AwaitedKind::Socket).1, HangEvidence::None);
+}
+
+#[test]
+fn a_worker_that_stands_still_is_due_if_the_program_waits_for_the_result_of_its_task() {
+    let judged = |frame: (&'static str, &str)| {
+        let native = ["sem_wait", "PyThread_acquire_lock_timed"];
+        let mut job = reads_of(Stack::new(&[frame, ("main", "/job/run.py:5")], &native), false);
+        reader_thread(&mut job, 0, AwaitedKind::Several, "", &[1000, 1051]);
+        let prompt = Stack::new(&[("debug", "/job/score.py:7")], &["read"]).with(|stack| stack.syscall = Some(0));
+        job.process(51, "worker", prompt);
+        chained(&mut job, 1, AwaitedKind::File, "/dev/pts/3", &[]);
+        named(&job)
+    };
+    let (_, hang, culprits) = judged(("Future.result", "/usr/lib/python3.11/concurrent/futures/_base.py:451"));
+    assert_eq!((hang, culprits), (HangEvidence::WaitChain, vec![1051]));
+    assert_eq!(judged(("Event.wait", "/usr/lib/python3.11/threading.py:622")).1, HangEvidence::None);
+}
+
+#[test]
+fn a_process_that_stands_still_is_due_if_only_it_can_hold_a_lock_that_another_one_wants() {
+    const SHARED: &str = "/usr/lib/python3.11/multiprocessing/synchronize.py:95";
+    let lock = |function: &'static str| Stack::new(&[(function, SHARED), ("store", "/job/actor.py:5")], &["sem_wait"]);
+    let judged = |wants: Stack, third: AwaitedKind| {
+        let mut job = Job::with_world(1, 30);
+        job.trigger(TriggerKind::Idle);
+        awaits(&mut job, 0, "sem_wait", AwaitedKind::Semaphore, &[1050, 1051, 1052]);
+        job.process(50, "actor", wants);
+        chained(&mut job, 0, AwaitedKind::Semaphore, "", &[1000, 1051, 1052]);
+        job.process(51, "actor", Stack::new(&[("main", "/job/actor.py:9")], &["wait4"]));
+        chained(&mut job, 1, third, "", &[1052]);
+        job.process(52, "actor", Stack::sleep());
+        named(&job)
+    };
+    let held = (Cause::MissingRank, HangEvidence::WaitChain, vec![1052]);
+    assert_eq!(judged(lock("SemLock.__enter__"), AwaitedKind::Semaphore), held);
+    // A counter of messages is not held, and the lock of a queue may be held by the one that reads.
+    assert_eq!(judged(lock("Condition.wait"), AwaitedKind::Semaphore).1, HangEvidence::None);
+    assert_eq!(judged(lock("SemLock.__enter__"), AwaitedKind::Pipe).1, HangEvidence::None);
+}
+
+#[test]
 fn a_rank_alone_that_waits_for_its_device_is_no_proof_of_a_hang() {
     let mut job = Job::with_world(1, 30);
     job.trigger(TriggerKind::Idle);

@@ -271,6 +271,15 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .last()
 }
 
+/// Whether a thread waits for the result of a task that it gave to a pool or an executor.
+pub(super) fn awaits_result(frames: &[PySpyFrame]) -> bool {
+    let mut library = frames.iter().take_while(|frame| is_library(&frame.file_name));
+    library.any(|frame| {
+        patterns::RESULT_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            && contains_any(&frame.file_name, patterns::RESULT_FILES)
+    })
+}
+
 /// Whether a thread waits for the end of another thread of its process.
 pub(super) fn joins_thread(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
@@ -345,7 +354,14 @@ fn locks(thread: &Thread<'_>) -> Option<String> {
     let mut native = thread.native.into_iter().flat_map(|thread| &thread.frames);
     let shared = native.any(|frame| frame.module.contains(patterns::SHARED_LOCK_MODULE))
         || thread.python().first().is_some_and(|frame| frame.file_name.contains(patterns::SHARED_LOCK_FILE));
-    Some(if shared { patterns::SHARED_LOCK.to_owned() } else { lock })
+    let enters = |frame: &PySpyFrame| {
+        frame.file_name.contains(patterns::SHARED_LOCK_FILE) && unqualified(&frame.func_name) == "__enter__"
+    };
+    Some(match thread.python().first() {
+        Some(frame) if enters(frame) => patterns::EXCLUSIVE_LOCK.to_owned(),
+        _ if shared => patterns::SHARED_LOCK.to_owned(),
+        _ => lock,
+    })
 }
 
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
@@ -375,7 +391,13 @@ pub(crate) fn is_file_lock(witness: &str) -> bool {
 /// Whether a witness of [`Activity::Lock`] is a lock that processes
 /// share.
 pub(crate) fn is_shared_lock(witness: &str) -> bool {
-    witness == patterns::SHARED_LOCK
+    witness == patterns::SHARED_LOCK || is_exclusive_lock(witness)
+}
+
+/// Whether a witness of [`Activity::Lock`] is a lock that processes share, and that one process at
+/// a time can hold.
+pub(crate) fn is_exclusive_lock(witness: &str) -> bool {
+    witness == patterns::EXCLUSIVE_LOCK
 }
 
 /// Whether a witness of [`Activity::Running`] is a function of NCCL.

@@ -108,6 +108,8 @@ pub(crate) struct Host {
     pub thread_waits: Vec<ThreadWait>,
     /// The main thread or another thread of the program waits with a timeout. `None` if unknown.
     pub timed: Option<bool>,
+    /// The main thread waits for the result of a task that it gave to a pool or an executor.
+    pub awaits_result: bool,
     /// Its TCP connections to other machines.
     pub connections: Vec<TcpConnection>,
 }

@@ -85,6 +85,8 @@ pub(super) const LARGE_FILE_NATIVE: &[&str] =
 /// The start of the C functions of a lock of Python's multiprocessing, and the name of the method.
 pub(super) const SHARED_LOCK_NATIVE: &str = "_multiprocessing_SemLock_acquire";
 pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
+/// The method of such a lock in a `with` statement, which only one process at a time enters.
+pub(super) const EXCLUSIVE_LOCK: &str = "SemLock.__enter__";
 /// The start of the function of libffi that calls a C function for Python.
 pub(super) const FOREIGN_CALL_NATIVE: &str = "ffi_call";
 /// The starts of the names of files that contain Python's interpreter.
@@ -273,6 +275,11 @@ pub(super) const WORKER_FILES: &[&str] = &[
     "/pexpect/",
     "/torch/utils/data/",
 ];
+
+/// Files of the standard library in which a thread waits for the result of a task that it gave to a
+/// pool or an executor, and the functions that wait.
+pub(super) const RESULT_FILES: &[&str] = &["/concurrent/futures/_base.py", "/multiprocessing/pool.py"];
+pub(super) const RESULT_FUNCTIONS: &[&str] = &["result", "exception", "wait", "as_completed", "get", "next"];
 
 /// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg,
 /// recvmsg.

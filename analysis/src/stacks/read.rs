@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use xpu_timer_proto::server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace, TcpConnection};
 
 use super::{
-    classify::{classify_without, receives},
+    classify::{awaits_result, classify_without, receives},
     helpers,
     host::{
         BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, ThreadWait, in_same_function, movement,
@@ -104,6 +104,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaited: awaited(before.and_then(|before| before.0), main.0),
         thread_waits,
         timed,
+        awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         connections: connections(dump),
         observed,
     }

@@ -17,4 +17,5 @@ pub(crate) mod consistency;
 pub(crate) mod counting;
 pub(crate) mod frames;
 pub(crate) mod reader;
+mod tasks;
 mod threads;

@@ -927,6 +927,9 @@ pub struct HostFacts {
     /// Its TCP connections to other machines.
     #[prost(message, repeated, tag = "22")]
     pub tcp_connections: ::prost::alloc::vec::Vec<super::server::TcpConnection>,
+    /// The main thread waits for the result of a task that it gave to a pool or an executor.
+    #[prost(bool, tag = "23")]
+    pub awaits_result: bool,
     /// Libraries of the process whose versions known defects depend on.
     #[prost(message, repeated, tag = "30")]
     pub libraries: ::prost::alloc::vec::Vec<super::server::Library>,

@@ -12,17 +12,14 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use xpu_timer_analysis::{
     Cause, Confidence, Verdict, VerdictKind,
     calibration::{FIRST_RUNS, HIGH, Tally, confidence, kind_of, probability},
-    condense, condense_process,
 };
 use xpu_timer_tests::tree;
 
 use crate::{
     record, scenario,
-    score::Reported,
     variants::{Blame, KnownHang, judge_many},
     written,
 };
@@ -88,24 +85,12 @@ pub fn add(output: &Path) -> Result<()> {
 /// The decisive verdict of a program that wrote its truth; `None` without any.
 fn row(name: &str, folder: &Path) -> Result<Option<Row>> {
     let truth = written::pids(&folder.join("truth.json"))?;
-    let mut incidents: Vec<PathBuf> = Vec::new();
-    for entry in fs::read_dir(folder.join("timeline"))? {
-        let path = entry?.path();
-        if !path.is_symlink() && path.join("verdict.json").exists() {
-            incidents.push(path);
-        }
-    }
-    incidents.sort();
-    let verdicts: Vec<Value> = incidents
-        .iter()
-        .map(|incident| Ok(serde_json::from_slice(&fs::read(incident.join("verdict.json"))?)?))
-        .collect::<Result<_>>()?;
-    let reported: Vec<Reported> = verdicts.iter().map(Reported::of_processes).collect::<Result<_>>()?;
-    let Some((index, culprits)) = written::decisive(&reported, &truth) else { return Ok(None) };
-    let verdict: Verdict = serde_json::from_value(verdicts[index].clone())?;
+    let Some(found) = written::decisive_incident(folder, &truth)? else { return Ok(None) };
+    let culprits = found.culprits;
+    let verdict: Verdict = serde_json::from_value(found.verdict)?;
     let kind = match verdict.kind {
         Some(kind) => kind,
-        None => kind_of(&scenario::evidence(&incidents[index])?, &verdict),
+        None => kind_of(&scenario::evidence(&found.folder)?, &verdict),
     };
     Ok(Some(Row {
         scenario: name.to_owned(),
@@ -254,9 +239,7 @@ fn of_folder(output: &Path) -> Result<Vec<KnownHang>> {
         if !truth.exists() || !latest.exists() {
             continue;
         }
-        let mut evidence = scenario::evidence(&latest)?;
-        evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, record::OPERATIONS)).collect();
-        evidence.processes = evidence.processes.iter().map(condense_process).collect();
+        let evidence = record::condensed(scenario::evidence(&latest)?);
         let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         hangs.push(KnownHang { name, evidence, blame: Blame::Pids(written::pids(&truth)?) });
     }
@@ -277,6 +260,7 @@ pub fn run(count: usize, output: Option<&Path>) -> Result<bool> {
     print_reliability(&rows, "file of programs", program);
     ensure!(tallies == FIRST_RUNS, "the table of the judge is old: run cargo xtask bless");
     let mut hangs = record::hangs()?;
+    hangs.extend(record::programs()?);
     let recorded = hangs.len();
     hangs.extend(output.map(of_folder).transpose()?.unwrap_or_default());
     println!("\nVariants of {recorded} recordings and {} runs", hangs.len() - recorded);

@@ -11,7 +11,7 @@ mod score;
 mod variants;
 mod written;
 
-use std::{io::Write, path::PathBuf, process::ExitCode};
+use std::{io::Write, path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Parser, ValueEnum};
 use xpu_timer_analysis::judge;
@@ -30,6 +30,9 @@ enum Command {
         /// Only scenarios with ranks, or only those whose programs start all processes themselves
         #[arg(long)]
         kind: Option<Kind>,
+        /// Only healthy and idle programs, each for eight minutes
+        #[arg(long)]
+        long: bool,
         /// Number of jobs that run at the same time
         #[arg(long, default_value_t = 3)]
         jobs: usize,
@@ -82,6 +85,9 @@ enum Command {
     List,
 }
 
+/// How long each program of a long run is watched: 60 of them take eight hours of real time in all.
+const LONG: Duration = Duration::from_secs(480);
+
 /// How the processes of a scenario are started.
 #[derive(Clone, Copy, ValueEnum)]
 enum Kind {
@@ -104,7 +110,7 @@ fn main() -> ExitCode {
 
 fn work(command: Command) -> anyhow::Result<bool> {
     match command {
-        Command::Run { filter, kind, jobs, output, kill } => {
+        Command::Run { filter, kind, long, jobs, output, kill } => {
             end_jobs_on_signal();
             let mut scenarios = corpus::runnable(filter.as_deref())?;
             let is_wanted = |scenario: &Scenario| match kind {
@@ -113,6 +119,9 @@ fn work(command: Command) -> anyhow::Result<bool> {
                 None => true,
             };
             scenarios.retain(is_wanted);
+            if long {
+                scenarios = scenarios.into_iter().filter_map(|scenario| scenario.lasting(LONG)).collect();
+            }
             let results = run::all(scenarios, jobs, &output, kill)?;
             Ok(score::report(&results, &output))
         }
@@ -121,12 +130,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
             Ok(score::report(&results, &output))
         }
         Command::Record { filter, output } => {
-            let hangs = corpus::matching(filter.as_deref())?.into_iter().filter(Scenario::hangs);
-            let incident = |scenario: Scenario| {
-                let folder = scenario.incident(&output);
-                (scenario, folder)
-            };
-            record::write(&hangs.map(incident).collect::<Vec<_>>())?;
+            record::write(&corpus::runnable(filter.as_deref())?, &output)?;
             Ok(true)
         }
         Command::Judge { folder, json } => {

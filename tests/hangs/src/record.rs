@@ -4,41 +4,77 @@
 //! A file contains the condensed evidence: host facts in place of stacks, and the newest operations
 //! of each flight record. All files are in one archive.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result};
-use xpu_timer_analysis::condense;
+use xpu_timer_analysis::{condense, condense_process};
 use xpu_timer_proto::{Message, v1::Evidence};
 use xpu_timer_tests::{read_archive, tree, write_archive};
 
 use crate::{
     corpus,
-    scenario::{self, Scenario, Truth},
+    scenario::{self, Expected, Scenario, Truth},
+    score::Reported,
     variants::{Blame, KnownHang},
+    written::{self, Written},
 };
 
 /// Number of completed operations of each rank that are kept.
-pub const OPERATIONS: usize = 96;
+const OPERATIONS: usize = 96;
 
-/// The archive with the recorded evidence of all scenarios, one file each.
+/// The archive with the recorded evidence of all scenarios, one file each. The truth of a program
+/// that wrote it when it ran is a second file.
 fn archive() -> PathBuf {
     tree().join("tests/hangs/recorded.zip")
 }
 
-/// The name of a scenario's file in the archive.
-fn name(scenario: &Scenario) -> String {
-    format!("{}.pb", scenario.name)
+/// The endings of the names of these files.
+const EVIDENCE: &str = ".pb";
+const TRUTH: &str = ".json";
+
+/// Evidence with facts in place of stacks, and with the newest operations of each flight record.
+pub fn condensed(evidence: Evidence) -> Evidence {
+    let ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
+    let processes = evidence.processes.iter().map(condense_process).collect();
+    Evidence { ranks, processes, ..evidence }
 }
 
-/// Records the evidence of incident folders for their scenarios. Other scenarios keep theirs.
-pub fn write(incidents: &[(Scenario, PathBuf)]) -> Result<()> {
+/// Records the evidence of an earlier run's folders for the hangs among these scenarios. Other
+/// scenarios keep theirs, and so does a program whose verdict was not right.
+///
+/// # Errors
+/// When a file cannot be read or written.
+pub fn write(scenarios: &[Scenario], output: &Path) -> Result<()> {
     let mut files = if archive().exists() { read_archive(&archive())? } else { BTreeMap::new() };
-    for (scenario, incident) in incidents {
-        let mut evidence = scenario::evidence(incident)?;
-        evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
-        files.insert(name(scenario), evidence.encode_to_vec());
+    for scenario in scenarios {
+        let name = &scenario.name;
+        let folder = match scenario.truth {
+            Truth::Hang { .. } => scenario.incident(output),
+            Truth::Written(Expected::Hang) => {
+                let run = output.join(name);
+                let text = std::fs::read(run.join("truth.json")).with_context(|| name.clone())?;
+                let truth = written::parse(&text)?;
+                let found = written::decisive_incident(&run, &truth.culprits)?;
+                let Some(found) = found.filter(|found| is_right(&truth, found)) else {
+                    println!("{name} is not recorded, because its verdict was not right");
+                    continue;
+                };
+                files.insert(format!("{name}{TRUTH}"), text);
+                found.folder
+            }
+            _ => continue,
+        };
+        files.insert(format!("{name}{EVIDENCE}"), condensed(scenario::evidence(&folder)?).encode_to_vec());
     }
     write_archive(&archive(), &files)
+}
+
+fn is_right(truth: &Written, found: &written::Decisive) -> bool {
+    let cause = Reported::of(&found.verdict).map(|reported| reported.cause).unwrap_or_default();
+    found.culprits == truth.culprits && truth.causes.iter().any(|accepted| accepted.name() == cause)
 }
 
 /// All hangs of the corpus with their recorded evidence.
@@ -46,10 +82,22 @@ fn recorded() -> Result<Vec<(Scenario, Evidence)>> {
     let mut files = read_archive(&archive())?;
     let hangs = corpus::matching(None)?.into_iter().filter(Scenario::hangs);
     let with_evidence = |scenario: Scenario| {
-        let bytes = files.remove(&name(&scenario)).with_context(|| format!("{} is not recorded", scenario.name))?;
+        let file = files.remove(&format!("{}{EVIDENCE}", scenario.name));
+        let bytes = file.with_context(|| format!("{} is not recorded", scenario.name))?;
         Ok((scenario, Evidence::decode(&bytes[..])?))
     };
     hangs.map(with_evidence).collect()
+}
+
+/// All recorded programs that wrote their truths, with their names.
+fn recorded_programs() -> Result<Vec<(String, Written, Evidence)>> {
+    let files = read_archive(&archive())?;
+    let truths = files.iter().filter_map(|(name, text)| Some((name.strip_suffix(TRUTH)?, text)));
+    let with_evidence = |(name, text): (&str, &Vec<u8>)| {
+        let bytes = files.get(&format!("{name}{EVIDENCE}")).with_context(|| name.to_owned())?;
+        Ok((name.to_owned(), written::parse(text)?, Evidence::decode(&bytes[..])?))
+    };
+    truths.map(with_evidence).collect()
 }
 
 /// All recorded hangs, to judge variants of them.
@@ -66,16 +114,26 @@ pub fn hangs() -> Result<Vec<KnownHang>> {
     Ok(recorded()?.into_iter().filter_map(known).collect())
 }
 
+/// All recorded programs that wrote their truths, to judge variants of them.
+///
+/// # Errors
+/// When the archive cannot be read.
+pub fn programs() -> Result<Vec<KnownHang>> {
+    let known = |(name, truth, evidence): (String, Written, Evidence)| KnownHang {
+        name,
+        evidence,
+        blame: Blame::Pids(truth.culprits),
+    };
+    Ok(recorded_programs()?.into_iter().map(known).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use xpu_timer_analysis::{Cause, HangEvidence, judge};
     use xpu_timer_proto::server::Library;
 
     use super::*;
-    use crate::{
-        score::Reported,
-        variants::{DAMAGES, Numbers, judge_many},
-    };
+    use crate::variants::{DAMAGES, Numbers, judge_many};
 
     /// Maximum length of a sentence. Longer ones repeat something.
     const MOST_LETTERS: usize = 360;
@@ -147,6 +205,23 @@ mod tests {
     }
 
     #[test]
+    fn every_recorded_program_is_judged_right() {
+        let programs = recorded_programs().expect("recorded evidence");
+        assert!(programs.len() >= 30, "{} programs are recorded", programs.len());
+        let mut wrong = Vec::new();
+        for (name, truth, evidence) in programs {
+            let verdict = judge(&evidence);
+            let value = serde_json::to_value(&verdict).expect("a verdict is JSON");
+            let reported = Reported::of_processes(&value).expect("a verdict has all fields");
+            let is_hang = verdict.hang != HangEvidence::None;
+            if reported.culprits != truth.culprits || !truth.causes.contains(&verdict.cause) || !is_hang {
+                wrong.push(format!("{name}: {} {:?}: {}", verdict.cause, reported.culprits, reported.sentence));
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
+    #[test]
     fn no_recorded_hang_is_a_known_defect_whatever_versions_are_loaded() {
         // A version that is affected by each defect that the records alone can show.
         const LOADED: [(&str, &str); 4] =
@@ -200,6 +275,9 @@ mod tests {
         let judged = judge_many(&hangs, hangs.len() * VARIANTS / 2, 2);
         assert!(judged.wrong.is_empty(), "{judged}");
         assert!(judged.high * 4 > judged.all, "{judged}");
+        let programs = programs().expect("recorded evidence");
+        let judged = judge_many(&programs, programs.len() * VARIANTS / 2, 2);
+        assert!(judged.wrong.is_empty(), "{judged}");
     }
 
     #[test]

@@ -23,6 +23,9 @@ use crate::{
 /// Time from the start of the processes to the end of the first incident.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Time from the start of a program that ends by itself to its end. A long run takes eight minutes.
+const END_WITHIN: Duration = Duration::from_secs(600);
+
 /// Time to watch an even run after its ranks have been compared. A comparison covers at most the
 /// last minute.
 const LONG_ENOUGH: Duration = Duration::from_secs(25);
@@ -218,7 +221,7 @@ fn ended(job: &Job, incident: &Incident) -> Result<()> {
 fn end(mut ranks: Process) -> Result<Output> {
     let start = Instant::now();
     while ranks.try_wait().is_none() {
-        ensure!(start.elapsed() < PATIENCE, "the job has not ended within {PATIENCE:?}");
+        ensure!(start.elapsed() < END_WITHIN, "the job has not ended within {END_WITHIN:?}");
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(ranks.wait(PATIENCE))

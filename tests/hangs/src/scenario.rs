@@ -72,6 +72,9 @@ pub enum Expected {
     Quiet(Duration),
 }
 
+/// The option of `hybrid.py` with the time for which it trains.
+const SECONDS: &str = "--seconds=";
+
 /// Used in place of a cause for ranks that slow a job down.
 pub const SLOW: &str = "slow";
 
@@ -103,6 +106,19 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
+    /// The same program for this time, if it is healthy or idle and can run for so long.
+    pub fn lasting(mut self, time: Duration) -> Option<Self> {
+        match self.truth {
+            Truth::Written(Expected::Quiet(_)) => self.truth = Truth::Written(Expected::Quiet(time)),
+            Truth::Healthy => {
+                let option = self.arguments.iter_mut().find(|argument| argument.starts_with(SECONDS))?;
+                *option = format!("{SECONDS}{}", time.as_secs());
+            }
+            _ => return None,
+        }
+        Some(self)
+    }
+
     /// Whether it hangs forever.
     pub fn hangs(&self) -> bool {
         matches!(self.truth, Truth::Hang { .. })
@@ -168,7 +184,7 @@ impl Scenario {
 
     /// It runs for this many seconds without anything to report.
     pub fn healthy(self, seconds: u32) -> Self {
-        self.option(&format!("--seconds={seconds}"))
+        self.option(&format!("{SECONDS}{seconds}"))
     }
 
     /// Its incident folder below `output`, or the newest mild capture if there is no incident.

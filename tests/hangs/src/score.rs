@@ -173,7 +173,9 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     let limit = CAUSES_RIGHT * 100.0;
     line(share(causes, all) >= CAUSES_RIGHT, format!("cause right in {causes} of {all} hangs (at least {limit} %)"));
     line(mistakes == 0, format!("{mistakes} wrong culprits with high confidence"));
-    line(false_alarms == 0, format!("{false_alarms} of {} healthy runs with an incident or a failure", healthy.len()));
+    let hours = healthy.iter().map(|outcome| outcome.wall).sum::<Duration>().as_secs_f64() / 3600.0;
+    let of_healthy = format!("healthy runs with an incident or a failure, in {hours:.1} hours of real time");
+    line(false_alarms == 0, format!("{false_alarms} of {} {of_healthy}", healthy.len()));
     let of_slow = "slow runs judged right, resolved by themselves and run to their end";
     line(passed == slow.len(), format!("{passed} of {} {of_slow}", slow.len()));
     let named = count(&stragglers, Outcome::culprits_right);

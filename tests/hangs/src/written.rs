@@ -4,13 +4,14 @@
 use std::{
     collections::BTreeSet,
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::Deserialize;
+use serde_json::Value;
 use xpu_timer_analysis::Cause;
 use xpu_timer_tests::{Job, Process, artifacts, http, tree};
 
@@ -38,14 +39,15 @@ const TRUTH_WITHIN: Duration = Duration::from_secs(60);
 const VERDICT_WITHIN: Duration = Duration::from_secs(25);
 
 /// What a program writes before its trouble begins.
-#[derive(Deserialize)]
-struct Written {
+#[derive(Debug, Clone, Deserialize)]
+pub struct Written {
     hang: bool,
-    /// Pids.
+    /// Pids, ascending.
     #[serde(default)]
-    culprits: Vec<u32>,
+    pub culprits: Vec<u32>,
+    /// Accepted causes.
     #[serde(default)]
-    causes: Vec<Cause>,
+    pub causes: Vec<Cause>,
 }
 
 /// All scenarios of these programs, as the programs list them.
@@ -143,10 +145,18 @@ pub fn program_of(scenario: &str) -> &str {
 /// # Errors
 /// When the file cannot be read.
 pub fn pids(truth: &Path) -> Result<Vec<u32>> {
-    let mut written: Written =
-        serde_json::from_slice(&fs::read(truth)?).with_context(|| truth.display().to_string())?;
+    let truth_of = parse(&fs::read(truth)?).with_context(|| truth.display().to_string())?;
+    Ok(truth_of.culprits)
+}
+
+/// Parses the truth that a program has written.
+///
+/// # Errors
+/// When it has another format.
+pub fn parse(text: &[u8]) -> Result<Written> {
+    let mut written: Written = serde_json::from_slice(text)?;
     written.culprits.sort_unstable();
-    Ok(written.culprits)
+    Ok(written)
 }
 
 fn names(causes: &[Cause]) -> &'static [&'static str] {
@@ -158,9 +168,7 @@ fn read(path: &Path, ranks: &mut Process) -> Result<Written> {
     let start = Instant::now();
     loop {
         if let Ok(text) = fs::read(path) {
-            let mut written: Written = serde_json::from_slice(&text).with_context(|| path.display().to_string())?;
-            written.culprits.sort_unstable();
-            return Ok(written);
+            return parse(&text).with_context(|| path.display().to_string());
         }
         if let Some(status) = ranks.try_wait() {
             bail!("the program ended ({status}) before it wrote the truth; {}", tail(&ranks.stderr()));
@@ -200,10 +208,44 @@ fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
     }))
 }
 
+/// The incident of a finished run whose verdict counts.
+pub struct Decisive {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Its `verdict.json`.
+    pub verdict: Value,
+    /// The pids that count as its culprits, ascending.
+    pub culprits: Vec<u32>,
+}
+
+/// The incident whose verdict counts in the folder of a run, whose program wrote `culprits` as its
+/// truth. `None` without an incident.
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn decisive_incident(run: &Path, culprits: &[u32]) -> Result<Option<Decisive>> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    for entry in fs::read_dir(run.join("timeline"))? {
+        let path = entry?.path();
+        if !path.is_symlink() && path.join("verdict.json").exists() {
+            folders.push(path);
+        }
+    }
+    folders.sort();
+    let read = |folder: &PathBuf| Ok(serde_json::from_slice(&fs::read(folder.join("verdict.json"))?)?);
+    let mut verdicts: Vec<Value> = folders.iter().map(read).collect::<Result<_>>()?;
+    let reported: Vec<Reported> = verdicts.iter().map(Reported::of_processes).collect::<Result<_>>()?;
+    Ok(decisive(&reported, culprits).map(|(index, culprits)| Decisive {
+        folder: folders.swap_remove(index),
+        verdict: verdicts.swap_remove(index),
+        culprits,
+    }))
+}
+
 /// Which of several verdicts counts, and the culprits that count: a wrong accusation with high
 /// confidence, else the verdict with the right culprits, else the first one that names any, with
 /// the culprits of all: each job has an incident of its own.
-pub fn decisive(all: &[Reported], culprits: &[u32]) -> Option<(usize, Vec<u32>)> {
+fn decisive(all: &[Reported], culprits: &[u32]) -> Option<(usize, Vec<u32>)> {
     let is_mistake = |reported: &Reported| {
         reported.confidence == "high" && reported.culprits.iter().any(|pid| !culprits.contains(pid))
     };

@@ -218,9 +218,9 @@ fn a_job_that_is_stopped_and_continued_as_a_whole_is_not_an_incident() {
     assert_eq!(job.incidents().len(), 0, "{}", job.logs());
 }
 
-/// An inference server without rank variables, whose processes start each other.
-fn serve(job: &Job, scenario: &str) -> Process {
-    let program = tree().join("tests/hangs/programs/servers.py");
+/// A program of the hang corpus without rank variables, whose processes start each other.
+fn serve(job: &Job, program: &str, scenario: &str) -> Process {
+    let program = tree().join("tests/hangs/programs").join(program);
     let mut command = job.launch(python());
     command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_HANGS_TRUTH", job.dir.join("truth.json"));
     Process::spawn(command.arg(program).arg(scenario))
@@ -229,7 +229,7 @@ fn serve(job: &Job, scenario: &str) -> Process {
 #[test]
 fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
-    let _server = serve(&job, "pipe_collector_stopped");
+    let _server = serve(&job, "servers.py", "pipe_collector_stopped");
     let incident = job.wait_incident(1, PATIENCE);
     let truth = fs::read(job.dir.join("truth.json")).expect("the program writes the truth");
     let truth: Value = serde_json::from_slice(&truth).expect("JSON");
@@ -244,9 +244,35 @@ fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
 }
 
 #[test]
+fn incidents_of_several_jobs_that_wait_for_one_process_name_each_other() {
+    // Two trainers without a common communicator call one manager process, which reads from storage.
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
+    let _trainers = serve(&job, "engines.py", "manager_reads_index");
+    let named = || -> Vec<(Value, Value)> {
+        let verdicts = job.finished_incidents().into_iter().map(|incident| incident.verdict);
+        verdicts.map(|verdict| (verdict["incident"].clone(), verdict["same_culprit"].clone())).collect()
+    };
+    let start = Instant::now();
+    loop {
+        let named = named();
+        if let [(one, of_one), (other, of_other)] = &named[..]
+            && (of_one, of_other) == (&json!([other]), &json!([one]))
+        {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "{named:?}\n{}", job.logs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let incidents = job.finished_incidents();
+    let pid = |incident: &Incident| incident.verdict["culprit_processes"][0]["pid"].clone();
+    assert_ne!(pid(&incidents[0]), Value::Null, "{}", text(&incidents[0]));
+    assert_eq!(pid(&incidents[0]), pid(&incidents[1]), "{}", text(&incidents[1]));
+}
+
+#[test]
 fn an_idle_server_is_listed_as_idle_and_is_no_incident() {
     let job = Job::new().with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
-    let _server = serve(&job, "http_idle");
+    let _server = serve(&job, "servers.py", "http_idle");
     let idle = || job.status().is_ok_and(|status| status["idle"].as_array().is_some_and(|jobs| !jobs.is_empty()));
     let start = Instant::now();
     while !idle() {

@@ -36,9 +36,14 @@ struct Table {
 }
 
 impl OpenFiles {
-    /// The descriptors with this link, ascending by pid, and whether there can be no others.
+    /// The descriptors with this link, ascending by pid, and whether there can be no others. None
+    /// after the deadline. The first search reads the table for all, so its own deadline does not
+    /// cut the table short.
     pub fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
-        let table = self.table.get_or_init(|| Table::read(deadline.min(Instant::now() + TIMEOUT)));
+        if Instant::now() >= deadline {
+            return (&[], false);
+        }
+        let table = self.table.get_or_init(|| Table::read(Instant::now() + TIMEOUT));
         (table.by_link.get(link).map_or(&[], Vec::as_slice), table.complete)
     }
 }

@@ -18,8 +18,14 @@ const MANAGED_DICT_OFFSET: u64 = 3 * 8;
 /// Bits of one digit of an integer.
 const DIGIT_BITS: u32 = 30;
 
-/// Name of a string object in errors.
+/// Lower addresses are numbers and marks instead of objects.
+pub(super) const MIN_ADDRESS: u64 = 1 << 16;
+/// Maximum number of bytes of the name of a class.
+const MAX_NAME_BYTES: usize = 48;
+
+/// Names of objects in errors.
 const STRING: &str = "a string";
+const LIST: &str = "a list";
 
 /// The characters of a string: their address, their number, and the bytes of each.
 pub(super) struct Characters {
@@ -228,6 +234,48 @@ pub(super) fn attributes<const N: usize>(
         }
     }
     Ok(found)
+}
+
+/// The class of an object. `None` if there is no living object at the address.
+pub(super) fn class_of(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<u64> {
+    // Python clears the reference count of an object that it frees, and little else.
+    let alive = memory.read_u32("an object", object).ok()? != 0;
+    let class = memory.read_u64("an object", object.wrapping_add(layout.object_type)).ok()?;
+    (alive && class >= MIN_ADDRESS && class % 8 == 0).then_some(class)
+}
+
+/// The name in a class, cut to 48 bytes. Classes written in C have that of their module before it.
+pub(super) fn type_name(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<Vec<u8>, ReadError> {
+    const CLASS: &str = "a class";
+    let name = memory.read_u64(CLASS, class.wrapping_add(layout.type_name))?;
+    let mut text = Vec::with_capacity(MAX_NAME_BYTES);
+    while text.len() < MAX_NAME_BYTES {
+        match memory.read_u8(CLASS, name.wrapping_add(text.len() as u64))? {
+            0 => break,
+            byte => text.push(byte),
+        }
+    }
+    Ok(text)
+}
+
+/// The name of the class of an object. `None` if there is no living object at the address.
+pub(super) fn class_name(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<String> {
+    let class = Some(object).filter(|object| *object >= MIN_ADDRESS && object % 8 == 0);
+    let class = class_of(memory, layout, class?)?;
+    String::from_utf8(type_name(memory, layout, class).ok()?).ok()
+}
+
+/// The items of a list, or none if it has more than `most`.
+pub(super) fn items(memory: &mut Snapshot, layout: &Layout, list: u64, most: u64) -> Vec<u64> {
+    let first = memory.read_u64(LIST, list.wrapping_add(layout.list_items)).unwrap_or(0);
+    items_from(memory, layout, list, first, most)
+}
+
+/// The items of a list or tuple that are stored from the address `first` on.
+pub(super) fn items_from(memory: &mut Snapshot, layout: &Layout, list: u64, first: u64, most: u64) -> Vec<u64> {
+    let length = memory.read_u64(LIST, list.wrapping_add(layout.bytes_length)).unwrap_or(0);
+    let length = if length <= most { length } else { 0 };
+    (0..length).map_while(|index| memory.read_u64(LIST, first.wrapping_add(index * 8)).ok()).collect()
 }
 
 fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, ReadError> {

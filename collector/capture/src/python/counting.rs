@@ -29,7 +29,9 @@ use crate::{
 };
 
 use super::{
-    builtins::{attribute_values, attributes, pairs_up_to, read_integer},
+    builtins::{
+        MIN_ADDRESS, attribute_values, attributes, class_of, items, items_from, pairs_up_to, read_integer, type_name,
+    },
     code::{self, CodeCache},
     frames::{self, InterpreterFrame},
     reader::PythonReader,
@@ -244,12 +246,9 @@ const WRAPPER_WORDS: u64 = 3;
 /// A list or dictionary with more entries is a model or a data set and is not followed. It is also
 /// the maximum number of attributes of an object to follow.
 const MAX_REFERENCES: u64 = 96;
-/// Maximum number of cached classes, of classes in a chain of bases, and of bytes of a name.
+/// Maximum number of cached classes, and of classes in a chain of bases.
 const MAX_CLASSES: usize = 1 << 14;
 const MAX_BASES: usize = 16;
-const MAX_NAME_BYTES: usize = 48;
-/// Lower addresses are numbers and marks instead of objects.
-const MIN_ADDRESS: u64 = 1 << 16;
 
 /// The iterators of a process's data loaders that were found, and the number of their batches.
 #[derive(Debug, Default)]
@@ -369,17 +368,11 @@ fn variables(memory: &mut Snapshot, layout: &Layout, frame: u64, found: &mut Vec
 
 /// The objects that an object refers to.
 fn references(memory: &mut Snapshot, layout: &Layout, kind: ObjectKind, object: u64, found: &mut Vec<u64>) {
-    const LIST: &str = "a list";
     match kind {
-        ObjectKind::List | ObjectKind::Tuple => {
-            let first = match kind {
-                ObjectKind::List => memory.read_u64(LIST, object.wrapping_add(layout.list_items)).unwrap_or(0),
-                _ => object.wrapping_add(layout.tuple_items),
-            };
-            let length = memory.read_u64(LIST, object.wrapping_add(layout.bytes_length)).unwrap_or(0);
-            if length <= MAX_REFERENCES {
-                found.extend((0..length).map_while(|index| memory.read_u64(LIST, first.wrapping_add(index * 8)).ok()));
-            }
+        ObjectKind::List => found.extend(items(memory, layout, object, MAX_REFERENCES)),
+        ObjectKind::Tuple => {
+            let first = object.wrapping_add(layout.tuple_items);
+            found.extend(items_from(memory, layout, object, first, MAX_REFERENCES));
         }
         ObjectKind::Wrapper => {
             let words = (0..WRAPPER_WORDS).map(|index| object.wrapping_add(layout.object_size + index * 8));
@@ -405,12 +398,7 @@ fn references(memory: &mut Snapshot, layout: &Layout, kind: ObjectKind, object: 
 
 /// The kind of an object. `None` if there is no living object at the address.
 fn kind(memory: &mut Snapshot, layout: &Layout, classes: &mut Classes, object: u64) -> Option<ObjectKind> {
-    // Python clears the reference count of an object that it frees, and little else.
-    let alive = memory.read_u32("an object", object).ok()? != 0;
-    let class = memory.read_u64("an object", object.wrapping_add(layout.object_type)).ok()?;
-    if !alive || class < MIN_ADDRESS || class % 8 != 0 {
-        return None;
-    }
+    let class = class_of(memory, layout, object)?;
     if let Some(kind) = classes.get(&class) {
         return Some(*kind);
     }
@@ -430,14 +418,7 @@ fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<O
         if one == 0 {
             return Ok(found);
         }
-        let name = memory.read_u64(CLASS, one.wrapping_add(layout.type_name))?;
-        let mut text = Vec::with_capacity(MAX_NAME_BYTES);
-        while text.len() < MAX_NAME_BYTES {
-            match memory.read_u8(CLASS, name.wrapping_add(text.len() as u64))? {
-                0 => break,
-                byte => text.push(byte),
-            }
-        }
+        let text = type_name(memory, layout, one)?;
         match &text[..] {
             name if name.ends_with(ITERATOR_SUFFIX) => return Ok(ObjectKind::Iterator),
             b"generator" => return Ok(ObjectKind::Generator),

@@ -18,7 +18,8 @@ use crate::{
 
 use super::{
     code::{self, CodeCache},
-    frames::{self, Chain, Stack},
+    frames::{self, Chain, InterpreterFrame, Stack},
+    tasks,
     threads::{self, ThreadState},
 };
 
@@ -102,8 +103,7 @@ impl PythonReader {
         let mut memory = Snapshot::new(self.live_tid);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
         let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
-        let all: Vec<frames::InterpreterFrame> =
-            chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        let all: Vec<InterpreterFrame> = chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
         code::fetch(&mut memory, layout, &all);
         let mut codes = CodeCache::default();
         for (thread, chains) in threads.iter_mut().zip(chains) {
@@ -147,6 +147,7 @@ impl PythonReader {
             stack.entries[first..].reverse();
             problem = problem.or(chain.problem);
         }
+        self.add_awaits(memory, codes, &mut stack);
         let now = Instant::now();
         for (gil, state) in &thread.states {
             // Also read for threads that do not hold the GIL, so that a copy has the memory of
@@ -158,6 +159,20 @@ impl PythonReader {
         }
         stack.problem = problem.map(|error| error.to_string());
         stack
+    }
+
+    /// Adds the coroutines that wait for each other to the stack of an event loop that waits.
+    fn add_awaits(&self, memory: &mut Snapshot, codes: &mut CodeCache, stack: &mut Stack) {
+        let layout = &self.location.layout;
+        let awaits = tasks::awaits(memory, layout, &stack.frames, &stack.raw_frames);
+        let shown = |frame: InterpreterFrame| {
+            let code = codes.get(memory, layout, frame.code).ok()?;
+            Some((code.frame(layout, frame.code, frame.instruction)?, frame))
+        };
+        let (frames, raw_frames): (Vec<_>, Vec<_>) = awaits.into_iter().filter_map(shown).unzip();
+        stack.entries.splice(..0, frames.iter().map(|_| false));
+        stack.frames.splice(..0, frames);
+        stack.raw_frames.splice(..0, raw_frames);
     }
 }
 

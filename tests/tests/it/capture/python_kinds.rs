@@ -433,3 +433,37 @@ fn an_interpreter_that_is_too_old_is_named() {
     assert!(errors.contains("CPython 3.7 is not supported, only 3.8 to 3.15"), "{errors}");
     assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there all the same");
 }
+
+const WAITS: &str = "\
+import asyncio
+async def leaf(queue):
+    await queue.get()
+async def middle(queue):
+    await leaf(queue)
+async def top():
+    print('ready', flush=True)
+    task = asyncio.create_task(middle(asyncio.Queue()))
+    await asyncio.gather(task)
+asyncio.run(top())
+";
+
+#[test]
+fn coroutines_that_wait_in_an_event_loop() {
+    for python in python::all() {
+        let version = format!("3.{}", python.minor);
+        let script = python.start(WAITS, &[]);
+        let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(WAITS, wanted)));
+        let awaits =
+            [place("leaf", "await queue"), place("middle", "await leaf"), place("top", "await asyncio.gather")];
+        // Up to 3.10 a suspended coroutine is not shown.
+        let shown = if python.minor >= 11 { &awaits[..] } else { &[] };
+        let wanted = [shown, &[place("<module>", "asyncio.run")]].concat();
+        let captured = capture_until(script.pid, &version, |sample| {
+            let mut found = sample.py_stacktrace.first().map(frames_of).unwrap_or_default();
+            let waits = found.iter().any(|(_, place)| place.starts_with("selectors.py"));
+            found.retain(|(_, place)| place.starts_with("script.py"));
+            waits && found == wanted
+        });
+        assert_merged(&version, &captured);
+    }
+}
