@@ -4,6 +4,48 @@ pub mod clock;
 pub(crate) mod descriptors;
 pub(crate) mod disk;
 pub(crate) mod process;
-pub(crate) mod resources;
 pub(crate) mod ring_file;
 pub(crate) mod safe_path;
+
+/// Descriptors and memory of this process.
+pub(crate) mod resources {
+    use std::io;
+
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use tracing::warn;
+
+    /// Raises the soft limit of open files to the hard limit and returns it. Each rank needs three
+    /// descriptors; the usual soft limit of 1,024 exists for programs that use `select`.
+    pub fn raise_descriptor_limit() -> u64 {
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("each process has this limit");
+        if let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+            warn!("the limit of open files stays at {soft}: {}", io::Error::from(errno));
+            return soft;
+        }
+        hard
+    }
+
+    /// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas
+    /// per core, and a thread cannot reuse memory that was freed in another arena. Each arena would
+    /// grow to the size of the largest incident.
+    #[allow(unsafe_code, reason = "mallopt is a function of C")]
+    pub fn share_one_arena() {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: mallopt only changes a setting of the allocator.
+        let set = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+        #[cfg(target_env = "gnu")]
+        if set == 0 {
+            tracing::debug!("the allocator keeps an arena for each thread");
+        }
+    }
+
+    /// Returns freed memory to the system. After an incident, this is most of the memory in use.
+    #[allow(unsafe_code, reason = "malloc_trim is a function of C")]
+    pub fn trim_heap() {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: malloc_trim may be called at any time; it returns free pages to the system.
+        unsafe {
+            libc::malloc_trim(0);
+        }
+    }
+}

@@ -10,5 +10,22 @@
 #![deny(unsafe_code)]
 
 mod backends;
-mod interpose;
 mod runtime;
+
+/// How calls reach the hook: exported symbols, lookups by name, inline hooks, and the path of a
+/// hooked call.
+///
+/// Architecture Invariant: nothing here imports `backends`.
+mod interpose {
+    #[allow(unsafe_code)]
+    pub(crate) mod dlsym;
+    #[allow(unsafe_code)]
+    pub(crate) mod exit_functions;
+    #[allow(unsafe_code)]
+    pub(crate) mod hooked;
+    pub(crate) mod inline;
+    #[allow(unsafe_code)]
+    pub(crate) mod load;
+    #[allow(unsafe_code)]
+    pub(crate) mod prctl;
+}

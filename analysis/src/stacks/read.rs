@@ -69,11 +69,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     // progress.
     let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
-    let work = if may_wait_for_helpers(observed.activity) {
-        helpers::work(dump, pid, main)
-    } else {
-        helpers::HelperWork::default()
-    };
+    let waits_for_helpers = may_wait_for_helpers(observed.activity);
+    let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
     // On a busy machine, a computing thread gets little processor time, but is runnable in every
     // sample.
     let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));

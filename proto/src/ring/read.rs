@@ -68,10 +68,10 @@ pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::
 /// Number of slots that are read with one call.
 const SLOTS_AT_ONCE: usize = 64;
 
-/// Appends the slots of the tickets `from..from + count` to `slots`, in ticket order and at most all
-/// slots of the ring. A slot may contain another ticket: it is not published yet, was never used
-/// (the slot was still in use, or the thread launched nothing more), or was reused. The ticket word
-/// of a slot that is free, or that changed while it was read, is 0.
+/// Appends the slots of the tickets `from..from + count` to `slots`, in ticket order and at most
+/// all slots of the ring. A slot may contain another ticket: it is not published yet, was never
+/// used (the slot was still in use, or the thread launched nothing more), or was reused. The ticket
+/// word of a slot that is free, or that changed while it was read, is 0.
 ///
 /// # Errors
 /// The error of `read_at`.

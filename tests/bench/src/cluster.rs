@@ -1,8 +1,8 @@
 //! Benchmark of the collectors. Cluster role: simulated nodes of eight ranks join one real cluster
 //! collector over loopback gRPC, with one connection each. One rank hangs; every node is asked and
 //! delivers its trees and flight records. The collector's process is measured, first with few
-//! nodes, then with many. Node role: its cost without an incident, while it watches eight busy ranks
-//! and records their timelines.
+//! nodes, then with many. Node role: its cost without an incident, while it watches eight busy
+//! ranks and records their timelines.
 
 mod idle;
 mod nodes;

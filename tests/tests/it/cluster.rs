@@ -5,7 +5,6 @@ mod membership;
 pub mod network;
 mod processes;
 mod slow;
-mod timeline;
 mod trouble;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
@@ -21,16 +20,16 @@ use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, wait_un
 use crate::collector::fake::{FakeHook, collector};
 
 /// A cluster collector for one test.
-struct Cluster {
-    job: Job,
+pub struct Cluster {
+    pub job: Job,
     process: Option<Process>,
-    port: u16,
+    pub port: u16,
     scheme: &'static str,
     address: String,
 }
 
 impl Cluster {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let mut cluster = Self::with(Job::new(), "http", "127.0.0.1");
         cluster.start();
         cluster
@@ -43,7 +42,7 @@ impl Cluster {
         Cluster { job, process: None, port, scheme, address: address.into() }
     }
 
-    fn url(&self) -> String {
+    pub fn url(&self) -> String {
         // The name in the certificate of the tests on loopback.
         let host = if self.address == "127.0.0.1" { "localhost" } else { &self.address };
         format!("{}://{host}:{}", self.scheme, self.port)
@@ -58,7 +57,7 @@ impl Cluster {
     }
 
     /// Settings of a node collector that joins it.
-    fn node_job(&self, name: &str) -> Job {
+    pub fn node_job(&self, name: &str) -> Job {
         Job::new().with("XPU_TIMER_COLLECTOR", &self.url()).with("POD_NAME", name)
     }
 
@@ -83,7 +82,7 @@ impl Cluster {
         serde_json::from_str(&body).unwrap_or_default()
     }
 
-    fn log(&self) -> String {
+    pub fn log(&self) -> String {
         self.process.as_ref().map(Process::stderr).unwrap_or_default()
     }
 
@@ -101,7 +100,7 @@ impl Cluster {
     }
 
     /// Waits until a job has this number of ranks.
-    fn wait_ranks(&self, job: &str, ranks: u64) {
+    pub fn wait_ranks(&self, job: &str, ranks: u64) {
         self.wait(&format!("{ranks} ranks of {job}"), |status| {
             let jobs = status["jobs"].as_array().cloned().unwrap_or_default();
             jobs.iter().any(|one| one["job"] == job && one["ranks"] == ranks && one["alive"] == true)
@@ -114,7 +113,7 @@ impl Cluster {
         });
     }
 
-    fn wait_incident(&self, count: usize) -> Incident {
+    pub fn wait_incident(&self, count: usize) -> Incident {
         self.wait(&format!("incident {count} has its report"), |_| self.job.finished_incidents().len() >= count);
         self.job.finished_incidents().swap_remove(count - 1)
     }

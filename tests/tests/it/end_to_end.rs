@@ -245,7 +245,8 @@ fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
 
 #[test]
 fn incidents_of_several_jobs_that_wait_for_one_process_name_each_other() {
-    // Two trainers without a common communicator call one manager process, which reads from storage.
+    // Two trainers without a common communicator call one manager process, which reads from
+    // storage.
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
     let _trainers = serve(&job, "engines.py", "manager_reads_index");
     let named = || -> Vec<(Value, Value)> {

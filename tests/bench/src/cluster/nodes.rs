@@ -100,8 +100,8 @@ pub fn culprit(nodes: u32) -> u32 {
     nodes * RANKS / 2 + 3
 }
 
-/// The ranks whose timelines are fetched: the culprit and others of its data-parallel group, each on
-/// another node.
+/// The ranks whose timelines are fetched: the culprit and others of its data-parallel group, each
+/// on another node.
 pub fn culprit_group(nodes: u32) -> RankSet {
     (0..GROUP).map(|index| (culprit(nodes) + index * RANKS * PIPELINE) % (nodes * RANKS)).collect()
 }
@@ -351,8 +351,7 @@ fn timeline() -> Result<Vec<u8>> {
     let folder = tempfile::tempdir()?;
     let (ranks, operations) = (1, OPERATIONS);
     let period_ns = SECOND / u64::from(OPERATIONS / TIMELINE_SECONDS);
-    Timelines { ranks, of_node: 1, operations, period_ns, slow_rank: None, clock_step: (0, 0.0) }
-        .write(folder.path())?;
+    Timelines { ranks, of_node: 1, operations, period_ns, ..Timelines::default() }.write(folder.path())?;
     Ok(fs::read(folder.path().join(file_name(0, ranks)))?)
 }
 

@@ -7,6 +7,56 @@
 
 #![deny(unsafe_code)]
 
-mod api;
 mod driver;
 mod state;
+
+/// The exported functions.
+#[allow(unsafe_code, non_snake_case)]
+mod api {
+    mod device;
+    mod launch;
+    mod stream;
+
+    /// Defines exported functions whose bodies are `Result<(), CuError>`.
+    ///
+    /// The first argument, before the `;`, is the driver: the one with the legacy default stream in
+    /// `fn name`, and the one with a default stream per thread in the variant that `ptsz name_ptsz`
+    /// adds. The first word of the macro is the precondition: `with_context` or `without_context`.
+    macro_rules! runtime_api {
+        ($ready:ident: $(
+            $(ptsz $ptsz:ident)? fn $name:ident ($driver:ident; $($argument:ident: $type:ty),* $(,)?) $body:block
+        )*) => {
+            $(runtime_api!(@define $ready legacy [$name $($ptsz)?] $driver ($($argument: $type),*) $body);)*
+        };
+        (@define $ready:ident $table:ident [$name:ident $($ptsz:ident)?] $driver:ident $arguments:tt $body:block) => {
+            runtime_api!(@export $ready legacy $name $driver $arguments $body);
+            $(runtime_api!(@export $ready per_thread $ptsz $driver $arguments $body);)?
+        };
+        (@export $ready:ident $table:ident $name:ident $driver:ident ($($argument:ident: $type:ty),*) $body:block) => {
+            #[unsafe(no_mangle)]
+            pub extern "C" fn $name($($argument: $type),*) -> i32 {
+                crate::state::call(stringify!($name), || {
+                    #[allow(unused_variables)]
+                    let $driver = crate::api::$ready(crate::driver::$table()?)?;
+                    $body
+                })
+            }
+        };
+    }
+    pub(crate) use runtime_api;
+
+    use sim_abi::cuda::{CUDA_VERSION, CuError};
+
+    use crate::{driver::Driver, state};
+
+    /// Both libraries are built from one source; the lengths of their names distinguish them.
+    const VERSION: i32 = if env!("CARGO_PKG_NAME").len() == "sim_cudart12".len() { 12090 } else { CUDA_VERSION };
+
+    fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
+        state::with_context(driver)
+    }
+
+    fn without_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
+        Ok(driver)
+    }
+}
