@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use xpu_timer_capture::{Counter, Counts};
 use xpu_timer_proto::{
     ring::{self, header, lane},
+    timeline,
     v1::{Communicator, CommunicatorPace, HookedFunction, Operation, RankInfo},
 };
 
@@ -340,7 +341,7 @@ impl Sampled {
             }
             let operation = &mut operations[count];
             let mut name = std::mem::take(&mut operation.function);
-            if name != last.1 {
+            if !timeline::is_same_text(&name, last.1) {
                 name.clear();
                 name.push_str(last.1);
             }
