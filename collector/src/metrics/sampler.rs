@@ -461,3 +461,24 @@ fn count(requests: &mpsc::Receiver<CountRequest>, latest: &Latest) {
 fn lock(latest: &Latest) -> MutexGuard<'_, BTreeMap<RankId, Counts>> {
     latest.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_do_not_cut_a_group() {
+        let slot = |group: u64| {
+            let mut words = [0; ring::op::WORDS];
+            words[ring::op::GROUP] = group;
+            words
+        };
+        let mut slots: Vec<Slot> = vec![slot(0); 100];
+        slots[BATCH - 2..BATCH + 3].fill(slot(7));
+        slots[BATCH + 3..BATCH + 5].fill(slot(8));
+        let places: Vec<usize> = (0..slots.len()).collect();
+        let lengths: Vec<usize> = batches(&places, &slots).map(<[usize]>::len).collect();
+        assert_eq!(lengths, [BATCH + 3, BATCH, 100 - 2 * BATCH - 3]);
+        assert_eq!(batches(&[], &slots).count(), 0);
+    }
+}

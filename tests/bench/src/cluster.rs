@@ -1,8 +1,8 @@
 //! Benchmark of the collectors. Cluster role: simulated nodes of eight ranks join one real cluster
 //! collector over loopback gRPC, with one connection each. One rank hangs; every node is asked and
 //! delivers its trees and flight records. The collector's process is measured, first with few
-//! nodes, then with many. Node role: its cost without an incident, while it watches eight busy ranks
-//! and records their timelines.
+//! nodes, then with many. Node role: its cost without an incident, while it watches eight busy
+//! ranks and records their timelines.
 
 mod idle;
 mod nodes;
@@ -87,8 +87,8 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(report.all_hold())
 }
 
-/// Allows this process and the collector to have a connection with each node. A collector keeps half
-/// of its descriptors for other things.
+/// Allows this process and the collector to have a connection with each node. A collector keeps
+/// half of its descriptors for other things.
 fn allow_descriptors(nodes: u32) -> Result<()> {
     let wanted = u64::from(nodes) * 2 + SPARE_DESCRIPTORS;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

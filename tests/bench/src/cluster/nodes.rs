@@ -104,8 +104,8 @@ pub fn culprit(nodes: u32) -> u32 {
     nodes * RANKS / 2 + 3
 }
 
-/// The ranks whose timelines are fetched: the culprit and others of its data-parallel group, each on
-/// another node.
+/// The ranks whose timelines are fetched: the culprit and others of its data-parallel group, each
+/// on another node.
 pub fn culprit_group(nodes: u32) -> RankSet {
     (0..GROUP).map(|index| (culprit(nodes) + index * RANKS * PIPELINE) % (nodes * RANKS)).collect()
 }
