@@ -10,7 +10,7 @@ use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::lenient;
 use xpu_timer_proto::printable::line;
-use xpu_timer_proto::v1::{Evidence, Presence};
+use xpu_timer_proto::v1::{Presence, Presences};
 
 /// Why a rank is absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -64,12 +64,12 @@ pub fn absent_ranks(
     world: u32,
 ) -> (Vec<AbsentRanks>, Option<String>) {
     let (evidence, note) = match crate::folder::read(&folder.join("evidence.bin")) {
-        Ok(bytes) => match lenient::decode::<Evidence>(&bytes) {
+        Ok(bytes) => match lenient::decode::<Presences>(&bytes) {
             Ok(evidence) => (evidence, None),
-            Err(error) => (Evidence::default(), Some(format!("evidence.bin is left out: {error}"))),
+            Err(error) => (Presences::default(), Some(format!("evidence.bin is left out: {error}"))),
         },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => (Evidence::default(), None),
-        Err(error) => (Evidence::default(), Some(format!("evidence.bin is left out: {error}"))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => (Presences::default(), None),
+        Err(error) => (Presences::default(), Some(format!("evidence.bin is left out: {error}"))),
     };
     let mut known = RankSet::new();
     let mut absent: BTreeMap<(Absence, String, String), RankSet> = BTreeMap::new();
@@ -110,7 +110,7 @@ mod tests {
     use std::fs;
     use xpu_timer_analysis::judge;
     use xpu_timer_proto::Message;
-    use xpu_timer_proto::v1::RankEvidence;
+    use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
     fn evidence() -> Evidence {
         let rank = |rank, presence: Presence, exit: &str, error: &str| RankEvidence {

@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use xpu_timer_capture::{Counter, Counts, NamedStack};
 use xpu_timer_proto::{
     ring::{self, FrameLayout, RawStack, header, lane},
+    timeline,
     v1::{Communicator, CommunicatorPace, HookedFunction, MemoryReading, Operation, RankInfo},
 };
 
@@ -406,7 +407,7 @@ impl Sampled {
             }
             let operation = &mut operations[count];
             let mut name = std::mem::take(&mut operation.function);
-            if name != last.1 {
+            if !timeline::is_same_text(&name, last.1) {
                 name.clear();
                 name.push_str(last.1);
             }
@@ -552,4 +553,25 @@ fn count(requests: &mpsc::Receiver<CountRequest>, latest: &Latest) {
 
 fn lock(latest: &Latest) -> MutexGuard<'_, Found> {
     latest.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_do_not_cut_a_group() {
+        let slot = |group: u64| {
+            let mut words = [0; ring::op::WORDS];
+            words[ring::op::GROUP] = group;
+            words
+        };
+        let mut slots: Vec<Slot> = vec![slot(0); 100];
+        slots[BATCH - 2..BATCH + 3].fill(slot(7));
+        slots[BATCH + 3..BATCH + 5].fill(slot(8));
+        let places: Vec<usize> = (0..slots.len()).collect();
+        let lengths: Vec<usize> = batches(&places, &slots).map(<[usize]>::len).collect();
+        assert_eq!(lengths, [BATCH + 3, BATCH, 100 - 2 * BATCH - 3]);
+        assert_eq!(batches(&[], &slots).count(), 0);
+    }
 }

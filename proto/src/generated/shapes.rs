@@ -482,6 +482,20 @@ static V1_PROCESS_EVIDENCE: [(u32, Field); 3] = [
 impl Shaped for crate::v1::ProcessEvidence {
     const SHAPE: &'static Shape = &V1_PROCESS_EVIDENCE;
 }
+static V1_PRESENCES: [(u32, Field); 1] = [
+    (6, Field::Message(&V1_RANK_PRESENCE)),
+];
+impl Shaped for crate::v1::Presences {
+    const SHAPE: &'static Shape = &V1_PRESENCES;
+}
+static V1_RANK_PRESENCE: [(u32, Field); 3] = [
+    (5, Field::Text),
+    (6, Field::Text),
+    (7, Field::Text),
+];
+impl Shaped for crate::v1::RankPresence {
+    const SHAPE: &'static Shape = &V1_RANK_PRESENCE;
+}
 static V1_NODE_MESSAGE: [(u32, Field); 7] = [
     (1, Field::Message(&V1_NODE_HELLO)),
     (2, Field::Message(&V1_NODE_RANKS)),

@@ -1065,6 +1065,27 @@ pub struct ProcessEvidence {
     #[prost(int32, repeated, tag = "4")]
     pub shared_memory_with: ::prost::alloc::vec::Vec<i32>,
 }
+/// The part of an `Evidence` that shows which ranks are absent. A reader that needs no more decodes
+/// this: the flight records of a large job have a million operations.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Presences {
+    #[prost(message, repeated, tag = "6")]
+    pub ranks: ::prost::alloc::vec::Vec<RankPresence>,
+}
+/// The part of a `RankEvidence` for `Presences`.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RankPresence {
+    #[prost(uint32, tag = "1")]
+    pub rank: u32,
+    #[prost(enumeration = "Presence", tag = "2")]
+    pub presence: i32,
+    #[prost(string, tag = "5")]
+    pub node: ::prost::alloc::string::String,
+    #[prost(string, repeated, tag = "6")]
+    pub errors: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    #[prost(string, tag = "7")]
+    pub exit: ::prost::alloc::string::String,
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Presence {

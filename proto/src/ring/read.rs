@@ -370,6 +370,8 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::{Cell, RefCell};
+
     use super::*;
     use crate::ring::layout::{pack_dimensions, pack_halves, pack_what};
 
@@ -525,6 +527,33 @@ mod tests {
         assert_eq!(operations.len(), RECENT_OPERATIONS + 1);
         assert_eq!(operations[0].ticket, 3);
         assert_eq!(operations.last().unwrap().ticket, op::SLOTS as u64 - 1);
+    }
+
+    #[test]
+    fn a_slot_that_is_reused_while_it_is_read_is_not_used() {
+        let words = RefCell::new(Ring::new().0);
+        let put = |ticket: u64| {
+            let mut words = words.borrow_mut();
+            words[offset::OPS / 8 + ticket as usize % op::SLOTS * op::WORDS + op::TICKET] = ticket + 1;
+            words[header::OPS] = words[header::OPS].max(ticket + 1);
+        };
+        let slots = op::SLOTS as u64;
+        (0..slots).for_each(&put);
+        let reads = Cell::new(0);
+        let read_at = |at: u64, buffer: &mut [u8]| {
+            for (index, chunk) in buffer.chunks_exact_mut(8).enumerate() {
+                chunk.copy_from_slice(&words.borrow()[at as usize / 8 + index].to_le_bytes());
+            }
+            // The process reuses slot 1 after it was read.
+            if reads.replace(reads.get() + 1) == 0 {
+                put(slots + 1);
+            }
+            Ok(())
+        };
+        let mut read = Vec::new();
+        read_slots(read_at, 0, 4, &mut read).unwrap();
+        let tickets: Vec<u64> = read.iter().map(|words| words[op::TICKET]).collect();
+        assert_eq!(tickets, [1, 0, 3, 4], "slot 0 may have been reused, but was not");
     }
 
     #[test]

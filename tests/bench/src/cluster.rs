@@ -8,8 +8,9 @@ mod idle;
 mod nodes;
 
 use std::{
-    fs,
+    fs::{self, Permissions},
     net::TcpListener,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, atomic::Ordering},
@@ -17,14 +18,17 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 use tokio::sync::mpsc;
 use xpu_timer_analysis::{Verdict, judge};
 use xpu_timer_collector::incident::part::ALL_FILES;
 use xpu_timer_proto::{Message as _, timeline, v1::Evidence};
-use xpu_timer_tests::{Artifacts, http, tree};
+use xpu_timer_tests::{Artifacts, tree};
 
-use self::nodes::{OPERATIONS, PATIENCE, RANKS, SLOW, Shared, TIMELINE_SECONDS, alarm, culprit, culprit_group, play};
+use self::nodes::{
+    OPERATIONS, PATIENCE, RANKS, SLOW, Shared, TIMELINE_SECONDS, TOKEN, alarm, culprit, culprit_group, play,
+};
 use crate::report::{Report, peak_bytes, processor_time, time};
 
 /// Options of the benchmark.
@@ -50,6 +54,9 @@ pub struct Options {
 const REPORT_LIMIT: Duration = Duration::from_secs(15);
 const VERDICT_LIMIT: Duration = Duration::from_secs(2);
 const MEMORY_LIMIT: f64 = 2e9;
+const TOKEN_FILE: &str = "XPU_TIMER_COLLECTOR_TOKEN_FILE";
+/// Descriptors besides those of the connections.
+const SPARE_DESCRIPTORS: u64 = 4096;
 const TIMELINES_LIMIT: Duration = Duration::from_secs(10);
 /// An incident of a large job keeps the timelines of at most so many culprits and groups.
 const MOST_TIMELINES: usize = 32;
@@ -61,6 +68,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let mut report = Report::new();
     report.section("Machine");
     report.note("load average of the machine", fs::read_to_string("/proc/loadavg")?.trim());
+    allow_descriptors(options.few.max(options.many))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let few = section(&mut report, options.few, runtime.block_on(measure(&collector, options.few)), false);
     let many = section(&mut report, options.many, runtime.block_on(measure(&collector, options.many)), true);
@@ -77,6 +85,16 @@ pub fn run(options: &Options) -> Result<bool> {
         report.write(&tree().join("docs/benchmarks.md"), "## The collectors")?;
     }
     Ok(report.all_hold())
+}
+
+/// Allows this process and the collector to have a connection with each node. A collector keeps
+/// half of its descriptors for other things.
+fn allow_descriptors(nodes: u32) -> Result<()> {
+    let wanted = u64::from(nodes) * 2 + SPARE_DESCRIPTORS;
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let limit = hard.max(wanted);
+    setrlimit(Resource::RLIMIT_NOFILE, limit, limit)
+        .with_context(|| format!("{nodes} nodes need {wanted} open files: run as root, or after `ulimit -Hn {wanted}`"))
 }
 
 fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: bool) -> Option<Measured> {
@@ -152,6 +170,10 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     let mut command = Command::new(collector);
     command.args(["cluster", "--listen", &format!("127.0.0.1:{port}")]);
     command.env("XPU_TIMER_TIMELINE_PATH", folder.path()).env("XPU_TIMER_LOG", "error").env("TMPDIR", folder.path());
+    let token = folder.path().join("token");
+    fs::write(&token, TOKEN)?;
+    fs::set_permissions(&token, Permissions::from_mode(0o600))?;
+    command.env(TOKEN_FILE, &token);
     let child = Collector(command.stdin(Stdio::null()).stderr(Stdio::inherit()).spawn().context("the collector")?);
     let pid = child.0.id() as i32;
 
@@ -176,7 +198,13 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let joining = shared.begun.elapsed();
-    let slow = wait_slow(port).await?;
+    let url = format!("http://127.0.0.1:{port}");
+    let client = || {
+        let mut client = Command::new(collector);
+        client.env(TOKEN_FILE, &token).env("XPU_TIMER_COLLECTOR", &url);
+        client
+    };
+    let slow = wait_slow(client).await?;
     let joined_bytes = child.peak()?;
 
     let (cpu, start) = (processor_time(pid)?, Instant::now());
@@ -190,8 +218,9 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     let last_start = Duration::from_nanos(shared.last_start_ns.load(Ordering::Relaxed));
     let report = shared.begun.elapsed().saturating_sub(last_start);
     let (peak, processors) = (child.peak()?, processor_time(pid)?.saturating_sub(cpu));
-    let (collector, below) = (collector.to_path_buf(), folder.path().join("fetched"));
-    let timelines = tokio::task::spawn_blocking(move || fetch_timelines(&collector, port, nodes, &below)).await??;
+    let mut fetch = client();
+    fetch.args(["timeline", "--output"]).arg(folder.path().join("fetched"));
+    let timelines = tokio::task::spawn_blocking(move || fetch_timelines(fetch, nodes)).await??;
     let timelines_peak = child.peak()?;
     drop(child);
     let verdict = look(&latest, nodes)?;
@@ -212,11 +241,9 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
 }
 
 /// Fetches the timelines of the culprit's group, as a user does. Returns how long it takes.
-fn fetch_timelines(collector: &Path, port: u16, nodes: u32, folder: &Path) -> Result<Duration> {
+fn fetch_timelines(mut command: Command, nodes: u32) -> Result<Duration> {
     let ranks = culprit_group(nodes);
-    let mut command = Command::new(collector);
-    command.args(["timeline", "--url", &format!("http://127.0.0.1:{port}"), "--job", "bench"]);
-    command.args(["--rank", &ranks.to_string(), "--seconds", &TIMELINE_SECONDS.to_string(), "--output"]).arg(folder);
+    command.args(["--job", "bench", "--rank", &ranks.to_string(), "--seconds", &TIMELINE_SECONDS.to_string()]);
     let (took, output) = time(|| command.output());
     let output = output?;
     let (said, problems) = (String::from_utf8(output.stdout)?, String::from_utf8_lossy(&output.stderr).into_owned());
@@ -228,11 +255,14 @@ fn fetch_timelines(collector: &Path, port: u16, nodes: u32, folder: &Path) -> Re
 }
 
 /// Waits until the slow rank, and no other, is reported.
-async fn wait_slow(port: u16) -> Result<Duration> {
+async fn wait_slow(client: impl Fn() -> Command) -> Result<Duration> {
     let start = Instant::now();
     loop {
-        let answer = tokio::task::spawn_blocking(move || http("GET", port, "/slow_ranks")).await?;
-        let list: Value = serde_json::from_str(&answer.map_err(anyhow::Error::msg)?.1)?;
+        let mut ask = client();
+        ask.args(["incidents", "--json", "slow"]);
+        let answer = tokio::task::spawn_blocking(move || ask.output()).await??;
+        ensure!(answer.status.success(), "{}", String::from_utf8_lossy(&answer.stderr));
+        let list: Value = serde_json::from_slice(&answer.stdout)?;
         match list.as_array().map(Vec::as_slice) {
             Some([one]) if one["rank"] == SLOW => return Ok(start.elapsed()),
             Some([]) => {}

@@ -14,7 +14,11 @@ use std::{
 use anyhow::{Result, ensure};
 use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::transport::{Channel, Endpoint};
+use tonic::{
+    Request, Status,
+    service::interceptor::InterceptedService,
+    transport::{Channel, Endpoint},
+};
 use xpu_timer_analysis::{rank_set::RankSet, stragglers::KEPT_BLOCKS};
 use xpu_timer_collector::incident::part::{Part, pieces};
 use xpu_timer_proto::{
@@ -147,7 +151,7 @@ pub async fn play(
     };
     let say = |message| sender.send(NodeMessage { message: Some(message) });
     say(Message::Hello(hello(&shared, node))).await?;
-    let mut client = ClusterClient::new(channel);
+    let mut client = ClusterClient::with_interceptor(channel, authorize as Authorize);
     let mut asked = client.join(ReceiverStream::new(receiver)).await?.into_inner();
     while let Some(message) = asked.next().await {
         match message?.message {
@@ -205,9 +209,20 @@ pub async fn play(
     Ok(())
 }
 
+/// The token of the cluster collector. Without one, few connections are accepted.
+pub const TOKEN: &str = "bench";
+
+type Authorize = fn(Request<()>) -> Result<Request<()>, Status>;
+
+fn authorize(mut request: Request<()>) -> Result<Request<()>, Status> {
+    let value = format!("Bearer {TOKEN}").parse().map_err(|_| Status::internal("the token is no header"))?;
+    request.metadata_mut().insert("authorization", value);
+    Ok(request)
+}
+
 /// Delivers what the cluster requested with this key.
 async fn bring(
-    client: &mut ClusterClient<Channel>,
+    client: &mut ClusterClient<InterceptedService<Channel, Authorize>>,
     key: String,
     pieces: impl Iterator<Item = Brought> + Send + 'static,
 ) -> Result<()> {
