@@ -272,8 +272,8 @@ impl Sampled {
         ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
     }
 
-    /// The device memory at this moment, when the lanes were read. `None` if no allocation was seen,
-    /// or if the ring contradicts itself.
+    /// The device memory at this moment, when the lanes were read. `None` if no allocation was
+    /// seen, or if the ring contradicts itself.
     fn memory(&self, looks: bool, now: Now) -> Option<MemoryReading> {
         let allocated_bytes = self.totals.device_bytes;
         let is_known = self.totals.allocated_bytes > 0 && allocated_bytes <= self.totals.allocated_bytes;

@@ -210,9 +210,18 @@ mod tests {
     #[test]
     fn a_cut_name_keeps_its_scope() {
         let names = [
-            ("_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfNS0_14func_wrapper_tIfZNS0_", "at::native::reduce_kernel<…>"),
-            ("_ZN2at6native12_GLOBAL__N_125CatArrayBatchedCopy_alignINS1_10OpaqueTypeILj", "at::native::(anonymous namespace)::CatArrayBatchedCopy_align<…>"),
-            ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEE", "cutlass::device_kernel<…>"),
+            (
+                "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfNS0_14func_wrapper_tIfZNS0_",
+                "at::native::reduce_kernel<…>",
+            ),
+            (
+                "_ZN2at6native12_GLOBAL__N_125CatArrayBatchedCopy_alignINS1_10OpaqueTypeILj",
+                "at::native::(anonymous namespace)::CatArrayBatchedCopy_align<…>",
+            ),
+            (
+                "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEE",
+                "cutlass::device_kernel<…>",
+            ),
             ("_ZNSt6vectorIiSaIiEE9push_ba", "std::vector<…>"),
             ("_ZN2at6native13reduce_ker", "at::native"),
             ("_Z6kernelIfLi4EZ", "kernel<…>"),

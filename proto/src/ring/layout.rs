@@ -604,8 +604,8 @@ pub mod detail {
     /// Index of the header's word that [`word`] is written to.
     pub const HEADER: usize = header::DETAIL;
 
-    /// The word that asks for detail of some kinds until a time: CLOCK_MONOTONIC nanoseconds, with a
-    /// resolution of 256. A word of 0 ends it.
+    /// The word that asks for detail of some kinds until a time: CLOCK_MONOTONIC nanoseconds, with
+    /// a resolution of 256. A word of 0 ends it.
     #[must_use]
     pub fn word(until_ns: u64, kinds: u8) -> u64 {
         until_ns & !KINDS | u64::from(kinds & ALL)

@@ -50,9 +50,9 @@ pub struct DeviceClocks {
 }
 
 impl DeviceClocks {
-    /// Renews the anchor of a context if it is due, unless `may_wait` says that the record may wait.
-    /// Called when an operation has completed there, at `now_ns`. Returns whether the anchor is
-    /// new.
+    /// Renews the anchor of a context if it is due, unless `may_wait` says that the record may
+    /// wait. Called when an operation has completed there, at `now_ns`. Returns whether the anchor
+    /// is new.
     pub fn renew(&mut self, driver: &mut Driver, context: usize, now_ns: u64, may_wait: impl FnOnce() -> bool) -> bool {
         if !self.contexts.contains_key(&context) {
             // The driver has freed the streams and events of contexts that were destroyed.
