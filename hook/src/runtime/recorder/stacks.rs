@@ -15,7 +15,10 @@ use xpu_timer_proto::{
 
 use crate::runtime::{
     os::sys::{read_memory, word_at},
-    recorder::{NewOperation, Recorder, SEEN, names::is_first},
+    recorder::{
+        NewOperation, Recorder, SEEN,
+        names::{is_first, is_known},
+    },
 };
 
 /// Maximum number of interpreters and of threads of one. A longer list has a cycle.
@@ -53,9 +56,13 @@ impl Recorder {
             return;
         }
         let (Some(layout), Some(seen)) = (self.frame_layout(), self.stacks.seen.get()) else { return };
+        let kind = kind_of(what);
+        if is_known(seen, kind) {
+            return;
+        }
         // A thread without Python frames leaves the kind to the next one.
         let Some(first) = innermost_frame(&layout) else { return };
-        if !is_first(seen, kind_of(what)) {
+        if !is_first(seen, kind) {
             return;
         }
         let used = self.ring.header(header::STACKS);
