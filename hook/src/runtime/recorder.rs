@@ -7,7 +7,10 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use xpu_timer_proto::{
@@ -22,7 +25,7 @@ use crate::runtime::{
         descriptor::{self, Descriptor},
         process::PROCESS,
     },
-    recorder::{communicator_table::CommunicatorTable, stacks::LaunchStacks},
+    recorder::communicator_table::CommunicatorTable,
 };
 
 pub(crate) mod communicator_table;
@@ -182,6 +185,28 @@ impl Bracketed {
     #[inline]
     pub fn is_off(&self) -> bool {
         self.mode.load(Ordering::Relaxed) == Bracket::None as u32
+    }
+}
+
+/// The launches that are looked at, and the kinds of operations among them.
+#[derive(Default)]
+pub struct LaunchStacks {
+    /// Launches that are still looked at. Every operation reads it.
+    left: AtomicU32,
+    is_started: AtomicBool,
+    seen: OnceLock<Box<[AtomicU64]>>,
+}
+
+impl LaunchStacks {
+    /// Whether the next launch is looked at.
+    #[inline(always)]
+    pub fn are_wanted(&self) -> bool {
+        self.left.load(Ordering::Relaxed) != 0
+    }
+
+    /// Counts a launch. False if enough were looked at.
+    fn count(&self) -> bool {
+        self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
     }
 }
 

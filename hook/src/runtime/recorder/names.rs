@@ -66,6 +66,13 @@ impl Recorder {
     }
 }
 
+/// Whether a table of [`SEEN`] keys has a key other than 0.
+pub(super) fn is_known(seen: &[AtomicU64], key: u64) -> bool {
+    let home = home_slot::<SEEN>(key);
+    let found = (0..SEEN).map(|step| seen[(home + step) % SEEN].load(Ordering::Relaxed));
+    found.take_while(|found| *found != 0).any(|found| found == key)
+}
+
 /// Adds a key other than 0 to a table of [`SEEN`] keys. Returns whether it was not there: true once
 /// per key, and never if the table is full.
 pub(super) fn is_first(seen: &[AtomicU64], key: u64) -> bool {

@@ -6,10 +6,7 @@
 //! are. Memory is read through the kernel, so a wrong address is an error instead of a crash. A
 //! thread under a seccomp filter of the program keeps no stacks.
 
-use std::sync::{
-    OnceLock,
-    atomic::{AtomicU32, AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use xpu_timer_proto::{
     ring::{FrameLayout, header, offset, pack_what, stack},
@@ -18,7 +15,10 @@ use xpu_timer_proto::{
 
 use crate::runtime::{
     os::sys::{read_memory, word_at},
-    recorder::{NewOperation, Recorder, SEEN, names::is_first},
+    recorder::{
+        NewOperation, Recorder, SEEN,
+        names::{is_first, is_known},
+    },
 };
 
 /// Maximum number of interpreters and of threads of one. A longer list has a cycle.
@@ -27,40 +27,18 @@ const MOST_THREADS: usize = 1024;
 /// Maximum number of bytes of a frame up to the last field that is read.
 const FRAME_BYTES: usize = 192;
 
-/// The launches that are looked at, and the kinds of operations among them.
-#[derive(Default)]
-pub struct LaunchStacks {
-    /// Launches that are still looked at. Every operation reads it.
-    left: AtomicU32,
-    is_started: AtomicU32,
-    seen: OnceLock<Box<[AtomicU64]>>,
-}
-
-impl LaunchStacks {
-    /// Whether the next launch is looked at.
-    #[inline(always)]
-    pub fn are_wanted(&self) -> bool {
-        self.left.load(Ordering::Relaxed) != 0
-    }
-
-    /// Counts a launch. False if enough were looked at.
-    fn count(&self) -> bool {
-        self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
-    }
-}
-
 impl Recorder {
     /// Starts to look at launches once the collector has said where the frames are. Called by the
     /// watcher in each turn if stacks are wanted.
     pub fn start_stacks(&self, launches: u32) {
         let stacks = &self.stacks;
-        if stacks.is_started.load(Ordering::Relaxed) != 0 {
+        if stacks.is_started.load(Ordering::Relaxed) {
             return;
         }
         self.ring.header(header::STACKS_WANTED).store(launches.into(), Ordering::Relaxed);
         if self.frame_layout().is_some() {
             stacks.seen.get_or_init(|| (0..SEEN).map(|_| AtomicU64::new(0)).collect());
-            stacks.is_started.store(1, Ordering::Relaxed);
+            stacks.is_started.store(true, Ordering::Relaxed);
             stacks.left.store(launches, Ordering::Relaxed);
         }
     }
@@ -78,9 +56,13 @@ impl Recorder {
             return;
         }
         let (Some(layout), Some(seen)) = (self.frame_layout(), self.stacks.seen.get()) else { return };
+        let kind = kind_of(what);
+        if is_known(seen, kind) {
+            return;
+        }
         // A thread without Python frames leaves the kind to the next one.
         let Some(first) = innermost_frame(&layout) else { return };
-        if !is_first(seen, kind_of(what)) {
+        if !is_first(seen, kind) {
             return;
         }
         let used = self.ring.header(header::STACKS);
