@@ -164,8 +164,8 @@ impl Timelines {
         }
     }
 
-    /// What a rank waits in when the job hangs. Each rank begins to wait a little later than the one
-    /// before.
+    /// What a rank waits in when the job hangs. Each rank begins to wait a little later than the
+    /// one before.
     fn pending(&self, rank: u32) -> Option<Operation> {
         let hang = self.hang.filter(|hang| hang.behind != rank)?;
         let is_beside = hang.behind / self.of_node == rank / self.of_node;

@@ -219,8 +219,8 @@ impl Job {
         read().err()
     }
 
-    /// Aligns the clocks of the nodes, pairs the messages, and finds when the last rank started each
-    /// collective.
+    /// Aligns the clocks of the nodes, pairs the messages, and finds when the last rank started
+    /// each collective.
     fn survey(&mut self, threads: usize, realtime: &[(String, ClockMap)]) {
         let of_node: Vec<Ticks> = (0..realtime.len()).map(|node| self.axis(Some(node), |_, ns| ns)).collect();
         let together: Vec<Together> = self.groups.iter().map(|_| Together::default()).collect();

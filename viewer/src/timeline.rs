@@ -1,5 +1,5 @@
-//! The timelines of a folder, read once for all that shows them; and the last operations of a culprit
-//! beside those of a healthy peer, as text.
+//! The timelines of a folder, read once for all that shows them; and the last operations of a
+//! culprit beside those of a healthy peer, as text.
 
 use std::collections::VecDeque;
 use std::io;
