@@ -32,8 +32,7 @@ pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<
 ///
 /// # Errors
 /// If there is no such rank, the collector does not answer, or the file is incomplete or larger
-/// than
-/// `most_bytes`.
+/// than `most_bytes`.
 pub fn fetch_rank(remote: &Remote, wanted: &WantedTimeline, most_bytes: usize) -> Result<Vec<u8>> {
     let mut file = Vec::new();
     for chunk in chunks(remote, wanted)? {

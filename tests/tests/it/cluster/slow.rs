@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, python, tree};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, python, tree, wait_until};
 
 use super::Cluster;
 
@@ -55,6 +55,19 @@ fn incidents(job: &Job, arguments: &[&str]) -> String {
     output.stdout
 }
 
+/// Waits until a part of the step of a slow rank is said to be longer. On a loaded machine, other
+/// parts may be longer once.
+fn wait_longer(job: &Job, arguments: &[&str], rank: u32, part: &str) {
+    let found = || {
+        let list = incidents(job, &[&["slow"], arguments].concat());
+        let of_rank = list.split_once(&format!("  rank {rank} on ")).map(|(_, of_rank)| of_rank.to_string());
+        let of_rank = of_rank.unwrap_or_default();
+        let mut lines = of_rank.lines().skip(1).take_while(|line| line.starts_with("    longer: "));
+        lines.any(|line| line.contains(part))
+    };
+    wait_until(PATIENCE, &format!("{part} of rank {rank} are longer"), found);
+}
+
 #[test]
 fn two_slow_ranks_of_eight_are_named() {
     let job = Job::new().with("XPU_SIM_FAULT", SLOW).with("XPU_TIMER_JOB", "uneven");
@@ -80,16 +93,9 @@ fn two_slow_ranks_of_eight_are_named() {
     let list = incidents(&job, &["list"]);
     assert!(list.starts_with("no incidents\n\nslow ranks, without a hang:\nuneven  rank 6 on "), "{list}");
     // Kernels are slow. They are not recorded unless they are asked for.
-    let longer = |arguments: &[&str], rank: u32| {
-        let list = incidents(&job, &[&["slow"], arguments].concat());
-        let (_, of_rank) = list.split_once(&format!("uneven  rank {rank} on ")).unwrap_or_else(|| panic!("{list}"));
-        of_rank.lines().nth(1).unwrap_or_default().to_string()
-    };
-    let gap = longer(&["--seconds=5"], 6);
-    assert!(gap.starts_with("    longer: time on the host, or in kernels that are not recorded: "), "{gap}");
+    wait_longer(&job, &["--seconds=5"], 6, "time on the host, or in kernels that are not recorded");
     for rank in [6, 1] {
-        let kernels = longer(&["--kernels=all", "--seconds=3"], rank);
-        assert!(kernels.starts_with("    longer: kernels other than matrix products: "), "{kernels}");
+        wait_longer(&job, &["--kernels=all", "--seconds=3"], rank, "kernels other than matrix products");
     }
     assert!(job.incidents().is_empty(), "a slow rank does not hang");
     assert!(ranks.try_wait().is_none(), "it goes on");
@@ -147,8 +153,8 @@ fn slow_ranks_are_named_over_two_nodes() {
     );
     let list = incidents(&cluster.job, &["--url", &cluster.url()]);
     assert!(list.contains("wide  rank 6 on node-b: it waits "), "{list}");
-    let list = incidents(&cluster.job, &["slow", "--url", &cluster.url(), "--seconds=5"]);
-    assert!(list.contains("    longer: time on the host, or in kernels that are not recorded: "), "{list}");
+    let arguments = ["--url", &cluster.url(), "--seconds=5"];
+    wait_longer(&cluster.job, &arguments, 6, "time on the host, or in kernels that are not recorded");
     assert!(ranks.iter_mut().all(|rank| rank.try_wait().is_none()), "it goes on");
     drop(ranks);
     cluster.wait("they are gone with their job", |status| status["slow_ranks"] == serde_json::json!([]));

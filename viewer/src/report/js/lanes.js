@@ -36,7 +36,8 @@ function clocksText(clocks) {
   const parts = [];
   if (median !== null) {
     const worst = nodes - refused.length > 2 ? " on the worst node" : "";
-    parts.push(`The clocks of ${plural(nodes - refused.length, "node")} are aligned on the ends of common collectives, which then differ by ${usText(median)} in the median and ${usText(p99)} in 99 of 100 cases${worst}; realtime clocks were up to ${usText(corrected)} off.`);
+    const shown = (us) => (us < 1 ? "less than 1 µs" : usText(us));
+    parts.push(`The clocks of ${plural(nodes - refused.length, "node")} are aligned on the ends of common collectives, which then differ by ${shown(median)} in the median and ${shown(p99)} in 99 of 100 cases${worst}; realtime clocks were up to ${usText(corrected)} off.`);
   }
   if (refused.length) {
     const names = refused.length > 3 ? `${refused.slice(0, 3).join(", ")} and ${refused.length - 3} more` : refused.join(", ");
