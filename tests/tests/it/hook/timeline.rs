@@ -298,14 +298,12 @@ fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
     let mut guest = Guest::start("queue 2500", &ONE_CONNECTION);
     guest.process.wait_for("begun\n", PATIENCE);
     let pid = guest.collector.wait_hello();
-    let (mut heartbeats, mut aligned) = (Vec::new(), Vec::new());
+    let mut heartbeats = Vec::new();
     wait_until(PATIENCE, "all kernels", || {
-        let header = guest.collector.header(pid);
-        heartbeats.push(guest.now().saturating_sub(header[header::HEARTBEAT_NS]));
-        aligned.push(header[header::ALIGNED_NS]);
+        let heartbeat_ns = guest.collector.header(pid)[header::HEARTBEAT_NS];
+        heartbeats.push(guest.now().saturating_sub(heartbeat_ns));
         guest.process.stdout().contains("took ")
     });
-    aligned.dedup();
     let operations = guest.operations();
     let output = guest.end();
     // The same without the hook.
@@ -315,9 +313,8 @@ fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
     bare.args(["queue", "2500"]).current_dir(job.dir.path()).envs(ONE_CONNECTION);
     let (with, without) = (took(&output), took(&run(&mut bare).stdout));
     let late_ns = heartbeats.iter().max().unwrap();
-    println!("{with} ns with the hook, {without} ns without; {} anchors; heartbeats {late_ns} ns apart", aligned.len());
+    println!("{with} ns with the hook, {without} ns without; the watcher stood still for {late_ns} ns");
     assert!(with < without + without / 4, "{with} ns with the hook, {without} ns without");
-    assert!(aligned.len() > 2, "anchors are recorded: {aligned:?}");
     assert!(*late_ns < 2_000_000_000, "the watcher stood still for {late_ns} ns");
     assert!(operations.iter().all(|operation| operation.status() == OpStatus::Completed));
 }
