@@ -56,6 +56,8 @@ pub struct Config {
     pub bracket: Bracket,
     /// Number of launches that are looked at for Python stacks.
     pub stack_launches: u32,
+    /// All streams of the program share one hardware queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`.
+    pub has_one_queue: bool,
     /// The hook must do nothing.
     pub disabled: bool,
     /// The first message to the collector.
@@ -107,6 +109,7 @@ impl Config {
     /// the INI file. Without a launcher, the watcher reads the file here, on a thread that is
     /// abandoned if the file system does not answer.
     pub fn read(environment: Environment) -> Self {
+        let has_one_queue = value(&environment, "CUDA_DEVICE_MAX_CONNECTIONS").is_some_and(|text| text.trim() == "1");
         let lookup = |environment: Environment| move |name: &str| value(&environment, name).map(str::to_string);
         let source = Source::with_ini(lookup(environment), |path| file::read_within(Path::new(path)));
 
@@ -141,7 +144,19 @@ impl Config {
         source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
-        Config { hang_timeout, socket, log, local_log, log_mode, bracket, stack_launches, disabled, hello, problems }
+        Config {
+            hang_timeout,
+            socket,
+            log,
+            local_log,
+            log_mode,
+            bracket,
+            stack_launches,
+            has_one_queue,
+            disabled,
+            hello,
+            problems,
+        }
     }
 }
 

@@ -210,7 +210,7 @@ mod tests {
             }
             for (number, frame) in FRAMES.into_iter().enumerate() {
                 words[frame] = FRAMES.get(number + 1).map_or(0, |next| at(*next));
-                words[frame + 1] = 0x1000 * (number as u64 + 1) | 5;
+                words[frame + 1] = (0x1000 * (number as u64 + 1)) | 5;
                 words[frame + 2] = 100 + number as u64;
                 // The third one is of C code.
                 words[frame + 3] = if number == 2 { 3 } else { 0 };

@@ -53,6 +53,8 @@ pub struct Tracker {
     driver: Driver,
     clocks: DeviceClocks,
     pending: usize,
+    /// All streams share one hardware queue.
+    pub has_one_queue: bool,
 }
 
 /// A sequence in which operations complete in order.
@@ -78,6 +80,7 @@ impl Tracker {
             driver: Driver::new(recorder),
             clocks: DeviceClocks::default(),
             pending: 0,
+            has_one_queue: false,
         }
     }
 
@@ -219,7 +222,7 @@ impl Tracker {
         let (mut completed, mut elapsed) = (now, 0);
         if error == 0 {
             let context = entry.context.load(Ordering::Relaxed);
-            let (recorder, others) = (self.recorder, self.pending > 1);
+            let (recorder, others) = (self.recorder, self.has_one_queue && self.pending > 1);
             let may_wait = || others && now.saturating_sub(recorder.newest_launch_ns()) > LAUNCHES_NS;
             if self.clocks.renew(&mut self.driver, context, now, may_wait) {
                 self.recorder.ring.header(header::ALIGNED_NS).store(now, Ordering::Relaxed);

@@ -73,9 +73,11 @@ impl Watcher {
     pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
         let config = Config::read(environment);
         recorder.bracketed.set_mode(config.bracket);
+        let mut tracker = Tracker::new(recorder);
+        tracker.has_one_queue = config.has_one_queue;
         Watcher {
             recorder,
-            tracker: Tracker::new(recorder),
+            tracker,
             connection: Connection::new(config.socket.clone()),
             running_time: RunningTime::default(),
             rate: RateMeasurement::default(),
