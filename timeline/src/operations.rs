@@ -236,6 +236,16 @@ impl Busy {
     }
 }
 
+/// Ascending, disjoint intervals, and one more from a moment on: it never ends, but is known until
+/// another moment only.
+#[must_use]
+pub fn with_endless(intervals: &[(u64, u64)], from_ns: u64, until_ns: u64) -> Vec<(u64, u64)> {
+    let until_ns = intervals.last().map_or(until_ns, |(_, last)| until_ns.max(*last)).max(from_ns);
+    let before =
+        intervals.iter().filter(|(from, _)| *from < from_ns).map(|(from, until)| (*from, (*until).min(from_ns)));
+    before.chain([(from_ns, until_ns)]).collect()
+}
+
 /// The share of each step of time that ascending, disjoint intervals cover: from when on it has a
 /// value, and the value in percent. The steps begin at multiples of `step_ns`. The last value is 0.
 #[must_use]
@@ -320,6 +330,9 @@ mod tests {
         let end = u64::MAX - 5;
         assert_eq!(covered(&[(4, 6), (90, end)], 8)[..4], [(0, 25), (8, 0), (88, 75), (96, 100)]);
         assert_eq!(covered(&[], 8_000), []);
+        let hung = with_endless(&all, 36_500, 60_000);
+        assert_eq!(hung, [(0, 20_000), (30_000, 31_000), (36_000, 36_500), (36_500, 60_000)]);
+        assert_eq!(covered(&hung, 10_000)[2..], [(30_000, 50), (40_000, 100), (60_000, 0)]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use xpu_timer_analysis::{communicator_name, throughput::dtype_name};
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{OpStatus, Operation, TimelineBlock},
+    v1::{OpKind, OpStatus, Operation, TimelineBlock},
 };
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     collectives::{Route, is_message, mixed},
     input::Format,
     job::{Job, Rank},
-    operations::{Class, Meaning, covered},
+    operations::{Class, Meaning, covered, with_endless},
 };
 
 /// Fields of `TracePacket`.
@@ -631,6 +631,11 @@ impl<'a> RankTrace<'a> {
     /// Ends the trace with the counters, the operations that are pending, and what the verdict says
     /// of the rank. `busy` is when anything ran on its device, in times of the trace.
     pub fn finish(&mut self, busy: &[(u64, u64)]) {
+        // A pending operation that has started keeps the device busy.
+        let is_device = |operation: &&Operation| operation.started_ns != 0 && operation.kind() != OpKind::HostCall;
+        let started = self.rank.head.pending.iter().filter(is_device).map(|one| self.map.apply(one.started_ns)).min();
+        let hung = started.map(|from| with_endless(busy, from, self.map.apply(self.rank.head.until_ns)));
+        let busy = hung.as_deref().unwrap_or(busy);
         let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
         self.counter("GPU busy", percent, covered(busy, COUNTER_STEP_NS).into_iter());
         let (head, map) = (&self.rank.head, self.map);

@@ -6,7 +6,7 @@ use std::{
     collections::HashMap,
     fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Output},
     time::{Duration, Instant},
 };
 
@@ -194,11 +194,20 @@ fn monotonic_ns() -> Result<u64> {
 /// The peak resident set of a command, in bytes. A helper process runs it alone and reports the
 /// peak of its child.
 pub fn peak_memory(command: &Command) -> Result<u64> {
+    peak_in(&peak_helper(command)?.output()?).with_context(|| format!("{command:?}"))
+}
+
+/// The helper process of [`peak_memory`], which prints the peak.
+pub fn peak_helper(command: &Command) -> Result<Command> {
     let mut helper = Command::new(std::env::current_exe()?);
     helper.arg("peak").arg("--").arg(command.get_program()).args(command.get_args());
-    let output = helper.output()?;
+    Ok(helper)
+}
+
+/// The peak that the helper process has printed.
+pub fn peak_in(output: &Output) -> Result<u64> {
     let text = String::from_utf8_lossy(&output.stdout);
-    text.trim().parse().with_context(|| format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr)))
+    text.trim().parse().with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
 /// The helper process of [`peak_memory`].

@@ -1,20 +1,22 @@
 //! Benchmark of the traces: synthetic timelines become one trace, in a time that is compared with
-//! copying that trace, and in bounded memory.
+//! copying that trace, and in bounded memory. Both are written to the disk.
 
 use std::{
     fs::{self, File},
-    io::{Read, Seek, Write},
+    io::{self, Read, Seek, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    thread,
     time::Duration,
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
+use nix::{sys::stat::Mode, unistd::mkfifo};
 use xpu_timer_tests::{Artifacts, Timelines, tree};
 
 use crate::{
     report::{Report, median, ms, ratio, time},
-    stops::peak_memory,
+    stops::{peak_helper, peak_in},
 };
 
 /// Options of the benchmark.
@@ -29,7 +31,7 @@ pub struct Options {
     /// Repetitions
     #[arg(long, default_value = "3")]
     repetitions: usize,
-    /// Folder for the files; the default takes some gigabytes in /tmp
+    /// Folder for the files, of up to 5 GB; default: /tmp
     #[arg(long)]
     folder: Option<PathBuf>,
     /// Path of another xpu_timer_gen_trace_timeline to measure
@@ -43,9 +45,11 @@ pub struct Options {
 /// The trace takes at most so many times as long as its copy.
 const MOST_COPIES: f64 = 3.0;
 const MOST_MEMORY: u64 = 256 << 20;
-/// The trace of 1,024 ranks has 17 GB. Overwriting is not slower than writing, so this is no
-/// advantage for the trace.
-const MOST_COPY_BYTES: usize = 2 << 30;
+/// The trace of 1,024 ranks has 17 GB. It and its copy overwrite themselves after so many bytes.
+const MOST_ON_DISK: usize = 2 << 30;
+/// They wait for the disk each time after so many bytes, as any file does that is larger than the
+/// memory.
+const SYNC_BYTES: usize = 256 << 20;
 
 /// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
@@ -67,23 +71,19 @@ pub fn run(options: &Options) -> Result<bool> {
         ..Timelines::default()
     };
     timelines.write(&ops)?;
-    let mut generate = Command::new(&program);
-    generate.arg("--path").arg(&ops).arg("--output").arg(output.join("job")).stdout(Stdio::null());
-    let trace = output.join("trace_job.bin");
-    let (mut traced, mut copied) = (Vec::new(), Vec::new());
+    let mut command = Command::new(&program);
+    command.arg("--path").arg(&ops).arg("--output").arg(output.join("job"));
+    let (mut traced, mut copied, mut bytes, mut memory) = (Vec::new(), Vec::new(), 0, 0);
     for _ in 0..options.repetitions {
-        let (took, status) = time(|| generate.status());
-        ensure!(status?.success(), "{generate:?} failed");
+        let (took, made) = time(|| generate(&command, &output));
         traced.push(took);
-        let (took, result) = time(|| copy(&trace, &output.join("copy")));
-        result.with_context(|| format!("{} cannot be copied", trace.display()))?;
+        let (size, peak) = made?;
+        (bytes, memory) = (size, peak.max(memory));
+        let (took, result) = time(|| copy(&output.join("written"), size, &output.join("copy")));
+        result.context("the trace cannot be copied")?;
         copied.push(took);
-        fs::remove_file(output.join("copy"))?;
     }
     let (traced, copied): (Duration, Duration) = (median(traced), median(copied));
-    let bytes = fs::metadata(&trace)?.len();
-    fs::remove_file(&trace)?;
-    let memory = peak_memory(&generate)?;
 
     let mut report = Report::new();
     report.section(&format!("Trace of {} ranks with {} operations each", options.ranks, options.operations));
@@ -101,21 +101,63 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(report.all_hold())
 }
 
-/// Copies through memory: a file system that shares the blocks would copy nothing. The copy
-/// overwrites itself after [`MOST_COPY_BYTES`], so that it needs little of the disk.
-fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
-    let (mut from, mut to) = (File::open(from)?, File::create(to)?);
-    let (mut buffer, mut written) = (vec![0; 1 << 20], 0);
+/// Makes the trace, which passes through a pipe to the file `written`. Returns its size, and the
+/// peak memory of the command.
+fn generate(command: &Command, output: &Path) -> Result<(u64, u64)> {
+    // The command writes its files under temporary names first.
+    let pipe = output.join("trace_job.bin.tmp");
+    mkfifo(&pipe, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    // Until the command has ended there is a writer, so that neither side waits for the other.
+    let keeper = File::options().read(true).write(true).open(&pipe)?;
+    let mut from = File::open(&pipe)?;
+    let helper = peak_helper(command)?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let waiter = thread::spawn(move || {
+        let ended = helper.wait_with_output();
+        drop(keeper);
+        ended
+    });
+    let bytes = write_through(&output.join("written"), |buffer| from.read(buffer))?;
+    let ended = waiter.join().map_err(|_| anyhow!("the thread that waits has panicked"))??;
+    let memory = peak_in(&ended).with_context(|| format!("{command:?}"))?;
+    fs::remove_file(output.join("trace_job.bin"))?;
+    Ok((bytes, memory))
+}
+
+/// Copies so many bytes of a file, which is read again from its start if it is shorter.
+fn copy(from: &Path, bytes: u64, to: &Path) -> io::Result<()> {
+    let (mut from, mut left) = (File::open(from)?, bytes);
+    write_through(to, |buffer| {
+        let wanted = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+        let mut read = from.read(&mut buffer[..wanted])?;
+        if read == 0 && left > 0 {
+            from.rewind()?;
+            read = from.read(&mut buffer[..wanted])?;
+        }
+        left -= read as u64;
+        Ok(read)
+    })?;
+    Ok(())
+}
+
+/// Writes what `read` returns to a file and to its disk. Returns the number of bytes.
+fn write_through(to: &Path, mut read: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<u64> {
+    let (mut to, mut buffer) = (File::create(to)?, vec![0; 1 << 20]);
+    let (mut bytes, mut in_file, mut unsynced) = (0, 0, 0);
     loop {
-        let read = from.read(&mut buffer)?;
-        if read == 0 {
-            return Ok(());
+        let length = read(&mut buffer)?;
+        if length == 0 {
+            to.sync_data()?;
+            return Ok(bytes);
         }
-        if written + read > MOST_COPY_BYTES {
+        if in_file + length > MOST_ON_DISK {
             to.rewind()?;
-            written = 0;
+            in_file = 0;
         }
-        to.write_all(&buffer[..read])?;
-        written += read;
+        to.write_all(&buffer[..length])?;
+        (bytes, in_file, unsynced) = (bytes + length as u64, in_file + length, unsynced + length);
+        if unsynced >= SYNC_BYTES {
+            to.sync_data()?;
+            unsynced = 0;
+        }
     }
 }
