@@ -508,6 +508,20 @@ fn a_process_that_stands_still_is_due_if_only_it_can_hold_a_lock_that_another_on
 }
 
 #[test]
+fn a_process_in_only_one_of_the_samples_is_no_proof_of_a_hang() {
+    let judged = |change: &dyn Fn(&mut Job)| {
+        let mut job = waits_for(Stack::sleep());
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+        job.process(50, "saver", Stack::sleep());
+        change(&mut job);
+        named(&job)
+    };
+    let of_process = |job: &mut Job| job.evidence.processes[0].dump.as_mut().expect("a dump").first_sample = None;
+    assert_eq!(judged(&|_| ()), (Cause::MissingRank, HangEvidence::PendingOperation, vec![1050]));
+    assert_eq!(judged(&of_process), (Cause::MissingRank, HangEvidence::None, vec![1050]));
+}
+
+#[test]
 fn a_rank_alone_that_waits_for_its_device_is_no_proof_of_a_hang() {
     let mut job = Job::with_world(1, 30);
     job.trigger(TriggerKind::Idle);

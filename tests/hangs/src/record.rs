@@ -119,8 +119,10 @@ pub fn hangs() -> Result<Vec<KnownHang>> {
 /// # Errors
 /// When the archive cannot be read.
 pub fn programs() -> Result<Vec<KnownHang>> {
-    let known = |(name, truth, evidence): (String, Written, Evidence)| {
-        KnownHang { name, evidence, blame: Blame::Pids(truth.culprits) }
+    let known = |(name, truth, evidence): (String, Written, Evidence)| KnownHang {
+        name,
+        evidence,
+        blame: Blame::Pids(truth.culprits),
     };
     Ok(recorded_programs()?.into_iter().map(known).collect())
 }

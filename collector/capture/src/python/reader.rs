@@ -103,8 +103,7 @@ impl PythonReader {
         let mut memory = Snapshot::new(self.live_tid);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
         let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
-        let all: Vec<InterpreterFrame> =
-            chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        let all: Vec<InterpreterFrame> = chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
         code::fetch(&mut memory, layout, &all);
         let mut codes = CodeCache::default();
         for (thread, chains) in threads.iter_mut().zip(chains) {

@@ -20,15 +20,19 @@ use crate::{
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
+    // The kernel finds a Unix socket by its inode. The tables of TCP sockets take longer to read.
+    let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
+    if let Some(found) = unix {
+        return unix_peer(search, inode, &found);
+    }
     let all = search.tcp_sockets();
     let own = all.iter().find(|socket| socket.inode == inode).map(|own| (own.state, own.local, own.remote));
     match own {
         // A listening socket has no peer.
         Some((LISTEN, local, _)) => socket(format!("{LISTENS} to {local}"), Vec::new()),
         Some((_, local, Some(remote))) => {
-            let is_other = |socket: &&TcpSocket| {
-                socket.inode != 0 && socket.local == remote && socket.remote == Some(local)
-            };
+            let is_other =
+                |socket: &&TcpSocket| socket.inode != 0 && socket.local == remote && socket.remote == Some(local);
             let other = all.iter().find(is_other).map(|socket| socket.inode);
             // A peer that has not accepted the connection has no descriptor for it yet.
             let owner = other.map(|inode| owners(search, inode)).filter(|owners| !owners.is_empty());
@@ -36,7 +40,7 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
             let waiting = || if is_here { listeners(search, remote) } else { Vec::new() };
             socket(remote.to_string(), owner.unwrap_or_else(waiting))
         }
-        _ => unix_peer(search, inode),
+        _ => socket(String::new(), Vec::new()),
     }
 }
 
@@ -91,10 +95,7 @@ fn ip_address(family: i32, bytes: &[u8]) -> Option<SocketAddr> {
 }
 
 /// The other end of a Unix socket.
-fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
-    let Some(found) = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline)) else {
-        return socket(String::new(), Vec::new());
-    };
+fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
@@ -106,7 +107,7 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
             if holders.iter().any(|holder| holder.pid != search.pid) {
                 holders.retain(|holder| holder.pid != search.pid);
             }
-            socket(name(&found, search), holders)
+            socket(name(found, search), holders)
         }
         None if !found.path.is_empty() => socket(format!("{LISTENS} to {}", found.path), Vec::new()),
         None => socket(String::new(), Vec::new()),
