@@ -29,8 +29,8 @@ pub(crate) struct ProcessWait {
     /// be another client.
     pub is_served: bool,
     /// The process at the end stands still and holds up work that has begun: a process of the chain
-    /// waits for the end of its child, for the result of a task of its pool, or for a lock that only
-    /// the process at the end can hold.
+    /// waits for the end of its child, for the result of a task of its pool, or for a lock that
+    /// only the process at the end can hold.
     pub is_due: bool,
     /// Members of the chain wait for each other.
     pub mutual: Option<Mutual>,

@@ -345,6 +345,10 @@ fn a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_ans
         let frames = ["__futex_abstimed_wait_common64", "PyThread_acquire_lock_timed", "wait_for_thread_shutdown"];
         let ends = reads_of(Stack::new(&[("_shutdown", "/usr/lib/python3.11/threading.py:1590")], &frames), is_own);
         assert_eq!(named(&ends), (Cause::HostLock, HangEvidence::WaitChain, vec![1050]));
+        // Its thread waits for somebody who was not found in time: perhaps for clients.
+        let mut serves = reads_of(Stack::lock(), is_own);
+        reader_thread(&mut serves, 0, AwaitedKind::Socket, "", &[]);
+        assert_eq!(hang(&serves), HangEvidence::None);
     }
 }
 

@@ -1,6 +1,6 @@
-//! The coroutines of an event loop that waits. The thread of such a loop has no frame of the task for
-//! which it waits: the task is suspended, and its coroutines wait for each other. Like frames, they
-//! change only while the thread runs.
+//! The coroutines of an event loop that waits. The thread of such a loop has no frame of the task
+//! for which it waits: the task is suspended, and its coroutines wait for each other. Like frames,
+//! they change only while the thread runs.
 
 use std::ops::RangeInclusive;
 
