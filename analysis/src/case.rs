@@ -18,9 +18,6 @@ use crate::{
     world::{RankView, World, is_collective, is_init},
 };
 
-/// The file name of a standard input that is a pipe.
-pub(crate) const STANDARD_INPUT: &str = "/dev/stdin";
-
 /// Where the main thread of a rank is, to compare it with others. It has the names of files without
 /// their folders, as the sentence does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,13 +48,6 @@ impl<'a> Position<'a> {
     pub fn is_unknown(&self) -> bool {
         self.python.is_none() && self.native.is_none()
     }
-}
-
-/// Whether a call waits for keyboard input, or for a standard input that replaces it.
-pub(crate) fn is_terminal(awaited: &Awaited) -> bool {
-    let name = awaited.name.as_str();
-    let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
-    awaited.kind() == AwaitedKind::File && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
 }
 
 /// Which process is behind a rank that waits.
@@ -334,7 +324,7 @@ impl<'a> Case<'a> {
     /// Whether the main thread of a rank waits for keyboard input, or for a standard input that
     /// replaces it.
     pub fn at_terminal(&self, rank_index: usize) -> bool {
-        self.view(rank_index).host.awaited.as_ref().is_some_and(is_terminal)
+        self.view(rank_index).host.awaited.as_ref().is_some_and(stacks::is_terminal)
     }
 
     /// Whether the main thread of a rank waits for a child process by a pipe: the child has the

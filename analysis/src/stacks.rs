@@ -21,7 +21,7 @@ pub(crate) use classify::{
 pub(crate) use helpers::{
     GilHolder, NO_OTHER_THREAD, StuckHelper, compiler_child, gil_holder, other_thread, stuck_helper,
 };
-pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, ThreadWait};
+pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, ThreadWait, is_terminal};
 pub(crate) use names::{base_name, plain, shortened};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;

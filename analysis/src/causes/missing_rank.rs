@@ -5,6 +5,7 @@ use xpu_timer_proto::v1::{OpStatus, Presence};
 use super::{
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
+    p2p,
     rule::{Rule, never_ruled_out},
     wait_cycle::{self, PatternCheck},
 };
@@ -102,7 +103,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Suspect::Device { rank_index, .. } => open_group(case, suspect, *rank_index),
         Suspect::Host { events, .. } if events.is_empty() && case.stack_waiters.is_empty() => None,
         Suspect::Host { rank_index, events, guess } => {
-            is_elsewhere(case, suspect).or_else(|| absent(case, suspect, (*rank_index, events, *guess)))
+            let polls = || p2p::of_absent_peer(case, suspect).filter(|_| case.polls(*rank_index));
+            let found = is_elsewhere(case, suspect).or_else(polls);
+            found.or_else(|| absent(case, suspect, (*rank_index, events, *guess)))
         }
         Suspect::Complete(_) => None,
     }

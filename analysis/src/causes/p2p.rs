@@ -21,7 +21,8 @@ use crate::{
 ///
 /// A rank's send or receive has started on its device, and its peer has no counterpart pending. The
 /// peer waits for nothing, and nothing else explains it. The sentence includes what the peer itself
-/// waits for, such as a child process. Other forms:
+/// waits for, such as a child process. If the peer polls for something, it has not come to its
+/// counterpart: `missing_rank`. Other forms:
 ///
 /// - The peer waits in a collective for the very rank that waits for it: the two made different
 ///   plans. If all other members, at least two, have launched that collective, and the rank in the
@@ -51,10 +52,8 @@ pub(super) const CYCLE: Rule = Rule { cause: Cause::P2pCycle, explain: cycle, ru
 fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     match suspect {
         Suspect::Complete(event) => fewer_in_groups(case, *event),
-        Suspect::Host { events, .. } => {
-            let only = !events.is_empty() && events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));
-            case.main_event(suspect).filter(|_| only).and_then(|event| no_counterpart(case, suspect, event))
-        }
+        Suspect::Host { rank_index, .. } if case.polls(*rank_index) => None,
+        Suspect::Host { .. } => of_absent_peer(case, suspect),
         Suspect::Cycle(events) => {
             if let Some(found) = at_all_open_ends(case, events) {
                 return Some(found);
@@ -74,6 +73,13 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         Suspect::Device { .. } => None,
     }
+}
+
+/// Others wait for a host in nothing but transfers.
+pub(super) fn of_absent_peer(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Host { events, .. } = suspect else { return None };
+    let only = !events.is_empty() && events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));
+    case.main_event(suspect).filter(|_| only).and_then(|event| no_counterpart(case, suspect, event))
 }
 
 /// The peer of a transfer has no counterpart pending: the suspected host, or the one rank of a

@@ -286,7 +286,7 @@ impl Chains<'_, '_> {
         let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
         // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
         let inside = reached.inside.clone();
-        match reached.likely_end(|state| only || state.is_stuck()) {
+        match reached.likely_end(|state| only || host.awaits_result || state.is_stuck()) {
             Some(end) => end.after(Chain { is_due: chain.is_due || host.awaits_result, ..chain }),
             None if chain.processes.is_empty() => End::Start,
             None if candidates.iter().any(|one| seen.contains(&one.member) && self.waits_for_child(one.member)) => {
@@ -469,7 +469,10 @@ impl Chains<'_, '_> {
         let is_inside = |awaited: &Awaited| {
             let next = self.next(member, awaited);
             let candidates = next.candidates();
-            !awaited.name.starts_with(LISTENS)
+            // On a busy machine the other end may not have been found in time.
+            let is_found = !(awaited.name.is_empty() && awaited.object.is_empty() && awaited.holders.is_empty());
+            is_found
+                && !awaited.name.starts_with(LISTENS)
                 && !matches!(next, Next::Unknown)
                 && candidates.iter().all(|candidate| members.contains(&candidate.member))
         };

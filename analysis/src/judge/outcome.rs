@@ -149,7 +149,13 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
             && !finding.culprits.iter().any(progresses)
     };
     let stands = outcome.conclusion.findings().iter().any(is_certain);
-    if is_progress || !stands && culprits.iter().any(progresses) {
+    // Of a process that is in only one of the samples, nothing shows that it stands still.
+    let processes = outcome.conclusion.culprit_processes();
+    let is_seen_once = |process: &usize| {
+        let host = &case.world.processes[*process].host;
+        host.moved.is_none() && !host.halted()
+    };
+    if is_progress || !stands && culprits.iter().any(progresses) || processes.iter().any(is_seen_once) {
         return HangEvidence::None;
     }
     // Without an explanation, the operation must be in the wait-for graph. For example, a server
@@ -168,7 +174,6 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
         || outcome.conclusion.is_cycle()
         || culprits.iter().any(|rank_index| stands_inside(case, *rank_index, cause))
         || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && strength == Confidence::High;
-    let processes = outcome.conclusion.culprit_processes();
     let is_known = !culprits.is_empty() || !processes.is_empty();
     let ends = is_known
         && culprits.iter().all(|rank_index| stands_still(case, *rank_index))

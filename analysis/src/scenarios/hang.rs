@@ -345,6 +345,10 @@ fn a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_ans
         let frames = ["__futex_abstimed_wait_common64", "PyThread_acquire_lock_timed", "wait_for_thread_shutdown"];
         let ends = reads_of(Stack::new(&[("_shutdown", "/usr/lib/python3.11/threading.py:1590")], &frames), is_own);
         assert_eq!(named(&ends), (Cause::HostLock, HangEvidence::WaitChain, vec![1050]));
+        // Its thread waits for somebody who was not found in time: perhaps for clients.
+        let mut serves = reads_of(Stack::lock(), is_own);
+        reader_thread(&mut serves, 0, AwaitedKind::Socket, "", &[]);
+        assert_eq!(hang(&serves), HangEvidence::None);
     }
 }
 
@@ -505,6 +509,20 @@ fn a_process_that_stands_still_is_due_if_only_it_can_hold_a_lock_that_another_on
     // A counter of messages is not held, and the lock of a queue may be held by the one that reads.
     assert_eq!(judged(lock("Condition.wait"), AwaitedKind::Semaphore).1, HangEvidence::None);
     assert_eq!(judged(lock("SemLock.__enter__"), AwaitedKind::Pipe).1, HangEvidence::None);
+}
+
+#[test]
+fn a_process_in_only_one_of_the_samples_is_no_proof_of_a_hang() {
+    let judged = |change: &dyn Fn(&mut Job)| {
+        let mut job = waits_for(Stack::sleep());
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+        job.process(50, "saver", Stack::sleep());
+        change(&mut job);
+        named(&job)
+    };
+    let of_process = |job: &mut Job| job.evidence.processes[0].dump.as_mut().expect("a dump").first_sample = None;
+    assert_eq!(judged(&|_| ()), (Cause::MissingRank, HangEvidence::PendingOperation, vec![1050]));
+    assert_eq!(judged(&of_process), (Cause::MissingRank, HangEvidence::None, vec![1050]));
 }
 
 #[test]

@@ -47,6 +47,20 @@ fn the_one_rank_outside_a_cycle_of_transfers_is_named() {
 }
 
 #[test]
+fn a_peer_that_polls_for_something_has_not_come_to_its_transfer() {
+    let retries = Stack::sleep().with(|stack| stack.switches = 7);
+    for (stack, cause) in [(retries, Cause::MissingRank), (Stack::sleep(), Cause::P2pUnmatched)] {
+        let mut job = together(3);
+        job.transfer(0x77, 0, Op::Send, 1);
+        job.set_stack(1, stack);
+        job.transfer(0x77, 2, Op::Recv, 1);
+        let verdict = job.judge();
+        assert_eq!((verdict.cause, &verdict.culprits[..]), (cause, &[1][..]), "{}", verdict.to_text());
+        assert!(verdict.sentence.starts_with("Rank 1 does not"), "{}", verdict.sentence);
+    }
+}
+
+#[test]
 fn a_rank_that_left_out_a_collective_is_awaited_in_its_communicator() {
     let mut job = Job::new(4);
     job.comm(0x10, &[0, 1]);

@@ -169,6 +169,16 @@ fn is_storage(awaited: &Awaited, pid: i32) -> bool {
     is_path && is_alone && matches!(awaited.kind(), AwaitedKind::File | AwaitedKind::Pipe)
 }
 
+/// The file name of a standard input that is a pipe.
+pub(crate) const STANDARD_INPUT: &str = "/dev/stdin";
+
+/// Whether a call waits for keyboard input, or for a standard input that replaces it.
+pub(crate) fn is_terminal(awaited: &Awaited) -> bool {
+    let name = awaited.name.as_str();
+    let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
+    awaited.kind() == AwaitedKind::File && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
+}
+
 /// What moved between the two samples. `None` without two samples of the main thread.
 pub(super) fn movement(
     dump: &Stacktrace,

@@ -5,7 +5,7 @@ use xpu_timer_proto::server::AwaitedKind;
 use super::{
     classify::is_join,
     helpers::GilHolder,
-    host::{Host, Movement},
+    host::{Host, Movement, is_terminal},
 };
 use crate::verdict::Activity;
 
@@ -46,6 +46,7 @@ impl ProcessState {
             return ProcessState::DeadlockedOnGil(holder.clone());
         }
         let kind = host.awaited.as_ref().map(|awaited| awaited.kind());
+        let at_terminal = host.awaited.as_ref().is_some_and(is_terminal);
         let progresses = |moved: Movement| moved.io || moved.own_frame || moved.helper_progressed;
         match host.observed.activity {
             _ if host.moved.is_some_and(progresses) => ProcessState::MakesProgress,
@@ -53,7 +54,7 @@ impl ProcessState {
             Activity::Lock => ProcessState::WaitsForLock,
             // The end of the process waits for its threads.
             Activity::Teardown if host.location.native.as_deref().is_some_and(is_join) => ProcessState::WaitsForLock,
-            Activity::Io if kind != Some(AwaitedKind::Socket) => ProcessState::StuckInIo,
+            Activity::Io if kind != Some(AwaitedKind::Socket) && !at_terminal => ProcessState::StuckInIo,
             _ if kind == Some(AwaitedKind::Lock) => ProcessState::StuckInIo,
             _ => ProcessState::Elsewhere,
         }

@@ -91,8 +91,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         parent_pid: dump.parent_pid,
         ended_parent_pid: dump.ended_parent_pid,
         command: stored_command(&dump.command),
-        stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
-            || main.1.is_some_and(|thread| !thread.frames.is_empty()),
+        stack: has_frames(main),
         state: state.to_owned(),
         same_in_both,
         location: locate(main.0, main.1, &observed, program(readable.native)),
@@ -105,6 +104,10 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         connections: connections(dump),
         observed,
     }
+}
+
+fn has_frames((native, python): ThreadStacks<'_>) -> bool {
+    native.is_some_and(|thread| !thread.frames.is_empty()) || python.is_some_and(|thread| !thread.frames.is_empty())
 }
 
 /// The state of the process in the last sample, else in the readable one. A frozen or traced

@@ -4,9 +4,9 @@ use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::{Number, awaited_keys, missing_keys};
 use crate::{
-    case::{Case, Position, STANDARD_INPUT, is_terminal},
+    case::{Case, Position},
     graph::{Event, Suspect},
-    stacks::{self, StuckHelper},
+    stacks::{self, STANDARD_INPUT, StuckHelper, is_terminal},
     store::key_wait,
     text::{self, communicator, rank_count, ranks},
     world::{ProcessView, RankView},

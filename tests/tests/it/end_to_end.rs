@@ -250,7 +250,7 @@ fn incidents_of_several_jobs_that_wait_for_one_process_name_each_other() {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
     let _trainers = serve(&job, "engines.py", "manager_reads_index");
     let named = || -> Vec<(Value, Value)> {
-        let verdicts = job.finished_incidents().into_iter().map(|incident| incident.verdict);
+        let verdicts = job.incidents().into_iter().map(|incident| incident.verdict);
         verdicts.map(|verdict| (verdict["incident"].clone(), verdict["same_culprit"].clone())).collect()
     };
     let start = Instant::now();
@@ -264,7 +264,7 @@ fn incidents_of_several_jobs_that_wait_for_one_process_name_each_other() {
         assert!(start.elapsed() < PATIENCE, "{named:?}\n{}", job.logs());
         std::thread::sleep(Duration::from_millis(50));
     }
-    let incidents = job.finished_incidents();
+    let incidents = job.incidents();
     let pid = |incident: &Incident| incident.verdict["culprit_processes"][0]["pid"].clone();
     assert_ne!(pid(&incidents[0]), Value::Null, "{}", text(&incidents[0]));
     assert_eq!(pid(&incidents[0]), pid(&incidents[1]), "{}", text(&incidents[1]));

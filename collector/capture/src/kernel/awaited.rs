@@ -98,12 +98,30 @@ enum Wanted {
 
 /// The wait of a thread that sleeps in a system call. `None` if it does not.
 fn of_thread(pid: i32, thread: &Sleeper<'_>, tables: &Tables, deadline: Instant, wanted: Wanted) -> Option<Waits> {
-    let deadline = deadline.min(Instant::now() + TIMEOUT);
     let Call { number, arguments } = thread.call?;
+    if waits_for_descriptor(number, &arguments) {
+        tables.open_files.read(deadline);
+    }
+    let deadline = deadline.min(Instant::now() + TIMEOUT);
     let search = Search::new(pid, thread.wchan, tables, deadline);
     let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
     let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
     Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)) })
+}
+
+/// Whether a system call waits for descriptors, so that a search needs the table of open files.
+fn waits_for_descriptor(number: i64, arguments: &[u64; 6]) -> bool {
+    const SEVERAL: [i64; 8] = [
+        libc::SYS_connect,
+        libc::SYS_poll,
+        libc::SYS_ppoll,
+        libc::SYS_select,
+        libc::SYS_pselect6,
+        libc::SYS_epoll_wait,
+        libc::SYS_epoll_pwait,
+        libc::SYS_epoll_pwait2,
+    ];
+    SEVERAL.contains(&number) || operation_of(number, arguments[1]).is_some()
 }
 
 /// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does

@@ -36,15 +36,18 @@ struct Table {
 }
 
 impl OpenFiles {
-    /// The descriptors with this link, ascending by pid, and whether there can be no others. None
-    /// after the deadline. The first search reads the table for all, so its own deadline does not
-    /// cut the table short.
+    /// Reads the table if that has not been done. All searches of a capture share it, so its time
+    /// counts for none of them.
+    pub fn read(&self, deadline: Instant) {
+        self.table.get_or_init(|| Table::read(deadline.min(Instant::now() + TIMEOUT)));
+    }
+
+    /// The descriptors with this link, ascending by pid, and whether there can be no others.
     pub fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
-        if Instant::now() >= deadline {
-            return (&[], false);
-        }
-        let table = self.table.get_or_init(|| Table::read(Instant::now() + TIMEOUT));
-        (table.by_link.get(link).map_or(&[], Vec::as_slice), table.complete)
+        self.read(deadline);
+        let table = self.table.get();
+        let found = table.and_then(|table| table.by_link.get(link)).map_or(&[][..], Vec::as_slice);
+        (found, table.is_some_and(|table| table.complete))
     }
 }
 

@@ -2,6 +2,8 @@
 //! for which it waits: the task is suspended, and its coroutines wait for each other. Like frames,
 //! they change only while the thread runs.
 
+use std::ops::RangeInclusive;
+
 use xpu_timer_proto::server::PySpyFrame;
 
 use crate::{cpython::Layout, memory::Snapshot};
@@ -11,8 +13,8 @@ use super::{
     frames::InterpreterFrame,
 };
 
-/// The oldest minor version in which a suspended coroutine contains its frame.
-const OLDEST_MINOR: u8 = 11;
+/// The minor versions in which a suspended coroutine contains its frame, with the state below.
+const MINORS: RangeInclusive<u8> = 11..=14;
 /// Maximum number of coroutines that wait for each other.
 const MAX_AWAITS: usize = 256;
 /// Maximum number of objects between two coroutines, such as tasks and futures.
@@ -39,7 +41,7 @@ pub(super) fn awaits(
     frames: &[PySpyFrame],
     raw_frames: &[InterpreterFrame],
 ) -> Vec<InterpreterFrame> {
-    if layout.minor < OLDEST_MINOR {
+    if !MINORS.contains(&layout.minor) {
         return Vec::new();
     }
     let of_loop = |frame: &&PySpyFrame| LOOP_FILES.iter().any(|file| frame.file_name.contains(file));

@@ -434,6 +434,7 @@ fn an_interpreter_that_is_too_old_is_named() {
     assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there all the same");
 }
 
+/// A program in which a task waits, without the way in which its main coroutine waits for the task.
 const WAITS: &str = "\
 import asyncio
 async def leaf(queue):
@@ -443,27 +444,30 @@ async def middle(queue):
 async def top():
     print('ready', flush=True)
     task = asyncio.create_task(middle(asyncio.Queue()))
-    await asyncio.gather(task)
-asyncio.run(top())
-";
+    await ";
 
 #[test]
 fn coroutines_that_wait_in_an_event_loop() {
-    for python in python::all() {
-        let version = format!("3.{}", python.minor);
-        let script = python.start(WAITS, &[]);
-        let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(WAITS, wanted)));
-        let awaits =
-            [place("leaf", "await queue"), place("middle", "await leaf"), place("top", "await asyncio.gather")];
-        // Up to 3.10 a suspended coroutine is not shown.
-        let shown = if python.minor >= 11 { &awaits[..] } else { &[] };
-        let wanted = [shown, &[place("<module>", "asyncio.run")]].concat();
-        let captured = capture_until(script.pid, &version, |sample| {
-            let mut found = sample.py_stacktrace.first().map(frames_of).unwrap_or_default();
-            let waits = found.iter().any(|(_, place)| place.starts_with("selectors.py"));
-            found.retain(|(_, place)| place.starts_with("script.py"));
-            waits && found == wanted
-        });
-        assert_merged(&version, &captured);
+    // The versions in which each way is followed.
+    for (waits, minors) in [("task", 11..=14), ("asyncio.gather(task)", 11..=13)] {
+        let text = format!("{WAITS}{waits}\nasyncio.run(top())\n");
+        let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(&text, wanted)));
+        let awaits = [
+            place("leaf", "await queue"),
+            place("middle", "await leaf"),
+            place("top", &format!("await {waits}")),
+            place("<module>", "asyncio.run"),
+        ];
+        for python in python::all().into_iter().filter(|python| minors.contains(&python.minor)) {
+            let version = format!("3.{}", python.minor);
+            let script = python.start(&text, &[]);
+            let captured = capture_until(script.pid, &version, |sample| {
+                let mut found = sample.py_stacktrace.first().map(frames_of).unwrap_or_default();
+                let is_idle = found.iter().any(|(_, place)| place.starts_with("selectors.py"));
+                found.retain(|(_, place)| place.starts_with("script.py"));
+                is_idle && found == awaits
+            });
+            assert_merged(&version, &captured);
+        }
     }
 }

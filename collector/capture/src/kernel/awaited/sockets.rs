@@ -19,9 +19,14 @@ use crate::{
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
+    // The kernel finds a Unix socket by its inode.
+    let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
+    if let Some(found) = unix {
+        return unix_peer(search, inode, &found);
+    }
     let table = search.tcp_sockets();
     let Some((table, own)) = table.as_ref().and_then(|table| Some((table, table.socket(inode)?))) else {
-        return unix_peer(search, inode);
+        return socket(String::new(), Vec::new());
     };
     if own.listens() {
         return socket(format!("{LISTENS} to {}", own.local), Vec::new());
@@ -80,10 +85,7 @@ fn ip_address(family: i32, bytes: &[u8]) -> Option<SocketAddr> {
 }
 
 /// The other end of a Unix socket.
-fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
-    let Some(found) = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline)) else {
-        return socket(String::new(), Vec::new());
-    };
+fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
@@ -95,7 +97,7 @@ fn unix_peer(search: &Search<'_>, inode: u64) -> Awaited {
             if holders.iter().any(|holder| holder.pid != search.pid) {
                 holders.retain(|holder| holder.pid != search.pid);
             }
-            socket(name(&found, search), holders)
+            socket(name(found, search), holders)
         }
         None if !found.path.is_empty() => socket(format!("{LISTENS} to {}", found.path), Vec::new()),
         None => socket(String::new(), Vec::new()),
