@@ -601,7 +601,7 @@ pub fn filters(status: &[u8]) -> u32 {
 /// Detail on demand: the collector asks the hook to record every kernel, copy or matrix product as
 /// an operation with events, for a limited time.
 ///
-/// The collector writes [`word`] into [`header::DETAIL`]. The hook's watcher takes it over
+/// The collector writes [`detail::word`] into [`header::DETAIL`]. The hook's watcher takes it over
 /// within a third of a second. Detail ends at its time, also if the collector has ended meanwhile.
 pub mod detail {
     use super::header;
