@@ -74,7 +74,7 @@ impl Timelines {
             None => (nodes.job(&job).nodes.clone(), RankSet::new()),
         };
         if waiting.is_empty() {
-            return Err(Refusal::NoJob(format!("no node has ranks {unknown} of job {job}")));
+            return Err(Refusal::NoJob(format!("no node has rank {unknown} of job {job}")));
         }
         let (sender, chunks) = mpsc::unbounded_channel();
         self.next += 1;
@@ -83,7 +83,7 @@ impl Timelines {
         let waiting = waiting.into_iter().collect();
         let request = TimelineInProgress { job, wanted, asked_ns, recording_ns, waiting, sending, sender };
         if !unknown.is_empty() {
-            request.report(format!("no node has ranks {unknown} of job {job}", job = request.job));
+            request.report(format!("no node has rank {unknown} of job {job}", job = request.job));
         }
         self.requests.insert(self.next, request);
         Ok(chunks)
@@ -330,7 +330,7 @@ mod tests {
         let asked: Vec<NodeId> = requests.iter().map(|(node, _)| *node).collect();
         assert_eq!(asked, [2, 3], "the nodes of ranks 1 and 2");
         assert_eq!(requests[0].1.ranks, "1-2/7".parse::<RankSet>().unwrap().to_message());
-        assert_eq!(received(&mut chunks)[0].problem, "no node has ranks 7 of job j");
+        assert_eq!(received(&mut chunks)[0].problem, "no node has rank 7 of job j");
         drop(chunks);
         timelines.tick(&nodes, at(2));
         assert!(timelines.requests.is_empty() && !timelines.expects(&requests[0].1.key));
