@@ -30,16 +30,19 @@ pub(super) struct Search<'a> {
     pub deadline: Instant,
     /// The descendants and the parent, which one call may need for each of its descriptors.
     relatives: OnceCell<(Vec<i32>, i32)>,
+    /// The TCP sockets, which a call may need for each of its descriptors.
+    tcp_sockets: OnceCell<Option<Arc<Table>>>,
 }
 
 impl<'a> Search<'a> {
     pub fn new(pid: i32, wchan: &'a str, tables: &'a Tables, deadline: Instant) -> Self {
-        Search { pid, wchan, tables, deadline, relatives: OnceCell::new() }
+        Search { pid, wchan, tables, deadline, relatives: OnceCell::new(), tcp_sockets: OnceCell::new() }
     }
 
     /// The TCP sockets of the network namespace of the process.
-    pub fn tcp_sockets(&self) -> Option<Arc<Table>> {
-        self.tables.tcp_sockets.of_namespace(self.pid, self.deadline)
+    pub fn tcp_sockets(&self) -> Option<&Table> {
+        let find = || self.tables.tcp_sockets.of_namespace(self.pid, self.deadline);
+        self.tcp_sockets.get_or_init(find).as_deref()
     }
 
     /// Describes processes: children first, then the parent, then others.

@@ -24,10 +24,8 @@ pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
     if let Some(found) = unix {
         return unix_peer(search, inode, &found);
     }
-    let table = search.tcp_sockets();
-    let Some((table, own)) = table.as_ref().and_then(|table| Some((table, table.socket(inode)?))) else {
-        return socket(String::new(), Vec::new());
-    };
+    let found = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
+    let Some((table, own)) = found else { return socket(String::new(), Vec::new()) };
     if own.listens() {
         return socket(format!("{LISTENS} to {}", own.local), Vec::new());
     }
