@@ -3,7 +3,7 @@
 //!
 //! The sockets of the collector's network namespace are read over netlink. Those of other
 //! namespaces, and all where the kernel does not answer, are read from `/proc/PID/net/tcp`, which
-//! takes ten times as long and counts no bytes.
+//! takes longer and counts no bytes.
 
 use std::{
     collections::{HashMap, HashSet},
