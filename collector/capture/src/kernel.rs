@@ -8,9 +8,12 @@ pub(crate) mod permission;
 pub mod sock_diag;
 pub mod tcp_sockets;
 
+use xpu_timer_proto::procfs::Parents;
+
 /// The tables of the kernel that are read at most once for all processes of a capture.
 #[derive(Default)]
 pub(crate) struct Tables {
     pub open_files: open_files::OpenFiles,
     pub tcp_sockets: tcp_sockets::TcpSockets,
+    pub parents: Parents,
 }

@@ -3,6 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     fs,
+    sync::{Mutex, PoisonError},
     time::Instant,
 };
 
@@ -78,6 +79,30 @@ pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
     Some(children)
 }
 
+/// Maximum number of generations between a process and its ancestor.
+const MAX_GENERATIONS: usize = 64;
+
+/// The parents of processes, each read once. To walk up from a process costs one file a generation;
+/// [`descendants`] reads one file for each thread.
+#[derive(Debug, Default)]
+pub struct Parents {
+    by_child: Mutex<HashMap<i32, Option<i32>>>,
+}
+
+impl Parents {
+    /// The parent of a process. `None` if there is no such process.
+    pub fn of(&self, pid: i32) -> Option<i32> {
+        let mut by_child = self.by_child.lock().unwrap_or_else(PoisonError::into_inner);
+        *by_child.entry(pid).or_insert_with(|| stat(pid).ok().map(|stat| stat.parent))
+    }
+
+    /// Whether `pid` is a descendant of `ancestor`. False if that is not known before the deadline.
+    pub fn is_descendant(&self, pid: i32, ancestor: i32, deadline: Instant) -> bool {
+        let parent = |pid: &i32| self.of(*pid).filter(|parent| *parent > 0 && Instant::now() < deadline);
+        std::iter::successors(parent(&pid), parent).take(MAX_GENERATIONS).any(|parent| parent == ancestor)
+    }
+}
+
 fn children_by_parent() -> HashMap<i32, Vec<i32>> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
     for pid in pids() {
@@ -104,7 +129,15 @@ mod tests {
         assert!(children_by_parent()[&own].contains(&pid), "also where the kernel does not list children");
         assert!(descendants(own, &HashSet::new()).contains(&pid));
         assert!(!descendants(own, &HashSet::from([pid])).contains(&pid));
+        let (parents, now) = (Parents::default(), Instant::now());
+        let late = now + std::time::Duration::from_secs(60);
+        assert!(parents.of(pid) == Some(own) && parents.is_descendant(pid, own, late));
+        assert!(!parents.is_descendant(own, pid, late) && !parents.is_descendant(own, own, late));
+        assert!(!parents.is_descendant(pid, own, now), "there was no time to look");
+        let grandparent = parents.of(own).unwrap();
+        assert!(grandparent == 0 || parents.is_descendant(pid, grandparent, late));
         drop(child.stdin.take());
         child.wait().unwrap();
+        assert_eq!(Parents::default().of(pid), None);
     }
 }

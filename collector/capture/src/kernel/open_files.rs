@@ -4,11 +4,16 @@
 use std::{
     collections::HashMap,
     fs,
-    io::ErrorKind,
     sync::OnceLock,
     time::{Duration, Instant},
 };
 
+use nix::{
+    dir::Dir,
+    errno::Errno,
+    fcntl::{OFlag, readlinkat},
+    sys::stat::Mode,
+};
 use xpu_timer_proto::procfs::{self, MAX_FILES};
 
 /// Time limit to read the descriptors of all processes: a busy node has a hundred thousand.
@@ -68,20 +73,27 @@ impl Table {
 
     /// Adds the descriptors of a process. Returns whether all could be read.
     fn add(&mut self, pid: i32) -> bool {
-        let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
-            Ok(entries) => entries,
-            Err(error) => return error.kind() == ErrorKind::NotFound,
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        let mut folder = match Dir::open(format!("/proc/{pid}/fd").as_str(), flags, Mode::empty()) {
+            Ok(folder) => folder,
+            Err(error) => return error == Errno::ENOENT,
         };
-        for (count, entry) in entries.flatten().enumerate() {
+        let names: Vec<_> = folder.iter().flatten().map(|entry| entry.file_name().to_owned()).collect();
+        for (count, name) in names.iter().enumerate() {
+            let Some(number) = name.to_str().ok().and_then(|name| name.parse().ok()) else { continue };
             if count == MAX_FILES {
                 return false;
             }
-            let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
             // The kernel holds the names that the link is made of, so reading it involves no file
-            // system.
-            if let (Some(number), Ok(link)) = (number, fs::read_link(entry.path())) {
-                let link = link.to_string_lossy().into_owned().into_boxed_str();
-                self.by_link.entry(link).or_default().push(Descriptor { pid, number });
+            // system. Relative to the folder, it does not look the process up again.
+            match readlinkat(&folder, name.as_c_str()) {
+                Ok(link) => {
+                    let link = link.to_string_lossy().into_owned().into_boxed_str();
+                    self.by_link.entry(link).or_default().push(Descriptor { pid, number });
+                }
+                // Its other links may not be read either.
+                Err(Errno::EACCES) => break,
+                Err(_) => {}
             }
         }
         true

@@ -1,11 +1,8 @@
 //! A search for what one thread waits for.
 
-use std::{cell::OnceCell, collections::HashSet, sync::Arc, time::Instant};
+use std::{cell::OnceCell, sync::Arc, time::Instant};
 
-use xpu_timer_proto::{
-    procfs::{self, descendants_until},
-    server::Holder,
-};
+use xpu_timer_proto::{procfs, server::Holder};
 
 use crate::kernel::{Tables, tcp_sockets::Table};
 
@@ -28,15 +25,13 @@ pub(super) struct Search<'a> {
     pub wchan: &'a str,
     pub tables: &'a Tables,
     pub deadline: Instant,
-    /// The descendants and the parent, which one call may need for each of its descriptors.
-    relatives: OnceCell<(Vec<i32>, i32)>,
     /// The TCP sockets, which a call may need for each of its descriptors.
     tcp_sockets: OnceCell<Option<Arc<Table>>>,
 }
 
 impl<'a> Search<'a> {
     pub fn new(pid: i32, wchan: &'a str, tables: &'a Tables, deadline: Instant) -> Self {
-        Search { pid, wchan, tables, deadline, relatives: OnceCell::new(), tcp_sockets: OnceCell::new() }
+        Search { pid, wchan, tables, deadline, tcp_sockets: OnceCell::new() }
     }
 
     /// The TCP sockets of the network namespace of the process.
@@ -47,15 +42,12 @@ impl<'a> Search<'a> {
 
     /// Describes processes: children first, then the parent, then others.
     pub fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
-        let (descendants, parent) = self.relatives.get_or_init(|| {
-            let (descendants, _) = descendants_until(self.pid, &HashSet::new(), Some(self.deadline));
-            (descendants, procfs::stat(self.pid).map_or(0, |stat| stat.parent))
-        });
+        let parent = self.tables.parents.of(self.pid);
+        let is_child = |pid: i32| self.tables.parents.is_descendant(pid, self.pid, self.deadline);
         let mut pids: Vec<i32> = pids.into_iter().collect();
-        pids.sort_by_key(|pid| (!descendants.contains(pid), pid != parent, *pid));
+        pids.sort_by_cached_key(|pid| (!is_child(*pid), Some(*pid) != parent, *pid));
         pids.dedup();
-        let holder =
-            |pid: i32| Holder { pid, name: procfs::name(pid), child: descendants.contains(&pid), ..Holder::default() };
+        let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: is_child(pid), ..Holder::default() };
         pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
     }
 }

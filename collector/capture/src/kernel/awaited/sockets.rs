@@ -19,13 +19,12 @@ use crate::{
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
-    // The kernel finds a Unix socket by its inode.
-    let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
-    if let Some(found) = unix {
-        return unix_peer(search, inode, &found);
-    }
-    let found = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
-    let Some((table, own)) = found else { return socket(String::new(), Vec::new()) };
+    let tcp = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
+    let Some((table, own)) = tcp else {
+        // The kernel finds a Unix socket by its inode. It looks at all of them.
+        let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
+        return unix.map_or_else(|| socket(String::new(), Vec::new()), |found| unix_peer(search, inode, &found));
+    };
     if own.listens() {
         return socket(format!("{LISTENS} to {}", own.local), Vec::new());
     }
