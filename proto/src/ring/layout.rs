@@ -6,7 +6,11 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
+
+/// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
+/// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
+pub const LINE_PAIR: usize = 128;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -349,15 +353,16 @@ pub mod lane {
     /// Bytes of device memory that were allocated minus those that were freed. A thread may free
     /// what another one has allocated, so only the wrapping sum of all lanes has a meaning.
     pub const DEVICE_BYTES: usize = 23;
-    /// Number of words in a lane; a multiple of a cache line.
-    pub const WORDS: usize = 24;
+    /// Number of words in a lane. Like the other tables of a lane, it is a multiple of
+    /// [`super::LINE_PAIR`].
+    pub const WORDS: usize = 32;
     /// Number of lanes.
     pub const SLOTS: usize = 64;
 
     /// Number of stream entries of a lane, laid out as [`super::stream`]. A thread with more
     /// streams uses the shared table.
     pub const STREAMS: usize = 14;
-    /// Number of words in a lane's stream entries; a multiple of a cache line.
+    /// Number of words in a lane's stream entries.
     pub const STREAM_WORDS: usize = 64;
     /// Number of words in a lane's call counters: one for each hooked function, by the index of its
     /// coverage entry.
@@ -402,6 +407,23 @@ pub mod offset {
     pub const STACKS: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
     /// Size of the memfd in bytes.
     pub const END: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
+
+    const _: () = {
+        let tables = [
+            (LANES, lane::WORDS),
+            (OPS, op::WORDS),
+            (COMMS, comm::WORDS),
+            (LANE_STREAMS, lane::STREAM_WORDS),
+            (LANE_CALLS, lane::CALL_WORDS),
+            (LANE_KERNELS, lane::KERNEL_WAYS * kernel::WORDS),
+        ];
+        let mut index = 0;
+        while index < tables.len() {
+            let (offset, words) = tables[index];
+            assert!(offset % super::LINE_PAIR == 0 && words * 8 % super::LINE_PAIR == 0);
+            index += 1;
+        }
+    };
 }
 
 /// Where the interpreter of a process keeps its threads and their frames: an address and offsets in
