@@ -158,7 +158,7 @@ impl Conclusion {
         let processes = |finding: &Finding| match &finding.explanation {
             Explanation::Process(fault) => match &fault.mutual {
                 Some(mutual) => mutual.processes.clone(),
-                None if finding.culprits.is_empty() => vec![fault.end],
+                None if finding.culprits.is_empty() || fault.is_to_come => vec![fault.end],
                 None => Vec::new(),
             },
             _ => Vec::new(),

@@ -16,10 +16,10 @@ mod transfers;
 
 use builder::{Builder, ResourceWait};
 pub(crate) use builder::{Event, Suspect};
-pub(crate) use processes::{Mutual, ProcessWait};
+pub(crate) use processes::{Mutual, ProcessWait, ToCome};
 pub(crate) use transfers::tags_meet;
 
-use crate::{matching::Comm, stacks::ProcessState, world::World};
+use crate::{matching::Comm, world::World};
 
 /// The graph of one job.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(crate) struct Graph {
     /// Ranks that wait for a process that is no rank, ascending.
     pub process_waits: Vec<ProcessWait>,
     /// The processes that should become missing ranks; see [`Graph::to_come`].
-    to_come: Vec<(usize, usize, ProcessState)>,
+    to_come: Vec<ToCome>,
     /// Ranks that wait for a process that waits for clients itself, ascending.
     at_rest: Vec<usize>,
     /// Ranks that wait for a process of which too little is known, ascending.
@@ -57,11 +57,10 @@ impl Graph {
         Some(&self.process_waits[index])
     }
 
-    /// The process that should become a missing rank or start it, as an index, and its state.
-    pub fn to_come(&self, rank_index: usize) -> Option<(usize, &ProcessState)> {
-        let index = self.to_come.binary_search_by_key(&rank_index, |(missing, ..)| *missing).ok()?;
-        let (_, process, state) = &self.to_come[index];
-        Some((*process, state))
+    /// The process that should become a missing rank or start it.
+    pub fn to_come(&self, rank_index: usize) -> Option<&ToCome> {
+        let index = self.to_come.binary_search_by_key(&rank_index, |process| process.rank_index).ok()?;
+        Some(&self.to_come[index])
     }
 
     /// Whether a rank waits for a process that waits for clients itself.

@@ -7,8 +7,8 @@ use crate::{
     case::Case,
     explanation::{Explanation, ProcessFault},
     finding::{Fact, Finding},
-    graph::{Event, Suspect},
-    stacks::ProcessState,
+    graph::{Event, Suspect, ToCome},
+    stacks::{ProcessState, StuckHelper},
     verdict::{Activity, Cause, Confidence},
 };
 
@@ -93,7 +93,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let state = wait.state.clone();
     // What a rank does that waits for a process of its own says more than what that process does,
     // unless it cannot run, or the rank waits for its end.
-    let other_is_stuck = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
+    let is_in_chain = |pid: i32| wait.chain.iter().any(|index| case.world.processes[*index].host.pid == pid);
+    let is_other = |helper: &StuckHelper| helper.is_stuck() && !is_in_chain(helper.pid);
+    let other_is_stuck = || case.stuck_helper(rank_index).is_some_and(|helper| is_other(&helper));
     let is_mutual = wait.mutual.is_some() && !other_is_stuck();
     let waits_for_end = case.awaited(rank_index).is_some_and(|awaited| awaited.kind() == AwaitedKind::Child);
     // In a silent job, no rule says more about a rank that only reads.
@@ -135,21 +137,21 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
 /// parent as the other ranks has not come so far, or that parent cannot start it.
 fn not_yet_a_rank(case: &Case<'_>, suspect: &Suspect, rank_index: usize, wanted: Cause) -> Option<Finding> {
     let event = case.main_event(suspect).filter(|event| matches!(event, Event::Init { .. } | Event::Split { .. }))?;
-    let (end, state) = case.graph.to_come(rank_index)?;
+    let ToCome { process: end, state, is_that_rank, .. } = case.graph.to_come(rank_index)?;
     if cause(state) != wanted {
         return None;
     }
     let fault = ProcessFault {
         rank_index,
         before: Vec::new(),
-        end,
+        end: *end,
         state: state.clone(),
         mutual: None,
         is_to_come: true,
         event: Some(event),
     };
     Some(Finding {
-        culprits: Vec::new(),
+        culprits: is_that_rank.then_some(rank_index).into_iter().collect(),
         explanation: Explanation::Process(Box::new(fault)),
         confidence: Confidence::Medium,
         evidence: vec![Fact::Explained],

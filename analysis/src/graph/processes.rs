@@ -151,11 +151,22 @@ impl Mutual {
     }
 }
 
-/// The processes that should become missing ranks or start them, with their states, by the index of
-/// the missing rank, ascending: a parent of ranks that cannot continue, for all missing ranks;
-/// else, of the other children of these parents, those that are stuck, or all of them, if there are
-/// as many as missing ranks.
-pub(super) fn to_come(world: &World<'_>) -> Vec<(usize, usize, ProcessState)> {
+/// A process that should become a missing rank, or start it.
+#[derive(Debug)]
+pub(crate) struct ToCome {
+    /// Index of the missing rank.
+    pub rank_index: usize,
+    /// Index of the process.
+    pub process: usize,
+    pub state: ProcessState,
+    /// No other rank is missing, and the process is no parent of ranks. So it is this rank's.
+    pub is_that_rank: bool,
+}
+
+/// The processes that should become missing ranks or start them, ascending by the missing rank: a
+/// parent of ranks that cannot continue, for all missing ranks; else, of the other children of
+/// these parents, those that are stuck, or all of them, if there are as many as missing ranks.
+pub(super) fn to_come(world: &World<'_>) -> Vec<ToCome> {
     let (views, processes) = (&world.views, &world.processes);
     let missing: Vec<usize> = (0..views.len()).filter(|index| views[*index].unseen()).collect();
     if processes.is_empty() || missing.is_empty() {
@@ -169,7 +180,9 @@ pub(super) fn to_come(world: &World<'_>) -> Vec<(usize, usize, ProcessState)> {
     let all = 0..processes.len();
     let is_parent = |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.pid));
     if let Some(parent) = all.clone().filter(is_parent).find(|index| states[*index].cannot_continue()) {
-        return missing.into_iter().map(|rank_index| (rank_index, parent, states[parent].clone())).collect();
+        let state = &states[parent];
+        let of_parent = |rank_index| ToCome { rank_index, process: parent, state: state.clone(), is_that_rank: false };
+        return missing.into_iter().map(of_parent).collect();
     }
     let is_child =
         |index: &usize| parents.contains(&(processes[*index].node.as_str(), processes[*index].host.parent_pid));
@@ -183,6 +196,9 @@ pub(super) fn to_come(world: &World<'_>) -> Vec<(usize, usize, ProcessState)> {
     let children: Vec<usize> = all.filter(is_child).filter(|index| !is_at_rest(index)).collect();
     let stuck: Vec<usize> = children.iter().copied().filter(|index| states[*index].is_stuck()).collect();
     let chosen = [stuck, children].into_iter().find(|processes| processes.len() == missing.len());
+    let is_that_rank = missing.len() == 1;
     let pairs = missing.into_iter().zip(chosen.unwrap_or_default());
-    pairs.map(|(rank_index, process)| (rank_index, process, states[process].clone())).collect()
+    pairs
+        .map(|(rank_index, process)| ToCome { rank_index, process, state: states[process].clone(), is_that_rank })
+        .collect()
 }

@@ -9,7 +9,7 @@ use crate::{
     verdict::Activity,
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, Holder, PstackStacktrace, Stacktrace, TcpConnection},
+    server::{Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, Stacktrace, TcpConnection},
     v1::{Op, OpKind, TriggerKind},
 };
 
@@ -427,6 +427,17 @@ fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
     awaits(&mut job, 2, "wait4", AwaitedKind::Child, &[1050]);
     job.process(50, "writer", Stack::new(&[("report", "/job/report.py:7")], &["write"]));
     chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
+    // The dump of the rank has its children, and this one stands in a write.
+    let writer = job.evidence.processes[0].dump.clone().expect("a dump");
+    let sample = ProcessSample {
+        process_state: "S (sleeping)".into(),
+        stacktrace: writer.stacktrace,
+        py_stacktrace: writer.py_stacktrace,
+        ..Default::default()
+    };
+    job.child(2, "writer", "");
+    let children = &mut job.rank(2).dump.as_mut().expect("a dump").children;
+    (children[0].pid, children[0].samples) = (1050, vec![sample.clone(), sample]);
     let verdict = job.judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
     assert_eq!(verdict.cause, Cause::MissingRank, "{}", verdict.to_text());
@@ -987,6 +998,9 @@ fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
         job.process(52, "monitor", Stack::sleep()).parent_pid = 1040;
     });
     assert_eq!((locked.cause, culprits(&locked)), (Cause::HostLock, vec![(None, 1051)]), "{}", locked.to_text());
+    assert_eq!((&*stopped.culprits, &*locked.culprits), (&[0u32; 0][..], &[2][..]), "the parent could become any rank");
+    let line = "process 1051 (worker 2), which belongs to the job, waits for a lock";
+    assert!(locked.to_text().contains(line), "{}", locked.to_text());
     // A helper that waits for its tasks.
     let helper = judged(&|job| {
         job.process(51, "tracker", Stack::checkpoint()).parent_pid = 1040;

@@ -148,7 +148,10 @@ fn mutual_wait(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual) -> String
 pub(super) fn state_line(case: &Case<'_>, fault: &ProcessFault) -> EvidenceLine {
     let waiters = Ranks::of(case, &waiters(case, fault.end));
     let state = predicate(case, fault.end, &fault.state);
-    let verb = waiters.number().waits();
-    let text = format!("{}, for which {} {verb}, {state}", name(case, fault.end), waiters.text());
-    waiters.line(text)
+    let whose = if fault.is_to_come {
+        "which belongs to the job".to_owned()
+    } else {
+        format!("for which {} {}", waiters.text(), waiters.number().waits())
+    };
+    waiters.line(format!("{}, {whose}, {state}", name(case, fault.end)))
 }
