@@ -46,10 +46,20 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
-    let observed = does(main);
     let state = state(first, last, readable.state, main, moved);
-    let did = before.map(|before| does(before).activity);
-    let same_in_both = did.is_none_or(|did| did == observed.activity);
+    let both = [before.map(does), Some(does(main))];
+    // A thread that polls may be in the middle of a poll in one of the samples, in the same
+    // function. That is no progress, and the other sample shows what the thread does. A wait for
+    // something else than time says more than the sleep.
+    let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
+    let asleep = both.iter().flatten().find(|one| one.activity == Activity::Sleep).cloned();
+    let looks = idle && asleep.is_some() && in_one_function();
+    let is_poll = |one: &ObservedActivity| {
+        matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
+    };
+    let [did, observed] = if looks && both.iter().flatten().all(is_poll) { [asleep.clone(), asleep] } else { both };
+    let observed = observed.unwrap_or_default();
+    let same_in_both = did.is_none_or(|did| did.activity == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
     let observed = match observed.activity {
@@ -65,10 +75,6 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    // A thread that polls may be in the middle of a poll, in the same function. That is no
-    // progress.
-    let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
-    let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let waits_for_helpers = may_wait_for_helpers(observed.activity);
     let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
     // On a busy machine, a computing thread gets little processor time, but is runnable in every

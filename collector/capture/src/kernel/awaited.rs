@@ -121,7 +121,7 @@ fn waits_for_descriptor(number: i64, arguments: &[u64; 6]) -> bool {
         libc::SYS_epoll_pwait,
         libc::SYS_epoll_pwait2,
     ];
-    SEVERAL.contains(&number) || operation_of(number, arguments[1]).is_some()
+    SEVERAL.contains(&number) || operation_of(number, arguments).is_some()
 }
 
 /// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does
@@ -159,7 +159,7 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
             several(search, watched(pid, arguments[0]))
         }
         _ => {
-            let operation = operation_of(number, arguments[1])?;
+            let operation = operation_of(number, arguments)?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
             descriptor::awaited(search, descriptor, operation)
         }
@@ -180,8 +180,9 @@ fn opened(pid: i32, address: u64) -> Option<Awaited> {
     (!name.is_empty()).then(|| Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
 }
 
-fn operation_of(number: i64, second: u64) -> Option<Operation> {
+fn operation_of(number: i64, arguments: &[u64; 6]) -> Option<Operation> {
     match number {
+        libc::SYS_recvfrom if arguments[4] == 0 => Some(Operation::Receive),
         libc::SYS_read
         | libc::SYS_readv
         | libc::SYS_pread64
@@ -198,7 +199,7 @@ fn operation_of(number: i64, second: u64) -> Option<Operation> {
         libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Accept),
         libc::SYS_flock => Some(Operation::Lock),
         libc::SYS_fcntl => {
-            let command = i32::try_from(second).unwrap_or(0);
+            let command = i32::try_from(arguments[1]).unwrap_or(0);
             matches!(command, libc::F_SETLKW | libc::F_OFD_SETLKW).then_some(Operation::Lock)
         }
         _ => None,
@@ -294,6 +295,8 @@ mod tests {
             unix::net::{UnixDatagram, UnixStream},
         },
     };
+
+    use xpu_timer_proto::REPLIES;
 
     use super::*;
 
@@ -477,6 +480,31 @@ mod tests {
         });
         drop(receiver);
         assert_eq!(found.name, path.display().to_string());
+    }
+
+    #[test]
+    fn finds_who_may_reply_to_an_unconnected_socket_of_datagrams() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [server, client] = ["server.sock", "client.sock"].map(|name| folder.path().join(name));
+        let served = UnixDatagram::bind(&server).expect("a socket");
+        let stdin = std::process::Stdio::from(OwnedFd::from(served));
+        let mut child = sleeping(std::process::Command::new("sleep").stdin(stdin));
+        let pid = child.id().cast_signed();
+        let bind = || UnixDatagram::bind(&client).expect("a socket");
+        let wake = || drop(UnixDatagram::unbound().expect("a socket").send_to(b"!", &client));
+        let ours = bind();
+        let is_child = move |found: &Awaited| found.holders.iter().any(|holder| holder.pid == pid);
+        let found = awaited_when(is_child, move || drop(ours.recv(&mut [0])));
+        wake();
+        // Other tests have such sockets as well.
+        assert!(found.name.starts_with(REPLIES) && found.name.contains(&*server.to_string_lossy()), "{found:?}");
+        // Who asks for the sender serves anybody.
+        fs::remove_file(&client).expect("it is there");
+        let ours = bind();
+        let found = awaited_when(|found| !found.name.is_empty(), move || drop(ours.recv_from(&mut [0])));
+        wake();
+        child.kill().and_then(|()| child.wait()).expect("the child ends");
+        assert_eq!(found.name, format!("{LISTENS} to {}", client.display()));
     }
 
     #[test]

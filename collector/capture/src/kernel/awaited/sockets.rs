@@ -7,22 +7,22 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    LISTENS,
+    LISTENS, REPLIES,
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::Search;
+use super::search::{MAX_HOLDERS, Operation, Search};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
 };
 
 /// What a call on a connected or a listening socket waits for.
-pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
+pub(super) fn peer(search: &Search<'_>, inode: u64, operation: Operation) -> Awaited {
     // The kernel finds a Unix socket by its inode.
     let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
     if let Some(found) = unix {
-        return unix_peer(search, inode, &found);
+        return unix_peer(search, inode, &found, operation);
     }
     let found = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
     let Some((table, own)) = found else { return socket(String::new(), Vec::new()) };
@@ -83,7 +83,7 @@ fn ip_address(family: i32, bytes: &[u8]) -> Option<SocketAddr> {
 }
 
 /// The other end of a Unix socket.
-fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
+fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket, operation: Operation) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
@@ -97,7 +97,10 @@ fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
             }
             socket(name(found, search), holders)
         }
-        None if !found.path.is_empty() => socket(format!("{LISTENS} to {}", found.path), Vec::new()),
+        None if !found.path.is_empty() => {
+            let replies = (operation == Operation::Receive).then(|| reply(search, inode)).flatten();
+            replies.unwrap_or_else(|| socket(format!("{LISTENS} to {}", found.path), Vec::new()))
+        }
         None => socket(String::new(), Vec::new()),
     }
 }
@@ -108,14 +111,48 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
     of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| socket.path.clone())
 }
 
+/// What a process waits for that receives on an unconnected datagram socket and does not ask for
+/// the sender: it expects a reply. The kernel does not know from whom, so any relative counts that
+/// receives datagrams at a path too. `None` if there is none.
+fn reply(search: &Search<'_>, inode: u64) -> Option<Awaited> {
+    let family: Vec<i32> = search.family().collect();
+    let receivers = datagram_receivers(search).into_iter().filter(|(other, _)| *other != inode);
+    let (mut paths, mut holders) = (Vec::new(), Vec::new());
+    for (other, path) in receivers {
+        let owners: Vec<Holder> = owners(search, other).into_iter().filter(|one| family.contains(&one.pid)).collect();
+        paths.extend((!owners.is_empty()).then_some(path));
+        holders.extend(owners);
+    }
+    holders.sort_by_key(|holder: &Holder| holder.pid);
+    holders.dedup_by_key(|holder| holder.pid);
+    holders.truncate(MAX_HOLDERS);
+    (!holders.is_empty()).then(|| socket(format!("{REPLIES} {}", paths.join(" or ")), holders))
+}
+
+/// The unconnected datagram sockets that have a path, with their inodes.
+fn datagram_receivers(search: &Search<'_>) -> Vec<(u64, String)> {
+    unix_table(search.pid, |fields| {
+        let [_, _, _, _, DATAGRAM, UNCONNECTED, inode, path] = fields else { return None };
+        Some((inode.parse().ok()?, (*path).to_owned()))
+    })
+}
+
+/// Type and state of a socket in `/proc/net/unix`.
+const DATAGRAM: &str = "0002";
+const UNCONNECTED: &str = "01";
+
+/// Selects lines of `/proc/net/unix`: Num RefCount Protocol Flags Type St Inode Path.
+fn unix_table<T>(pid: i32, select: impl Fn(&[&str]) -> Option<T>) -> Vec<T> {
+    let table = fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
+    table.lines().filter_map(|line| select(&line.split_whitespace().collect::<Vec<_>>())).collect()
+}
+
 /// The inode of the socket that listens or receives datagrams at a path.
 fn unix_receiver(search: &Search<'_>, path: &str) -> Option<u64> {
-    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000, and
-    // a datagram socket the type 2.
-    let table = fs::read_to_string(format!("/proc/{}/net/unix", search.pid)).ok()?;
-    table.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let receives = fields.get(3) == Some(&"00010000") || fields.get(4) == Some(&"0002");
+    // A listening socket has the flag 0x10000.
+    let found = unix_table(search.pid, |fields| {
+        let receives = fields.get(3) == Some(&"00010000") || fields.get(4) == Some(&DATAGRAM);
         (receives && fields.get(7) == Some(&path)).then(|| fields[6].parse().ok())?
-    })
+    });
+    found.into_iter().next()
 }
