@@ -34,8 +34,8 @@ use crate::{
 /// - The tags of two ranks do not match: both are named, or only the rank whose tag has changed.
 /// - In a cycle, the rank is named that is at an end of all transfers without a counterpart, or
 ///   that left out a transfer which it had always made at this point, or that made a new one, or
-///   one once more in place of a collective. If the past shows nothing, the rank is named that lacks
-///   the only counterpart, such as a rank that receives from itself.
+///   one once more in place of a collective. If the past shows nothing, the rank is named that
+///   lacks the only counterpart, such as a rank that receives from itself.
 pub(super) const UNMATCHED: Rule = Rule { cause: Cause::P2pUnmatched, explain: unmatched, rule_out: never_ruled_out };
 
 /// `p2p_cycle`: sends and receives wait for each other in a cycle.

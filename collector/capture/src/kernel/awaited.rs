@@ -482,29 +482,49 @@ mod tests {
         assert_eq!(found.name, path.display().to_string());
     }
 
+    /// What the main thread of a process waits for on a socket of datagrams with a path, when it
+    /// calls this method.
+    fn awaited_in_datagrams(path: &std::path::Path, method: &str) -> Awaited {
+        let script = format!(
+            "import socket, sys\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind(sys.argv[1])\ns.{method}(1)"
+        );
+        let mut client = std::process::Command::new("python3");
+        let mut client = client.args(["-c", &script]).arg(path).spawn().expect("python3 runs");
+        let pid = client.id().cast_signed();
+        let begun = Instant::now();
+        let found = loop {
+            let call = procfs::syscall(pid, pid).ok().as_ref().and_then(Call::of);
+            let call = call.filter(|call| call.number == libc::SYS_recvfrom);
+            let thread = Sleeper { tid: pid, name: "", wchan: "", call };
+            let deadline = Instant::now() + Duration::from_secs(60);
+            if let Some(waits) = of_thread(pid, &thread, &Tables::default(), deadline, Wanted::All) {
+                break waits.awaited;
+            }
+            if begun.elapsed() > Duration::from_secs(20) {
+                break None;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        client.kill().and_then(|()| client.wait()).expect("the client ends");
+        found.expect("it receives from a socket")
+    }
+
     #[test]
     fn finds_who_may_reply_to_an_unconnected_socket_of_datagrams() {
         let folder = tempfile::tempdir().expect("a folder");
-        let [server, client] = ["server.sock", "client.sock"].map(|name| folder.path().join(name));
-        let served = UnixDatagram::bind(&server).expect("a socket");
+        let path = |name: &str| folder.path().join(name);
+        let served = UnixDatagram::bind(path("server")).expect("a socket");
         let stdin = std::process::Stdio::from(OwnedFd::from(served));
-        let mut child = sleeping(std::process::Command::new("sleep").stdin(stdin));
-        let pid = child.id().cast_signed();
-        let bind = || UnixDatagram::bind(&client).expect("a socket");
-        let wake = || drop(UnixDatagram::unbound().expect("a socket").send_to(b"!", &client));
-        let ours = bind();
-        let is_child = move |found: &Awaited| found.holders.iter().any(|holder| holder.pid == pid);
-        let found = awaited_when(is_child, move || drop(ours.recv(&mut [0])));
-        wake();
-        // Other tests have such sockets as well.
-        assert!(found.name.starts_with(REPLIES) && found.name.contains(&*server.to_string_lossy()), "{found:?}");
-        // Who asks for the sender serves anybody.
-        fs::remove_file(&client).expect("it is there");
-        let ours = bind();
-        let found = awaited_when(|found| !found.name.is_empty(), move || drop(ours.recv_from(&mut [0])));
-        wake();
-        child.kill().and_then(|()| child.wait()).expect("the child ends");
-        assert_eq!(found.name, format!("{LISTENS} to {}", client.display()));
+        let mut server = sleeping(std::process::Command::new("sleep").stdin(stdin));
+        let replies = awaited_in_datagrams(&path("client"), "recv");
+        // A process that asks for the sender serves anybody.
+        let serves = awaited_in_datagrams(&path("other"), "recvfrom");
+        let pid = server.id().cast_signed();
+        server.kill().and_then(|()| server.wait()).expect("the server ends");
+        // Other tests may have such sockets as well.
+        assert!(replies.name.starts_with(REPLIES), "{replies:?}");
+        assert!(replies.holders.iter().any(|holder| holder.pid == pid), "{replies:?}");
+        assert_eq!((serves.name, serves.holders), (format!("{LISTENS} to {}", path("other").display()), vec![]));
     }
 
     #[test]

@@ -11,11 +11,14 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::{MAX_HOLDERS, Operation, Search};
+use super::search::{Operation, Search};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
 };
+
+/// Number of sockets that the name of an expected reply contains.
+const MAX_PATHS: usize = 2;
 
 /// What a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64, operation: Operation) -> Awaited {
@@ -57,8 +60,12 @@ fn socket(name: String, holders: Vec<Holder>) -> Awaited {
 
 /// The processes that have a socket open.
 fn owners(search: &Search<'_>, inode: u64) -> Vec<Holder> {
+    search.holders(owner_pids(search, inode))
+}
+
+fn owner_pids(search: &Search<'_>, inode: u64) -> impl Iterator<Item = i32> {
     let (owners, _) = search.tables.open_files.of(&format!("socket:[{inode}]"), search.deadline);
-    search.holders(owners.iter().map(|owner| owner.pid))
+    owners.iter().map(|owner| owner.pid)
 }
 
 /// The processes of this machine that listen at an address.
@@ -116,17 +123,15 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
 /// receives datagrams at a path too. `None` if there is none.
 fn reply(search: &Search<'_>, inode: u64) -> Option<Awaited> {
     let family: Vec<i32> = search.family().collect();
-    let receivers = datagram_receivers(search).into_iter().filter(|(other, _)| *other != inode);
-    let (mut paths, mut holders) = (Vec::new(), Vec::new());
-    for (other, path) in receivers {
-        let owners: Vec<Holder> = owners(search, other).into_iter().filter(|one| family.contains(&one.pid)).collect();
-        paths.extend((!owners.is_empty()).then_some(path));
-        holders.extend(owners);
+    let is_other = |(receiver, _): &(u64, String)| *receiver != inode;
+    let (mut paths, mut pids) = (Vec::new(), Vec::new());
+    for (receiver, path) in datagram_receivers(search).into_iter().filter(is_other) {
+        let known = pids.len();
+        pids.extend(owner_pids(search, receiver).filter(|pid| family.contains(pid)));
+        paths.extend((pids.len() > known).then_some(path));
     }
-    holders.sort_by_key(|holder: &Holder| holder.pid);
-    holders.dedup_by_key(|holder| holder.pid);
-    holders.truncate(MAX_HOLDERS);
-    (!holders.is_empty()).then(|| socket(format!("{REPLIES} {}", paths.join(" or ")), holders))
+    paths.truncate(MAX_PATHS);
+    (!pids.is_empty()).then(|| socket(format!("{REPLIES} {}", paths.join(" or ")), search.holders(pids)))
 }
 
 /// The unconnected datagram sockets that have a path, with their inodes.
