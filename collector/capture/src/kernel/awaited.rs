@@ -81,10 +81,15 @@ pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, dea
     };
     let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
     let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    let others: Vec<&Sleeper<'_>> =
+        others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS).collect();
+    // The table of open files has a time limit of its own.
+    if others.iter().filter_map(|thread| thread.call).any(|call| waits_for_descriptor(call.number, &call.arguments)) {
+        tables.open_files.read(deadline);
+    }
     // All others together have as much time as the main thread.
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let others = others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS);
-    found.extend(others.filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
+    found.extend(others.into_iter().filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
     found
 }
 
