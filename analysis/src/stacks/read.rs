@@ -44,22 +44,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     // A garbage collection computes. A thread in a collection that uses no processor is in a
     // finalizer.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
-    let excluded = if idle { Activity::Gc } else { Activity::Unknown };
-    let does = |(native, python)| classify_without(excluded, native, python);
     let state = state(first, last, readable.state, main, moved);
-    let both = [before.map(does), Some(does(main))];
-    // A thread that polls may be in the middle of a poll in one of the samples, in the same
-    // function. That is no progress, and the other sample shows what the thread does. A wait for
-    // something else than time says more than the sleep.
-    let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
-    let asleep = both.iter().flatten().find(|one| one.activity == Activity::Sleep).cloned();
-    let looks = idle && asleep.is_some() && in_one_function();
-    let is_poll = |one: &ObservedActivity| {
-        matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
-    };
-    let [did, observed] = if looks && both.iter().flatten().all(is_poll) { [asleep.clone(), asleep] } else { both };
-    let observed = observed.unwrap_or_default();
-    let same_in_both = did.is_none_or(|did| did.activity == observed.activity);
+    let (did, observed, polls) = activities(before, main, idle);
+    let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
     let observed = match observed.activity {
@@ -83,7 +70,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
-        own_frame: moved.own_frame && !looks,
+        own_frame: moved.own_frame && !polls,
         helper_busy: work.busy,
         helper_progressed: work.progressed || work.reached_line,
         helper_may_loop: work.reached_line && !work.progressed,
@@ -109,6 +96,31 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         connections: connections(dump),
         observed,
+    }
+}
+
+/// The activity of the main thread in the first sample and in the last one, and whether the thread
+/// polls. It may be in the middle of a poll in one of the samples, in the same function. That is no
+/// progress, and the other sample shows what the thread does. A wait for something else than time
+/// says more than the sleep.
+fn activities(
+    before: Option<ThreadStacks<'_>>,
+    main: ThreadStacks<'_>,
+    idle: bool,
+) -> (Option<Activity>, ObservedActivity, bool) {
+    let excluded = if idle { Activity::Gc } else { Activity::Unknown };
+    let does = |(native, python)| classify_without(excluded, native, python);
+    let (did, observed) = (before.map(does), does(main));
+    let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
+    let both = || did.iter().chain([&observed]);
+    let asleep = both().find(|one| one.activity == Activity::Sleep).cloned();
+    let polls = idle && asleep.is_some() && in_one_function();
+    let may_be_poll = |one: &ObservedActivity| {
+        matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
+    };
+    match asleep.filter(|_| polls && both().all(may_be_poll)) {
+        Some(asleep) => (did.map(|_| Activity::Sleep), asleep, polls),
+        None => (did.map(|did| did.activity), observed, polls),
     }
 }
 
