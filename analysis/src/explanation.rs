@@ -220,6 +220,8 @@ pub(crate) enum PatternBreak {
     Transfer,
     /// They made a send or a receive that they had never made before.
     NewTransfer,
+    /// They made a send or a receive once more, where a collective had always come.
+    RepeatedTransfer,
     /// They made a collective of a communicator in which they had never made it before.
     NewCollective,
     /// They exchanged two collectives.

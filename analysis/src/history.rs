@@ -58,6 +58,8 @@ pub(crate) struct Deviation {
     pub times: u32,
     /// The expected operation came right after: the two changed places.
     pub swapped: bool,
+    /// The operation that came repeats the one before it.
+    pub repeated: bool,
 }
 
 /// What has followed one context so far.
@@ -110,6 +112,7 @@ fn from_period(tokens: &[Token]) -> Option<Deviation> {
         actual: tokens[at],
         times: u32::try_from(at / period).unwrap_or(u32::MAX),
         swapped: swapped(tokens, at, expected),
+        repeated: repeats(tokens, at),
     })
 }
 
@@ -146,7 +149,8 @@ fn from_context(tokens: &[Token]) -> Option<Deviation> {
         let surprise = known.filter(|known| known.always && known.token != *token && recovered);
         if let Some(known) = surprise.filter(|_| !recurs(tokens, index)) {
             let swapped = swapped(tokens, index, known.token);
-            last = Some((index, Deviation { expected: known.token, actual: *token, times: known.times, swapped }));
+            let (expected, actual, repeated) = (known.token, *token, repeats(tokens, index));
+            last = Some((index, Deviation { expected, actual, times: known.times, swapped, repeated }));
         }
         for context in contexts {
             let continuation =
@@ -156,6 +160,10 @@ fn from_context(tokens: &[Token]) -> Option<Deviation> {
         }
     }
     last.map(|(_, deviation)| deviation)
+}
+
+fn repeats(tokens: &[Token], index: usize) -> bool {
+    index > 0 && tokens[index - 1] == tokens[index]
 }
 
 /// Whether the operation at `index` comes again after the same operations. Then it is part of the
@@ -213,6 +221,13 @@ mod tests {
         assert_eq!(letters("tttdtttdtttdtttdttd"), Some((b't', b'd', false)), "one of a run");
         assert_eq!(letters("StRtSdStRtSdStRtSdStRtSdSRt"), Some((b't', b'R', false)), "the next of its kind follows");
         assert_eq!(letters("tRtStdtRtStdtRtStdtRtStdtRStd"), Some((b't', b'S', false)), "and is what is due next");
+    }
+
+    #[test]
+    fn an_operation_that_repeats_the_one_before_it_is_known() {
+        let repeated = |text: &str| of(text).map(|found| found.repeated);
+        assert_eq!(repeated("StRStRStRStRR"), Some(true));
+        assert_eq!(repeated("StRStRStRStRt"), Some(false), "the next step without its send");
     }
 
     #[test]

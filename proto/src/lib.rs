@@ -49,6 +49,10 @@ pub use prost::Message;
 /// capture writes it, and the judge reads it.
 pub const LISTENS: &str = "anybody who connects";
 
+/// Start of the name of an awaited datagram socket of which a process expects a reply. The path
+/// follows.
+pub const REPLIES: &str = "a reply from";
+
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.
 pub const WATCHER_THREAD: &str = "xpu_timer_watch";
 

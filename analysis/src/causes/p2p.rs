@@ -33,9 +33,9 @@ use crate::{
 ///   as many groups as most members are named.
 /// - The tags of two ranks do not match: both are named, or only the rank whose tag has changed.
 /// - In a cycle, the rank is named that is at an end of all transfers without a counterpart, or
-///   that left out a transfer which it had always made at this point, or that made a new one. If
-///   the past shows nothing, the rank is named that lacks the only counterpart, such as a rank that
-///   receives from itself.
+///   that left out a transfer which it had always made at this point, or that made a new one, or
+///   one once more in place of a collective. If the past shows nothing, the rank is named that
+///   lacks the only counterpart, such as a rank that receives from itself.
 pub(super) const UNMATCHED: Rule = Rule { cause: Cause::P2pUnmatched, explain: unmatched, rule_out: never_ruled_out };
 
 /// `p2p_cycle`: sends and receives wait for each other in a cycle.
@@ -49,6 +49,9 @@ pub(super) const UNMATCHED: Rule = Rule { cause: Cause::P2pUnmatched, explain: u
 /// which.
 pub(super) const CYCLE: Rule = Rule { cause: Cause::P2pCycle, explain: cycle, rule_out: never_ruled_out };
 
+const BREAKS_OF_TRANSFERS: &[PatternBreak] =
+    &[PatternBreak::Transfer, PatternBreak::NewTransfer, PatternBreak::RepeatedTransfer];
+
 fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     match suspect {
         Suspect::Complete(event) => fewer_in_groups(case, *event),
@@ -58,7 +61,7 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             if let Some(found) = at_all_open_ends(case, events) {
                 return Some(found);
             }
-            match wait_cycle::check_pattern(case, suspect, &[PatternBreak::Transfer, PatternBreak::NewTransfer]) {
+            match wait_cycle::check_pattern(case, suspect, BREAKS_OF_TRANSFERS) {
                 PatternCheck::Finding(found) => return Some(found),
                 PatternCheck::OtherBreak => return None,
                 PatternCheck::Kept => {}

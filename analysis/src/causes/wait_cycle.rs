@@ -208,6 +208,7 @@ fn break_of(view: &RankView<'_>, deviation: &Deviation) -> PatternBreak {
         (true, true) => PatternBreak::TransferOrder,
         (true, false) => PatternBreak::Order,
         (false, true) => PatternBreak::Transfer,
+        (false, false) if deviation.repeated && deviation.actual.is_p2p() => PatternBreak::RepeatedTransfer,
         (false, false) if !made_token_before(view, deviation.actual) => PatternBreak::NewCollective,
         (false, false) => PatternBreak::Collective,
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use xpu_timer_proto::{
-    LISTENS,
+    LISTENS, REPLIES,
     server::{Awaited, AwaitedKind, Holder},
 };
 
@@ -58,6 +58,8 @@ pub(super) struct Chain {
     /// The end holds up work that has begun: a member waits for the end of its child process, for
     /// the result of a task of its pool, or for a lock that only the end can hold.
     pub is_due: bool,
+    /// The member before the end expects a reply from it.
+    owes_reply: bool,
 }
 
 /// What all processes wait for.
@@ -240,6 +242,7 @@ impl Chains<'_, '_> {
                 return self.back(next, chain, before, &seen);
             }
             chain.is_due |= self.waits_for_child(current) && !self.launchers.contains(&current);
+            chain.owes_reply = awaited.name.starts_with(REPLIES);
             match next {
                 // A server that waits for the answer of a rank in a collective waits for the ranks
                 // of that collective, and one of these may be the rank at the beginning.
@@ -406,7 +409,11 @@ impl Chains<'_, '_> {
         }
         let is_process = !chain.processes.is_empty();
         if serves {
-            return Ok(if is_process { End::AtRest } else { End::Start });
+            return Ok(match is_process {
+                true if chain.owes_reply => End::Process(Chain { is_served: true, ..chain }),
+                true => End::AtRest,
+                false => End::Start,
+            });
         }
         if leads_back {
             // All of them wait for this process.

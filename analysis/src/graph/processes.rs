@@ -125,7 +125,7 @@ fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
 
 impl ProcessWait {
     fn new(chains: &Chains<'_, '_>, waiter: usize, chain: Chain, mutual: Option<Mutual>) -> Self {
-        let Chain { processes, is_certain, is_closed, is_served, is_due } = chain;
+        let Chain { processes, is_certain, is_closed, is_served, is_due, .. } = chain;
         let end = processes.last().copied().unwrap_or_default();
         let is_own = chains.descend_from(waiter, &processes);
         let end = Member::Process(end);

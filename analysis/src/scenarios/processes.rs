@@ -413,6 +413,29 @@ fn a_chain_without_a_certain_end_accuses_no_other_process() {
 }
 
 #[test]
+fn a_server_of_datagrams_that_waits_for_the_next_one_has_not_answered() {
+    let judged = |name: &str, events: bool| {
+        let mut job = if events { behind(2, Stack::sleep()) } else { Job::with_world(4, 30) };
+        if !events {
+            job.trigger(TriggerKind::Idle);
+            (0..4).for_each(|rank| job.set_stack(rank, Stack::sleep()));
+        }
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+        let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+        thread.awaited.as_mut().expect("it waits").name = name.into();
+        job.process(50, "rewards", Stack::new(&[("serve", "/job/rewards.py:7")], &["recvfrom"]));
+        chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to rewards.sock", &[]);
+        job.judge()
+    };
+    let verdict = judged("a reply from rewards.sock", true);
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::MissingRank, vec![(None, 1050)]), "{}", verdict.to_text());
+    // A worker of an engine has a connection to it as well, and waits for its next task.
+    assert_eq!(culprits(&judged("rewards.sock", true)), [(Some(2), 1002)]);
+    let idle = judged("a reply from rewards.sock", false);
+    assert_eq!((culprits(&idle), idle.hang), (vec![], crate::HangEvidence::None), "{}", idle.to_text());
+}
+
+#[test]
 fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
     let mut job = behind_engine(Stack::sleep());
     chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
@@ -566,6 +589,14 @@ fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared()
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
     assert_eq!(verdict.strength, Some(Confidence::Medium), "{text}");
     assert!(verdict.sentence.contains("is dead; rank 2 waits for it"), "{}", verdict.sentence);
+    let mut job = behind(2, Stack::sleep());
+    job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+    killed_sharer(&mut job, &[1002]);
+    // It looks at the memory at this moment.
+    let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+    *thread = native_thread(1002, &["_PyEval_EvalFrameDefault"], "R (running)", "", None, 900);
+    let verdict = job.judge();
+    assert_eq!(culprits(&verdict), [(None, 1060)], "{}", verdict.to_text());
     assert_eq!(culprits(&judged(Stack::sleep(), &[1001])), [(Some(2), 1002)], "another rank shared its memory");
     assert_eq!(culprits(&judged(Stack::checkpoint(), &[1002])), [(Some(2), 1002)], "the rank is busy elsewhere");
 }

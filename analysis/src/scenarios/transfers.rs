@@ -88,6 +88,23 @@ fn a_rank_that_left_out_a_collective_is_awaited_in_its_communicator() {
 }
 
 #[test]
+fn a_rank_that_receives_once_more_made_a_transfer_without_its_counterpart() {
+    let mut job = together(2);
+    for _ in 0..9 {
+        past(&mut job, 0, Op::Send, 1, 1024);
+        past(&mut job, 1, Op::Recv, 0, 1024);
+        (0..2).for_each(|rank| job.done(0x77, rank, 1));
+    }
+    past(&mut job, 0, Op::Send, 1, 1024);
+    past(&mut job, 1, Op::Recv, 0, 1024);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.transfer(0x77, 1, Op::Recv, 0);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[1], Confidence::Medium);
+    assert!(verdict.sentence.starts_with("Rank 1 called the recv from rank 0 once more, in place of"), "{verdict:?}");
+}
+
+#[test]
 fn a_rank_in_a_collective_with_a_precedent_is_a_victim() {
     let mut job = Job::new(8);
     job.comm(0x77, &(0..8).collect::<Vec<_>>());

@@ -44,11 +44,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     // A garbage collection computes. A thread in a collection that uses no processor is in a
     // finalizer.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
-    let excluded = if idle { Activity::Gc } else { Activity::Unknown };
-    let does = |(native, python)| classify_without(excluded, native, python);
-    let observed = does(main);
     let state = state(first, last, readable.state, main, moved);
-    let did = before.map(|before| does(before).activity);
+    let (did, observed, polls) = activities(before, main, idle);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
@@ -65,10 +62,6 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    // A thread that polls may be in the middle of a poll, in the same function. That is no
-    // progress.
-    let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
-    let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let waits_for_helpers = may_wait_for_helpers(observed.activity);
     let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
     // On a busy machine, a computing thread gets little processor time, but is runnable in every
@@ -77,7 +70,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
-        own_frame: moved.own_frame && !looks,
+        own_frame: moved.own_frame && !polls,
         helper_busy: work.busy,
         helper_progressed: work.progressed || work.reached_line,
         helper_may_loop: work.reached_line && !work.progressed,
@@ -103,6 +96,31 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         connections: connections(dump),
         observed,
+    }
+}
+
+/// The activity of the main thread in the first sample and in the last one, and whether the thread
+/// polls. It may be in the middle of a poll in one of the samples, in the same function. That is no
+/// progress, and the other sample shows what the thread does. A wait for something else than time
+/// says more than the sleep.
+fn activities(
+    before: Option<ThreadStacks<'_>>,
+    main: ThreadStacks<'_>,
+    idle: bool,
+) -> (Option<Activity>, ObservedActivity, bool) {
+    let excluded = if idle { Activity::Gc } else { Activity::Unknown };
+    let does = |(native, python)| classify_without(excluded, native, python);
+    let (did, observed) = (before.map(does), does(main));
+    let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
+    let both = || did.iter().chain([&observed]);
+    let asleep = both().find(|one| one.activity == Activity::Sleep).cloned();
+    let polls = idle && asleep.is_some() && in_one_function();
+    let may_be_poll = |one: &ObservedActivity| {
+        matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
+    };
+    match asleep.filter(|_| polls && both().all(may_be_poll)) {
+        Some(asleep) => (did.map(|_| Activity::Sleep), asleep, polls),
+        None => (did.map(|did| did.activity), observed, polls),
     }
 }
 

@@ -76,6 +76,9 @@ fn left_pattern(
         PatternBreak::NewTransfer => {
             format!("called a {actual} for the first time, in place of {its} usual {expected}")
         }
+        PatternBreak::RepeatedTransfer => {
+            format!("called the {actual} once more, in place of the {expected} that {it} had always called next")
+        }
         PatternBreak::Order | PatternBreak::TransferOrder => {
             format!(
                 "called the {actual} before the {expected}, although {it} had always called them in the other order"

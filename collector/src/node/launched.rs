@@ -92,6 +92,8 @@ const MAX_RANKS: usize = 1024;
 const MAX_BELOW: usize = 256;
 /// Number of threads of a process whose children are looked up.
 const MAX_THREADS: usize = 512;
+/// Number of threads of a rank whose children are looked at: mostly the main thread starts them.
+const MAX_STARTERS: usize = 8;
 /// By this age a process has executed its final program.
 const SETTLED_NS: u64 = 30_000_000_000;
 
@@ -210,14 +212,18 @@ impl Launched {
 
     /// Looks for new ranks below the commands that use the collector of this socket.
     /// `is_registered` takes a pid and a start time. Returns the processes that it has looked at:
-    /// the commands, what is between them and the ranks, and the ranks.
+    /// the commands, what is between them and the ranks, the ranks, and the children of ranks.
     pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) -> BTreeSet<ProcessId> {
         self.note_ended_commands();
         let mut seen = BTreeSet::new();
         for LaunchedCommand { process: command, .. } in self.commands.clone() {
-            // The descendants of a rank are its helpers, which may be many.
-            let mut above: Vec<i32> =
-                if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
+            let mut above = vec![command.pid];
+            // The descendants of a rank are its helpers, which may be many. Only its children, such
+            // as the workers of a pool, are looked at.
+            let mut registered: Vec<i32> = Vec::new();
+            if is_registered(command.pid, command.start) {
+                std::mem::swap(&mut above, &mut registered);
+            }
             let mut looked_at = 0;
             seen.insert((command.pid, command.start));
             while let Some(parent) = above.pop().filter(|_| looked_at < MAX_BELOW) {
@@ -228,6 +234,7 @@ impl Launched {
                     if is_registered(pid, stat.start_time) {
                         // The command is a shell that started this rank, or an agent.
                         self.registered(&command);
+                        registered.push(pid);
                         continue;
                     }
                     let is_known = self.ranks.iter().any(|rank| rank.is(pid, stat.start_time));
@@ -236,6 +243,10 @@ impl Launched {
                     }
                 }
             }
+            let helpers =
+                registered.into_iter().flat_map(|rank| procfs::children(rank, MAX_STARTERS).unwrap_or_default());
+            let helpers = helpers.take(MAX_BELOW).filter_map(|pid| Some((pid, procfs::stat(pid).ok()?)));
+            seen.extend(helpers.filter(|(_, stat)| !stat.is_dead()).map(|(pid, stat)| (pid, stat.start_time)));
         }
         seen
     }
@@ -365,6 +376,29 @@ mod tests {
         wait(&mut first);
         launched.scan(Path::new("/s"), |_, _| false);
         assert!(!launched.is_needed());
+    }
+
+    #[test]
+    fn the_children_of_a_registered_rank_are_looked_at() {
+        let mut rank = start("0", true);
+        let pid = rank.id().cast_signed();
+        let mut launched = Launched::default();
+        launched.add(command(&rank));
+        let begun = std::time::Instant::now();
+        let child = loop {
+            let children = procfs::children(pid, usize::MAX).unwrap_or_default();
+            if let Some(child) = children.first() {
+                break *child;
+            }
+            assert!(begun.elapsed().as_secs() < 20, "the shell starts another one");
+        };
+        let seen = launched.scan(Path::new("/s"), |other, _| other == pid);
+        let mut pids: Vec<i32> = seen.into_iter().map(|(pid, _)| pid).collect();
+        pids.sort_unstable();
+        let mut wanted = [pid, child];
+        wanted.sort_unstable();
+        assert_eq!(pids, wanted);
+        wait(&mut rank);
     }
 
     #[test]

@@ -81,10 +81,15 @@ pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, dea
     };
     let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
     let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    let others: Vec<&Sleeper<'_>> =
+        others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS).collect();
+    // The table of open files has a time limit of its own.
+    if others.iter().filter_map(|thread| thread.call).any(|call| waits_for_descriptor(call.number, &call.arguments)) {
+        tables.open_files.read(deadline);
+    }
     // All others together have as much time as the main thread.
     let deadline = deadline.min(Instant::now() + TIMEOUT);
-    let others = others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS);
-    found.extend(others.filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
+    found.extend(others.into_iter().filter_map(|thread| of(thread, deadline, Wanted::NoLocks)));
     found
 }
 
@@ -121,7 +126,7 @@ fn waits_for_descriptor(number: i64, arguments: &[u64; 6]) -> bool {
         libc::SYS_epoll_pwait,
         libc::SYS_epoll_pwait2,
     ];
-    SEVERAL.contains(&number) || operation_of(number, arguments[1]).is_some()
+    SEVERAL.contains(&number) || operation_of(number, arguments).is_some()
 }
 
 /// Whether a system call ends after a timeout. A socket may have a timeout of its own, which does
@@ -159,7 +164,7 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
             several(search, watched(pid, arguments[0]))
         }
         _ => {
-            let operation = operation_of(number, arguments[1])?;
+            let operation = operation_of(number, arguments)?;
             let descriptor = Descriptor { pid, number: i32::try_from(arguments[0]).ok()? };
             descriptor::awaited(search, descriptor, operation)
         }
@@ -180,8 +185,9 @@ fn opened(pid: i32, address: u64) -> Option<Awaited> {
     (!name.is_empty()).then(|| Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
 }
 
-fn operation_of(number: i64, second: u64) -> Option<Operation> {
+fn operation_of(number: i64, arguments: &[u64; 6]) -> Option<Operation> {
     match number {
+        libc::SYS_recvfrom if arguments[4] == 0 => Some(Operation::Receive),
         libc::SYS_read
         | libc::SYS_readv
         | libc::SYS_pread64
@@ -198,7 +204,7 @@ fn operation_of(number: i64, second: u64) -> Option<Operation> {
         libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Accept),
         libc::SYS_flock => Some(Operation::Lock),
         libc::SYS_fcntl => {
-            let command = i32::try_from(second).unwrap_or(0);
+            let command = i32::try_from(arguments[1]).unwrap_or(0);
             matches!(command, libc::F_SETLKW | libc::F_OFD_SETLKW).then_some(Operation::Lock)
         }
         _ => None,
@@ -294,6 +300,8 @@ mod tests {
             unix::net::{UnixDatagram, UnixStream},
         },
     };
+
+    use xpu_timer_proto::REPLIES;
 
     use super::*;
 
@@ -477,6 +485,51 @@ mod tests {
         });
         drop(receiver);
         assert_eq!(found.name, path.display().to_string());
+    }
+
+    /// What the main thread of a process waits for on a socket of datagrams with a path, when it
+    /// calls this method.
+    fn awaited_in_datagrams(path: &std::path::Path, method: &str) -> Awaited {
+        let script = format!(
+            "import socket, sys\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind(sys.argv[1])\ns.{method}(1)"
+        );
+        let mut client = std::process::Command::new("python3");
+        let mut client = client.args(["-c", &script]).arg(path).spawn().expect("python3 runs");
+        let pid = client.id().cast_signed();
+        let begun = Instant::now();
+        let found = loop {
+            let call = procfs::syscall(pid, pid).ok().as_ref().and_then(Call::of);
+            let call = call.filter(|call| call.number == libc::SYS_recvfrom);
+            let thread = Sleeper { tid: pid, name: "", wchan: "", call };
+            let deadline = Instant::now() + Duration::from_secs(60);
+            if let Some(waits) = of_thread(pid, &thread, &Tables::default(), deadline, Wanted::All) {
+                break waits.awaited;
+            }
+            if begun.elapsed() > Duration::from_secs(20) {
+                break None;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        client.kill().and_then(|()| client.wait()).expect("the client ends");
+        found.expect("it receives from a socket")
+    }
+
+    #[test]
+    fn finds_who_may_reply_to_an_unconnected_socket_of_datagrams() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let served = UnixDatagram::bind(path("server")).expect("a socket");
+        let stdin = std::process::Stdio::from(OwnedFd::from(served));
+        let mut server = sleeping(std::process::Command::new("sleep").stdin(stdin));
+        let replies = awaited_in_datagrams(&path("client"), "recv");
+        // A process that asks for the sender serves anybody.
+        let serves = awaited_in_datagrams(&path("other"), "recvfrom");
+        let pid = server.id().cast_signed();
+        server.kill().and_then(|()| server.wait()).expect("the server ends");
+        // Other tests may have such sockets as well.
+        assert!(replies.name.starts_with(REPLIES), "{replies:?}");
+        assert!(replies.holders.iter().any(|holder| holder.pid == pid), "{replies:?}");
+        assert_eq!((serves.name, serves.holders), (format!("{LISTENS} to {}", path("other").display()), vec![]));
     }
 
     #[test]

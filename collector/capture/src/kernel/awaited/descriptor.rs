@@ -20,7 +20,7 @@ const EVENT: &str = "anon_inode:[eventfd]";
 pub(super) fn awaited(search: &Search<'_>, descriptor: Descriptor, operation: Operation) -> Option<Awaited> {
     let link = open_files::link_of(descriptor)?;
     if let Some(inode) = inode_of(&link, SOCKET) {
-        return Some(sockets::peer(search, inode));
+        return Some(sockets::peer(search, inode, operation));
     }
     if operation == Operation::Lock {
         let holders = search.holders(lock_holders(search, descriptor, &link)?);

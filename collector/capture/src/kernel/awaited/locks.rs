@@ -2,10 +2,10 @@
 //! semaphore or condition in memory that processes share; and semaphores and message queues of
 //! System V, for which the kernel names the process that used each last.
 
-use std::{collections::HashSet, fs, time::Instant};
+use std::{fs, time::Instant};
 
 use xpu_timer_proto::{
-    procfs::{self, Mapping, descendants_until},
+    procfs::{self, Mapping},
     server::{Awaited, AwaitedKind, Holder},
 };
 
@@ -90,10 +90,7 @@ fn shared_object(pid: i32, address: u64) -> Option<Mapping> {
 
 /// The relatives of the process that have mapped the same object.
 fn sharers(search: &Search<'_>, object: &Mapping) -> Vec<i32> {
-    let parent = procfs::stat(search.pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 1);
-    let root = parent.unwrap_or(search.pid);
-    let (descendants, _) = descendants_until(root, &HashSet::new(), Some(search.deadline));
-    let relatives = std::iter::once(root).chain(descendants).filter(|pid| *pid != search.pid).take(MAX_PROCESSES);
+    let relatives = search.family().take(MAX_PROCESSES);
     let is_same = |one: &Mapping| (one.device, one.inode) == (object.device, object.inode);
     let has_it = |pid: &i32| {
         Instant::now() < search.deadline && procfs::maps(*pid, *pid).is_ok_and(|maps| maps.iter().any(is_same))

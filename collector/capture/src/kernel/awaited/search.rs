@@ -1,8 +1,11 @@
 //! A search for what one thread waits for.
 
-use std::{cell::OnceCell, sync::Arc, time::Instant};
+use std::{cell::OnceCell, collections::HashSet, sync::Arc, time::Instant};
 
-use xpu_timer_proto::{procfs, server::Holder};
+use xpu_timer_proto::{
+    procfs::{self, descendants_until},
+    server::Holder,
+};
 
 use crate::kernel::{Tables, tcp_sockets::Table};
 
@@ -13,6 +16,9 @@ pub(super) const MAX_HOLDERS: usize = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
     Read,
+    /// A read of a message from a socket that does not ask who sent it: the process knows that, or
+    /// the socket is connected.
+    Receive,
     Write,
     Lock,
     Accept,
@@ -38,6 +44,15 @@ impl<'a> Search<'a> {
     pub fn tcp_sockets(&self) -> Option<&Table> {
         let find = || self.tables.tcp_sockets.of_namespace(self.pid, self.deadline);
         self.tcp_sockets.get_or_init(find).as_deref()
+    }
+
+    /// The parent, and the descendants of the parent; without a parent, those of the process.
+    pub fn family(&self) -> impl Iterator<Item = i32> + use<> {
+        let parent = self.tables.parents.of(self.pid).filter(|parent| *parent > 1);
+        let root = parent.unwrap_or(self.pid);
+        let (descendants, _) = descendants_until(root, &HashSet::new(), Some(self.deadline));
+        let own = self.pid;
+        std::iter::once(root).chain(descendants).filter(move |pid| *pid != own)
     }
 
     /// Describes processes: children first, then the parent, then others.

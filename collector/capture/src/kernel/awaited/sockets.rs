@@ -7,23 +7,27 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    LISTENS,
+    LISTENS, REPLIES,
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::Search;
+use super::search::{Operation, Search};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
 };
 
+/// Number of sockets that the name of an expected reply contains.
+const MAX_PATHS: usize = 2;
+
 /// What a call on a connected or a listening socket waits for.
-pub(super) fn peer(search: &Search<'_>, inode: u64) -> Awaited {
+pub(super) fn peer(search: &Search<'_>, inode: u64, operation: Operation) -> Awaited {
     let tcp = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
     let Some((table, own)) = tcp else {
         // The kernel finds a Unix socket by its inode. It looks at all of them.
         let unix = u32::try_from(inode).ok().and_then(|inode| sock_diag::unix_socket(inode, search.deadline));
-        return unix.map_or_else(|| socket(String::new(), Vec::new()), |found| unix_peer(search, inode, &found));
+        let found = |found| unix_peer(search, inode, &found, operation);
+        return unix.map_or_else(|| socket(String::new(), Vec::new()), found);
     };
     if own.listens() {
         return socket(format!("{LISTENS} to {}", own.local), Vec::new());
@@ -56,8 +60,12 @@ fn socket(name: String, holders: Vec<Holder>) -> Awaited {
 
 /// The processes that have a socket open.
 fn owners(search: &Search<'_>, inode: u64) -> Vec<Holder> {
+    search.holders(owner_pids(search, inode))
+}
+
+fn owner_pids(search: &Search<'_>, inode: u64) -> impl Iterator<Item = i32> {
     let (owners, _) = search.tables.open_files.of(&format!("socket:[{inode}]"), search.deadline);
-    search.holders(owners.iter().map(|owner| owner.pid))
+    owners.iter().map(|owner| owner.pid)
 }
 
 /// The processes of this machine that listen at an address.
@@ -82,7 +90,7 @@ fn ip_address(family: i32, bytes: &[u8]) -> Option<SocketAddr> {
 }
 
 /// The other end of a Unix socket.
-fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
+fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket, operation: Operation) -> Awaited {
     match found.peer {
         Some(peer) => {
             let mut holders = owners(search, peer.into());
@@ -96,7 +104,10 @@ fn unix_peer(search: &Search<'_>, inode: u64, found: &UnixSocket) -> Awaited {
             }
             socket(name(found, search), holders)
         }
-        None if !found.path.is_empty() => socket(format!("{LISTENS} to {}", found.path), Vec::new()),
+        None if !found.path.is_empty() => {
+            let replies = (operation == Operation::Receive).then(|| reply(search, inode)).flatten();
+            replies.unwrap_or_else(|| socket(format!("{LISTENS} to {}", found.path), Vec::new()))
+        }
         None => socket(String::new(), Vec::new()),
     }
 }
@@ -107,14 +118,46 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
     of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| socket.path.clone())
 }
 
+/// What a process waits for that receives on an unconnected datagram socket and does not ask for
+/// the sender: it expects a reply. The kernel does not know from whom, so any relative counts that
+/// receives datagrams at a path too. `None` if there is none.
+fn reply(search: &Search<'_>, inode: u64) -> Option<Awaited> {
+    let family: Vec<i32> = search.family().collect();
+    let is_other = |(receiver, _): &(u64, String)| *receiver != inode;
+    let (mut paths, mut pids) = (Vec::new(), Vec::new());
+    for (receiver, path) in datagram_receivers(search).into_iter().filter(is_other) {
+        let known = pids.len();
+        pids.extend(owner_pids(search, receiver).filter(|pid| family.contains(pid)));
+        paths.extend((pids.len() > known).then_some(path));
+    }
+    paths.truncate(MAX_PATHS);
+    (!pids.is_empty()).then(|| socket(format!("{REPLIES} {}", paths.join(" or ")), search.holders(pids)))
+}
+
+/// The unconnected datagram sockets that have a path, with their inodes.
+fn datagram_receivers(search: &Search<'_>) -> Vec<(u64, String)> {
+    unix_table(search.pid, |fields| {
+        let [_, _, _, _, DATAGRAM, UNCONNECTED, inode, path] = fields else { return None };
+        Some((inode.parse().ok()?, (*path).to_owned()))
+    })
+}
+
+/// Type and state of a socket in `/proc/net/unix`.
+const DATAGRAM: &str = "0002";
+const UNCONNECTED: &str = "01";
+
+/// Selects lines of `/proc/net/unix`: Num RefCount Protocol Flags Type St Inode Path.
+fn unix_table<T>(pid: i32, select: impl Fn(&[&str]) -> Option<T>) -> Vec<T> {
+    let table = fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
+    table.lines().filter_map(|line| select(&line.split_whitespace().collect::<Vec<_>>())).collect()
+}
+
 /// The inode of the socket that listens or receives datagrams at a path.
 fn unix_receiver(search: &Search<'_>, path: &str) -> Option<u64> {
-    // Num RefCount Protocol Flags Type St Inode Path. A listening socket has the flag 0x10000, and
-    // a datagram socket the type 2.
-    let table = fs::read_to_string(format!("/proc/{}/net/unix", search.pid)).ok()?;
-    table.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let receives = fields.get(3) == Some(&"00010000") || fields.get(4) == Some(&"0002");
+    // A listening socket has the flag 0x10000.
+    let found = unix_table(search.pid, |fields| {
+        let receives = fields.get(3) == Some(&"00010000") || fields.get(4) == Some(&DATAGRAM);
         (receives && fields.get(7) == Some(&path)).then(|| fields[6].parse().ok())?
-    })
+    });
+    found.into_iter().next()
 }
