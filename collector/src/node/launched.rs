@@ -92,8 +92,9 @@ const MAX_RANKS: usize = 1024;
 const MAX_BELOW: usize = 256;
 /// Number of threads of a process whose children are looked up.
 const MAX_THREADS: usize = 512;
-/// Number of threads of a rank whose children are looked at: mostly the main thread starts them.
-const MAX_STARTERS: usize = 8;
+/// Number of threads of a rank whose children are looked at, each once a second: the main thread
+/// starts most of them.
+const MAX_STARTERS: usize = 1;
 /// By this age a process has executed its final program.
 const SETTLED_NS: u64 = 30_000_000_000;
 
