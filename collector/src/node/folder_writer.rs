@@ -311,6 +311,8 @@ impl LaterTimelines {
         let folder = Folder { path: path.clone() };
         let work = move |steps: &Steps| {
             let mut problems = Problems::default();
+            // Those of an earlier dump into this folder may just have come.
+            folder.announce_timelines();
             if !write_timelines(&timelines, world_size, &folder, &mut problems, steps) {
                 // The disk answers again, but nobody waits any more.
                 folder.timelines_came();
