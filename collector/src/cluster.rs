@@ -78,7 +78,7 @@ async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
 
     let secure = if tls.is_some() { "https" } else { "http" };
     info!("listening on {secure}://{} as pid {}", settings.listen, std::process::id());
-    let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls, http2: true };
+    let server = Server { limits: Limits::of_cluster(descriptors), slots: Arc::default(), tls, http2: true };
     let server = tokio::spawn(server.run(listener, router));
 
     let mut hub = Hub::new(settings, commands, Now::get());

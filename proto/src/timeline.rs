@@ -21,6 +21,9 @@ use crate::{
 pub const FORMAT: u32 = 2;
 /// Extension of the files.
 pub const EXTENSION: &str = "ops";
+/// A file of an incident folder, as long as the timelines of its ranks are still being fetched or
+/// written.
+pub const PENDING: &str = "timelines.pending";
 /// A full block has so many operations. A reader accepts no larger block.
 pub const BLOCK_OPERATIONS: usize = 4096;
 /// A larger chunk is not read.

@@ -18,7 +18,7 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::Value;
-use xpu_timer_proto::procfs;
+use xpu_timer_proto::{procfs, timeline::PENDING};
 
 use crate::artifacts::artifacts;
 use crate::process::Process;
@@ -183,7 +183,8 @@ impl Job {
         let is_latest = |incident: &Incident| fs::canonicalize(&incident.path).ok() == latest;
         let is_finished = |incident: &Incident| {
             let is_by_hand = incident.verdict["trigger"]["kind"] == "manual";
-            is_latest(incident) || is_by_hand && incident.path.join("report.html").exists()
+            let is_drawn = is_latest(incident) || is_by_hand && incident.path.join("report.html").exists();
+            is_drawn && !incident.path.join(PENDING).exists()
         };
         let last = incidents.iter().rposition(|incident| latest.is_some() && is_finished(incident));
         incidents.truncate(last.map_or(0, |last| last + 1));

@@ -100,6 +100,7 @@ fn view_files(options: &FileOptions) -> anyhow::Result<()> {
         filter: Filter::default(),
         json: false,
         list: false,
+        timelines_came: true,
         terminal: Terminal::default(),
     };
     reset_peak()?;

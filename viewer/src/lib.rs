@@ -27,7 +27,7 @@ use report::Report;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
-use xpu_timer_proto::printable;
+use xpu_timer_proto::{printable, timeline::PENDING};
 use xpu_timer_timeline::picture::Picture;
 
 /// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
@@ -58,6 +58,9 @@ pub struct Args {
     /// Only list all incidents of the folder, with their time, cause and verdict
     #[arg(long)]
     pub list: bool,
+    /// All timelines of the folder have come: the collector draws the report again
+    #[arg(long, hide = true)]
+    pub timelines_came: bool,
     /// What stdout can show
     #[arg(skip)]
     pub terminal: Terminal,
@@ -125,6 +128,9 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
     let shows_operations = !args.json && args.filter.is_all();
+    if !args.timelines_came && path.join(PENDING).exists() {
+        notes.push("The timelines of the ranks had not come when this report was drawn.".into());
+    }
     let timelines = timeline::read(&path, verdict.as_ref(), (choice.html, shows_operations), &mut notes);
     let lanes = timelines.as_ref().filter(|_| choice.html);
     let lanes = lanes.and_then(|(job, _)| report::lanes::lanes(job, verdict.as_ref(), timeline::threads()));

@@ -60,8 +60,11 @@ pub enum GatherTask {
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
     TransferAborted(RankSet),
-    /// No more files will arrive: draw.
-    Draw,
+    /// All files of one kind have arrived: draw.
+    Draw {
+        /// Whether no timelines will follow.
+        is_complete: bool,
+    },
 }
 
 /// Reports of the thread.
@@ -108,6 +111,8 @@ struct Gather {
     errors: Vec<String>,
     // Files by rank and extension; a node has one of each kind for each of its ranks.
     files: BTreeMap<FileKey, IncomingFile>,
+    // Whether `latest` was set after the newest verdict.
+    is_linked: bool,
 }
 
 /// Rank and extension of a file.
@@ -138,6 +143,7 @@ impl Gather {
             written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
+            is_linked: false,
             setup,
         };
         let kept = if gather.setup.is_new_round { None } else { gather.read(TREES) };
@@ -182,8 +188,8 @@ impl Gather {
                 }
                 GatherTask::File(file, _credit) => self.file(*file),
                 GatherTask::TransferAborted(ranks) => self.transfer_aborted(&ranks),
-                GatherTask::Draw => {
-                    self.draw();
+                GatherTask::Draw { is_complete } => {
+                    self.draw(is_complete);
                     report(GatherEvent::Drawn);
                 }
             }
@@ -243,8 +249,10 @@ impl Gather {
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         if let Some(folder) = self.folder() {
             folder.release_reserve();
+            folder.announce_timelines();
             write_verdict(&folder, &verdict);
         }
+        self.is_linked = false;
         verdict
     }
 
@@ -338,16 +346,25 @@ impl Gather {
         }
     }
 
-    fn draw(&mut self) {
+    fn draw(&mut self, is_complete: bool) {
         let Some(folder) = self.folder() else { return };
-        let half = std::mem::take(&mut self.files);
+        let (half, whole) = std::mem::take(&mut self.files).into_iter().partition(|(_, file)| file.file.is_some());
         self.remove(half);
-        if let Err(problem) = viewer::run(&folder.path, VIEW) {
+        self.files = whole;
+        if let Err(problem) = viewer::run(&folder.path, is_complete, VIEW) {
             warn!("incident {}: {problem}", self.setup.plan.head.id);
             let changed = change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
             if let Err(error) = changed {
                 warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
             }
+        }
+        if is_complete {
+            self.files.clear();
+            folder.timelines_came();
+        }
+        // When the timelines have come, `latest` may name a newer incident.
+        if std::mem::replace(&mut self.is_linked, true) {
+            return;
         }
         let verdict = records::verdict(&folder.path);
         let linked = verdict.map_or_else(|| folder.link_latest(), |verdict| link_latest(&folder, &verdict));

@@ -174,8 +174,7 @@ impl Hub {
         let (sender, chunks) = mpsc::channel(1);
         let files = TimelineFiles { root: self.settings.timeline_path.clone(), chunks };
         drop(reply.send(Ok(files)));
-        let open = self.engine.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
-        retention::start(self.folders(), self.settings.keep, open);
+        retention::start(self.folders(), self.settings.keep, self.engine.needed());
         tokio::spawn(async move {
             while let Some((file, _credit)) = arriving.recv().await {
                 if sender.send(file).await.is_err() {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
-use xpu_timer_proto::v1::TriggerKind;
+use xpu_timer_proto::v1::{FileKind, TriggerKind};
 
 use crate::{
     http::questions::DumpReply,
@@ -94,6 +94,10 @@ pub struct Incident {
     pub judging: bool,
     /// When the first part arrived that is in no verdict yet.
     pub late_since_ns: Option<u64>,
+    /// The kind of the files that are being fetched.
+    pub file_kind: FileKind,
+    /// Nodes that are to be asked for timelines when the other files are here, with their ranks.
+    pub timelines: BTreeMap<NodeId, RankSet>,
     /// Nodes that are still to be asked for files, with the ranks of these files.
     pub files_pending: BTreeMap<NodeId, RankSet>,
     /// Nodes that are sending files, with the ranks of these files.
@@ -134,6 +138,8 @@ impl Incident {
             verdict: None,
             judging: false,
             late_since_ns: None,
+            file_kind: FileKind::Stacktrace,
+            timelines: BTreeMap::new(),
             files_pending: BTreeMap::new(),
             files_in_transfer: BTreeMap::new(),
             files: None,
@@ -195,6 +201,7 @@ impl Incident {
         self.late_since_ns = None;
         self.captured.clear();
         self.merging.clear();
+        self.timelines.clear();
         self.files_pending.clear();
         let nodes: Vec<NodeId> = self.parts.keys().copied().collect();
         for node in nodes {

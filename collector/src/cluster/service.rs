@@ -22,7 +22,7 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::job::StreamId;
+use crate::{http::server::Caller, job::StreamId};
 
 /// A message to a node. Boxed, because a channel allocates room for 32 messages at once and each
 /// node has a channel.
@@ -77,6 +77,7 @@ impl cluster_server::Cluster for Service {
 
     async fn join(&self, request: Request<Streaming<NodeMessage>>) -> Result<Response<Self::JoinStream>, Status> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let caller = request.extensions().get::<Caller>().cloned();
         let mut messages = request.into_inner();
         let (outgoing, answers) = mpsc::channel(OUTGOING);
         let events = self.events.clone();
@@ -85,6 +86,10 @@ impl cluster_server::Cluster for Service {
                 Some(Ok(NodeMessage { message: Some(Message::Hello(hello)) })) => {
                     match check(&hello) {
                         Ok(()) => {
+                            // On loopback there may be no token.
+                            if let Some(caller) = &caller {
+                                caller.is_trusted();
+                            }
                             let joined = StreamEvent::Joined(id, Box::new(hello), outgoing);
                             // Fails only when the process ends.
                             let _ = events.send(joined).await;
@@ -184,20 +189,63 @@ async fn listen(id: StreamId, messages: &mut Streaming<NodeMessage>, events: &mp
 
 #[cfg(test)]
 mod tests {
-    use tonic::transport::{Channel, Server, server::TcpIncoming};
+    use tonic::{
+        service::Routes,
+        transport::{Channel, Endpoint},
+    };
     use xpu_timer_proto::v1::{DumpFile, cluster_client::ClusterClient};
 
     use super::*;
+    use crate::{
+        cluster::web::{Pages, router},
+        http::{access::Token, server::Server, watch::Limits},
+    };
 
-    /// A client of the service, and the events of the service.
-    async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
+    /// The service as the collector serves it on loopback, without a token: its address, and the
+    /// events of the service.
+    async fn served_within(limits: Limits) -> (Endpoint, mpsc::Receiver<StreamEvent>) {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (events, received) = mpsc::channel(64);
         let service = cluster_server::ClusterServer::new(Service { events, next: AtomicU64::new(1) });
+        let pages = Pages { commands: mpsc::unbounded_channel().0, token: Token::new(None), local_only: true };
+        let server = Server { limits, slots: Arc::default(), tls: None, http2: true };
         // The server ends with the runtime of the test.
-        tokio::spawn(Server::builder().add_service(service).serve_with_incoming(TcpIncoming::from(listener)));
-        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), received)
+        tokio::spawn(server.run(listener, router(pages, Routes::new(service).into_axum_router())));
+        (Channel::from_shared(url).unwrap(), received)
+    }
+
+    /// A client of the service, and the events of the service.
+    async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
+        let (endpoint, received) = served_within(Limits::of_cluster(1024)).await;
+        (ClusterClient::new(endpoint.connect().await.unwrap()), received)
+    }
+
+    #[tokio::test]
+    async fn streams_of_nodes_do_not_use_up_the_connections_of_the_owner() {
+        let limits = Limits::of_cluster(1024);
+        let (endpoint, mut received) = served_within(limits).await;
+        let nodes = limits.own + 20;
+        let mut streams = Vec::new();
+        for node in 0..nodes {
+            let mut client = ClusterClient::new(endpoint.connect().await.unwrap());
+            let identity = format!("identity-of-node-{node:05}");
+            let hello = NodeHello { protocol: PROTOCOL_VERSION, identity, ..Default::default() };
+            let hello = NodeMessage { message: Some(Message::Hello(hello)) };
+            let messages = tokio_stream::once(hello).chain(tokio_stream::pending());
+            let stream = client.join(messages).await.unwrap().into_inner();
+            let joined = received.recv().await;
+            let Some(StreamEvent::Joined(_, _, outgoing)) = joined else { panic!("node {node}: {joined:?}") };
+            // The stream lasts as long as its sender.
+            streams.push((stream, outgoing));
+        }
+        // One more connection of the owner finds room, and no stream has ended.
+        let mut client = ClusterClient::new(endpoint.connect().await.unwrap());
+        let key = Delivery { message: Some(delivery::Message::Key("k".into())) };
+        let refused = tokio::spawn(async move { client.bring(tokio_stream::once(key)).await });
+        let Some(StreamEvent::DeliveryStarted(_, known)) = received.recv().await else { panic!("a stream ended") };
+        known.send(false).unwrap();
+        assert_eq!(refused.await.unwrap().unwrap_err().code(), tonic::Code::NotFound);
     }
 
     #[tokio::test]

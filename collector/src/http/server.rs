@@ -64,7 +64,7 @@ impl Caller {
         is_owner(self.uid)
     }
 
-    /// Notes that the request had the token.
+    /// Notes that the request had the token, or began the stream of a node.
     pub fn is_trusted(&self) {
         self.watch.promote(&self.limits);
     }

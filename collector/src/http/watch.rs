@@ -34,7 +34,7 @@ pub struct Limits {
     pub each: usize,
     /// Maximum number of all unauthenticated connections together.
     pub strangers: usize,
-    /// Maximum number of connections with the token.
+    /// Maximum number of connections with the token, or with the stream of a node.
     pub trusted: usize,
 }
 
@@ -63,6 +63,15 @@ impl Limits {
         }
     }
 
+    /// Limits for a cluster collector: it has a connection with each node, and no ranks. 12,500
+    /// nodes need 16,667 descriptors. An eighth is for other connections, and an eighth for
+    /// incidents.
+    #[must_use]
+    pub fn of_cluster(descriptors: u64) -> Self {
+        let trusted = usize::try_from(descriptors / 4 * 3).unwrap_or(usize::MAX);
+        Limits { trusted, ..Self::new(descriptors) }
+    }
+
     /// How often the deadlines are checked.
     #[must_use]
     pub fn tick(&self) -> Duration {
@@ -79,7 +88,7 @@ pub enum Class {
     User(Option<u32>),
     /// Connections from one address of another machine.
     Address(IpAddr),
-    /// Connections with the token.
+    /// Connections with the token, and those with the stream of a node.
     Trusted,
 }
 
@@ -92,9 +101,19 @@ impl Class {
 /// All connections of a process.
 #[derive(Debug, Default)]
 pub struct Slots {
-    open: Mutex<BTreeMap<u64, (Class, Arc<Watch>)>>,
+    open: Mutex<Connections>,
     /// Wakes [`Slots::settle`] when a slot is freed.
     freed: Notify,
+}
+
+/// The connections by class. A cluster collector has some ten thousand, so no step of a new
+/// connection looks at all of them while there is room.
+#[derive(Debug, Default)]
+struct Connections {
+    // Those that were not told to end. No class is empty.
+    classes: BTreeMap<Class, BTreeMap<u64, Arc<Watch>>>,
+    // The class of each connection that has a descriptor.
+    class_of: BTreeMap<u64, Class>,
 }
 
 /// Maximum number of connections that were told to end and still have their descriptors.
@@ -105,31 +124,36 @@ impl Slots {
     /// for its next request is closed. `None` if all are busy.
     pub fn take(self: &Arc<Self>, class: Class, limits: &Limits) -> Option<Slot> {
         let mut open = lock(&self.open);
-        if !Self::make_room(&open, class, limits) {
+        if !open.make_room(class, limits) {
             return None;
         }
-        let id = open.last_key_value().map_or(0, |(last, _)| last + 1);
+        let id = open.class_of.last_key_value().map_or(0, |(last, _)| last + 1);
         let watch = Arc::new(Watch::new(id, Arc::clone(self)));
-        open.insert(id, (class, Arc::clone(&watch)));
+        open.add(class, Arc::clone(&watch));
         Some(Slot { watch })
     }
 
-    /// Moves a connection to the class of those with the token.
+    /// Moves a connection to the class of those with the token. If that class is full of busy
+    /// connections, the connection stays in its class.
     pub fn promote(&self, watch: &Watch, limits: &Limits) {
         let mut open = lock(&self.open);
-        let is_new = open.get(&watch.id).is_some_and(|(class, _)| class.is_stranger());
+        let is_new = open.class_of.get(&watch.id).is_some_and(|class| *class != Class::Trusted);
         if is_new
-            && Self::make_room(&open, Class::Trusted, limits)
-            && let Some((class, _)) = open.get_mut(&watch.id)
+            && open.make_room(Class::Trusted, limits)
+            && let Some(watch) = open.remove(watch.id)
         {
-            *class = Class::Trusted;
+            open.add(Class::Trusted, watch);
         }
     }
 
     /// Closes the connection that has waited longest for its next request, because the process is
-    /// out of descriptors.
+    /// out of descriptors: one with the token only if there is no other.
     pub fn evict(&self) {
-        Self::evict_of(&lock(&self.open), |_| true);
+        let mut open = lock(&self.open);
+        let groups: [fn(Class) -> bool; 3] =
+            [Class::is_stranger, |class| class == Class::Own, |class| class == Class::Trusted];
+        // Without a waiting connection, the process waits for the end of a busy one.
+        let _ = groups.into_iter().any(|may_go| open.evict(may_go));
     }
 
     /// Waits while more than [`MAX_ENDING`] connections were told to end and have not ended yet.
@@ -138,7 +162,7 @@ impl Slots {
     pub async fn settle(&self) {
         loop {
             let freed = self.freed.notified();
-            if lock(&self.open).values().filter(|(_, watch)| watch.is_killed()).count() <= MAX_ENDING {
+            if lock(&self.open).ending() <= MAX_ENDING {
                 return;
             }
             freed.await;
@@ -148,32 +172,69 @@ impl Slots {
     /// Number of connections that have a descriptor.
     #[cfg(test)]
     pub fn count(&self) -> usize {
-        lock(&self.open).len()
+        lock(&self.open).class_of.len()
     }
 
-    fn make_room(open: &BTreeMap<u64, (Class, Arc<Watch>)>, class: Class, limits: &Limits) -> bool {
-        let count = |is_counted: &dyn Fn(Class) -> bool| {
-            // A connection that was told to end does not count, even if it has not ended yet.
-            open.values().filter(|(class, watch)| is_counted(*class) && !watch.is_killed()).count()
-        };
+    #[cfg(test)]
+    fn is_ending(&self, watch: &Watch) -> bool {
+        let open = lock(&self.open);
+        open.class_of
+            .get(&watch.id)
+            .is_some_and(|class| open.classes.get(class).is_none_or(|all| !all.contains_key(&watch.id)))
+    }
+
+    /// A connection was told to end: it no longer counts in its class.
+    fn end(&self, id: u64) {
+        let _ = lock(&self.open).remove(id);
+    }
+}
+
+impl Connections {
+    fn add(&mut self, class: Class, watch: Arc<Watch>) {
+        self.class_of.insert(watch.id, class);
+        self.classes.entry(class).or_default().insert(watch.id, watch);
+    }
+
+    /// Removes a connection from its class; `None` if it was told to end.
+    fn remove(&mut self, id: u64) -> Option<Arc<Watch>> {
+        let class = self.class_of.get(&id)?;
+        let of_class = self.classes.get_mut(class)?;
+        let watch = of_class.remove(&id);
+        if of_class.is_empty() {
+            self.classes.remove(class);
+        }
+        watch
+    }
+
+    /// Number of connections that were told to end and still have their descriptors.
+    fn ending(&self) -> usize {
+        self.class_of.len() - self.count(|_| true)
+    }
+
+    fn count(&self, is_counted: impl Fn(Class) -> bool) -> usize {
+        self.classes.iter().filter(|(class, _)| is_counted(**class)).map(|(_, of_class)| of_class.len()).sum()
+    }
+
+    fn make_room(&mut self, class: Class, limits: &Limits) -> bool {
         let most = match class {
             Class::Own => limits.own,
             Class::User(_) | Class::Address(_) => limits.each,
             Class::Trusted => limits.trusted,
         };
-        if count(&|other| other == class) >= most && !Self::evict_of(open, |other| other == class) {
+        if self.count(|other| other == class) >= most && !self.evict(|other| other == class) {
             return false;
         }
-        !class.is_stranger()
-            || count(&Class::is_stranger) < limits.strangers
-            || Self::evict_of(open, Class::is_stranger)
+        !class.is_stranger() || self.count(Class::is_stranger) < limits.strangers || self.evict(Class::is_stranger)
     }
 
-    fn evict_of(open: &BTreeMap<u64, (Class, Arc<Watch>)>, may_go: impl Fn(Class) -> bool) -> bool {
-        let waiting = open.values().filter(|(class, watch)| may_go(*class) && !watch.is_killed());
-        let waiting = waiting.map(|(_, watch)| watch);
-        let longest = waiting.filter_map(|watch| Some((watch.waiting_since()?, watch))).min_by_key(|(since, _)| *since);
-        longest.inspect(|(_, watch)| watch.kill()).is_some()
+    /// Tells the connection to end that has waited longest for its next request.
+    fn evict(&mut self, may_go: impl Fn(Class) -> bool) -> bool {
+        let of_classes = self.classes.iter().filter(|(class, _)| may_go(**class));
+        let waiting = of_classes.flat_map(|(_, of_class)| of_class.values());
+        let longest = waiting.filter_map(|watch| Some((watch.waiting_since()?, watch.id))).min();
+        let Some(watch) = longest.and_then(|(_, id)| self.remove(id)) else { return false };
+        watch.tell_to_end();
+        true
     }
 }
 
@@ -190,7 +251,6 @@ pub struct Watch {
 
 #[derive(Debug)]
 struct State {
-    killed: bool,
     requests: u64,
     in_flight: usize,
     /// Since when no request is in flight.
@@ -203,20 +263,18 @@ struct State {
 
 impl Watch {
     fn new(id: u64, slots: Arc<Slots>) -> Self {
-        let state = State {
-            killed: false,
-            requests: 0,
-            in_flight: 0,
-            quiet_since: Instant::now(),
-            blocked: None,
-            bodies: BTreeMap::new(),
-        };
+        let state =
+            State { requests: 0, in_flight: 0, quiet_since: Instant::now(), blocked: None, bodies: BTreeMap::new() };
         Watch { id, slots, state: Mutex::new(state), killed: Notify::new(), failures: tokio::sync::Mutex::default() }
     }
 
     /// Tells the connection to end.
     pub fn kill(&self) {
-        lock(&self.state).killed = true;
+        self.slots.end(self.id);
+        self.tell_to_end();
+    }
+
+    fn tell_to_end(&self) {
         self.killed.notify_one();
     }
 
@@ -225,16 +283,12 @@ impl Watch {
         self.killed.notified().await;
     }
 
-    fn is_killed(&self) -> bool {
-        lock(&self.state).killed
-    }
-
     fn waiting_since(&self) -> Option<Instant> {
         let state = lock(&self.state);
         (state.in_flight == 0 && state.blocked.is_none()).then_some(state.quiet_since)
     }
 
-    /// Notes that it has the token.
+    /// Notes that it has the token, or the stream of a node.
     pub fn promote(&self, limits: &Limits) {
         self.slots.promote(self, limits);
     }
@@ -295,7 +349,10 @@ pub struct Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        lock(&self.watch.slots.open).remove(&self.watch.id);
+        let mut open = lock(&self.watch.slots.open);
+        let _ = open.remove(self.watch.id);
+        open.class_of.remove(&self.watch.id);
+        drop(open);
         self.watch.slots.freed.notify_waiters();
     }
 }
@@ -447,7 +504,8 @@ mod tests {
         let taken: Vec<Slot> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
         let busy = taken[0].watch.begin();
         let fourth = slots.take(Class::Own, &limits).unwrap();
-        assert!(!taken[0].watch.is_killed() && taken[1].watch.is_killed() && !taken[2].watch.is_killed());
+        let is_ending = |index: usize| slots.is_ending(&taken[index].watch);
+        assert!(!is_ending(0) && is_ending(1) && !is_ending(2));
         let (second, third) = (taken[2].watch.begin(), fourth.watch.begin());
         assert!(slots.take(Class::Own, &limits).is_none(), "all of them are busy");
         drop((busy, second, third));
@@ -466,7 +524,50 @@ mod tests {
         taken[0].1.watch.promote(&limits);
         assert!(busy(3).is_some(), "one of them has shown the token");
         drop(taken);
-        assert_eq!(lock(&slots.open).len(), 0);
+        assert_eq!(slots.count(), 0);
+        assert!(lock(&slots.open).classes.is_empty());
+    }
+
+    #[test]
+    fn connections_with_the_token_are_evicted_by_their_own_kind_only() {
+        let slots = Arc::new(Slots::default());
+        let limits = Limits { trusted: 5, ..limits() };
+        let take = |class| slots.take(class, &limits).unwrap();
+        // More than the owner may have without the token; all wait for their next request.
+        let mut trusted: Vec<Slot> = (0..5)
+            .map(|number| {
+                let slot = take(if number < 3 { Class::Own } else { Class::User(Some(1)) });
+                slot.watch.promote(&limits);
+                slot
+            })
+            .collect();
+        let alive = |trusted: &[Slot]| trusted.iter().filter(|slot| !slots.is_ending(&slot.watch)).count();
+        let address = |last| Class::Address([10, 0, 0, last].into());
+        let flood = |class: fn(u8) -> Class| (0..50).map(|number| take(class(number))).collect::<Vec<Slot>>();
+        let attackers =
+            [flood(|_| Class::Own), flood(|last| Class::User(Some(last.into()))), flood(|_| Class::User(None))];
+        let more: Vec<Slot> = (0..50).map(|last| take(address(last))).collect();
+        assert_eq!(alive(&trusted), 5);
+        // Without descriptors, all others go first.
+        for _ in 0..200 {
+            slots.evict();
+            if lock(&slots.open).count(|class| class != Class::Trusted) == 0 {
+                break;
+            }
+            assert_eq!(alive(&trusted), 5);
+        }
+        drop((attackers, more));
+        let next = take(Class::User(Some(1)));
+        next.watch.promote(&limits);
+        assert_eq!(alive(&trusted), 4);
+        trusted.push(next);
+        // A busy one is not closed, and the next one stays where it is.
+        let busy: Vec<InFlight> = trusted.iter().map(|slot| slot.watch.begin()).collect();
+        let late = take(Class::Own);
+        late.watch.promote(&limits);
+        assert_eq!((alive(&trusted), lock(&slots.open).count(|class| class == Class::Own)), (5, 1));
+        drop((busy, trusted, late));
+        assert_eq!(slots.count(), 0);
     }
 
     #[test]

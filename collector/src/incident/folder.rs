@@ -9,10 +9,11 @@ use std::{
     sync::OnceLock,
 };
 
+use tracing::warn;
 use xpu_timer_proto::{procfs, timeline};
 
 use crate::{
-    error::Error,
+    error::{Error, chain},
     os::{
         process,
         safe_path::{create_directories, private_directory},
@@ -178,6 +179,26 @@ impl Folder {
         self.write_new(&temporary, pieces)?;
         let to = self.path.join(name);
         fs::rename(self.path.join(&temporary), &to).map_err(Error::path("write", to))
+    }
+
+    /// Says in the folder that the timelines of its ranks are still coming. Logs an error: the
+    /// timelines come all the same.
+    pub fn announce_timelines(&self) {
+        let text = format!(
+            "The timelines of the ranks (*.{}) are still coming. When they are here, report.html is drawn again, and \
+             this file is removed.\n{}\n",
+            timeline::EXTENSION,
+            own_stamp()
+        );
+        if let Err(error) = self.write(timeline::PENDING, text.as_bytes()) {
+            warn!("{}", chain(&error));
+        }
+    }
+
+    /// No more timelines are coming.
+    pub fn timelines_came(&self) {
+        // It may be missing because the disk was full.
+        let _ = fs::remove_file(self.path.join(timeline::PENDING));
     }
 
     /// Frees the reserved space.

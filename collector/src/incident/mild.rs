@@ -95,7 +95,7 @@ pub fn draw(root: &Path, promoted: &[String]) {
     let folders: Vec<PathBuf> = promoted.iter().map(|name| root.join(format!("incident-{name}"))).collect();
     let work = move || {
         for folder in folders {
-            if let Err(problem) = viewer::run(&folder, VIEW) {
+            if let Err(problem) = viewer::run(&folder, true, VIEW) {
                 warn!("{}: {problem}", folder.display());
             }
         }

@@ -65,6 +65,7 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
 /// they outlast a boot of this machine.
 #[must_use]
 pub fn open_in_cluster(root: &Path) -> Vec<OpenIncident> {
+    verdict_files::forget_timelines(root);
     let of = |(folder, record): (PathBuf, Record)| {
         let verdict = verdict(&folder);
         let open = verdict.as_ref().is_none_or(|verdict| verdict.timing.status == Status::Open);

@@ -10,7 +10,7 @@ use std::{
 
 use tracing::{info, warn};
 use xpu_timer_analysis::{HangEvidence, Status, Verdict};
-use xpu_timer_proto::{Message, procfs, v1::Evidence};
+use xpu_timer_proto::{Message, procfs, timeline, v1::Evidence};
 
 use crate::{
     error::{Error, chain},
@@ -93,6 +93,13 @@ pub fn name_others(folder: &Path, others: Vec<String>) {
     }
 }
 
+/// Adds a problem to the verdict of a folder. Logs errors.
+pub fn note_problem(folder: &Path, problem: String) {
+    if let Err(error) = change_verdict(folder, |verdict| verdict.timing.errors.push(problem)) {
+        warn!("{}: {}", folder.display(), chain(&error));
+    }
+}
+
 /// Name of the file with the state of an incident for the next collector of the node.
 pub const RECORD: &str = ".collector.json";
 /// Name of the file with the state of an incident for the next cluster collector.
@@ -113,7 +120,7 @@ pub fn try_write_record(path: &Path, name: &str, record: &Record) -> Result<(), 
     Folder { path: path.into() }.write(name, &serde_json::to_vec_pretty(record).unwrap_or_default())
 }
 
-/// Upper limit for the first line of the reserve file, which names its writer.
+/// Upper limit for the beginning of a file that names its writer, up to the end of that line.
 const MAX_STAMP_BYTES: u64 = 512;
 
 /// Finishes the folders that a killed collector of this machine was writing. Written stacks are
@@ -121,6 +128,18 @@ const MAX_STAMP_BYTES: u64 = 512;
 pub fn finish_leftovers(root: &Path) {
     let without_record = |path: &PathBuf| is_leftover(path) && !path.join(RECORD).exists();
     own_folders(root).into_iter().filter(without_record).for_each(finish_leftover_folder);
+    forget_timelines(root);
+}
+
+/// The timelines that a killed collector of this machine was writing or fetching do not come any
+/// more.
+pub fn forget_timelines(root: &Path) {
+    let is_abandoned =
+        |path: &PathBuf| writer(&path.join(timeline::PENDING)).is_some_and(|stamp| is_writer_gone(&stamp));
+    for path in own_folders(root).into_iter().filter(is_abandoned) {
+        info!("{}: a killed collector has left its timelines incomplete", path.display());
+        Folder { path }.timelines_came();
+    }
 }
 
 /// Finishes one folder that a killed collector was writing.
@@ -152,10 +171,14 @@ pub fn finish_leftover_folder(path: PathBuf) {
 
 /// Whether a folder was being written by a process of this machine that is gone.
 fn is_leftover(folder: &Path) -> bool {
-    let mut stamp = String::new();
-    let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
-    let line = reserve.and_then(|file| io::BufReader::new(file).take(MAX_STAMP_BYTES).read_line(&mut stamp));
-    line.is_ok() && is_writer_gone(stamp.trim_end())
+    writer(&folder.join(RESERVE)).is_some_and(|stamp| is_writer_gone(&stamp))
+}
+
+/// The stamp of the process that wrote a file: its first line that is not a sentence.
+fn writer(path: &Path) -> Option<String> {
+    let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path).ok()?;
+    let mut lines = io::BufReader::new(file).take(MAX_STAMP_BYTES).lines();
+    lines.find_map(|line| line.ok().filter(|line| !line.ends_with('.')))
 }
 
 /// Whether a stamp is of a process of this machine that is gone.

@@ -18,20 +18,23 @@ const NAME: &str = "xpu_timer_stacktrace_viewer";
 const HARD_DEADLINE: Duration = Duration::from_secs(60);
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
-/// Runs the viewer on `folder` and waits at most `patience` for it.
+/// Runs the viewer on `folder` and waits at most `patience` for it. `timelines_came` is false as long
+/// as the folder announces timelines; the report then says so.
 ///
 /// # Errors
 /// One sentence: the viewer was not found, failed, or is not finished (then it continues, and its
 /// pictures appear later).
-pub fn run(folder: &Path, patience: Duration) -> Result<(), String> {
+pub fn run(folder: &Path, timelines_came: bool, patience: Duration) -> Result<(), String> {
     let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.join(NAME)));
-    run_program(&beside.filter(|path| path.exists()).unwrap_or_else(|| NAME.into()), folder, patience)
+    let program = beside.filter(|path| path.exists()).unwrap_or_else(|| NAME.into());
+    run_program(&program, folder, timelines_came, patience)
 }
 
-fn run_program(program: &PathBuf, folder: &Path, patience: Duration) -> Result<(), String> {
+fn run_program(program: &PathBuf, folder: &Path, timelines_came: bool, patience: Duration) -> Result<(), String> {
     let start = Instant::now();
     let mut command = Command::new(program);
-    command.arg("--path").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.arg("--path").arg(folder).args(timelines_came.then_some("--timelines-came"));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     // The viewer must not be hooked itself if the collector was started under the hook.
     command.env_remove(OsString::from("LD_PRELOAD"));
     let mut child =
@@ -93,12 +96,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let long = Duration::from_secs(60);
         let good = script(folder.path(), "test \"$1\" = --path && touch \"$2/drawn\"");
-        run_program(&good, folder.path(), long).unwrap();
+        run_program(&good, folder.path(), true, long).unwrap();
         assert!(folder.path().join("drawn").exists());
         let bad = script(folder.path(), "echo no colours >&2; exit 3");
-        let error = run_program(&bad, folder.path(), long).unwrap_err();
+        let error = run_program(&bad, folder.path(), true, long).unwrap_err();
         assert!(error.contains("exit status: 3") && error.contains("no colours"), "{error}");
-        let error = run_program(&folder.path().join("none"), folder.path(), long).unwrap_err();
+        let error = run_program(&folder.path().join("none"), folder.path(), true, long).unwrap_err();
         assert!(error.contains("cannot be started"), "{error}");
     }
 
@@ -106,7 +109,7 @@ mod tests {
     fn a_slow_viewer_continues_in_the_background() {
         let folder = tempfile::tempdir().unwrap();
         let slow = script(folder.path(), "while [ ! -e \"$2/go\" ]; do sleep 0.01; done; touch \"$2/drawn\"");
-        let error = run_program(&slow, folder.path(), Duration::from_millis(50)).unwrap_err();
+        let error = run_program(&slow, folder.path(), true, Duration::from_millis(50)).unwrap_err();
         assert!(error.contains("is still running"), "{error}");
         fs::write(folder.path().join("go"), "").unwrap();
         let start = Instant::now();

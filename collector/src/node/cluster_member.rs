@@ -21,8 +21,8 @@ use tonic::{
 use tracing::{info, warn};
 use xpu_timer_proto::timeline;
 use xpu_timer_proto::v1::{
-    Delivery, DumpFile, DumpRequest, NodeDump, NodeMessage, RankEntry, RankRun, cluster_client::ClusterClient,
-    cluster_message, delivery, node_message::Message,
+    Delivery, DumpFile, DumpRequest, FetchFiles, FileKind, NodeDump, NodeMessage, RankEntry,
+    cluster_client::ClusterClient, cluster_message, delivery, node_message::Message,
 };
 
 use crate::{
@@ -117,17 +117,22 @@ pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
     }
 }
 
-/// Sends the files of some ranks in pieces: first the `.stacktrace` files, then the timelines.
-pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &DeliverySender) {
+/// Sends the wanted files in pieces: first the `.stacktrace` files, then the timelines.
+pub fn send_files(fetch: &FetchFiles, folder: &Path, sender: &DeliverySender) {
+    let incident = &fetch.incident;
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(delivery::Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort_by_key(|name| (name.ends_with(timeline::EXTENSION), name.clone()));
     info!("incident {incident}: sending files to the cluster collector");
-    for name in names {
-        let asked =
-            rank_of_file(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
-        if asked && !send_file(incident, &folder.join(&name), &name, &send) {
+    let is_of_kind = |name: &str| match fetch.kind() {
+        FileKind::Unspecified => true,
+        FileKind::Stacktrace => !name.ends_with(timeline::EXTENSION),
+        FileKind::Timeline => name.ends_with(timeline::EXTENSION),
+    };
+    for name in names.into_iter().filter(|name| is_of_kind(name)) {
+        let is_wanted = |rank| fetch.ranks.iter().any(|run| (run.first..=run.last).contains(&rank));
+        if rank_of_file(&name).is_some_and(is_wanted) && !send_file(incident, &folder.join(&name), &name, &send) {
             return;
         }
     }
@@ -187,6 +192,8 @@ pub struct Member {
     // Parts of job-wide incidents.
     pub(super) parts: BTreeMap<String, Arc<PartLocation>>,
     pub(super) rounds: BTreeMap<String, u32>,
+    // Requests for timelines that are still being written.
+    pub(super) waiting_fetches: Vec<FetchFiles>,
     // The current search for parts on disk, and the number of searches so far.
     pub(super) search: Option<PartSearch>,
     pub(super) searches: u64,
@@ -216,6 +223,7 @@ impl Default for Member {
             deferred: Vec::new(),
             parts: BTreeMap::new(),
             rounds: BTreeMap::new(),
+            waiting_fetches: Vec::new(),
             search: None,
             searches: 0,
             reported_hangs: BTreeMap::new(),

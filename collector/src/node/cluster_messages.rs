@@ -8,8 +8,8 @@ use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     v1::{
-        Alarm, Captured, DumpRequest, FetchFiles, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity, NodeHello,
-        NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
+        Alarm, Captured, DumpRequest, FetchFiles, FileKind, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity,
+        NodeHello, NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
     },
 };
 
@@ -218,13 +218,23 @@ impl NodeState {
     }
 
     fn fetch(&mut self, fetch: FetchFiles) {
+        if fetch.kind() != FileKind::Stacktrace && self.pending_timelines.contains_key(&fetch.incident) {
+            return self.member.waiting_fetches.push(fetch);
+        }
         let folder = match self.member.parts.get(&fetch.incident).map(|kept| &**kept) {
             Some(PartLocation::InFolder(folder)) => Some(folder.clone()),
             _ => None,
         };
-        self.member.start_delivery(fetch.key, move |sender| {
-            cluster_member::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
+        self.member.start_delivery(fetch.key.clone(), move |sender| {
+            cluster_member::send_files(&fetch, &folder.unwrap_or_default(), &sender);
         });
+    }
+
+    /// The timelines of an incident are in its folder.
+    pub(super) fn send_waiting_timelines(&mut self, id: &str) {
+        let of_incident = |fetch: &mut FetchFiles| fetch.incident == id;
+        let due: Vec<FetchFiles> = self.member.waiting_fetches.extract_if(.., of_incident).collect();
+        due.into_iter().for_each(|fetch| self.fetch(fetch));
     }
 
     fn cluster_verdict(&mut self, verdict: IncidentVerdict, now: Now) {

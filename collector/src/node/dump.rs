@@ -18,7 +18,7 @@ use crate::{
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
-        folder_writer::{self, Findings, WriteResult},
+        folder_writer::{self, Findings, LaterTimelines, WriteResult},
         plan::{DumpTask, Outcome, add_unregistered, world},
         related::{RelatedProcesses, connected_processes, family},
         sharers,
@@ -58,8 +58,9 @@ const CONNECTIONS_DEADLINE: Duration = Duration::from_millis(200);
 /// The time from the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
 
-/// Dumps, judges and writes one incident. Returns an outcome even when a step fails.
-pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outcome {
+/// Dumps, judges and writes one incident. Returns an outcome even when a step fails, and the
+/// timelines that are to be written when the outcome is published.
+pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
     let evidence = task.plan.evidence();
     let timeline_path = task.timeline_path.clone();
     judging::catch_panic(|| work(task, captures, shutdown)).unwrap_or_else(|why| {
@@ -68,11 +69,11 @@ pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outc
         let verdict = judging::unknown(&evidence, format!("There is no verdict, because the dump failed ({why})."));
         let sampled_ns = Now::get().mono_ns;
         let nothing = (None, false, None);
-        outcome(incident, verdict, timeline_path, sampled_ns, nothing)
+        (outcome(incident, verdict, timeline_path, sampled_ns, nothing), None)
     })
 }
 
-fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Outcome {
+fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
@@ -103,9 +104,12 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> Out
         verdict.timing.status = Status::Mild;
     }
     let is_mild = task.is_mild;
+    let timelines = LaterTimelines::take(&mut task, &verdict, evidence.world_size);
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
-    Outcome { is_mild, ..outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part)) }
+    let timelines = timelines.filter(|_| written);
+    let outcome = outcome(incident, verdict, timeline_path, sampled_ns, (path, written, part));
+    (Outcome { is_mild, timelines_follow: timelines.is_some(), ..outcome }, timelines)
 }
 
 /// The processes that may be about to become a missing rank.
@@ -123,7 +127,17 @@ fn outcome(
     sampled_ns: u64,
     (path, written, part): (Option<PathBuf>, bool, Option<PartLocation>),
 ) -> Outcome {
-    Outcome { incident, path, verdict, is_mild: false, written, timeline_path, sampled_ns, part }
+    Outcome {
+        incident,
+        path,
+        verdict,
+        is_mild: false,
+        written,
+        timeline_path,
+        sampled_ns,
+        part,
+        timelines_follow: false,
+    }
 }
 
 /// Takes one sample of all ranks. For ranks whose process has ended only the ring remains.

@@ -212,6 +212,7 @@ impl NodeState {
                 drop(reply.send(self.kernel_trace_asked(request, now)));
             }
             Command::Finished(outcome) => self.dump_finished(*outcome, now),
+            Command::TimelinesWritten(written) => self.timelines_written(written),
             Command::Written(id, result) => self.verdict_written(&id, result, now),
             Command::IncidentsFound { root, found, wait_ns } => self.incidents_found(&root, found, wait_ns, now),
             Command::PartsFound { search, root, found } => self.parts_found(search, &root, found, now),

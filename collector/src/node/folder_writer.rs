@@ -4,6 +4,7 @@
 
 use std::{
     collections::BTreeMap,
+    io::{self, Write},
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
@@ -34,6 +35,7 @@ use crate::{
         plan::{DumpTask, finish_times},
     },
     os::process,
+    timeline::files::RankTimeline,
 };
 
 /// The findings of a dump.
@@ -145,7 +147,7 @@ fn write_folder(
 
     let mut problems = Problems::default();
     if !write_dumps(found, &folder, &mut problems, steps)
-        || !write_timelines(found, verdict, &folder, &mut problems, steps)
+        || !write_timelines(&task.timelines, evidence.world_size, &folder, &mut problems, steps)
     {
         return given_up();
     }
@@ -164,7 +166,14 @@ fn write_folder(
     }
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(&task.plan, verdict);
+    if task.timelines_follow {
+        folder.announce_timelines();
+    }
     let mut written = write_verdict(&folder, verdict);
+    if task.timelines_follow && !written {
+        folder.timelines_came();
+        verdict.timing.errors.push("the timelines are not kept, because the verdict could not be written".into());
+    }
     if task.is_mild {
         write_record(&folder.path, &Record { writer: String::new(), ..task.record.clone() });
         retention::trim_captures(&task.timeline_path, Duration::ZERO, SystemTime::now());
@@ -179,7 +188,7 @@ fn write_folder(
         return given_up();
     }
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
-    if let Err(problem) = viewer::run(&folder.path, left) {
+    if let Err(problem) = viewer::run(&folder.path, !task.timelines_follow, left) {
         warn!("incident {incident}: {problem}");
         verdict.timing.errors.push(problem);
     }
@@ -210,24 +219,121 @@ fn write_dumps(found: &Findings, folder: &Folder, problems: &mut Problems, steps
     })
 }
 
-/// Writes the timelines of the ranks: in a large job those of the culprits and of one rank of each
-/// group. Returns whether the other thread still waits.
+/// Writes timelines. Each piece is a step: a file may have some megabytes. Returns whether the
+/// other thread still waits.
 fn write_timelines(
-    found: &Findings,
-    verdict: &Verdict,
+    timelines: &[(u32, RankTimeline)],
+    world_size: u32,
     folder: &Folder,
     problems: &mut Problems,
     steps: &Steps,
 ) -> bool {
-    let Findings { task, evidence } = found;
-    let all = evidence.world_size as usize <= ALL_FILES;
-    let some = some_ranks(verdict);
-    let wanted = task.timelines.iter().filter(|(rank, _)| all || some.contains(rank));
-    wanted.into_iter().all(|(rank, timeline)| {
-        let name = timeline::file_name(*rank, evidence.world_size);
-        problems.note(folder.write_with(&name, |file| timeline.write(file).map(drop)));
+    timelines.iter().all(|(rank, timeline)| {
+        let name = timeline::file_name(*rank, world_size);
+        let write = |file: &mut dyn Write| timeline.write(&mut Stepping { file, steps }).map(drop);
+        problems.note(folder.write_with(&name, write));
         steps.step()
     })
+}
+
+/// A file whose writes are steps.
+struct Stepping<'a> {
+    file: &'a mut dyn Write,
+    steps: &'a Steps,
+}
+
+impl Write for Stepping<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(bytes)?;
+        if self.steps.step() { Ok(written) } else { Err(file::unanswered()) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// The timelines of an incident whose verdict does not wait for them: they may have most of the
+/// bytes of its folder.
+#[derive(Debug)]
+pub struct LaterTimelines {
+    incident: String,
+    world_size: u32,
+    timelines: Vec<(u32, RankTimeline)>,
+    // Whether the report is drawn here.
+    draws: bool,
+}
+
+/// What was written later.
+#[derive(Debug)]
+pub struct WrittenTimelines {
+    /// Name of the incident.
+    pub incident: String,
+    /// Its folder.
+    pub path: PathBuf,
+    /// What could not be written.
+    pub problem: Option<String>,
+}
+
+/// The timelines of one incident are written at a time: those of a second dump into the same folder
+/// come after those of the first.
+static WRITES_TIMELINES: Mutex<()> = Mutex::new(());
+/// Time limit of the viewer that draws the report again.
+const LATER_VIEW: Duration = Duration::from_secs(60);
+
+impl LaterTimelines {
+    /// Takes the timelines out of a task: in a large job those of the culprits and of one rank of
+    /// each group. Those of a mild capture stay, because nobody waits for its verdict. `None` if
+    /// none are left.
+    pub fn take(task: &mut DumpTask, verdict: &Verdict, world_size: u32) -> Option<Self> {
+        let some = some_ranks(verdict);
+        if world_size as usize > ALL_FILES {
+            task.timelines.retain(|(rank, _)| some.contains(rank));
+        }
+        task.timelines_follow = !task.is_mild && !task.timelines.is_empty();
+        task.timelines_follow.then(|| LaterTimelines {
+            incident: task.plan.head.id.clone(),
+            world_size,
+            timelines: std::mem::take(&mut task.timelines),
+            draws: !task.is_part(),
+        })
+    }
+
+    /// Writes them into the folder of the incident, and draws its report again.
+    pub fn write(self, path: PathBuf) -> WrittenTimelines {
+        self.write_with(path, STEP_TIMEOUT)
+    }
+
+    fn write_with(self, path: PathBuf, silence: Duration) -> WrittenTimelines {
+        let _turn = lock(&WRITES_TIMELINES);
+        let LaterTimelines { incident, world_size, timelines, draws } = self;
+        let root = path.parent().unwrap_or(&path).to_path_buf();
+        let folder = Folder { path: path.clone() };
+        let work = move |steps: &Steps| {
+            let mut problems = Problems::default();
+            // Those of an earlier dump into this folder may just have come.
+            folder.announce_timelines();
+            if !write_timelines(&timelines, world_size, &folder, &mut problems, steps) {
+                // The disk answers again, but nobody waits any more.
+                folder.timelines_came();
+            }
+            problems
+        };
+        let is_abandoned = ABANDONED.has(&root);
+        let problems = if is_abandoned { None } else { run_with_stall_timeout(&root, silence, work) };
+        let Some(problems) = problems else {
+            let problem = format!("the timelines cannot be written into {} ({})", path.display(), file::unanswered());
+            warn!("incident {incident}: {problem}");
+            return WrittenTimelines { incident, path, problem: Some(problem) };
+        };
+        if draws && let Err(problem) = viewer::run(&path, true, LATER_VIEW) {
+            warn!("incident {incident}: {problem}");
+        }
+        let folder = Folder { path: path.clone() };
+        // If the disk does not answer, the next collector does this.
+        let _ = run_with_stall_timeout(&root, silence, move |_| folder.timelines_came());
+        WrittenTimelines { problem: problems.report(&incident), incident, path }
+    }
 }
 
 /// Makes the folder. The log and the verdict say why it is elsewhere, or why there is none.

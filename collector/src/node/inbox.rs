@@ -14,7 +14,7 @@ use crate::{
     error::Error,
     http::questions::{Question, QuestionSender},
     incident::records,
-    node::{cluster_member, plan::Outcome},
+    node::{cluster_member, folder_writer::WrittenTimelines, plan::Outcome},
 };
 
 /// A message to the loop.
@@ -22,8 +22,10 @@ use crate::{
 pub enum Command {
     /// A question of an HTTP page.
     Question(Question),
-    /// A dump has finished.
+    /// A dump has finished. Its timelines may still have to be written.
     Finished(Box<Outcome>),
+    /// The timelines of a dump are written.
+    TimelinesWritten(WrittenTimelines),
     /// The result of another attempt to write a verdict: its folder, or the error.
     Written(String, Result<PathBuf, Error>),
     /// Open incidents of an earlier collector in a root. Each waits this many nanoseconds for a

@@ -22,12 +22,14 @@ use crate::{
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
         retention,
-        verdict_files::{self, link_latest, name_others, set_status, try_write_verdict, write_record},
+        verdict_files::{self, link_latest, name_others, note_problem, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
     node::{
-        dump,
-        inbox::Command,
+        captures::Captures,
+        dump::{self, ShutdownFlag},
+        folder_writer::WrittenTimelines,
+        inbox::{Command, Inbox},
         plan::{ClusterPart, DumpTask, Outcome, registered_subjects},
         reports::{IncidentReport, UnwrittenVerdict, VerdictSummary},
         state::{IdleJob, NodeState},
@@ -213,6 +215,7 @@ impl NodeState {
             },
             subjects,
             timelines,
+            timelines_follow: false,
             unregistered,
             members,
             node: self.node.clone(),
@@ -232,8 +235,7 @@ impl NodeState {
         let (give, take) = mpsc::channel();
         let work = move || {
             if let Ok(task) = take.recv() {
-                inbox.post(Command::Finished(Box::new(dump::run(task, &captures, &shutdown))));
-                resources::trim_heap();
+                run_dump(task, &captures, &shutdown, &inbox);
             }
         };
         match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
@@ -241,8 +243,7 @@ impl NodeState {
             // Without a thread the dump runs here, and everything else waits for it.
             Err(error) => {
                 warn!("incident {id}: cannot start a thread for its dump: {error}");
-                let outcome = dump::run(task, &self.captures, &self.shutdown);
-                self.inbox.post(Command::Finished(Box::new(outcome)));
+                run_dump(task, &self.captures, &self.shutdown, &self.inbox);
             }
         }
     }
@@ -251,7 +252,10 @@ impl NodeState {
         if outcome.is_mild {
             return self.found_mild(outcome, now);
         }
-        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, is_mild: _ } = outcome;
+        if outcome.timelines_follow {
+            *self.pending_timelines.entry(outcome.incident.clone()).or_default() += 1;
+        }
+        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, .. } = outcome;
         let was_shown = self.reports.get(&id).is_none_or(|report| report.is_shown);
         if !was_shown {
             self.opened += 1;
@@ -297,6 +301,25 @@ impl NodeState {
         self.retire();
     }
 
+    /// The timelines of an incident are in its folder, or could not be written.
+    pub(super) fn timelines_written(&mut self, written: WrittenTimelines) {
+        let WrittenTimelines { incident: id, path, problem } = written;
+        if let Some(count) = self.pending_timelines.get_mut(&id) {
+            *count -= 1;
+            if *count == 0 {
+                self.pending_timelines.remove(&id);
+            }
+        }
+        if let Some(problem) = problem {
+            if let Some(report) = self.reports.get_mut(&id) {
+                report.errors.push(problem.clone());
+            }
+            self.disk.submit_for(path, move |path| note_problem(path, problem));
+        }
+        self.send_waiting_timelines(&id);
+        self.retire();
+    }
+
     /// Names open incidents with a culprit process in common, which is no rank, in the verdicts of
     /// each other.
     fn name_same_culprit(&mut self, id: &str) {
@@ -338,8 +361,9 @@ impl NodeState {
     /// Removes folders of incidents and timelines beyond the number and the age that are kept.
     pub(super) fn retire(&self) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
-        let open = open.map(|incident| incident.head.id.clone()).collect();
-        retention::start(self.folders(), self.settings.keep, open);
+        let open = open.map(|incident| &incident.head.id);
+        let needed = open.chain(self.pending_timelines.keys()).cloned().collect();
+        retention::start(self.folders(), self.settings.keep, needed);
     }
 
     fn close(&mut self, id: &str, state: State, now: Now) {
@@ -359,6 +383,17 @@ impl NodeState {
         let id = id.to_string();
         self.disk.submit_for(path, move |path| set_status(&id, path, state.status(), Some(now.unix_ns)));
     }
+}
+
+/// Dumps, and writes the timelines when the verdict is published.
+fn run_dump(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag, inbox: &Inbox) {
+    let (outcome, timelines) = dump::run(task, captures, shutdown);
+    let path = outcome.path.clone();
+    inbox.post(Command::Finished(Box::new(outcome)));
+    if let Some((timelines, path)) = timelines.zip(path) {
+        inbox.post(Command::TimelinesWritten(timelines.write(path)));
+    }
+    resources::trim_heap();
 }
 
 /// Pause before the second attempt.

@@ -38,8 +38,10 @@ pub struct DumpTask {
     pub plan: Plan,
     /// The job's registered ranks on this node, in ascending order.
     pub subjects: Vec<Subject>,
-    /// The timelines of these ranks; none if nothing is recorded.
+    /// The timelines of these ranks; none if nothing is recorded, or if they are written later.
     pub timelines: Vec<(u32, RankTimeline)>,
+    /// Whether the timelines are written after the verdict was published.
+    pub timelines_follow: bool,
     /// Its known ranks on this node that have not registered.
     pub unregistered: Vec<Unregistered>,
     /// All known processes with this job name, and their jobs.
@@ -113,6 +115,8 @@ pub struct Outcome {
     pub sampled_ns: u64,
     /// What the cluster collector gets.
     pub part: Option<PartLocation>,
+    /// Whether the timelines of the ranks are still to be written into the folder.
+    pub timelines_follow: bool,
 }
 
 /// Records the time from the timeout until now.

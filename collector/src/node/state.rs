@@ -74,6 +74,9 @@ pub struct NodeState {
     pub sampler: Sampler,
     // Timelines that are sent when their detail has been recorded.
     pub(super) detailed: Vec<DetailedTimeline>,
+    // Until when every kernel is recorded, CLOCK_MONOTONIC.
+    pub(super) every_kernel_until_ns: u64,
+    pub(super) trace_detail: TraceDetail,
     /// The capture worker.
     pub captures: Arc<Captures>,
     pub(super) shutdown: Arc<ShutdownFlag>,
@@ -81,6 +84,8 @@ pub struct NodeState {
     pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
     pub(super) searched: BTreeMap<PathBuf, bool>,
     pub(super) unwritten: UnwrittenVerdicts,
+    // Incidents whose timelines are being written, and of how many dumps.
+    pub(super) pending_timelines: BTreeMap<String, usize>,
     pub(super) webhook: Option<Webhook>,
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
@@ -104,6 +109,15 @@ pub(super) struct DetailedTimeline {
     pub wanted: WantedTimeline,
     /// Who waits for it.
     pub reply: TimelineReply,
+}
+
+/// The detail that the ranks record for a request of the original tool, CLOCK_MONOTONIC.
+#[derive(Debug, Default)]
+pub(super) struct TraceDetail {
+    /// When it is requested next.
+    pub renew_ns: u64,
+    /// When the request has had its time.
+    pub until_ns: u64,
 }
 
 /// A job that was examined and found idle.
@@ -180,12 +194,15 @@ impl NodeState {
             dumps: Throttle::new(BY_HAND),
             sampler,
             detailed: Vec::new(),
+            every_kernel_until_ns: 0,
+            trace_detail: TraceDetail::default(),
             captures: Arc::new(captures),
             shutdown: Arc::default(),
             boot: procfs::boot_id(),
             waiting: BTreeMap::new(),
             searched: BTreeMap::new(),
             unwritten: UnwrittenVerdicts::default(),
+            pending_timelines: BTreeMap::new(),
             webhook,
             slow: SlowRanks::default(),
             compared_ns: 0,
@@ -231,13 +248,15 @@ impl NodeState {
     /// Whether any work must not be cut off.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.engine.is_busy() || self.verdict_actions.is_busy()
+        self.engine.is_busy() || self.verdict_actions.is_busy() || !self.pending_timelines.is_empty()
     }
 
     /// Whether something is being written.
     #[must_use]
     pub fn is_writing(&self) -> bool {
-        self.disk.is_busy() || self.engine.incidents().any(|incident| incident.state == State::Open)
+        self.disk.is_busy()
+            || !self.pending_timelines.is_empty()
+            || self.engine.incidents().any(|incident| incident.state == State::Open)
     }
 }
 

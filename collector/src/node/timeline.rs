@@ -36,6 +36,8 @@ use crate::{
 const CHUNKS: usize = 2;
 /// The longest time for which every kernel is recorded.
 const LONGEST_DETAIL: Duration = Duration::from_secs(600);
+/// Detail for a request of the original tool is requested for so long at a time.
+const TRACE_DETAIL_NS: u64 = 4_000_000_000;
 
 fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
     registry.ranks().filter(|rank| !rank.auxiliary).map(Rank::view)
@@ -52,6 +54,7 @@ impl NodeState {
     pub(super) fn follow_rings(&mut self, now: Now) {
         self.sampler.turn(views(&self.registry), now);
         if self.sampler.recording.is_active() {
+            self.renew_trace_detail(now);
             let registry = &self.registry;
             let is_here = |id: RankId| registry.get(id).is_some_and(|rank| !rank.view().has_ended);
             for files in self.sampler.recording.turn(is_here) {
@@ -157,16 +160,28 @@ impl NodeState {
         });
     }
 
+    /// While operations are awaited for a request of the original tool, asks the ranks for the
+    /// detail that these need, for a few seconds at a time. It ends by itself, also if the request
+    /// never gets enough operations.
+    fn renew_trace_detail(&mut self, now: Now) {
+        let kinds = self.sampler.recording.detail(now);
+        let is_due = self.trace_detail.renew_ns <= now.mono_ns && now.mono_ns < self.trace_detail.until_ns;
+        // Every kernel is recorded until then, which is more.
+        if kinds == 0 || !is_due || now.mono_ns < self.every_kernel_until_ns {
+            return;
+        }
+        self.trace_detail.renew_ns = now.mono_ns + TRACE_DETAIL_NS / 2;
+        let word = detail::word(now.mono_ns + TRACE_DETAIL_NS, kinds);
+        self.registry.ranks().filter(|rank| !rank.auxiliary).for_each(|rank| ask_for_detail(rank, word));
+    }
+
     /// Asks all ranks of a job to record every kernel. Returns when all these have completed.
     fn record_detail(&mut self, job: &JobKey, window: Duration, now: Now) -> u64 {
         let margin_ns = nanoseconds(DETAIL_MARGIN);
         let until_ns = now.mono_ns.saturating_add(nanoseconds(window.min(LONGEST_DETAIL)) + margin_ns / 2);
-        for rank in self.registry.of_job(job) {
-            let Some(ring) = rank.ring.as_ref().filter(|_| rank.has_process()) else { continue };
-            if let Err(error) = ring.write(detail::HEADER, detail::word(until_ns, detail::ALL)) {
-                warn!("{}: its kernels are not recorded: {error}", rank.title());
-            }
-        }
+        let word = detail::word(until_ns, detail::ALL);
+        self.registry.of_job(job).into_iter().for_each(|rank| ask_for_detail(rank, word));
+        self.every_kernel_until_ns = self.every_kernel_until_ns.max(until_ns);
         info!("job {job}: recording every kernel for {window:?}");
         until_ns.saturating_add(margin_ns / 2)
     }
@@ -197,9 +212,20 @@ impl NodeState {
         let ranks: Vec<RankId> = views(&self.registry).filter(|view| !view.has_ended).map(|view| view.id).collect();
         // What has completed so far is before the request.
         self.sampler.read_all(views(&self.registry), now);
+        if !self.sampler.recording.is_active() {
+            let start_ns = now.mono_ns.saturating_add(request.since_unix_ns.saturating_sub(now.unix_ns));
+            self.trace_detail.until_ns = start_ns.saturating_add(nanoseconds(LONGEST_DETAIL));
+        }
         let message = self.sampler.recording.start(request, ranks.into_iter());
         info!("timeline of {kinds} into {}: {message}", path.display());
         Ok(message)
+    }
+}
+
+fn ask_for_detail(rank: &Rank, word: u64) {
+    let Some(ring) = rank.ring.as_ref().filter(|_| rank.has_process()) else { return };
+    if let Err(error) = ring.write(detail::HEADER, word) {
+        warn!("{}: its kernels are not recorded: {error}", rank.title());
     }
 }
 

@@ -15,6 +15,7 @@ use xpu_timer_proto::{
         FaDebugData, KernelTrace, KernelTraces, MatmulDebugData, MemoryDebugData, NcclDebugData,
         kernel_trace::DebugData,
     },
+    ring::detail,
     server::PythonStackInTimeline,
     v1::{Communicator, CopyDirection, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo},
 };
@@ -31,6 +32,9 @@ const COLLECTIVE: u32 = 1;
 const MEMORY: u32 = 2;
 /// A larger number of operations of each rank is not recorded, to bound the memory.
 const MAX_COUNT: usize = 100_000;
+
+/// A hook takes a third of a second to record in detail.
+const LEAD_NS: u64 = 1_000_000_000;
 
 /// What a request records.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -100,6 +104,18 @@ impl Recording {
     #[must_use]
     pub fn is_active(&self) -> bool {
         !matches!(self.state, State::Idle)
+    }
+
+    /// The kinds of detail ([`detail`]) without which some of the awaited operations are not
+    /// recorded; 0 if none is needed now. The original tool records all kinds at any time.
+    #[must_use]
+    pub fn detail(&self, now: Now) -> u8 {
+        let State::Recording(request, _) = &self.state else { return 0 };
+        if request.since_unix_ns > now.unix_ns.saturating_add(LEAD_NS) {
+            return 0;
+        }
+        let of = |kind: u32, detail: u8| if request.kinds & (1 << kind) == 0 { 0 } else { detail };
+        of(MATMUL, detail::MATMULS) | of(MEMORY, detail::COPIES)
     }
 
     /// Begins a recording of these ranks. Returns the original tool's message.

@@ -1502,7 +1502,7 @@ pub struct NodeDump {
     #[prost(message, repeated, tag = "7")]
     pub processes: ::prost::alloc::vec::Vec<ProcessEvidence>,
 }
-/// Requests the `.stacktrace` files of some ranks.
+/// Requests files of some ranks.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct FetchFiles {
     #[prost(string, tag = "1")]
@@ -1512,6 +1512,8 @@ pub struct FetchFiles {
     /// See the key of `Deliver`.
     #[prost(string, tag = "3")]
     pub key: ::prost::alloc::string::String,
+    #[prost(enumeration = "FileKind", tag = "4")]
+    pub kind: i32,
 }
 /// A chunk of a requested file.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1672,6 +1674,39 @@ pub struct AlarmDeclined {
     /// cluster.
     #[prost(bool, tag = "3")]
     pub alone: bool,
+}
+/// The files of a rank. The timelines have most of the bytes, so they are fetched last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum FileKind {
+    /// All files.
+    Unspecified = 0,
+    /// The `.stacktrace` file.
+    Stacktrace = 1,
+    /// The `.ops` file.
+    Timeline = 2,
+}
+impl FileKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "FILE_KIND_UNSPECIFIED",
+            Self::Stacktrace => "FILE_KIND_STACKTRACE",
+            Self::Timeline => "FILE_KIND_TIMELINE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "FILE_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "FILE_KIND_STACKTRACE" => Some(Self::Stacktrace),
+            "FILE_KIND_TIMELINE" => Some(Self::Timeline),
+            _ => None,
+        }
+    }
 }
 /// Whether a verdict justifies ending the ranks of its job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]

@@ -55,8 +55,8 @@ const REPORT_LIMIT: Duration = Duration::from_secs(15);
 const VERDICT_LIMIT: Duration = Duration::from_secs(2);
 const MEMORY_LIMIT: f64 = 2e9;
 const TOKEN_FILE: &str = "XPU_TIMER_COLLECTOR_TOKEN_FILE";
-/// Descriptors besides those of the connections.
-const SPARE_DESCRIPTORS: u64 = 4096;
+/// Descriptors of this process besides those of the connections.
+const SPARE_DESCRIPTORS: u64 = 1024;
 const TIMELINES_LIMIT: Duration = Duration::from_secs(10);
 /// An incident of a large job keeps the timelines of at most so many culprits and groups.
 const MOST_TIMELINES: usize = 32;
@@ -87,10 +87,10 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(report.all_hold())
 }
 
-/// Allows this process and the collector to have a connection with each node. A collector keeps
-/// half of its descriptors for other things.
+/// Allows this process and the collector, each by itself, to have a connection with each node. A
+/// collector keeps a quarter of its descriptors for other things.
 fn allow_descriptors(nodes: u32) -> Result<()> {
-    let wanted = u64::from(nodes) * 2 + SPARE_DESCRIPTORS;
+    let wanted = (u64::from(nodes) + SPARE_DESCRIPTORS) * 4 / 3;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let limit = hard.max(wanted);
     setrlimit(Resource::RLIMIT_NOFILE, limit, limit)

@@ -4,7 +4,7 @@
 use std::{
     fs,
     io::{Read, Write},
-    net::{Ipv4Addr, TcpStream},
+    net::{Ipv4Addr, TcpListener, TcpStream},
     os::unix::fs::{PermissionsExt, chown},
     path::Path,
     process::Command,
@@ -184,6 +184,57 @@ fn a_flood_of_half_open_connections_delays_no_rank_and_no_incident() {
     wait_until(PATIENCE, "the status is answered", || job.status().is_ok());
     assert!(!collector.stderr().contains("Too many open files"), "{}", collector.stderr());
     drop(flood);
+}
+
+#[test]
+fn a_flood_of_connections_without_the_token_ends_none_with_it() {
+    // More than the owner may have without the token.
+    const WITH_TOKEN: usize = 40;
+    let job = Job::new();
+    let token = job.dir.join("token");
+    fs::write(&token, "a long secret\n").unwrap();
+    let job = job.with("XPU_TIMER_COLLECTOR_TOKEN_FILE", &token.display().to_string());
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut command = job.command("sh");
+    command.args(["-c", "ulimit -n 400 && exec \"$0\" cluster --listen \"$1\""]);
+    command.arg(artifacts().bin("xpu_timer_collector")).arg(format!("127.0.0.1:{port}"));
+    let collector = Process::spawn(&mut command);
+    wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
+    let ask = |stream: &mut TcpStream| {
+        let request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a long secret\r\n\r\n";
+        let (mut answer, mut piece) = (Vec::new(), [0; 1024]);
+        let mut read = |stream: &mut TcpStream| {
+            stream.write_all(request)?;
+            while !answer.ends_with(b"ok\n") {
+                match stream.read(&mut piece)? {
+                    0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                    length => answer.extend_from_slice(&piece[..length]),
+                }
+            }
+            Ok::<_, std::io::Error>(())
+        };
+        read(stream).map_err(|error| format!("{error}\n{}", collector.stderr()))
+    };
+    let mut streams: Vec<TcpStream> = (0..WITH_TOKEN)
+        .map(|_| {
+            let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            ask(&mut stream).unwrap();
+            stream
+        })
+        .collect();
+    let mut flood = job.command(xpu_timer_tests::python());
+    let mut flood = Process::spawn(flood.args(["-c", FLOOD, "1000"]).arg(port.to_string()));
+    flood.wait_for("up", PATIENCE);
+    let script = format!("for n in $(seq 100); do exec {{fd}}<>/dev/tcp/127.0.0.1/{port}; done; echo up; sleep 600");
+    let mut strangers = as_stranger(&script).map(|mut command| Process::spawn(&mut command));
+    if let Some(strangers) = &mut strangers {
+        strangers.wait_for("up", PATIENCE);
+    }
+    for stream in &mut streams {
+        ask(stream).expect("its connection lasts");
+    }
+    drop((flood, strangers));
 }
 
 fn resident_kib(process: &Process) -> u64 {

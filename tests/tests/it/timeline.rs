@@ -13,12 +13,18 @@ use xpu_timer_proto::{
     Message as _,
     hook::{KernelTraces, kernel_trace::DebugData},
     server::{PySpyFrame, PythonStackInTimeline},
-    timeline::{self, Reader},
+    timeline::{self, PENDING, Reader},
     v1::{Op, OpStatus, Operation, TimelineHead},
 };
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, python_version, skip, tree, wait_until};
 
-use crate::cluster::Cluster;
+use crate::{
+    cluster::Cluster,
+    collector::{
+        Tmpfs,
+        fake::{FakeHook, collector},
+    },
+};
 
 /// Reads a `.ops` file.
 pub fn read(path: &Path) -> (TimelineHead, Vec<Operation>) {
@@ -244,6 +250,108 @@ fn every_kernel_is_recorded_for_a_while_on_demand() {
     assert_eq!(kernels(&operations), 0, "it has ended");
 }
 
+/// A disk on which timelines are slow: a write into one waits until a file exists.
+const SLOW_DISK: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+ssize_t write(int file, const void *bytes, size_t size) {
+    char link[64], path[4096];
+    const char *awaited = getenv("TIMELINES_WAIT_FOR"), end[] = ".ops.new";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    const ssize_t length = readlink(link, path, sizeof path), tail = sizeof end - 1;
+    if (awaited && length > tail && memcmp(path + length - tail, end, tail) == 0)
+        while (access(awaited, F_OK) != 0)
+            usleep(1000);
+    return syscall(SYS_write, file, bytes, size);
+}
+"#;
+
+/// A job whose collector writes no timeline into an incident folder until the returned file exists.
+pub fn with_slow_timelines(job: Job) -> (Job, PathBuf) {
+    let library = compile_c(&job.dir, "slow_disk.so", SLOW_DISK, &["-O2", "-shared", "-fPIC"]);
+    let awaited = job.dir.join("timelines_go_on");
+    let job = job.with("LD_PRELOAD", &library.display().to_string());
+    (job.with("TIMELINES_WAIT_FOR", &awaited.display().to_string()), awaited)
+}
+
+/// What the report says as long as timelines are missing.
+pub const NOT_HERE: &str = "had not come when this report was drawn";
+
+/// Waits until an incident is in a state.
+fn wait_state(job: &Job, index: usize, state: &str) -> Value {
+    wait_until(PATIENCE, state, || job.status().is_ok_and(|status| status["incidents"][index]["state"] == state));
+    job.status().unwrap()["incidents"][index].clone()
+}
+
+#[test]
+fn a_verdict_does_not_wait_for_timelines_on_a_slow_disk() {
+    let (job, awaited) = with_slow_timelines(Job::new());
+    let _collector = collector(&job, &[]);
+    let mut hooks = [0, 1].map(|rank| FakeHook::connected(&job, "slow", rank, 2));
+    hooks[0].hang(1);
+    let id = wait_state(&job, 0, "dumped")["incident"].as_str().unwrap().to_string();
+    let incident = job.incidents().pop().expect("its verdict is on disk");
+    let has = |name: &str| incident.path.join(name).exists();
+    let report = || fs::read_to_string(incident.path.join("report.html")).unwrap();
+    for name in ["verdict.txt", "evidence.bin", "00001-00002.stacktrace", "py_stack.svg", PENDING] {
+        assert!(has(name), "{name}");
+    }
+    assert!(!has("00000-00002.ops") && report().contains(NOT_HERE) && job.finished_incidents().is_empty());
+    assert_eq!(fs::canonicalize(job.dir.join("timeline/latest")).unwrap(), incident.path.canonicalize().unwrap());
+    let (code, body) = http("GET", job.port, &format!("/incidents/{id}")).unwrap();
+    assert!(code == 200 && body.contains("\"sentence\""), "{code} {body}");
+    fs::write(&awaited, "").unwrap();
+    let finished = job.wait_incident(1, PATIENCE);
+    assert_eq!(
+        (finished.path.as_path(), &finished.verdict["errors"]),
+        (incident.path.as_path(), &serde_json::json!([]))
+    );
+    assert!(has("00000-00002.ops") && has("00001-00002.ops") && !report().contains(NOT_HERE));
+
+    // The disk does not answer any more, and answers again later.
+    fs::remove_file(&awaited).unwrap();
+    hooks[0].resolve(1);
+    wait_state(&job, 0, "resolved");
+    hooks[1].hang(2);
+    wait_state(&job, 1, "dumped");
+    let second = || job.incidents().pop().unwrap();
+    wait_until(PATIENCE, "the verdict says so", || {
+        second().verdict["errors"].to_string().contains("the timelines cannot be written")
+    });
+    assert!(second().path.join(PENDING).exists());
+    fs::write(&awaited, "").unwrap();
+    wait_until(PATIENCE, "they are given up", || !second().path.join(PENDING).exists());
+}
+
+#[test]
+fn a_disk_without_room_for_the_timelines_keeps_the_verdict() {
+    let (job, awaited) = with_slow_timelines(Job::new());
+    let Some(disk) = Tmpfs::new(job.dir.join("disk"), 4096) else { return };
+    let collector = collector(&job, &[]);
+    let mut hook = FakeHook::start(&job, "full", 0, 1);
+    hook.hello.timeline_path = disk.0.display().to_string();
+    hook.join(&job);
+    hook.hang(1);
+    let path = PathBuf::from(wait_state(&job, 0, "dumped")["path"].as_str().unwrap());
+    assert!(path.starts_with(&disk.0) && path.join(PENDING).exists());
+    assert!(fs::write(disk.0.join("filler"), vec![0; 8 << 20]).is_err(), "the disk is full now");
+    fs::write(&awaited, "").unwrap();
+    wait_until(PATIENCE, "the timelines are given up", || !path.join(PENDING).exists());
+    wait_until(PATIENCE, "the status says why", || {
+        job.status()
+            .is_ok_and(|status| status["incidents"][0]["errors"].to_string().contains("No space left on device"))
+    });
+    let names = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let partial: Vec<String> = names.filter(|name| name.contains(".ops") || name.ends_with(".new")).collect();
+    assert!(partial.is_empty(), "{partial:?}");
+    let verdict: Value = serde_json::from_slice(&fs::read(path.join("verdict.json")).unwrap()).unwrap();
+    assert!(verdict["sentence"].is_string() && collector.stderr().contains("No space left on device"));
+}
+
 /// Runs `xpu_timer_collector timeline`, and returns its output.
 fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
@@ -311,6 +419,41 @@ fn ten_thousand_operations_a_second_are_recorded_without_loss() {
 }
 
 #[test]
+fn the_oldest_operations_leave_when_the_memory_is_used_up() {
+    let job = Job::new().with("XPU_TIMER_BRACKET", "matmuls").with("XPU_TIMER_TIMELINE_MB", "1");
+    let _collector = stays(&job);
+    let sim = format!("-L{}", artifacts().sim().display());
+    let program = compile_c(&job.dir, "products", PRODUCTS, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"]);
+    let mut ranks = [0, 1, 2].map(|rank| {
+        let mut command = job.launch(&program);
+        Process::spawn(command.args(["10000", "5"]).env("RANK", rank.to_string()).env("WORLD_SIZE", "3"))
+    });
+    ranks.iter_mut().for_each(|rank| rank.wait_for("products", PATIENCE));
+    let dump = dump(&job, "seconds=600");
+    let (mut bytes, mut from_ns) = (0, Vec::new());
+    for (rank, process) in ranks.iter().enumerate() {
+        let path = folder(&dump).join(format!("{rank:05}-00003.ops"));
+        bytes += fs::metadata(&path).unwrap().len();
+        let (head, mut operations) = read(&path);
+        let stdout = process.stdout();
+        let line = stdout.lines().find(|line| line.contains("products")).expect("a count");
+        let count: usize = line.split(' ').next().unwrap().parse().unwrap();
+        // Those that are left are the newest, and none between them is missing.
+        operations.extend(head.pending);
+        operations.retain(|one| one.op() == Op::Matmul);
+        let (first, last) = (operations.first().unwrap(), operations.last().unwrap());
+        assert_eq!(last.ticket - first.ticket + 1, operations.len() as u64, "{}", job.logs());
+        assert!(operations.len() < count * 9 / 10 && operations.len() > count / 20, "{} of {count}", operations.len());
+        assert!(head.lost == 0 && head.from_ns <= first.completed_ns, "{} {first:?}", head.from_ns);
+        from_ns.push(first.completed_ns);
+    }
+    assert!(bytes < 1_200_000, "{bytes} bytes");
+    // The oldest of all ranks leave first.
+    let (first, last) = (from_ns.iter().min().unwrap(), from_ns.iter().max().unwrap());
+    assert!(last - first < 2_000_000_000, "{from_ns:?}");
+}
+
+#[test]
 fn the_original_tools_command_records_the_next_operations() {
     let job = Job::new().with("POD_NAME", "pod-7").with("XPU_TIMER_ALL_DUMP_TIMELINE", "0");
     // Without a limit in seconds, each step has one all-reduce and nothing else.
@@ -359,6 +502,37 @@ fn the_original_tools_command_records_the_next_operations() {
     assert!(stdout.contains("'msg': 'Force reset dumping status'"), "{stdout}");
     let (code, _, stderr) = ask(&path, &["--no-nccl", "--no-matmul", "--no-memory"]);
     assert!(code == Some(1) && stderr.contains("No Kernel to trace"), "{stderr}");
+}
+
+#[test]
+fn the_original_tools_command_records_matrix_products_and_copies() {
+    let job = Job::new();
+    let sim = format!("-L{}", artifacts().sim().display());
+    let program = compile_c(&job.dir, "products", PRODUCTS, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"]);
+    let mut command = job.launch(program);
+    let _rank = Process::spawn(command.args(["100", "600"]).env("RANK", "0").env("WORLD_SIZE", "1"));
+    wait_until(PATIENCE, "the rank registers", || {
+        job.status().is_ok_and(|status| status["ranks"].as_array().is_some_and(|ranks| ranks.len() == 1))
+    });
+    let path = job.dir.join("timeline/asked");
+    let mut command = job.command(artifacts().bin("xpu_timer_dump_timeline"));
+    command.args(["--host", "127.0.0.1", "--rank", "", "--delay", "0", "--port", &job.port.to_string()]);
+    assert!(command.arg("--dump-path").arg(&path).arg("--dump-count=300").output().unwrap().status.success());
+    let file = path.join("00000-00001.timeline");
+    wait_until(PATIENCE, "the file", || file.exists());
+    let traces = KernelTraces::decode(&fs::read(file).unwrap()[..]).unwrap().traces;
+    let is_product = |debug: &Option<DebugData>| matches!(debug, Some(DebugData::MmDebug(_)));
+    assert!(traces.len() == 300 && traces.iter().all(|trace| is_product(&trace.debug_data)), "{traces:?}");
+    // The program has 100 a second. By default only some of them are recorded.
+    let seconds = (traces[299].start_us - traces[0].start_us) as f64 / 1e6;
+    assert!(299.0 / seconds > 70.0, "300 in {seconds} s");
+    // The detail ends by itself.
+    wait_until(PATIENCE, "only some are recorded again", || {
+        std::thread::sleep(Duration::from_millis(500));
+        let (head, operations) = read(&folder(&dump(&job, "seconds=600")).join("00000-00001.ops"));
+        let is_new = |one: &&Operation| head.until_ns.saturating_sub(one.completed_ns) < 3_000_000_000;
+        operations.iter().filter(is_new).count() < 210
+    });
 }
 
 /// Starts rank `rank` of a training job of two ranks on a node of its own.

@@ -1,14 +1,17 @@
 //! The deliveries of the nodes for an incident, some at a time: first their parts for the verdict,
 //! and after it the files of the ranks.
 
-use std::time::Duration;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use serde_json::json;
 use tracing::{info, warn};
 use xpu_timer_analysis::{HangEvidence, Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
-    Captured, Deliver, DumpFile, FetchFiles, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun,
-    StackTree, cluster_message::Message, delivery::Message as DeliveryMessage,
+    Captured, Deliver, DumpFile, FetchFiles, FileKind, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence,
+    RankRun, StackTree, cluster_message::Message, delivery::Message as DeliveryMessage,
 };
 
 use crate::{
@@ -199,7 +202,7 @@ impl Engine {
         };
         let setup = (!incident.is_gathering).then(|| Box::new(setup()));
         incident.is_gathering = true;
-        incident.drawing = matches!(task, GatherTask::Draw);
+        incident.drawing = matches!(task, GatherTask::Draw { .. });
         self.actions.push_back(Action::Gather(id.into(), setup, task));
     }
 
@@ -321,7 +324,8 @@ impl Engine {
     }
 }
 
-// The files of the ranks, `.stacktrace` and `.ops`, are fetched after the verdict.
+// The files of the ranks are fetched after the verdict: first all `.stacktrace` files, with which the
+// report is drawn, and then the timelines (`.ops`), with which it is drawn again.
 
 /// Number of nodes that send files at a time.
 const FILE_NODES: usize = 8;
@@ -336,15 +340,20 @@ impl Engine {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let all = incident.parts.values().map(|part| part.ranks.len()).sum::<u64>() <= ALL_FILES as u64;
         let some = some_ranks(verdict);
-        for (node, part) in &incident.parts {
-            if part.progress != Progress::Delivered {
-                continue;
-            }
+        let delivered = incident.parts.iter().filter(|(_, part)| part.progress == Progress::Delivered);
+        let wanted = delivered.map(|(node, part)| {
             let wanted: RankSet = part.ranks.iter().filter(|rank| all || some.contains(rank)).collect();
-            if !wanted.is_empty() {
-                incident.files_pending.insert(*node, wanted);
-            }
-        }
+            (*node, wanted)
+        });
+        incident.timelines = wanted.filter(|(_, wanted)| !wanted.is_empty()).collect();
+        let pending = incident.timelines.clone();
+        self.begin_fetching(id, FileKind::Stacktrace, pending, now);
+    }
+
+    fn begin_fetching(&mut self, id: &str, kind: FileKind, pending: BTreeMap<NodeId, RankSet>, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        incident.file_kind = kind;
+        incident.files_pending.extend(pending);
         incident.files = Some((now.mono_ns, now.mono_ns + PIECE_NS));
         self.fetch_files(id);
     }
@@ -359,9 +368,9 @@ impl Engine {
             }
             let is_here = |node: &NodeId| self.nodes.get(*node).is_some_and(Node::is_joined);
             let Some(node) = incident.files_pending.keys().copied().find(is_here) else { break };
-            let Some(ranks) = incident.files_pending.remove(&node) else { break };
+            let (Some(ranks), kind) = (incident.files_pending.remove(&node), incident.file_kind) else { break };
             let key = self.expect_delivery(Expected { incident: id.into(), node, files: true });
-            let request = FetchFiles { incident: id.into(), ranks: ranks.to_message(), key };
+            let request = FetchFiles { incident: id.into(), ranks: ranks.to_message(), key, kind: kind.into() };
             let sent = self.send(node, Message::Fetch(request));
             let Some(incident) = self.incidents.get_mut(id) else { return };
             if sent { &mut incident.files_in_transfer } else { &mut incident.files_pending }.insert(node, ranks);
@@ -371,7 +380,8 @@ impl Engine {
             && incident.files_pending.is_empty()
         {
             incident.files = None;
-            self.gather(id, GatherTask::Draw);
+            let is_complete = incident.file_kind == FileKind::Timeline || incident.timelines.is_empty();
+            self.gather(id, GatherTask::Draw { is_complete });
         }
     }
 
@@ -418,18 +428,25 @@ impl Engine {
         let path = incident.folder.clone();
         let answer = json!({ "incident": id, "path": path });
         let replies = std::mem::take(&mut incident.replies).into_iter();
-        let (drawn, by_hand) = (std::mem::take(&mut incident.drawing), incident.by_hand);
-        // The merged evidence is on disk, and a late part loads it again. A part that arrived in
-        // the meantime exists only in the thread.
-        if drawn {
+        let (drawn, closes) = (std::mem::take(&mut incident.drawing), incident.by_hand && incident.is_open());
+        let timelines = std::mem::take(&mut incident.timelines);
+        if !timelines.is_empty() {
+            self.begin_fetching(id, FileKind::Timeline, timelines, now);
+        } else if drawn {
+            // The merged evidence is on disk, and a late part loads it again. A part that arrived
+            // in the meantime exists only in the thread.
             self.release(id);
         }
-        if by_hand {
+        if closes {
             self.close(id, State::Ended, now);
         }
         self.actions.extend(replies.map(|reply| Action::Reply(reply, path.clone(), Ok(answer.clone()))));
-        let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
-        self.actions.push_back(Action::Retire(open));
+        self.actions.push_back(Action::Retire(self.needed()));
+    }
+
+    /// The incidents whose folders must stay.
+    pub(crate) fn needed(&self) -> BTreeSet<String> {
+        self.incidents.values().filter(|one| one.is_active()).map(|one| one.head.id.clone()).collect()
     }
 }
 

@@ -4,9 +4,10 @@ use tokio::sync::{mpsc, oneshot};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
     env::Source,
+    timeline::PENDING,
     v1::{
-        Alarm, Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks, Presence,
-        RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery,
+        Alarm, Captured, DumpFile, FileKind, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks,
+        Presence, RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery,
         node_message::Message as NodeMessage,
     },
 };
@@ -195,20 +196,36 @@ impl TestHub {
         line.and_then(|line| line.rsplit(' ').next()).expect("a job").into()
     }
 
-    /// The key with which a node was asked for its files.
-    fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
+    /// The key with which a node was asked for its files of this kind, and for no others.
+    fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>, kind: FileKind) -> std::sync::Arc<str> {
         let all = std::iter::from_fn(|| messages.try_recv().ok());
         let keys = all.filter_map(|message| match message.unwrap().message {
-            Some(Message::Fetch(fetch)) => Some(fetch.key),
+            Some(Message::Fetch(fetch)) => {
+                assert_eq!(fetch.kind(), kind);
+                Some(fetch.key)
+            }
             _ => None,
         });
         keys.last().expect("the node is asked for its files").into()
+    }
+
+    /// A complete file of an incident arrives; without a name, the delivery is complete.
+    fn file(&mut self, id: &str, key: &std::sync::Arc<str>, name: &str, now: Now) {
+        let file = DumpFile { incident: id.into(), name: name.into(), data: b"x".to_vec(), last: true };
+        let file = Box::new(delivery::Message::File(file));
+        self.hub.stream_event(StreamEvent::DeliveryPiece(key.clone(), file, Credit::default()), now);
+    }
+
+    /// Waits until the thread has drawn.
+    fn wait_drawn(&mut self) {
+        while !matches!(self.commands.blocking_recv(), Some(Command::Gathered(_, GatherEvent::Drawn))) {}
     }
 
     /// Pretends that all files have arrived and the viewer has finished.
     fn finish_files(&mut self, id: &str) {
         let incident = self.hub.engine.incidents.get_mut(id).unwrap();
         (incident.files, incident.drawing) = (None, false);
+        incident.timelines.clear();
         incident.files_in_transfer.clear();
         incident.files_pending.clear();
     }
@@ -374,22 +391,55 @@ fn files_are_fetched_after_the_job_has_ended() {
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
     cluster.apply(&id, &verdict, at(41));
     cluster.close(&id, State::Ended, at(42));
-    let key = cluster.fetched(&mut first);
-    let file = |name: &str| {
-        let file = DumpFile { incident: id.clone(), name: name.into(), data: b"x".to_vec(), last: true };
-        (key.clone(), Box::new(delivery::Message::File(file)))
-    };
+    let key = cluster.fetched(&mut first, FileKind::Stacktrace);
     for name in ["00000-00002.stacktrace", ""] {
-        let (key, file) = file(name);
-        cluster.hub.stream_event(StreamEvent::DeliveryPiece(key, file, Credit::default()), at(43));
+        cluster.file(&id, &key, name, at(43));
     }
     assert!(cluster.hub.engine.incidents[&id].drawing, "all have come");
     // The thread writes them before it draws.
-    while !matches!(cluster.commands.blocking_recv(), Some(Command::Gathered(_, GatherEvent::Drawn))) {}
-    let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
+    cluster.wait_drawn();
+    let root = cluster.folder.path().join("timeline");
+    let folder = root.join(format!("incident-{id}"));
     assert_eq!(std::fs::read(folder.join("00000-00002.stacktrace")).unwrap(), b"x");
+    // Verdict and report are there before a timeline is fetched, and the folder says what is
+    // missing.
+    assert!(root.join("latest/verdict.json").exists() && folder.join(PENDING).exists());
     cluster.gathered(&id, GatherEvent::Drawn, at(44));
+    assert!(cluster.hub.engine.needed().contains(&id), "its folder stays, although it is closed");
+    // Another incident is finished meanwhile.
+    std::fs::remove_file(root.join("latest")).unwrap();
+    std::os::unix::fs::symlink("another", root.join("latest")).unwrap();
+    let key = cluster.fetched(&mut first, FileKind::Timeline);
+    for name in ["00000-00002.ops", ""] {
+        cluster.file(&id, &key, name, at(45));
+    }
+    cluster.wait_drawn();
+    assert_eq!(std::fs::read(folder.join("00000-00002.ops")).unwrap(), b"x");
+    assert!(!folder.join(PENDING).exists());
+    assert_eq!(std::fs::read_link(root.join("latest")).unwrap().to_str(), Some("another"));
+    cluster.gathered(&id, GatherEvent::Drawn, at(46));
     assert!(!cluster.hub.engine.incidents[&id].is_gathering, "its thread is released");
+    assert!(!cluster.hub.engine.needed().contains(&id));
+}
+
+#[test]
+fn timelines_that_do_not_come_cost_nothing_else() {
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, verdict) = cluster.judged_without_the_second(&mut first);
+    cluster.apply(&id, &verdict, at(41));
+    let key = cluster.fetched(&mut first, FileKind::Stacktrace);
+    cluster.file(&id, &key, "", at(42));
+    cluster.wait_drawn();
+    cluster.gathered(&id, GatherEvent::Drawn, at(43));
+    let _ = cluster.fetched(&mut first, FileKind::Timeline);
+    let folder = cluster.folder.path().join("timeline").join(format!("incident-{id}"));
+    assert!(folder.join(PENDING).exists() && folder.join("verdict.json").exists());
+    cluster.hub.tick(at(300));
+    cluster.wait_drawn();
+    assert!(!folder.join(PENDING).exists(), "and they are not waited for for ever");
+    cluster.gathered(&id, GatherEvent::Drawn, at(301));
+    assert!(!cluster.hub.engine.incidents[&id].is_gathering);
 }
 
 #[test]
@@ -398,13 +448,13 @@ fn files_are_requested_again_when_a_node_reconnects() {
     let (mut first, _second) = (cluster.join(0), cluster.join(1));
     let (id, verdict) = cluster.judged_without_the_second(&mut first);
     cluster.apply(&id, &verdict, at(41));
-    let _ = cluster.fetched(&mut first);
+    let _ = cluster.fetched(&mut first, FileKind::Stacktrace);
     cluster.hub.stream_event(StreamEvent::Ended(0, "reset".into()), at(42));
     cluster.hub.tick(at(43));
     assert!(!cluster.hub.engine.incidents[&id].drawing, "they are waited for");
     let mut again = cluster.join_at(0, at(44));
     cluster.hub.tick(at(45));
-    let _ = cluster.fetched(&mut again);
+    let _ = cluster.fetched(&mut again, FileKind::Stacktrace);
     cluster.hub.tick(at(300));
     assert!(cluster.hub.engine.incidents[&id].drawing, "and not for ever");
 }

@@ -13,12 +13,16 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use xpu_timer_proto::{
     Message,
+    timeline::PENDING,
     v1::{Evidence, Presence},
 };
-use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, wait_until};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, wait_until};
 
 use super::{Cluster, Node, evidence, network::Network, text};
-use crate::collector::{Tmpfs, fake::FakeHook};
+use crate::{
+    collector::{Tmpfs, fake::FakeHook},
+    timeline::{NOT_HERE, with_slow_timelines},
+};
 
 const NAMES: [&str; 3] = ["node-a", "node-b", "node-c"];
 
@@ -327,6 +331,36 @@ fn mistyped_arguments_are_reported_in_one_line() {
             assert!(said.contains(word), "{word} is not in {said}");
         }
     }
+}
+
+#[test]
+fn a_job_wide_verdict_does_not_wait_for_the_timelines_of_a_slow_node() {
+    let cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "slow", 0, 1, 2);
+    let (job, awaited) = with_slow_timelines(cluster.node_job("node-b"));
+    let mut b = Node::on(job);
+    b.add_ranks("slow", 1, 1, 2);
+    cluster.wait_ranks("slow", 2);
+    a.hooks[0].hang(3);
+    let latest = cluster.job.dir.join("timeline/latest");
+    wait_until(PATIENCE, "the report is there", || latest.exists());
+    let incident = cluster.job.incidents().pop().expect("a verdict");
+    for name in ["00000-00002.stacktrace", "00001-00002.stacktrace", "report.html", "evidence.bin", PENDING] {
+        assert!(incident.path.join(name).exists(), "{name}\n{}", cluster.log());
+    }
+    let page = |incident: &Incident| text(incident.path.join("report.html"));
+    assert!(page(&incident).contains(NOT_HERE) && !incident.path.join("00001-00002.ops").exists());
+    cluster.wait_state("dumped");
+    wait_until(PATIENCE, "the slow node knows the verdict", || {
+        b.job.status().is_ok_and(|status| status["incidents"][0]["sentence"] == incident.verdict["sentence"])
+    });
+    fs::write(&awaited, "").unwrap();
+    let incident = cluster.wait_incident(1);
+    for rank in 0..2 {
+        assert!(incident.path.join(format!("0000{rank}-00002.ops")).exists(), "{rank}\n{}", cluster.log());
+    }
+    assert!(!page(&incident).contains(NOT_HERE));
+    assert_eq!(incident.verdict["errors"], json!([]), "{}", cluster.log());
 }
 
 const RANKS: i32 = 4;
