@@ -1,10 +1,13 @@
 //! The command `xpu_timer_dump`: prints or writes the stacks of running processes as text, JSON or
 //! `.stacktrace` files. It needs no collector.
 //!
+//! Its subcommand `record` takes the stacks again and again.
+//!
 //! The files have the format that the viewer reads. Their numbers are the ranks that launchers gave
 //! to the processes.
 
 mod json;
+mod record;
 mod text;
 
 use std::{
@@ -18,7 +21,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use clap::{ArgGroup, Parser};
+use clap::{Parser, Subcommand};
 use nix::{
     sys::{
         prctl,
@@ -48,17 +51,12 @@ use crate::{
 /// not be written, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_dump", version)]
-#[command(group(ArgGroup::new("which").required(true).multiple(true).args(["pid", "rank", "all"])))]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Arguments {
-    /// Process to dump; may be repeated
-    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
-    pub pid: Vec<i32>,
-    /// Process whose environment has this RANK; may be repeated
-    #[arg(long, value_name = "RANK")]
-    pub rank: Vec<u32>,
-    /// Every process on this node that has a RANK
-    #[arg(long)]
-    pub all: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    which: Processes,
     /// Print native stacks only
     #[arg(long, group = "what")]
     pub native: bool,
@@ -90,6 +88,26 @@ pub struct Arguments {
     pub force_ptrace: bool,
 }
 
+#[derive(Debug, Clone, Subcommand)]
+enum Command {
+    Record(record::Arguments),
+}
+
+/// The processes that a command is about.
+#[derive(Debug, Clone, Default, clap::Args)]
+#[group(required = true, multiple = true)]
+struct Processes {
+    /// Process to dump; may be repeated
+    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    pid: Vec<i32>,
+    /// Process whose environment has this RANK; may be repeated
+    #[arg(long, value_name = "RANK")]
+    rank: Vec<u32>,
+    /// Every process on this node that has a RANK
+    #[arg(long)]
+    all: bool,
+}
+
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
     Duration::try_from_secs_f64(seconds).map_err(|_| "not a number of seconds".to_string())
@@ -103,13 +121,16 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     // This fails if a test has installed a subscriber already.
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
+    if let Some(Command::Record(arguments)) = &arguments.command {
+        return record::run(arguments);
+    }
     if arguments.force_ptrace
         && let Some(code) = run_in_child()?
     {
         return Ok(code);
     }
     keep_freed_memory();
-    let pids = selected_pids(arguments)?;
+    let pids = arguments.which.pids()?;
     let view = match (arguments.native, arguments.python) {
         (true, _) => View::Native,
         (_, true) => View::Python,
@@ -144,7 +165,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let files = Files::new(folder, &pids)?;
         let mut index = 0;
         capture(&mut |process| {
-            let path = files.write(index, process)?;
+            let path = files.write(index, "stacktrace", |rank| encode(process, rank))?;
             writeln!(out, "{}", printable::line(&path.to_string_lossy()))?;
             index += 1;
             Ok(())
@@ -174,27 +195,29 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// The processes that the command line selects, each once.
-fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
-    let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked() } else { Vec::new() };
-    for rank in &arguments.rank {
-        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
-        let before = pids.len();
-        pids.extend(found);
-        if pids.len() == before {
-            bail!("no process on this node has RANK={rank} in its environment");
+impl Processes {
+    /// The processes that the command line selects, each once.
+    fn pids(&self) -> Result<Vec<i32>> {
+        let mut pids = self.pid.clone();
+        let ranked = if self.all || !self.rank.is_empty() { ranked() } else { Vec::new() };
+        for rank in &self.rank {
+            let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
+            let before = pids.len();
+            pids.extend(found);
+            if pids.len() == before {
+                bail!("no process on this node has RANK={rank} in its environment");
+            }
         }
+        if self.all {
+            pids.extend(ranked.iter().map(|process| process.pid));
+        }
+        let mut seen = HashSet::new();
+        pids.retain(|pid| seen.insert(*pid));
+        if pids.is_empty() {
+            bail!("no process on this node has a RANK in its environment");
+        }
+        Ok(pids)
     }
-    if arguments.all {
-        pids.extend(ranked.iter().map(|process| process.pid));
-    }
-    let mut seen = HashSet::new();
-    pids.retain(|pid| seen.insert(*pid));
-    if pids.is_empty() {
-        bail!("no process on this node has a RANK in its environment");
-    }
-    Ok(pids)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -278,15 +301,15 @@ impl Files {
     }
 
     /// Writes the file of the process at this position in the list.
-    pub fn write(&self, index: usize, process: Stacks) -> Result<PathBuf> {
+    pub fn write(&self, index: usize, extension: &str, encode: impl FnOnce(u32) -> Vec<u8>) -> Result<PathBuf> {
         let rank = self.ranks[index];
-        let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
+        let path = self.folder.join(format!("{rank:05}-{:05}.{extension}", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
         // Everybody may be allowed to write to the folder, so an existing file or link of this name
         // is neither followed nor used.
         let file = fs::File::create_new(&temporary);
-        let written = file.and_then(|mut file| file.write_all(&encode(process, rank)));
+        let written = file.and_then(|mut file| file.write_all(&encode(rank)));
         if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
             // The file may not even exist.
             let _ = fs::remove_file(&temporary);

@@ -31,6 +31,7 @@ mod objects;
 mod pool;
 mod process;
 mod python;
+mod sampling;
 mod stacks;
 mod symbols;
 
@@ -46,6 +47,7 @@ pub use error::Error;
 pub use kernel::{sock_diag, tcp_sockets::connected_to_other_machines};
 pub use process::Options;
 pub use python::counting::{Counter, Counts, NamedStack};
+pub use sampling::{ProcessRecording, RecordOptions, StackRecorder, Threads};
 pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
 pub use symbols::demangle;
 

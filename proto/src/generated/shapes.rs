@@ -390,6 +390,29 @@ static V1_TIMELINE_BLOCK: [(u32, Field); 1] = [
 impl Shaped for crate::v1::TimelineBlock {
     const SHAPE: &'static Shape = &V1_TIMELINE_BLOCK;
 }
+static V1_STACK_SAMPLES: [(u32, Field); 7] = [
+    (2, Field::Message(&V1_RANK_INFO)),
+    (3, Field::Text),
+    (4, Field::Message(&V1_CLOCK_READING)),
+    (8, Field::Message(&V1_SAMPLED_THREAD)),
+    (9, Field::Message(&V1_SAMPLED_STACK)),
+    (10, Field::Message(&SERVER_PY_SPY_FRAME)),
+    (14, Field::Text),
+];
+impl Shaped for crate::v1::StackSamples {
+    const SHAPE: &'static Shape = &V1_STACK_SAMPLES;
+}
+static V1_SAMPLED_THREAD: [(u32, Field); 1] = [
+    (2, Field::Text),
+];
+impl Shaped for crate::v1::SampledThread {
+    const SHAPE: &'static Shape = &V1_SAMPLED_THREAD;
+}
+static V1_SAMPLED_STACK: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::SampledStack {
+    const SHAPE: &'static Shape = &V1_SAMPLED_STACK;
+}
 static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
     (3, Field::Message(&SERVER_STACKTRACE)),
     (4, Field::Message(&V1_FLIGHT_RECORD)),
