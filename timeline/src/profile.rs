@@ -77,8 +77,8 @@ impl RankSamples {
         }
     }
 
-    /// The shares of functions: of the time in which they are on the stack, and of the time in which
-    /// they are its innermost frame.
+    /// The shares of functions: of the time in which they are on the stack, and of the time in
+    /// which they are its innermost frame.
     fn shares(&self) -> (HashMap<String, f64>, HashMap<String, f64>) {
         let functions: Vec<String> = self.samples.frames.iter().map(function).collect();
         let (mut on_stack, mut innermost): (HashMap<&str, u64>, HashMap<&str, u64>) = Default::default();

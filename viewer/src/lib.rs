@@ -104,12 +104,18 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         return print_incidents(args, out);
     }
     let mut notes = Vec::new();
-    if let Some(recorded) = find_samples(args, &mut notes) {
-        print_notes(&notes, err);
-        return record::draw(&recorded, args.output.as_deref().unwrap_or(&args.path), out);
+    match find_samples(args, &mut notes) {
+        Some(recorded) => {
+            print_notes(&notes, err);
+            record::draw(&recorded, args.output.as_deref().unwrap_or(&args.path), out)
+        }
+        None => draw_dumps(args, out, err),
     }
+}
+
+fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     let (path, mut listed, chosen) = find_dumps(&args.path)?;
-    notes.extend(listed.warnings());
+    let mut notes = listed.warnings();
     let misnamed = listed.misnamed.iter().map(|file| name_of(file));
     notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
     let choice = args.choice.or_all(args.filter.is_all());

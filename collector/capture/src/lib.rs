@@ -31,7 +31,7 @@ mod objects;
 mod pool;
 mod process;
 mod python;
-mod sampling;
+pub mod sampling;
 mod stacks;
 mod symbols;
 
@@ -47,7 +47,6 @@ pub use error::Error;
 pub use kernel::{sock_diag, tcp_sockets::connected_to_other_machines};
 pub use process::Options;
 pub use python::counting::{Counter, Counts, NamedStack};
-pub use sampling::{ProcessRecording, RecordOptions, StackRecorder, Threads};
 pub use stacks::{CodeLocation, Frame, Function, Mismatch, ProcessCapture, Stacks, check_match, merge};
 pub use symbols::demangle;
 
@@ -68,7 +67,12 @@ impl Capturer {
     /// Creates a capturer with empty caches.
     #[must_use]
     pub fn new() -> Self {
-        Capturer { images: Arc::default(), symbolizer: Symbolizer::default() }
+        Capturer::with_images(Arc::default())
+    }
+
+    /// Creates a capturer that shares what is known of objects.
+    pub(crate) fn with_images(images: Arc<Images>) -> Self {
+        Capturer { images, symbolizer: Symbolizer::default() }
     }
 
     /// Captures each pid and returns one entry for each, in the given order. For a process that

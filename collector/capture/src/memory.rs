@@ -49,8 +49,8 @@ pub(crate) fn read_exact(tid: i32, address: u64, length: usize) -> Result<Vec<u8
     }
 }
 
-/// Copies ranges (start, length) one after the other into `bytes`, in their order. Returns the number
-/// of copied bytes: the copy ends at the first range that is not mapped.
+/// Copies ranges (start, length) one after the other into `bytes`, in their order. Returns the
+/// number of copied bytes: the copy ends at the first range that is not mapped.
 pub(crate) fn read_scattered(tid: i32, ranges: &[(u64, usize)], bytes: &mut Vec<u8>) -> Result<usize, Error> {
     bytes.clear();
     bytes.resize(ranges.iter().map(|(_, length)| length).sum(), 0);

@@ -19,13 +19,16 @@ use std::{
 use nix::time::ClockId;
 use xpu_timer_proto::{
     procfs,
+    server::{PstackFrame, PstackStacktrace, PySpyFrame},
     v1::{ClockReading, StackSamples},
 };
 
 use crate::{
+    Capturer,
     objects::Images,
-    process::live_thread,
+    process::{Options, live_thread},
     python::sampling::{Outcome, StackReader},
+    stacks::{Frame, ProcessCapture, merge},
 };
 
 use recorded::Recorded;
@@ -35,6 +38,8 @@ const LOOK: Duration = Duration::from_secs(2);
 /// Delay before the next search for an interpreter; it doubles up to the longest one.
 const SEARCH_DELAY: Duration = Duration::from_millis(250);
 const MAX_SEARCH_DELAY: Duration = Duration::from_secs(30);
+/// How long the capture of one sample with C frames may take.
+const LONGEST_CAPTURE: Duration = Duration::from_secs(2);
 
 /// Which threads are sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +57,10 @@ pub struct RecordOptions {
     pub period: Duration,
     /// Which threads are sampled.
     pub threads: Threads,
+    /// Whether C frames are sampled as well, which takes a capture for each sample.
+    pub native: bool,
+    /// Whether children that the process starts are noted, which takes a read for each thread.
+    pub children: bool,
     /// Older samples are forgotten.
     pub window: Duration,
 }
@@ -161,14 +170,41 @@ impl Shared {
     }
 }
 
+/// The name of a thread and its frames, innermost first: the Python frames at their places among
+/// the C frames. If the two stacks do not match, the Python stack alone, or else the native one.
+fn merged<'a>(process: &'a ProcessCapture, thread: &'a PstackStacktrace) -> (&'a str, Vec<PySpyFrame>) {
+    let python = process.sample.py_stacktrace.iter().zip(&process.python_entries);
+    let python = python.into_iter().find(|(python, _)| python.os_thread_id == thread.pid);
+    let of_native = |frame: &PstackFrame| PySpyFrame {
+        func_name: frame.func_name.clone(),
+        file_name: frame.file_name.clone(),
+        module: String::new(),
+    };
+    let native = || thread.frames.iter().map(of_native).collect();
+    let Some((python, entries)) = python else { return (&thread.thread_name, native()) };
+    let frame = |frame: Frame<'_>| match frame {
+        Frame::Native(frame) => of_native(frame),
+        Frame::Python(frame) => frame.clone(),
+    };
+    let frames = match merge(&thread.frames, &python.frames, entries) {
+        Ok(frames) => frames.into_iter().map(frame).collect(),
+        Err(_) if python.frames.is_empty() => native(),
+        Err(_) => python.frames.clone(),
+    };
+    let name = if python.thread_name.is_empty() { &thread.thread_name } else { &python.thread_name };
+    (name, frames)
+}
+
 /// The work of the thread of one process.
 struct Loop<'a> {
     pid: i32,
-    images: &'a Images,
+    images: &'a Arc<Images>,
     shared: &'a Shared,
     /// Start time of the process, which distinguishes it from a later one with this pid.
     started: u64,
     reader: Option<StackReader>,
+    /// What captures the native stacks, if they are wanted.
+    capturer: Option<Capturer>,
     /// Whether an interpreter was read before.
     had_reader: bool,
     next_search: Instant,
@@ -181,18 +217,23 @@ struct Loop<'a> {
 }
 
 impl<'a> Loop<'a> {
-    fn new(pid: i32, images: &'a Images, shared: &'a Shared) -> Self {
+    fn new(pid: i32, images: &'a Arc<Images>, shared: &'a Shared) -> Self {
         Loop {
             pid,
             images,
             shared,
             started: procfs::stat(pid).map_or(0, |stat| stat.start_time),
             reader: None,
+            capturer: shared.options.native.then(|| Capturer::with_images(Arc::clone(images))),
             had_reader: false,
             next_search: Instant::now(),
             search_delay: SEARCH_DELAY,
             next_look: Instant::now() + LOOK,
-            children: procfs::children(pid, usize::MAX).unwrap_or_default(),
+            children: if shared.options.children {
+                procfs::children(pid, usize::MAX).unwrap_or_default()
+            } else {
+                Vec::new()
+            },
             frames: Vec::new(),
             random: now_ns() ^ u64::from(pid.unsigned_abs()) << 32 | 1,
         }
@@ -263,6 +304,9 @@ impl<'a> Loop<'a> {
                 return self.lose_interpreter();
             }
         }
+        if self.capturer.is_some() {
+            return self.capture();
+        }
         if self.reader.is_none() {
             if now < self.next_search {
                 return true;
@@ -275,6 +319,38 @@ impl<'a> Loop<'a> {
             return self.lose_interpreter();
         }
         self.store(at_ns);
+        true
+    }
+
+    /// Takes a sample of Python and C frames. Returns false if the process has ended.
+    fn capture(&mut self) -> bool {
+        let options = &self.shared.options;
+        let of_capture = Options { deadline: LONGEST_CAPTURE, lines_budget: Duration::ZERO, ..Options::default() };
+        let Some(capturer) = &mut self.capturer else { return false };
+        let at_ns = now_ns();
+        let Some(process) = capturer.capture(&[self.pid], &of_capture).pop() else { return false };
+        if process.sample.stacktrace.is_empty() && self.is_gone() {
+            return self.end();
+        }
+        let period_ns = options.period.as_nanos() as u64;
+        let mut recorded = self.shared.lock();
+        recorded.until_ns = at_ns;
+        process.sample.errors.iter().for_each(|error| recorded.note(error.clone()));
+        for thread in &process.sample.stacktrace {
+            let tid = thread.pid.cast_signed();
+            if options.threads == Threads::Main && tid != self.pid {
+                continue;
+            }
+            let (name, frames) = merged(&process, thread);
+            if frames.is_empty() {
+                recorded.discarded += 1;
+                continue;
+            }
+            recorded.cut += u64::from(!thread.incomplete.is_empty());
+            let numbers: Vec<u32> = frames.into_iter().map(|frame| recorded.frame(frame)).collect();
+            let stack = recorded.stack(&numbers);
+            recorded.add((tid, 0), (name, tid == self.pid), stack, at_ns, period_ns);
+        }
         true
     }
 
@@ -350,6 +426,9 @@ impl<'a> Loop<'a> {
 
     /// Notes children that were started since the last look.
     fn look_at_children(&mut self) {
+        if !self.shared.options.children {
+            return;
+        }
         let children = procfs::children(self.pid, usize::MAX).unwrap_or_default();
         let new: Vec<String> =
             children.iter().filter(|child| !self.children.contains(child)).map(ToString::to_string).collect();

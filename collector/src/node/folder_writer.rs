@@ -13,7 +13,7 @@ use std::{
 use tracing::{error, warn};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
-    Message as _, file, timeline,
+    Message as _, file, samples, timeline,
     v1::{Evidence, NodeDump},
 };
 
@@ -226,6 +226,10 @@ fn write_timelines(
     wanted.into_iter().all(|(rank, timeline)| {
         let name = timeline::file_name(*rank, evidence.world_size);
         problems.note(folder.write_with(&name, |file| timeline.write(file).map(drop)));
+        if let Some(samples) = &timeline.samples {
+            let name = samples::file_name(*rank, evidence.world_size);
+            problems.note(folder.write(&name, &samples.encode_to_vec()));
+        }
         steps.step()
     })
 }

@@ -674,13 +674,19 @@ static V1_DUMP_FILE: [(u32, Field); 2] = [
 impl Shaped for crate::v1::DumpFile {
     const SHAPE: &'static Shape = &V1_DUMP_FILE;
 }
-static V1_TIMELINE_REQUEST: [(u32, Field); 3] = [
+static V1_TIMELINE_REQUEST: [(u32, Field); 4] = [
     (1, Field::Text),
     (2, Field::Message(&V1_JOB_ID)),
     (4, Field::Message(&V1_RANK_RUN)),
+    (6, Field::Message(&V1_STACK_RECORDING)),
 ];
 impl Shaped for crate::v1::TimelineRequest {
     const SHAPE: &'static Shape = &V1_TIMELINE_REQUEST;
+}
+static V1_STACK_RECORDING: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::StackRecording {
+    const SHAPE: &'static Shape = &V1_STACK_RECORDING;
 }
 static V1_TIMELINE_FILE: [(u32, Field); 2] = [
     (1, Field::Text),

@@ -1610,7 +1610,7 @@ pub struct DumpFile {
     #[prost(bool, tag = "4")]
     pub last: bool,
 }
-/// Requests the timelines of ranks of a job, or that they record every kernel.
+/// Requests the timelines of ranks of a job, or that they record every kernel or their stacks.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TimelineRequest {
     /// See the key of `Deliver`; empty with `detail`.
@@ -1624,11 +1624,27 @@ pub struct TimelineRequest {
     /// None: all ranks.
     #[prost(message, repeated, tag = "4")]
     pub ranks: ::prost::alloc::vec::Vec<RankRun>,
-    /// Send nothing, but record every kernel for as long as the window.
+    /// Send nothing, but record for as long as the window: every kernel, or the stacks.
     #[prost(bool, tag = "5")]
     pub detail: bool,
+    /// Record, or send, stacks instead of operations.
+    #[prost(message, optional, tag = "6")]
+    pub recording: ::core::option::Option<StackRecording>,
 }
-/// A chunk of the `.ops` file of a rank.
+/// How stacks are recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StackRecording {
+    /// Time between two samples.
+    #[prost(uint64, tag = "1")]
+    pub period_us: u64,
+    /// Only the main thread of each rank.
+    #[prost(bool, tag = "2")]
+    pub main_only: bool,
+    /// C frames as well.
+    #[prost(bool, tag = "3")]
+    pub native: bool,
+}
+/// A chunk of the `.ops` file of a rank, or of its `.samples` file.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct TimelineFile {
     /// Empty in the last message of a node.

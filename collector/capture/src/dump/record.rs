@@ -26,7 +26,7 @@ use xpu_timer_proto::{
 
 use crate::sampling::{ProcessRecording, RecordOptions, StackRecorder, Threads, clock_reading};
 
-use super::{Files, Processes, rank_of, seconds};
+use super::selection::{Files, Processes, rank_of, seconds};
 
 const VIEWER: &str = "xpu_timer_stacktrace_viewer";
 /// Default name of the output folder.
@@ -58,6 +58,10 @@ pub(super) struct Arguments {
     /// Which threads to sample
     #[arg(long, value_name = "WHICH", default_value = "all")]
     threads: WhichThreads,
+    /// Sample C frames as well, of all threads. It takes some milliseconds for each sample of a
+    /// process, so use a low rate for many processes
+    #[arg(long)]
+    native: bool,
     /// Folder to write to; it must have no samples yet [default: record, record-2, …]
     #[arg(long, short, value_name = "DIR")]
     output: Option<PathBuf>,
@@ -87,6 +91,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let options = RecordOptions {
         period: Duration::from_secs_f64(arguments.rate.recip()),
         threads: if arguments.threads == WhichThreads::Main { Threads::Main } else { Threads::All },
+        native: arguments.native,
+        children: true,
         window: Duration::MAX,
     };
     // Blocked before the threads start, so that only `wait` receives them.
@@ -107,6 +113,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         if !answered {
             samples.notes.push(format!("process {pid}: the kernel did not answer, so its recording ended early"));
         }
+        samples.native = arguments.native;
         let is_empty = samples.threads.iter().all(|thread| thread.first.is_empty());
         if is_empty && samples.notes.is_empty() {
             samples.notes.push(format!("process {pid}: no sample was taken"));

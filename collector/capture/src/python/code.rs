@@ -77,8 +77,9 @@ impl CodeCache {
     }
 }
 
-/// The fields of a code object that name it, as a range of its memory: offset and length. While they
-/// are unchanged, the code object is the same one: memory of a freed one may hold another one later.
+/// The fields of a code object that name it, as a range of its memory: offset and length. While
+/// they are unchanged, it is the same code object: memory of a freed one may hold another one
+/// later.
 pub(super) fn identity(layout: &Layout) -> (u64, usize) {
     let fields = [layout.code_name, layout.code_filename, layout.code_first_line, layout.code_lines];
     let first = fields.into_iter().min().unwrap_or(0);

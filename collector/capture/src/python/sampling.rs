@@ -1,10 +1,11 @@
-//! The Python stacks of one process, read many times a second. What does not change from one sample
-//! to the next is kept: the interpreter, the list of threads, the chains of frames, and the names of
-//! code.
+//! The Python stacks of one process, read many times a second. What does not change from one
+//! sample to the next is kept: the interpreter, the list of threads, the chains of frames, and the
+//! names of code.
 //!
-//! One system call copies the known frames of all threads. A thread whose chain is unchanged is done
-//! then. The chain of any other thread is followed anew, and the new chain counts only if it is
-//! still there afterwards: the thread runs during the read, so what was read may never have existed.
+//! One system call copies the known frames of all threads. A thread whose chain is unchanged is
+//! done then. The chain of any other thread is followed anew, and the new chain counts only if it
+//! is still there afterwards: the thread runs during the read, so what was read may never have
+//! existed.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
