@@ -413,16 +413,24 @@ static V1_SAMPLED_STACK: [(u32, Field); 0] = [
 impl Shaped for crate::v1::SampledStack {
     const SHAPE: &'static Shape = &V1_SAMPLED_STACK;
 }
-static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
+static V1_RANK_EVIDENCE: [(u32, Field); 7] = [
     (3, Field::Message(&SERVER_STACKTRACE)),
     (4, Field::Message(&V1_FLIGHT_RECORD)),
     (5, Field::Text),
     (6, Field::Text),
     (7, Field::Text),
     (8, Field::Message(&V1_HOST_FACTS)),
+    (9, Field::Message(&V1_HOST_STAY)),
 ];
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
+}
+static V1_HOST_STAY: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (2, Field::Text),
+];
+impl Shaped for crate::v1::HostStay {
+    const SHAPE: &'static Shape = &V1_HOST_STAY;
 }
 static V1_HOST_FACTS: [(u32, Field); 18] = [
     (2, Field::Text),

@@ -950,6 +950,24 @@ pub struct RankEvidence {
     /// stacks need not be sent.
     #[prost(message, optional, tag = "8")]
     pub host: ::core::option::Option<HostFacts>,
+    /// Where its main thread has been lately, from samples of its stack; absent without samples.
+    #[prost(message, optional, tag = "9")]
+    pub stay: ::core::option::Option<HostStay>,
+}
+/// The function in which a main thread has been.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HostStay {
+    #[prost(string, tag = "1")]
+    pub function: ::prost::alloc::string::String,
+    /// `path:line`, where it was in the last sample.
+    #[prost(string, tag = "2")]
+    pub place: ::prost::alloc::string::String,
+    /// Since when, before the last sample.
+    #[prost(uint64, tag = "3")]
+    pub for_ns: u64,
+    /// It had entered the function before the first sample.
+    #[prost(bool, tag = "4")]
+    pub at_least: bool,
 }
 /// What a process does, from both samples of its dump.
 #[derive(Clone, PartialEq, ::prost::Message)]
