@@ -123,7 +123,7 @@ mod tests {
             (&["main", "evaluate", "score"], 15),
             (&["main", "evaluate", "read"], 5),
         ]);
-        assert_eq!(text, "rank 5 has been in evaluate (train.py:10) for 40 s");
+        assert_eq!(text, "rank 5 has been in evaluate (train.py:9) for 40 s");
     }
 
     #[test]

@@ -298,7 +298,9 @@ impl<'a> Loop<'a> {
                 return self.end();
             }
             self.look_at_children();
-            if let Some(reader) = &mut self.reader
+            // Threads may have got their names since. A change of the list itself is seen anyway.
+            if self.shared.options.threads == Threads::All
+                && let Some(reader) = &mut self.reader
                 && reader.list_threads().is_err()
             {
                 return self.lose_interpreter();

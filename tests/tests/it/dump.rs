@@ -307,7 +307,9 @@ fn script(text: &str) -> Process {
 fn record(processes: &[&Process], arguments: &[&str]) -> Command {
     let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
     command.arg("record").args(arguments);
-    processes.iter().for_each(|process| drop(command.arg("--pid").arg(process.pid().to_string())));
+    for process in processes {
+        command.arg("--pid").arg(process.pid().to_string());
+    }
     command
 }
 

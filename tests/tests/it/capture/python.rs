@@ -466,7 +466,9 @@ fn recorded_samples_agree_with_a_planted_schedule() {
     let output = folder.path().join("record");
     let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
     command.args(["record", "--rate", "100", "--seconds", &seconds.to_string(), "--output"]).arg(&output);
-    scripts.iter().for_each(|script| drop(command.arg("--pid").arg(script.pid.to_string())));
+    for script in &scripts {
+        command.arg("--pid").arg(script.pid.to_string());
+    }
     let recorded = Process::spawn(&mut command).wait(PATIENCE + Duration::from_secs(seconds));
     assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
     for (index, (python, script)) in versions.iter().zip(&mut scripts).enumerate() {
