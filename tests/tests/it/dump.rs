@@ -1,7 +1,11 @@
 //! The command `xpu_timer_dump`: every option, and what it says and answers when something is
 //! wrong.
 
-use std::{fs, path::PathBuf, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use serde_json::Value;
 use xpu_timer_proto::{Message, server::Stacktrace};
@@ -304,13 +308,13 @@ fn script(text: &str) -> Process {
     process
 }
 
-fn record(processes: &[&Process], arguments: &[&str]) -> Command {
+fn record(processes: &[&Process], arguments: &[&str], output: &Path) -> Output {
     let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
-    command.arg("record").args(arguments);
+    command.arg("record").args(arguments).arg("--output").arg(output);
     for process in processes {
         command.arg("--pid").arg(process.pid().to_string());
     }
-    command
+    Process::spawn(&mut command).wait(PATIENCE)
 }
 
 #[test]
@@ -318,8 +322,7 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
     let [forks, executes, stays] = [FORKS, EXECUTES, STAYS].map(script);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let output = folder.path().join("record");
-    let mut command = record(&[&forks, &executes, &stays], &["--seconds", "6", "--rate", "50", "--output"]);
-    let recorded = Process::spawn(command.arg(&output)).wait(PATIENCE);
+    let recorded = record(&[&forks, &executes, &stays], &["--seconds", "6", "--rate", "50"], &output);
     assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
     let stdout = forks.stdout();
     let child = stdout.lines().find_map(|line| line.strip_prefix("child ")).expect("its child");
@@ -338,7 +341,7 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
     };
     assert!(count("stays@") > 200 && count("after@") > 100, "{folded}");
     // The samples of an earlier recording are not mixed with those of a new one.
-    let again = Process::spawn(record(&[&stays], &["--seconds", "0.1", "--output"]).arg(&output)).wait(PATIENCE);
+    let again = record(&[&stays], &["--seconds", "0.1"], &output);
     assert!(again.code() == 1 && again.stderr.contains("another recording"), "{}", again.stderr);
 }
 
@@ -346,10 +349,10 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
 fn a_recording_has_the_c_frames_that_are_wanted() {
     let stays = script(STAYS);
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let mut command = record(&[&stays], &["--native", "--seconds", "1", "--rate", "10", "--output"]);
-    let recorded = Process::spawn(command.arg(folder.path().join("record"))).wait(PATIENCE);
+    let output = folder.path().join("record");
+    let recorded = record(&[&stays], &["--native", "--seconds", "1", "--rate", "10"], &output);
     assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
-    let folded = fs::read_to_string(folder.path().join("record/all.folded")).expect("the folded stacks");
+    let folded = fs::read_to_string(output.join("all.folded")).expect("the folded stacks");
     let (_, called) = folded.split_once("stays@").expect("the Python frame");
     assert!(called.contains(";") && called.contains("nanosleep"), "C frames below it: {folded}");
 }
@@ -360,7 +363,7 @@ fn a_full_disk_is_named_with_the_file() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(disk) = Tmpfs::new(folder.path().join("disk"), 16) else { return };
     fs::write(disk.0.join("fill"), [1; 1 << 20]).expect_err("it is full now");
-    let recorded = Process::spawn(record(&[&stays], &["--seconds", "0.3", "--output"]).arg(&disk.0)).wait(PATIENCE);
+    let recorded = record(&[&stays], &["--seconds", "0.3"], &disk.0);
     assert_eq!(recorded.code(), 1);
     let file = disk.0.join("00000-00001.samples").display().to_string();
     let reason = &recorded.stderr;
