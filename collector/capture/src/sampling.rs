@@ -407,6 +407,8 @@ impl<'a> Loop<'a> {
     }
 
     fn search(&mut self, now: Instant) {
+        // A program that has just been executed has no interpreter yet.
+        let is_first = self.search_delay == SEARCH_DELAY;
         self.next_search = now + self.search_delay;
         self.search_delay = (self.search_delay * 2).min(MAX_SEARCH_DELAY);
         let pid = self.pid;
@@ -421,6 +423,7 @@ impl<'a> Loop<'a> {
                 }
                 self.reader = Some(reader);
             }
+            _ if is_first => {}
             Ok(None) => self.shared.lock().note(format!("process {pid} runs no CPython")),
             Err(reason) => self.shared.lock().note(format!("process {pid}: {reason}")),
         }

@@ -285,19 +285,19 @@ fn colours_are_for_terminals() {
 const FORKS: &str = "\
 import os, sys, time
 print('ready', flush=True)
-time.sleep(.5)
+time.sleep(3)
 child = os.fork()
 if child == 0:
     time.sleep(100)
 print('child', child, flush=True)
-time.sleep(3)
+time.sleep(4)
 os.kill(child, 9)
 ";
 /// Executes another program after a while.
 const EXECUTES: &str = "\
 import os, sys, time
 print('ready', flush=True)
-time.sleep(1.5)
+time.sleep(3)
 os.execv(sys.executable, [sys.executable, '-c', 'def after(): time.sleep(100)\\nimport time\\nafter()'])
 ";
 const STAYS: &str = "import time\nprint('ready', flush=True)\ndef stays(): time.sleep(100)\nstays()\n";
@@ -322,7 +322,7 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
     let [forks, executes, stays] = [FORKS, EXECUTES, STAYS].map(script);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let output = folder.path().join("record");
-    let recorded = record(&[&forks, &executes, &stays], &["--seconds", "6", "--rate", "50"], &output);
+    let recorded = record(&[&forks, &executes, &stays], &["--seconds", "10", "--rate", "50"], &output);
     assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
     let stdout = forks.stdout();
     let child = stdout.lines().find_map(|line| line.strip_prefix("child ")).expect("its child");
