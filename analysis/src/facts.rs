@@ -33,6 +33,7 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
         errors: evidence.errors.clone(),
         exit: evidence.exit.clone(),
         host: evidence.dump.as_ref().map(|dump| read(dump, training(evidence))).or_else(|| evidence.host.clone()),
+        stay: evidence.stay.clone(),
     }
 }
 

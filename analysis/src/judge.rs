@@ -19,7 +19,7 @@ use crate::{
     causes::{RULES, Rule},
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
-    report,
+    report, stay,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::RankView,
@@ -48,7 +48,9 @@ pub fn judge(evidence: &Evidence) -> Verdict {
         }
         conclude(&case)
     };
-    write_verdict(&case, outcome)
+    let mut verdict = write_verdict(&case, outcome);
+    verdict.evidence.extend(stay::lines(&evidence, &verdict.culprits));
+    verdict
 }
 
 /// Every pending operation is younger than the time between the samples, so none was pending all

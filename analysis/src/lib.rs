@@ -26,6 +26,7 @@ mod report;
 #[cfg(test)]
 mod scenarios;
 mod stacks;
+pub mod stay;
 pub mod step_parts;
 mod store;
 pub mod stragglers;

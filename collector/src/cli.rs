@@ -1,12 +1,17 @@
 //! The command line.
 
-use std::{io::Write, path::PathBuf, time::Duration};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::{Parser, Subcommand, ValueEnum};
 use nix::sys::stat::{Mode, umask};
 use terminal_size::{Width, terminal_size_of};
 use tracing::warn;
 use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_capture::sampling::Threads;
 use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
@@ -14,10 +19,15 @@ use crate::{
     cluster,
     config::Settings,
     error::Error,
-    http::questions::WantedTimeline,
+    http::questions::{SHORTEST_PERIOD, WantedRecording, WantedTimeline},
+    incident::viewer,
     logging::{self, Destination},
     node::{self, supervisor},
+    timeline::folder::Written,
 };
+
+/// Time within which the viewer draws a recording.
+const DRAW: Duration = Duration::from_secs(60);
 
 /// Finds hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -95,6 +105,58 @@ enum Role {
     /// Exit codes: 0 on success; 1 if there is no such job, the collector does not answer, or the
     /// timeline of a rank is missing; 2 for a wrong command line.
     Timeline(TimelineArguments),
+    /// Samples the stacks of the ranks of a job, of all its nodes, for a while, into a new folder
+    ///
+    /// No rank is stopped. Queries the cluster collector of XPU_TIMER_COLLECTOR (with
+    /// XPU_TIMER_COLLECTOR_TOKEN_FILE and XPU_TIMER_COLLECTOR_CA_FILE), else the collector of this
+    /// node. Prints the folder, in which xpu_timer_stacktrace_viewer then draws flame graphs.
+    ///
+    /// Exit codes: 0 on success; 1 if there is no such job, the collector does not answer, or the
+    /// stacks of a rank are missing; 2 for a wrong command line.
+    Record(RecordArguments),
+}
+
+#[derive(Debug, clap::Args)]
+struct RecordArguments {
+    /// URL of another collector to query
+    #[arg(long)]
+    url: Option<String>,
+    /// Name of the job, if there are several
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+    /// Only these ranks, such as 6 or 0-3,7
+    #[arg(long, value_name = "RANKS")]
+    rank: Option<RankSet>,
+    /// How long to record
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
+    seconds: Duration,
+    /// Samples a second, at most 1000
+    #[arg(long, value_name = "HZ", value_parser = period, default_value = "50")]
+    rate: Duration,
+    /// Which threads to sample
+    #[arg(long, value_name = "WHICH", default_value = "all")]
+    threads: WhichThreads,
+    /// Sample C frames as well, which takes some milliseconds for each sample of a rank
+    #[arg(long)]
+    native: bool,
+    /// The folder in which to make the folder timeline-…
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    output: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum WhichThreads {
+    /// The main thread of the interpreter
+    Main,
+    /// All threads of the interpreter
+    All,
+}
+
+/// The time between two samples, of a number of samples a second.
+fn period(text: &str) -> Result<Duration, String> {
+    let rate: f64 = text.parse().map_err(|_| "not a number of samples a second".to_string())?;
+    let period = Duration::try_from_secs_f64(rate.recip()).map_err(|error| error.to_string())?;
+    if period >= SHORTEST_PERIOD { Ok(period) } else { Err("more than 1000 a second".into()) }
 }
 
 #[derive(Debug, clap::Args)]
@@ -181,7 +243,7 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let destination = match &arguments.command {
         Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
         Role::Node { log: None, .. } | Role::Cluster { log: None, .. } => Destination::Stderr,
-        Role::Incidents { .. } | Role::Timeline(_) => Destination::Command,
+        Role::Incidents { .. } | Role::Timeline(_) | Role::Record(_) => Destination::Command,
     };
     let _last_lines = logging::start(&source, destination);
     match arguments.command {
@@ -201,6 +263,7 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             run_incidents(url, json, &what)
         }
         Role::Timeline(arguments) => run_timeline(arguments),
+        Role::Record(arguments) => run_record(arguments),
     }
 }
 
@@ -230,14 +293,33 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
 fn run_timeline(arguments: TimelineArguments) -> anyhow::Result<()> {
     let TimelineArguments { url, job, rank, seconds, kernels, output } = arguments;
     let remote = Remote::new(url, &Source::process())?;
-    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail: kernels == Kernels::All };
-    let written = timeline::fetch(&remote, &wanted, &output)?;
-    print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
+    let detail = kernels == Kernels::All;
+    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail, recording: None };
+    let written = fetch(&remote, &wanted, &output)?;
     let lost = if written.lost > 0 { format!("; {} more were lost", written.lost) } else { String::new() };
     say(&format!("{} operations of {} ranks{lost}", written.operations, written.ranks));
-    written.problems.iter().for_each(|problem| say(&format!("xpu_timer_collector: {problem}")));
     anyhow::ensure!(written.problems.is_empty(), "the timeline is incomplete");
     Ok(())
+}
+
+/// Fetches files into a folder, and prints it and what is missing.
+fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> anyhow::Result<Written> {
+    let written = timeline::fetch(remote, wanted, output)?;
+    print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
+    written.problems.iter().for_each(|problem| say(&format!("xpu_timer_collector: {problem}")));
+    Ok(written)
+}
+
+fn run_record(arguments: RecordArguments) -> anyhow::Result<()> {
+    let RecordArguments { url, job, rank, seconds, rate, threads, native, output } = arguments;
+    let remote = Remote::new(url, &Source::process())?;
+    let threads = if threads == WhichThreads::Main { Threads::Main } else { Threads::All };
+    let recording = Some(WantedRecording { period: rate, threads, native });
+    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail: false, recording };
+    let written = fetch(&remote, &wanted, &output)?;
+    say(&format!("the stacks of {} ranks", written.ranks));
+    anyhow::ensure!(written.problems.is_empty(), "the recording is incomplete");
+    viewer::run(&written.path, true, DRAW).map_err(anyhow::Error::msg)
 }
 
 /// Writes to stdout.

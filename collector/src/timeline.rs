@@ -3,6 +3,7 @@
 
 pub(crate) mod files;
 pub(crate) mod folder;
+pub(crate) mod host;
 pub(crate) mod kernel_trace;
 pub(crate) mod stacks;
 pub(crate) mod store;
@@ -15,6 +16,9 @@ use xpu_timer_proto::env::Source;
 /// operations complete after its end.
 pub(crate) const DETAIL_MARGIN: Duration = Duration::from_millis(700);
 
+/// More light samples a second would not be light.
+const MOST_SAMPLES_PER_SECOND: u32 = 50;
+
 /// What the recorder keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimelineSettings {
@@ -26,6 +30,8 @@ pub struct TimelineSettings {
     pub trace_count: usize,
     /// Whether every rank that such a request records writes the names; otherwise only rank 0.
     pub all_write_names: bool,
+    /// Stacks of each rank's main thread that are sampled a second; 0 for none.
+    pub samples_per_second: u32,
 }
 
 impl TimelineSettings {
@@ -38,6 +44,7 @@ impl TimelineSettings {
             bytes: megabytes.saturating_mul(1 << 20),
             trace_count: source.number("XPU_TIMER_TIMELINE_TRACE_COUNT").unwrap_or(0),
             all_write_names: source.flag("XPU_TIMER_ALL_DUMP_TIMELINE"),
+            samples_per_second: source.number("XPU_TIMER_SAMPLE_RATE").unwrap_or(0).min(MOST_SAMPLES_PER_SECOND),
         }
     }
 }

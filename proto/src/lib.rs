@@ -17,6 +17,7 @@ pub mod lenient;
 pub mod printable;
 pub mod procfs;
 pub mod ring;
+pub mod samples;
 pub mod secrets;
 pub mod socket;
 pub mod timeline;

@@ -13,7 +13,7 @@ use std::{
 use prost::Message;
 
 use crate::{
-    lenient,
+    lenient, samples,
     v1::{OpStatus, Operation, TimelineBlock, TimelineChunk, TimelineHead, timeline_chunk::Part},
 };
 
@@ -34,7 +34,7 @@ const STATUS_BITS: u32 = 2;
 /// Name of the file of one rank.
 #[must_use]
 pub fn file_name(rank: u32, world_size: u32) -> String {
-    format!("{rank:05}-{world_size:05}.{EXTENSION}")
+    samples::name_of_rank(rank, world_size, EXTENSION)
 }
 
 /// A [`TimelineBlock`] as it is on the wire, where a column is a byte string: its values one after
@@ -496,10 +496,12 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// The rank and the world size in the name of a timeline file; `None` for other files.
+/// The rank and the world size in the name of a file of operations or of stack samples; `None` for
+/// other files.
 #[must_use]
 pub fn rank_of_file(path: &Path) -> Option<(u32, u32)> {
-    let (rank, world) = path.file_name()?.to_str()?.strip_suffix(EXTENSION)?.strip_suffix('.')?.split_once('-')?;
+    let (stem, extension) = path.file_name()?.to_str()?.rsplit_once('.')?;
+    let (rank, world) = stem.split_once('-').filter(|_| [EXTENSION, samples::EXTENSION].contains(&extension))?;
     Some((rank.parse().ok()?, world.parse().ok()?))
 }
 
@@ -643,6 +645,7 @@ mod tests {
     fn the_name_of_a_file_has_rank_and_world() {
         assert_eq!(file_name(3, 8), "00003-00008.ops");
         assert_eq!(rank_of_file(Path::new("/x/00003-00008.ops")), Some((3, 8)));
+        assert_eq!(rank_of_file(Path::new("/x/00003-00008.samples")), Some((3, 8)));
         assert_eq!(rank_of_file(Path::new("/x/00003-00008.stacktrace")), None);
     }
 }

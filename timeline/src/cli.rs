@@ -18,10 +18,10 @@ use xpu_timer_analysis::{Verdict, folded::stack_words, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     env::Source,
     hook::{MatmulDebugData, MatmulInfo, MatmulInfos, MatmulInfosOfRank, RankMatmulInfo},
-    lenient, printable,
+    lenient, printable, samples,
     server::{PySpyFrame, PythonStackInTimeline},
     timeline,
-    v1::{Op, Operation},
+    v1::{Op, Operation, StackSamples},
 };
 
 use crate::{
@@ -29,10 +29,10 @@ use crate::{
     collectives::is_completed,
     comparison::{self, Run},
     input::{Format, RankFile},
-    job::{Job, Settings, dimensions, parallel},
+    job::{Job, Rank, Settings, dimensions, parallel},
     operations::{Breakdown, Busy, Meaning},
     original,
-    perfetto::{self, Counts, RankTrace},
+    perfetto::{self, Counts, RankTrace, host_track},
     picture::Picture,
 };
 
@@ -217,6 +217,8 @@ struct Outputs<'a> {
     trace: Mutex<&'a mut BufWriter<File>>,
     matmuls: Mutex<&'a mut BufWriter<File>>,
     chrome: Option<&'a Path>,
+    /// The folder of the timelines, which may have samples of stacks, too.
+    input: &'a Path,
 }
 
 /// Appends bytes to a file that all ranks share.
@@ -247,7 +249,12 @@ pub fn gen_trace(args: &GenArgs, out: &mut dyn Write, err: &mut dyn Write) -> an
         let (bytes, mut counts) = perfetto::preamble(&job);
         trace.write_all(&bytes)?;
         let written = write_file(&matmuls, |matmuls| {
-            let outputs = Outputs { trace: Mutex::new(trace), matmuls: Mutex::new(matmuls), chrome: chrome.as_deref() };
+            let outputs = Outputs {
+                trace: Mutex::new(trace),
+                matmuls: Mutex::new(matmuls),
+                chrome: chrome.as_deref(),
+                input: &args.path,
+            };
             let of_ranks =
                 parallel(args.concurrency, job.ranks.len(), |index| write_rank(&job, index, options, &outputs));
             of_ranks.into_iter().collect::<io::Result<Vec<_>>>()
@@ -370,6 +377,9 @@ fn write_rank(
     written?;
     let (breakdown, busy) = busy.finish();
     trace.finish(&busy);
+    if let Some(samples) = read_samples(outputs.input, rank) {
+        host_track::write(&mut trace, &samples);
+    }
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {
         json.finish()?.finish()?.flush()?;
@@ -378,6 +388,12 @@ fn write_rank(
     let matmuls = MatmulInfosOfRank { rank: rank.rank.into(), infos: Some(matmuls.finish()) };
     append(&outputs.matmuls, &RankMatmulInfo { mm_infos: vec![matmuls] }.encode_to_vec())?;
     Ok((trace.counts, breakdown))
+}
+
+/// The sampled stacks of a rank, if the folder has them.
+fn read_samples(folder: &Path, rank: &Rank) -> Option<StackSamples> {
+    let name = samples::file_name(rank.rank, rank.file.world_size);
+    samples::decode(&read_text(&folder.join(name)).ok()?).ok()
 }
 
 /// The matrix products of a rank by their shapes.

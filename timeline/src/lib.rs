@@ -16,3 +16,4 @@ pub mod operations;
 pub mod original;
 pub mod perfetto;
 pub mod picture;
+pub mod profile;

@@ -2,6 +2,8 @@
 //! per host thread, flows between them. Field numbers are those of Perfetto's `trace_packet.proto`
 //! and `track_event.proto`. Each rank is one packet sequence with its own interned names.
 
+pub mod host_track;
+
 use hashbrown::HashMap;
 use xpu_timer_analysis::{communicator_name, throughput::dtype_name};
 use xpu_timer_proto::{

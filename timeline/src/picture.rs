@@ -13,19 +13,28 @@ use xpu_timer_analysis::prefix_tree::PrefixTree;
 /// Width of a flame graph in pixels.
 const WIDTH: usize = 1600;
 
-/// The folded text of one tree.
+/// The folded text of one tree, or of samples.
 #[derive(Debug)]
 pub struct Picture {
     folded: String,
+    /// Whether the labels end with ranks.
+    has_ranks: bool,
 }
 
 impl Picture {
     /// Folds a tree.
     pub fn new(tree: &PrefixTree, world: u32) -> Picture {
-        Picture { folded: folded(tree, world) }
+        Picture { folded: folded(tree, world), has_ranks: true }
     }
 
-    /// The folded text: one line per end node.
+    /// Draws folded text whose lines end with a number of samples. Lines with a common beginning
+    /// follow each other.
+    #[must_use]
+    pub fn of_samples(folded: String) -> Picture {
+        Picture { folded, has_ranks: false }
+    }
+
+    /// The folded text: one line for each end node or stack.
     pub fn folded(&self) -> &str {
         &self.folded
     }
@@ -64,7 +73,7 @@ impl Picture {
         let mut before: Vec<&str> = Vec::new();
         for line in self.folded.lines() {
             // Most labels are equal to the label at the same depth of the previous line.
-            let labels = line.strip_suffix(" 1").unwrap_or(line).split(';');
+            let labels = line.rsplit_once(' ').map_or(line, |(stack, _)| stack).split(';');
             for (depth, label) in labels.enumerate() {
                 if before.get(depth) == Some(&label) {
                     continue;
@@ -73,7 +82,8 @@ impl Picture {
                 before.push(label);
                 let drawn = drawable(label, depth == 0);
                 differs |= matches!(drawn, Cow::Owned(_));
-                colours.insert(drawn, colour(label));
+                let ranked = if self.has_ranks { Cow::Borrowed(label) } else { Cow::Owned(format!("{label}@")) };
+                colours.insert(drawn, colour(&ranked));
             }
         }
         let drawn = differs.then(|| {

@@ -12,6 +12,7 @@ pub mod folder;
 pub mod incidents;
 pub mod merge;
 pub mod output;
+pub mod record;
 pub mod report;
 pub mod summary;
 pub mod timeline;
@@ -29,6 +30,7 @@ use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::{printable, timeline::PENDING};
 use xpu_timer_timeline::picture::Picture;
+use xpu_timer_timeline::profile::RankSamples;
 
 /// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
 /// report.html.
@@ -104,6 +106,17 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     if args.list {
         return print_incidents(args, out);
     }
+    let mut notes = Vec::new();
+    match find_samples(args, &mut notes) {
+        Some(recorded) => {
+            print_notes(&notes, err);
+            record::draw(&recorded, args.output.as_deref().unwrap_or(&args.path), out)
+        }
+        None => draw_dumps(args, out, err),
+    }
+}
+
+fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     let (path, mut listed, chosen) = find_dumps(&args.path)?;
     let mut notes = listed.warnings();
     let misnamed = listed.misnamed.iter().map(|file| name_of(file));
@@ -198,15 +211,26 @@ fn print_incidents(args: &Args, out: &mut dyn Write) -> anyhow::Result<()> {
 /// Prints the notes, and the errors of the captures with their ranks. A closed terminal must not
 /// cost the pictures, so errors of writing are ignored.
 fn print_warnings(notes: &[String], merged: &Merged, err: &mut dyn Write) {
-    for note in notes {
-        let _ = writeln!(err, "warning: {}", printable::line(note));
-    }
+    print_notes(notes, err);
     for ((field, text), ranks) in &merged.capture_errors {
         let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
         for line in text.lines() {
             let _ = writeln!(err, "  {}", printable::line(line));
         }
     }
+}
+
+fn print_notes(notes: &[String], err: &mut dyn Write) {
+    for note in notes {
+        let _ = writeln!(err, "warning: {}", printable::line(note));
+    }
+}
+
+/// The stack samples of the folder, if it has no dumps: those of an incident are beside its dumps.
+fn find_samples(args: &Args, notes: &mut Vec<String>) -> Option<Vec<RankSamples>> {
+    let listed = Folder::scan(&args.path).ok().filter(|listed| listed.files.is_empty())?;
+    let recorded = record::read(&args.path, notes).ok()?;
+    (listed.misnamed.is_empty() && !recorded.is_empty()).then_some(recorded)
 }
 
 /// Writes to stdout. A reader that closed the pipe early, such as `head`, has seen enough: that is

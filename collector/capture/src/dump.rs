@@ -1,24 +1,26 @@
 //! The command `xpu_timer_dump`: prints or writes the stacks of running processes as text, JSON or
 //! `.stacktrace` files. It needs no collector.
 //!
+//! Its subcommand `record` takes the stacks again and again.
+//!
 //! The files have the format that the viewer reads. Their numbers are the ranks that launchers gave
 //! to the processes.
 
 mod json;
+mod record;
+mod selection;
 mod text;
 
 use std::{
-    collections::HashSet,
-    fs,
     io::{self, IsTerminal, Write},
     iter,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
-use clap::{ArgGroup, Parser};
+use clap::{Parser, Subcommand};
 use nix::{
     sys::{
         prctl,
@@ -30,7 +32,6 @@ use nix::{
 use xpu_timer_proto::{
     Message,
     printable::{self, Lines},
-    procfs,
     server::{ChildProcess, Stacktrace},
 };
 
@@ -41,6 +42,8 @@ use crate::{
     stacks::{FrameExpander, ProcessCapture, Stacks, View},
 };
 
+use selection::{Files, Processes, seconds};
+
 /// Prints the stacks of all threads of running processes: Python frames among C frames, with lines.
 ///
 /// It stops no thread: it reads a sleeping thread in place, and the kernel samples a running one.
@@ -48,17 +51,12 @@ use crate::{
 /// not be written, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_dump", version)]
-#[command(group(ArgGroup::new("which").required(true).multiple(true).args(["pid", "rank", "all"])))]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Arguments {
-    /// Process to dump; may be repeated
-    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
-    pub pid: Vec<i32>,
-    /// Process whose environment has this RANK; may be repeated
-    #[arg(long, value_name = "RANK")]
-    pub rank: Vec<u32>,
-    /// Every process on this node that has a RANK
-    #[arg(long)]
-    pub all: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    which: Processes,
     /// Print native stacks only
     #[arg(long, group = "what")]
     pub native: bool,
@@ -90,9 +88,9 @@ pub struct Arguments {
     pub force_ptrace: bool,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
-    Duration::try_from_secs_f64(seconds).map_err(|_| "not a number of seconds".to_string())
+#[derive(Debug, Clone, Subcommand)]
+enum Command {
+    Record(record::Arguments),
 }
 
 /// Runs the command.
@@ -103,13 +101,16 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     // This fails if a test has installed a subscriber already.
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
+    if let Some(Command::Record(arguments)) = &arguments.command {
+        return record::run(arguments);
+    }
     if arguments.force_ptrace
         && let Some(code) = run_in_child()?
     {
         return Ok(code);
     }
     keep_freed_memory();
-    let pids = selected_pids(arguments)?;
+    let pids = arguments.which.pids()?;
     let view = match (arguments.native, arguments.python) {
         (true, _) => View::Native,
         (_, true) => View::Python,
@@ -144,7 +145,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let files = Files::new(folder, &pids)?;
         let mut index = 0;
         capture(&mut |process| {
-            let path = files.write(index, process)?;
+            let path = files.write(index, "stacktrace", |rank| encode(process, rank))?;
             writeln!(out, "{}", printable::line(&path.to_string_lossy()))?;
             index += 1;
             Ok(())
@@ -172,29 +173,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         written => written?,
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
-}
-
-/// The processes that the command line selects, each once.
-fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
-    let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked() } else { Vec::new() };
-    for rank in &arguments.rank {
-        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
-        let before = pids.len();
-        pids.extend(found);
-        if pids.len() == before {
-            bail!("no process on this node has RANK={rank} in its environment");
-        }
-    }
-    if arguments.all {
-        pids.extend(ranked.iter().map(|process| process.pid));
-    }
-    let mut seen = HashSet::new();
-    pids.retain(|pid| seen.insert(*pid));
-    if pids.is_empty() {
-        bail!("no process on this node has a RANK in its environment");
-    }
-    Ok(pids)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -252,50 +230,6 @@ fn keep_freed_memory() {
     }
 }
 
-/// The output folder, and the numbers of the files.
-struct Files {
-    folder: PathBuf,
-    ranks: Vec<u32>,
-    world: u32,
-}
-
-impl Files {
-    /// One file for each process, numbered by rank. If a process has no rank, or two have the same
-    /// rank (of two jobs), the files are numbered by their position in the list.
-    pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| format!("cannot create the folder {}", folder.display()))?;
-        let ranks: Vec<Option<RankedProcess>> = pids.iter().map(|pid| rank_of(*pid)).collect();
-        let largest = ranks
-            .iter()
-            .flatten()
-            .map(|ranked| ranked.world_size.max(ranked.rank.saturating_add(1)))
-            .max()
-            .unwrap_or(0);
-        let all: Option<Vec<u32>> = ranks.iter().map(|ranked| ranked.as_ref().map(|ranked| ranked.rank)).collect();
-        let distinct = |ranks: &Vec<u32>| ranks.iter().collect::<HashSet<_>>().len() == ranks.len();
-        let ranks = all.filter(distinct).unwrap_or_else(|| (0..pids.len() as u32).collect());
-        Ok(Files { folder: folder.into(), ranks, world: largest.max(pids.len() as u32) })
-    }
-
-    /// Writes the file of the process at this position in the list.
-    pub fn write(&self, index: usize, process: Stacks) -> Result<PathBuf> {
-        let rank = self.ranks[index];
-        let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
-        let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-        let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
-        // Everybody may be allowed to write to the folder, so an existing file or link of this name
-        // is neither followed nor used.
-        let file = fs::File::create_new(&temporary);
-        let written = file.and_then(|mut file| file.write_all(&encode(process, rank)));
-        if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
-            // The file may not even exist.
-            let _ = fs::remove_file(&temporary);
-            return Err(error).with_context(|| format!("cannot write {}", path.display()));
-        }
-        Ok(path)
-    }
-}
-
 /// Encodes the [`Stacktrace`] of a process. Expanded frames need much more memory than
 /// captured ones, so the threads are expanded and encoded one by one: messages that follow each
 /// other are one message to a decoder.
@@ -330,33 +264,4 @@ fn encode(process: Stacks, rank: u32) -> Vec<u8> {
 
 fn append(message: &Stacktrace, bytes: &mut Vec<u8>) {
     message.encode(bytes).expect("a vector grows");
-}
-
-/// A process with a `RANK` in its environment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct RankedProcess {
-    pub pid: i32,
-    pub rank: u32,
-    /// `WORLD_SIZE`, or 0.
-    pub world_size: u32,
-}
-
-/// All processes with a rank, ascending by rank. If children inherited the rank, only the topmost
-/// process counts.
-fn ranked() -> Vec<RankedProcess> {
-    let all: Vec<RankedProcess> = procfs::pids().filter_map(rank_of).collect();
-    let inherited = |process: &RankedProcess| {
-        let parent = procfs::stat(process.pid).map_or(0, |stat| stat.parent);
-        all.iter().any(|other| other.pid == parent && other.rank == process.rank)
-    };
-    let mut eldest: Vec<RankedProcess> = all.iter().copied().filter(|process| !inherited(process)).collect();
-    eldest.sort_by_key(|process| (process.rank, process.pid));
-    eldest
-}
-
-/// The rank of one process.
-fn rank_of(pid: i32) -> Option<RankedProcess> {
-    let environment = procfs::environ(pid).ok()?;
-    let value = |name: &str| std::str::from_utf8(procfs::variable(&environment, name)?).ok()?.parse::<u32>().ok();
-    Some(RankedProcess { pid, rank: value("RANK")?, world_size: value("WORLD_SIZE").unwrap_or(0) })
 }

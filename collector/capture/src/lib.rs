@@ -31,6 +31,7 @@ mod objects;
 mod pool;
 mod process;
 mod python;
+pub mod sampling;
 mod stacks;
 mod symbols;
 
@@ -66,7 +67,12 @@ impl Capturer {
     /// Creates a capturer with empty caches.
     #[must_use]
     pub fn new() -> Self {
-        Capturer { images: Arc::default(), symbolizer: Symbolizer::default() }
+        Capturer::with_images(Arc::default())
+    }
+
+    /// Creates a capturer that shares what is known of objects.
+    pub(crate) fn with_images(images: Arc<Images>) -> Self {
+        Capturer { images, symbolizer: Symbolizer::default() }
     }
 
     /// Captures each pid and returns one entry for each, in the given order. For a process that

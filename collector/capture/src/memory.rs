@@ -49,6 +49,48 @@ pub(crate) fn read_exact(tid: i32, address: u64, length: usize) -> Result<Vec<u8
     }
 }
 
+/// Copies ranges (start, length) one after the other into `bytes`, in their order. Returns the
+/// number of copied bytes: the copy ends at the first range that is not mapped.
+pub(crate) fn read_scattered(tid: i32, ranges: &[(u64, usize)], bytes: &mut Vec<u8>) -> Result<usize, Error> {
+    bytes.clear();
+    bytes.resize(ranges.iter().map(|(_, length)| length).sum(), 0);
+    let (mut done, mut remote) = (0, Vec::with_capacity(ranges.len().min(BATCH_PAGES)));
+    for batch in ranges.chunks(BATCH_PAGES) {
+        remote.clear();
+        remote.extend(batch.iter().map(|(start, length)| RemoteIoVec { base: *start as usize, len: *length }));
+        let length: usize = batch.iter().map(|(_, length)| length).sum();
+        let local = &mut bytes[done..done + length];
+        let read = match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(local)], &remote) {
+            Ok(read) => read,
+            Err(Errno::EFAULT) => 0,
+            Err(Errno::ENOSYS | Errno::EPERM) => read_each(tid, batch, local)?,
+            Err(errno) => {
+                let address = batch.first().map_or(0, |(start, _)| *start);
+                return Err(Error::Memory { pid: tid, address, source: errno.into() });
+            }
+        };
+        done += read;
+        if read < length {
+            break;
+        }
+    }
+    Ok(done)
+}
+
+/// Copies ranges one by one, where a filter forbids to copy them at once.
+fn read_each(tid: i32, ranges: &[(u64, usize)], bytes: &mut [u8]) -> Result<usize, Error> {
+    let mut done = 0;
+    for (start, length) in ranges {
+        match read(tid, *start, &mut bytes[done..done + length]) {
+            Ok(read) if read == *length => done += read,
+            // The first range shows whether the process can be read at all.
+            Err(error) if done == 0 => return Err(error),
+            Ok(_) | Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
 /// Bytes below the stack pointer that a function may use without moving the stack pointer.
 pub(crate) const RED_ZONE: u64 = 128;
 

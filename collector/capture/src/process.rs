@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use xpu_timer_proto::server::ProcessSample;
+use xpu_timer_proto::{procfs, server::ProcessSample};
 
 use crate::{
     kernel::Tables,
@@ -66,6 +66,14 @@ impl Default for Options {
 /// The time that a capture may take beyond its deadline when the machine is busy.
 pub(crate) fn extension(deadline: Duration) -> Duration {
     (deadline * EXTENSION_FACTOR).min(MAX_EXTENSION)
+}
+
+/// A thread of the process that lives, from all its threads. If the main thread has ended, the
+/// address space is available through the living ones. Threads may end at any time, so the main
+/// thread comes first if it lives, whatever the order of the ids.
+pub(crate) fn live_thread(pid: i32, tids: &[i32]) -> Option<i32> {
+    let lives = |tid: &i32| procfs::status(pid, *tid).is_ok_and(|status| !matches!(status.letter(), b'Z' | b'X'));
+    std::iter::once(pid).chain(tids.iter().copied().filter(|tid| *tid != pid)).find(lives)
 }
 
 /// The request to capture one process.

@@ -17,5 +17,6 @@ pub(crate) mod consistency;
 pub(crate) mod counting;
 pub(crate) mod frames;
 pub(crate) mod reader;
+pub(crate) mod sampling;
 mod tasks;
 mod threads;

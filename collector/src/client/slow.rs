@@ -112,8 +112,13 @@ impl Timelines<'_> {
         let detail = self.wanted.detail && !self.recording.contains_key(job);
         let since = *self.recording.entry(job.to_string()).or_insert_with(Instant::now);
         let window = if self.wanted.detail && !detail { since.elapsed() } else { self.wanted.window };
-        let wanted =
-            WantedTimeline { job: Some(job.to_string()), ranks: Some([rank].into_iter().collect()), window, detail };
+        let wanted = WantedTimeline {
+            job: Some(job.to_string()),
+            ranks: Some([rank].into_iter().collect()),
+            window,
+            detail,
+            recording: None,
+        };
         let file = fetch_rank(self.remote, &wanted, MOST_BYTES)?;
         let mut reader = Reader::new(&file[..])?;
         let mut operations = RankOperations::new(rank, &reader.head.communicators);

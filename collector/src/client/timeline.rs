@@ -7,12 +7,13 @@ use std::{
 };
 
 use anyhow::{Result, bail, ensure};
+use xpu_timer_capture::sampling::Threads;
 use xpu_timer_proto::{lenient, v1::TimelineFile};
 
 use crate::{
     client::incidents::Remote,
     error::chain,
-    http::questions::WantedTimeline,
+    http::questions::{WantedRecording, WantedTimeline},
     incident::part::MAX_MESSAGE_BYTES,
     timeline::folder::{self, Written},
 };
@@ -48,8 +49,9 @@ pub fn fetch_rank(remote: &Remote, wanted: &WantedTimeline, most_bytes: usize) -
 
 /// The files in chunks. A transfer that fails ends with its problem.
 fn chunks(remote: &Remote, wanted: &WantedTimeline) -> Result<impl Iterator<Item = TimelineFile> + use<>> {
-    let WantedTimeline { job, ranks, window, detail } = wanted;
-    let mut path = format!("/timeline?seconds={}", window.as_secs_f64());
+    let WantedTimeline { job, ranks, window, detail, recording } = wanted;
+    let page = if recording.is_some() { "record" } else { "timeline" };
+    let mut path = format!("/{page}?seconds={}", window.as_secs_f64());
     if let Some(job) = job {
         path.push_str("&job=");
         path.push_str(&escaped(job));
@@ -61,7 +63,12 @@ fn chunks(remote: &Remote, wanted: &WantedTimeline) -> Result<impl Iterator<Item
     if *detail {
         path.push_str("&kernels=all");
     }
-    let deadline = if *detail { DEADLINE + *window } else { DEADLINE };
+    if let Some(WantedRecording { period, threads, native }) = recording {
+        let threads = if *threads == Threads::Main { "main" } else { "all" };
+        let (rate, native) = (period.as_secs_f64().recip(), u8::from(*native));
+        path.push_str(&format!("&rate={rate}&threads={threads}&native={native}"));
+    }
+    let deadline = if wanted.records() { DEADLINE + *window } else { DEADLINE };
     let mut body = BufReader::new(remote.open(&path, deadline, u64::MAX)?);
     let chunks = std::iter::from_fn(move || next_chunk(&mut body).unwrap_or_else(|error| Some(problem(&error))));
     let mut has_failed = false;

@@ -12,7 +12,7 @@ use xpu_timer_proto::{
 
 use crate::{
     cluster::{nodes::Nodes, service::Credit},
-    http::questions::{Refusal, WantedTimeline, wanted_job},
+    http::questions::{Refusal, WantedRecording, WantedTimeline, wanted_job},
     job::{JobKey, NodeId},
     os::clock::{Now, nanoseconds},
     timeline::DETAIL_MARGIN,
@@ -40,8 +40,10 @@ struct TimelineInProgress {
     job: JobKey,
     wanted: WantedTimeline,
     asked_ns: u64,
-    // How long all nodes record every kernel before they are asked for their files; 0 for not.
+    // How long all nodes record before they are asked for their files; 0 for not.
     recording_ns: u64,
+    // Whether they must still be told to record.
+    begins: bool,
     waiting: VecDeque<NodeId>,
     // Until when each node may send its next piece.
     sending: BTreeMap<NodeId, u64>,
@@ -78,10 +80,11 @@ impl Timelines {
         }
         let (sender, chunks) = mpsc::unbounded_channel();
         self.next += 1;
-        let recording_ns = if wanted.detail { nanoseconds(wanted.window.saturating_add(DETAIL_MARGIN)) } else { 0 };
+        let begins = wanted.records();
+        let recording_ns = if begins { nanoseconds(wanted.window.saturating_add(DETAIL_MARGIN)) } else { 0 };
         let (asked_ns, sending) = (now.mono_ns, BTreeMap::new());
         let waiting = waiting.into_iter().collect();
-        let request = TimelineInProgress { job, wanted, asked_ns, recording_ns, waiting, sending, sender };
+        let request = TimelineInProgress { job, wanted, asked_ns, recording_ns, begins, waiting, sending, sender };
         if !unknown.is_empty() {
             request.report(format!("no node has rank {unknown} of job {job}", job = request.job));
         }
@@ -97,16 +100,16 @@ impl Timelines {
             // The window of every node begins at the same time.
             let since_ns = now.mono_ns.saturating_sub(request.asked_ns);
             let before_ns = if request.recording_ns > 0 { 0 } else { nanoseconds(window) };
-            let window_ns =
-                if request.wanted.detail { nanoseconds(window) } else { before_ns.saturating_add(since_ns) };
+            let window_ns = if request.begins { nanoseconds(window) } else { before_ns.saturating_add(since_ns) };
             let ranks = request.wanted.ranks.as_ref().map(RankSet::to_message).unwrap_or_default();
             let message = |node: NodeId, key: String, detail: bool| {
                 let JobKey { name, instance } = nodes.key_at(node, &request.job);
                 let job = Some(JobId { name, instance });
                 let (ranks, window_ms) = (ranks.clone(), window_ns / 1_000_000);
-                (node, TimelineRequest { key, job, window_ms, ranks, detail })
+                let recording = request.wanted.recording.map(WantedRecording::to_message);
+                (node, TimelineRequest { key, job, window_ms, ranks, detail, recording })
             };
-            if std::mem::take(&mut request.wanted.detail) {
+            if std::mem::take(&mut request.begins) {
                 // All nodes record at the same time.
                 let of_job = nodes.job(&request.job);
                 messages.extend(of_job.nodes.iter().map(|node| message(*node, String::new(), true)));
@@ -253,7 +256,7 @@ mod tests {
 
     fn wanted(ranks: Option<&str>, detail: bool) -> WantedTimeline {
         let ranks = ranks.map(|ranks| ranks.parse().unwrap());
-        WantedTimeline { job: Some("j".into()), ranks, window: Duration::from_secs(20), detail }
+        WantedTimeline { job: Some("j".into()), ranks, window: Duration::from_secs(20), detail, recording: None }
     }
 
     fn file(name: &str) -> TimelineFile {

@@ -5,7 +5,8 @@ use std::{path::PathBuf, time::Duration};
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::v1::TimelineFile;
+use xpu_timer_capture::sampling::Threads;
+use xpu_timer_proto::v1::{StackRecording, TimelineFile};
 
 use crate::{incident::records::WithoutFolder, job::JobKey, timeline::kernel_trace::Request};
 
@@ -65,6 +66,51 @@ pub struct WantedTimeline {
     pub window: Duration,
     /// Record every kernel for as long as the window, and answer then.
     pub detail: bool,
+    /// Record stacks for as long as the window, and answer with them.
+    pub recording: Option<WantedRecording>,
+}
+
+impl WantedTimeline {
+    /// Whether something is recorded before the answer.
+    #[must_use]
+    pub fn records(&self) -> bool {
+        self.detail || self.recording.is_some()
+    }
+}
+
+/// The shortest time between two samples: 1,000 a second.
+pub const SHORTEST_PERIOD: Duration = Duration::from_millis(1);
+
+/// How stacks are recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WantedRecording {
+    /// Time between two samples.
+    pub period: Duration,
+    /// Which threads.
+    pub threads: Threads,
+    /// C frames as well.
+    pub native: bool,
+}
+
+impl WantedRecording {
+    /// As a message to a node.
+    #[must_use]
+    pub fn to_message(self) -> StackRecording {
+        StackRecording {
+            period_us: u64::try_from(self.period.as_micros()).unwrap_or(u64::MAX),
+            main_only: self.threads == Threads::Main,
+            native: self.native,
+        }
+    }
+
+    /// From a message of the cluster collector. A node does not sample faster than it allows others
+    /// to ask for.
+    #[must_use]
+    pub fn from_message(message: &StackRecording) -> Self {
+        let period = Duration::from_micros(message.period_us).max(SHORTEST_PERIOD);
+        let threads = if message.main_only { Threads::Main } else { Threads::All };
+        WantedRecording { period, threads, native: message.native }
+    }
 }
 
 /// Reply channel of a timeline.

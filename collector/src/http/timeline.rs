@@ -1,5 +1,6 @@
 //! `/timeline` of both roles: the recorded operations of the ranks, sent to the requester (GET) or
-//! written into a folder of this machine (POST). And the original tool's request for a timeline.
+//! written into a folder of this machine (POST). `/record` does the same with stacks that are
+//! recorded then. And the original tool's request for a timeline.
 
 use std::{convert::Infallible, path::PathBuf, thread, time::Duration};
 
@@ -11,21 +12,26 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use tokio::{
     sync::{Semaphore, oneshot},
     time::timeout,
 };
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_capture::sampling::Threads;
 use xpu_timer_proto::Message as _;
 
 use crate::{
     error::chain,
     http::{
-        questions::{Question, QuestionSender, Refusal, TimelineFiles, WantedTimeline},
+        questions::{
+            Question, QuestionSender, Refusal, SHORTEST_PERIOD, TimelineFiles, WantedRecording, WantedTimeline,
+        },
         routes::{ask, no_answer, refusal},
     },
+    incident::viewer,
     json::Json,
     timeline::{
         folder::{self, Written},
@@ -39,6 +45,11 @@ const WINDOW_SECONDS: f64 = 60.0;
 const ANSWER: Duration = Duration::from_secs(30);
 /// Time within which a folder is written. A disk that takes longer does not answer.
 const WRITE: Duration = Duration::from_secs(120);
+/// Time within which the viewer draws a recording.
+const DRAW: Duration = Duration::from_secs(60);
+/// A recording that says nothing else: its length, and its samples a second.
+const RECORD_SECONDS: f64 = 30.0;
+const RECORD_RATE: f64 = 50.0;
 /// Folders that are written at a time. A thread that writes to a disk that does not answer keeps
 /// its place.
 static WRITERS: Semaphore = Semaphore::const_new(4);
@@ -46,8 +57,59 @@ static WRITERS: Semaphore = Semaphore::const_new(4);
 /// The pages.
 pub fn routes<A: QuestionSender>() -> Router<A> {
     Router::new()
-        .route("/timeline", get(send::<A>).post(write::<A>))
+        .route("/timeline", get(send::<A, TimelineQuery>).post(write::<A, TimelineQuery>))
+        .route("/record", get(send::<A, RecordQuery>).post(write::<A, RecordQuery>))
         .route("/HostingService/DumpKernelTrace", get(kernel_trace::<A>).post(kernel_trace::<A>))
+}
+
+/// What a page is asked for.
+trait Wish: DeserializeOwned + Send + 'static {
+    fn wanted(self) -> Result<WantedTimeline, Refusal>;
+}
+
+fn window(seconds: f64) -> Result<Duration, Refusal> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| Refusal::Unusable(format!("{seconds} is not a number of seconds")))
+}
+
+fn ranks(ranks: Option<String>) -> Result<Option<RankSet>, Refusal> {
+    ranks.map(|ranks| ranks.parse()).transpose().map_err(Refusal::Unusable)
+}
+
+#[derive(Deserialize)]
+struct RecordQuery {
+    job: Option<String>,
+    rank: Option<String>,
+    seconds: Option<f64>,
+    rate: Option<f64>,
+    threads: Option<String>,
+    native: Option<String>,
+}
+
+impl Wish for RecordQuery {
+    fn wanted(self) -> Result<WantedTimeline, Refusal> {
+        let rate = self.rate.unwrap_or(RECORD_RATE);
+        let period = Duration::try_from_secs_f64(rate.recip()).ok().filter(|period| *period >= SHORTEST_PERIOD);
+        let period = period.ok_or_else(|| {
+            Refusal::Unusable(format!("rate={rate} is not a number of samples a second, at most 1000"))
+        })?;
+        let threads = match self.threads.as_deref() {
+            None | Some("all") => Threads::All,
+            Some("main") => Threads::Main,
+            Some(other) => return Err(Refusal::Unusable(format!("threads={other:?} is neither \"all\" nor \"main\""))),
+        };
+        let native = match self.native.as_deref() {
+            None | Some("0") => false,
+            Some("1") => true,
+            Some(other) => return Err(Refusal::Unusable(format!("native={other:?} is neither \"1\" nor \"0\""))),
+        };
+        Ok(WantedTimeline {
+            job: self.job,
+            ranks: ranks(self.rank)?,
+            window: window(self.seconds.unwrap_or(RECORD_SECONDS))?,
+            detail: false,
+            recording: Some(WantedRecording { period, threads, native }),
+        })
+    }
 }
 
 #[derive(Deserialize)]
@@ -58,11 +120,9 @@ struct TimelineQuery {
     kernels: Option<String>,
 }
 
-impl TimelineQuery {
+impl Wish for TimelineQuery {
     fn wanted(self) -> Result<WantedTimeline, Refusal> {
-        let seconds = self.seconds.unwrap_or(WINDOW_SECONDS);
-        let window = Duration::try_from_secs_f64(seconds)
-            .map_err(|_| Refusal::Unusable(format!("{seconds} is not a number of seconds")))?;
+        let window = window(self.seconds.unwrap_or(WINDOW_SECONDS))?;
         let detail = match self.kernels.as_deref() {
             None | Some("recorded") => false,
             Some("all") => true,
@@ -70,15 +130,13 @@ impl TimelineQuery {
                 return Err(Refusal::Unusable(format!("kernels={other:?} is neither \"all\" nor \"recorded\"")));
             }
         };
-        let ranks = self.rank.map(|ranks| ranks.parse()).transpose().map_err(Refusal::Unusable)?;
-        Ok(WantedTimeline { job: self.job, ranks, window, detail })
+        Ok(WantedTimeline { job: self.job, ranks: ranks(self.rank)?, window, detail, recording: None })
     }
 }
 
-/// The files, and the time for which every kernel is recorded before they arrive.
-async fn files<A: QuestionSender>(answers: &A, query: TimelineQuery) -> Result<(TimelineFiles, Duration), Response> {
-    let wanted = query.wanted().map_err(refusal)?;
-    let recording = if wanted.detail { wanted.window } else { Duration::ZERO };
+/// The files, and the time for which something is recorded before they arrive.
+async fn files<A: QuestionSender>(answers: &A, wanted: WantedTimeline) -> Result<(TimelineFiles, Duration), Response> {
+    let recording = if wanted.records() { wanted.window } else { Duration::ZERO };
     match ask(answers, ANSWER + recording, |reply| Question::Timeline { wanted, reply }).await {
         Some(Ok(files)) => Ok((files, recording)),
         Some(Err(refused)) => Err(refusal(refused)),
@@ -87,8 +145,12 @@ async fn files<A: QuestionSender>(answers: &A, query: TimelineQuery) -> Result<(
 }
 
 /// Sends the files as a sequence of `TimelineFile`, each preceded by its length as a varint.
-async fn send<A: QuestionSender>(State(answers): State<A>, Query(query): Query<TimelineQuery>) -> Response {
-    let files = match files(&answers, query).await {
+async fn send<A: QuestionSender, W: Wish>(State(answers): State<A>, Query(wish): Query<W>) -> Response {
+    let wanted = match wish.wanted() {
+        Ok(wanted) => wanted,
+        Err(refused) => return refusal(refused),
+    };
+    let files = match files(&answers, wanted).await {
         Ok((files, _)) => files,
         Err(response) => return response,
     };
@@ -97,11 +159,16 @@ async fn send<A: QuestionSender>(State(answers): State<A>, Query(query): Query<T
     ([(header::CONTENT_TYPE, "application/octet-stream")], Body::from_stream(chunks)).into_response()
 }
 
-async fn write<A: QuestionSender>(State(answers): State<A>, Query(query): Query<TimelineQuery>) -> Response {
+async fn write<A: QuestionSender, W: Wish>(State(answers): State<A>, Query(wish): Query<W>) -> Response {
+    let wanted = match wish.wanted() {
+        Ok(wanted) => wanted,
+        Err(refused) => return refusal(refused),
+    };
+    let draws = wanted.recording.is_some();
     let Ok(writer) = WRITERS.try_acquire() else {
         return error(StatusCode::SERVICE_UNAVAILABLE, "other timelines are being written; retry later");
     };
-    let (TimelineFiles { root, mut chunks }, recording) = match files(&answers, query).await {
+    let (TimelineFiles { root, mut chunks }, recording) = match files(&answers, wanted).await {
         Ok(files) => files,
         Err(response) => return response,
     };
@@ -109,7 +176,11 @@ async fn write<A: QuestionSender>(State(answers): State<A>, Query(query): Query<
     let below = root.clone();
     let work = move || {
         let _writer = writer;
-        let written = folder::write(&below, std::iter::from_fn(|| chunks.blocking_recv()));
+        let mut written = folder::write(&below, std::iter::from_fn(|| chunks.blocking_recv()));
+        if let (true, Ok(written)) = (draws, &mut written) {
+            // The samples are there, so a picture that is missing is no failure.
+            written.problems.extend(viewer::run(&written.path, true, DRAW).err());
+        }
         // The requester may be gone.
         drop(done.send(written));
     };

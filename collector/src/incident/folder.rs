@@ -10,7 +10,7 @@ use std::{
 };
 
 use tracing::warn;
-use xpu_timer_proto::{procfs, timeline};
+use xpu_timer_proto::{procfs, samples, timeline};
 
 use crate::{
     error::{Error, chain},
@@ -328,10 +328,11 @@ pub fn rank_of(name: &str) -> Option<u32> {
     (digits(rank) && digits(world)).then(|| rank.parse().ok())?
 }
 
-/// The rank of a file that a node sends: `RRRRR-WWWWW.stacktrace`, or its timeline.
+/// The rank of a file that a node sends: `RRRRR-WWWWW.stacktrace`, its timeline, or its samples.
 #[must_use]
 pub fn rank_of_file(name: &str) -> Option<u32> {
-    let stem = name.strip_suffix(timeline::EXTENSION).and_then(|stem| stem.strip_suffix('.'));
+    let of_timeline = |extension| name.strip_suffix(extension)?.strip_suffix('.');
+    let stem = of_timeline(timeline::EXTENSION).or_else(|| of_timeline(samples::EXTENSION));
     stem.map_or_else(|| rank_of(name), |stem| rank_of(&format!("{stem}.stacktrace")))
 }
 

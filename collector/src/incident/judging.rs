@@ -120,6 +120,7 @@ pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
         errors: rank.errors.clone(),
         exit: rank.exit.clone(),
         host: rank.host.clone(),
+        stay: rank.stay.clone(),
     });
     Evidence {
         ranks: ranks.collect(),

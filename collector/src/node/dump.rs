@@ -9,7 +9,7 @@ use std::{
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{Status, Verdict, names_absent};
+use xpu_timer_analysis::{Status, Verdict, names_absent, stay::stay};
 use xpu_timer_proto::v1::{Evidence, RankEvidence};
 
 use crate::{
@@ -94,7 +94,11 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Ou
     related.sample(1, captures, &taken, &[], CAPTURE_DEADLINE);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
 
-    let evidence = evidence(&task, taken, related);
+    let mut evidence = evidence(&task, taken, related);
+    for rank in &mut evidence.ranks {
+        let of_rank = task.timelines.iter().find(|(number, _)| *number == rank.rank);
+        rank.stay = of_rank.and_then(|(_, timeline)| stay(timeline.samples.as_ref()?));
+    }
     let mut verdict = judging::judge(&evidence);
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;

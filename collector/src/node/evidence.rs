@@ -134,6 +134,7 @@ impl Subject {
             errors,
             exit: self.exit.clone().unwrap_or_default(),
             host: None,
+            stay: None,
         }
     }
 }

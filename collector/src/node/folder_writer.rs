@@ -14,7 +14,7 @@ use std::{
 use tracing::{error, warn};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
-    Message as _, file, timeline,
+    Message as _, file, samples, timeline,
     v1::{Evidence, NodeDump},
 };
 
@@ -232,6 +232,9 @@ fn write_timelines(
         let name = timeline::file_name(*rank, world_size);
         let write = |file: &mut dyn Write| timeline.write(&mut Stepping { file, steps }).map(drop);
         problems.note(folder.write_with(&name, write));
+        if let Some(samples) = &timeline.samples {
+            problems.note(folder.write(&samples::file_name(*rank, world_size), &samples.encode_to_vec()));
+        }
         steps.step()
     })
 }

@@ -31,6 +31,7 @@ use crate::{
         disk::Disk,
         process,
     },
+    timeline::host::HostSampler,
 };
 
 /// The event loop turns at least once in this time.
@@ -72,6 +73,8 @@ pub struct NodeState {
     pub(super) dumps: Throttle<JobKey>,
     /// The contents of the ranks' rings, for `/metrics`.
     pub sampler: Sampler,
+    /// The stacks of the ranks over time.
+    pub(super) host: HostSampler,
     // Timelines that are sent when their detail has been recorded.
     pub(super) detailed: Vec<DetailedTimeline>,
     // Until when every kernel is recorded, CLOCK_MONOTONIC.
@@ -169,6 +172,7 @@ impl NodeState {
         };
         let webhook = settings.webhook.as_deref().map(Webhook::new);
         let sampler = Sampler::new(settings.metrics.clone(), settings.timeline);
+        let host = HostSampler::new(settings.timeline.samples_per_second);
         NodeState {
             settings,
             registry: Registry::default(),
@@ -193,6 +197,7 @@ impl NodeState {
             monitor: Monitor::default(),
             dumps: Throttle::new(BY_HAND),
             sampler,
+            host,
             detailed: Vec::new(),
             every_kernel_until_ns: 0,
             trace_detail: TraceDetail::default(),

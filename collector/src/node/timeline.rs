@@ -1,7 +1,7 @@
 //! The timeline of a node: reads the rings in time, and answers requests for the operations that
 //! are kept. The files are written and sent by other threads.
 
-use std::{sync::Arc, thread, time::Duration};
+use std::{path::PathBuf, sync::Arc, thread, time::Duration};
 
 use tokio::sync::{mpsc, oneshot};
 use tracing::{info, warn};
@@ -13,7 +13,7 @@ use xpu_timer_proto::{
 
 use crate::{
     error::{Error, chain},
-    http::questions::{Refusal, TimelineFiles, TimelineReply, WantedTimeline, wanted_job},
+    http::questions::{Refusal, TimelineFiles, TimelineReply, WantedRecording, WantedTimeline, wanted_job},
     incident::folder::Folder,
     job::{JobKey, RankId, local_key},
     metrics::sampler::{PEEK, RankView},
@@ -27,7 +27,7 @@ use crate::{
     },
     timeline::{
         DETAIL_MARGIN,
-        files::{RankTimeline, send_all},
+        files::{RankTimeline, send_all, send_samples},
         kernel_trace::{self, Files, Request},
     },
 };
@@ -53,6 +53,7 @@ impl NodeState {
     /// Reads the rings that it is time for, and does what waits for operations.
     pub(super) fn follow_rings(&mut self, now: Now) {
         self.sampler.turn(views(&self.registry), now);
+        self.host.turn(views(&self.registry), now);
         if self.sampler.recording.is_active() {
             self.renew_trace_detail(now);
             let registry = &self.registry;
@@ -65,6 +66,10 @@ impl NodeState {
         let (due, waiting) = std::mem::take(&mut self.detailed).into_iter().partition(|one| one.due_ns <= now.mono_ns);
         self.detailed = waiting;
         for DetailedTimeline { job, wanted, reply, asked_ns, .. } in due {
+            if let Some(recording) = wanted.recording {
+                self.send_recording(&job, recording, reply, now);
+                continue;
+            }
             let window = Duration::from_nanos(now.mono_ns.saturating_sub(asked_ns));
             self.send_timeline(&job, &WantedTimeline { window, ..wanted }, reply, now);
         }
@@ -96,8 +101,10 @@ impl NodeState {
         let from_ns = if is_quiet { newest_ns } else { now.mono_ns }.saturating_sub(window_ns);
         let clock: Arc<[Now]> = store.clock(from_ns).into();
         let is_wanted = |rank: &&&Rank| ranks.is_none_or(|ranks| is_among(ranks, rank));
+        let host = &self.host;
         let timeline = |rank: &&Rank| RankTimeline {
             info: rank.info.clone(),
+            samples: host.samples(rank.id, &rank.info, from_ns, &[now]),
             window: store.window(rank.id, from_ns),
             until: now,
             clock: Arc::clone(&clock),
@@ -110,8 +117,11 @@ impl NodeState {
     /// A page asks for a timeline.
     pub(super) fn timeline_asked(&mut self, wanted: WantedTimeline, reply: TimelineReply, now: Now) {
         match self.wanted_timeline(&wanted) {
-            Ok(job) if wanted.detail => {
-                let due_ns = self.record_detail(&job, wanted.window, now);
+            Ok(job) if wanted.records() => {
+                let due_ns = match wanted.recording {
+                    Some(recording) => self.record_stacks(&job, wanted.ranks.as_ref(), recording, wanted.window, now),
+                    None => self.record_detail(&job, wanted.window, now),
+                };
                 self.detailed.push(DetailedTimeline { due_ns, asked_ns: now.mono_ns, job, wanted, reply });
             }
             Ok(job) => self.send_timeline(&job, &wanted, reply, now),
@@ -121,13 +131,14 @@ impl NodeState {
     }
 
     fn wanted_timeline(&self, wanted: &WantedTimeline) -> Result<JobKey, Refusal> {
-        if !self.sampler.timeline.is_on() {
+        if !self.sampler.timeline.is_on() && wanted.recording.is_none() {
             let why = "nothing is recorded: XPU_TIMER_TIMELINE_SECONDS is 0";
             return Err(Refusal::Unusable(why.into()));
         }
-        if wanted.detail && wanted.window > LONGEST_DETAIL {
+        if wanted.records() && wanted.window > LONGEST_DETAIL {
             let longest = LONGEST_DETAIL.as_secs();
-            return Err(Refusal::Unusable(format!("every kernel can be recorded for {longest} seconds at most")));
+            let what = if wanted.detail { "every kernel" } else { "stacks" };
+            return Err(Refusal::Unusable(format!("{what} can be recorded for {longest} seconds at most")));
         }
         let jobs: Vec<JobKey> = self.registry.jobs().into_iter().collect();
         let alive: Vec<JobKey> = jobs.iter().filter(|job| self.registry.is_alive(job)).cloned().collect();
@@ -146,13 +157,25 @@ impl NodeState {
     pub(super) fn timeline_requested(&mut self, request: TimelineRequest, now: Now) {
         let Some(job) = request.job.as_ref().map(local_key) else { return };
         let window = Duration::from_millis(request.window_ms);
-        if request.detail {
-            self.record_detail(&job, window, now);
-            return;
-        }
         let mut ranks = RankSet::new();
         request.ranks.iter().for_each(|run| ranks.insert_run(run.first, run.last));
         let wanted = Some(&ranks).filter(|ranks| !ranks.is_empty());
+        let recording = request.recording.as_ref().map(WantedRecording::from_message);
+        if request.detail {
+            match recording {
+                Some(recording) => self.record_stacks(&job, wanted, recording, window, now),
+                None => self.record_detail(&job, window, now),
+            };
+            return;
+        }
+        if let Some(recording) = recording {
+            let samples = self.host.recorded(&job, recording, now);
+            self.member.start_delivery(request.key, move |sender| {
+                let piece = |file| Delivery { message: Some(delivery::Message::Timeline(file)) };
+                send_samples(&samples, &mut |file| sender.blocking_send(piece(file)).is_ok());
+            });
+            return;
+        }
         let timelines = self.rank_timelines(&job, wanted, window, now);
         self.member.start_delivery(request.key, move |sender| {
             let piece = |file| Delivery { message: Some(delivery::Message::Timeline(file)) };
@@ -186,12 +209,42 @@ impl NodeState {
         until_ns.saturating_add(margin_ns / 2)
     }
 
+    /// Records the stacks of ranks of a job. Returns when that is done.
+    fn record_stacks(
+        &mut self,
+        job: &JobKey,
+        ranks: Option<&RankSet>,
+        wanted: WantedRecording,
+        window: Duration,
+        now: Now,
+    ) -> u64 {
+        let until_ns = now.mono_ns.saturating_add(nanoseconds(window.min(LONGEST_DETAIL)));
+        let of_job = self.registry.of_job(job);
+        let chosen = of_job.iter().filter(|rank| !rank.auxiliary && ranks.is_none_or(|ranks| is_among(ranks, rank)));
+        self.host.record(job, chosen.map(|rank| rank.view()), wanted, until_ns, now);
+        info!("job {job}: recording stacks for {window:?}");
+        until_ns
+    }
+
+    fn send_recording(&mut self, job: &JobKey, wanted: WantedRecording, reply: TimelineReply, now: Now) {
+        let samples = self.host.recorded(job, wanted, now);
+        let (sender, chunks) = mpsc::channel(CHUNKS);
+        let files = TimelineFiles { root: self.root_of(job), chunks };
+        start_sending(move |send| send_samples(&samples, send), sender, reply, files);
+        self.retire();
+    }
+
+    /// The folder that the timelines of a job belong into.
+    fn root_of(&self, job: &JobKey) -> PathBuf {
+        let of_job = self.registry.of_job(job);
+        of_job.first().map_or(&self.settings.timeline_path, |rank| &rank.settings.timeline_path).clone()
+    }
+
     fn send_timeline(&mut self, job: &JobKey, wanted: &WantedTimeline, reply: TimelineReply, now: Now) {
         let timelines = self.rank_timelines(job, wanted.ranks.as_ref(), wanted.window, now);
-        let of_job = self.registry.of_job(job);
-        let path = of_job.first().map_or(&self.settings.timeline_path, |rank| &rank.settings.timeline_path);
         let (sender, chunks) = mpsc::channel(CHUNKS);
-        start_sending(timelines, sender, reply, TimelineFiles { root: path.clone(), chunks });
+        let files = TimelineFiles { root: self.root_of(job), chunks };
+        start_sending(move |send| send_all(&timelines, send), sender, reply, files);
         self.retire();
     }
 
@@ -234,14 +287,14 @@ fn is_among(ranks: &RankSet, rank: &Rank) -> bool {
     u32::try_from(rank.info.rank).is_ok_and(|rank| ranks.contains(rank))
 }
 
-/// Sends a timeline on a thread of its own, which waits for the receiver.
+/// Sends files on a thread of its own, which waits for the receiver.
 fn start_sending(
-    timelines: Vec<RankTimeline>,
+    send: impl FnOnce(&mut dyn FnMut(TimelineFile) -> bool) + Send + 'static,
     sender: mpsc::Sender<TimelineFile>,
     reply: oneshot::Sender<Result<TimelineFiles, Refusal>>,
     files: TimelineFiles,
 ) {
-    let work = move || send_all(&timelines, &mut |file| sender.blocking_send(file).is_ok());
+    let work = move || send(&mut |file| sender.blocking_send(file).is_ok());
     let started = thread::Builder::new().name("timeline".into()).spawn(work);
     let answer = started.map(|_| files);
     let answer = answer.map_err(|error| Refusal::Unusable(format!("no thread can be started: {error}")));

@@ -1,4 +1,5 @@
-//! The `.ops` file of a rank: what is known when it is requested, and how it is written and sent.
+//! The `.ops` file of a rank, and its `.samples` file: what is known when they are requested, and
+//! how they are written and sent.
 
 use std::{
     io::{self, Write},
@@ -6,10 +7,11 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    Message as _,
+    Message as _, samples,
     timeline::{self, BlockBuilder, FORMAT},
     v1::{
-        ClockReading, FlightRecord, OpStatus, RankInfo, TimelineChunk, TimelineFile, TimelineHead, timeline_chunk::Part,
+        ClockReading, FlightRecord, OpStatus, RankInfo, StackSamples, TimelineChunk, TimelineFile, TimelineHead,
+        timeline_chunk::Part,
     },
 };
 
@@ -34,6 +36,8 @@ pub struct RankTimeline {
     pub ring: Option<Arc<RingFile>>,
     /// Name of the device; empty if unknown.
     pub device: String,
+    /// The stacks of its main thread; `None` if there are none.
+    pub samples: Option<StackSamples>,
 }
 
 impl RankTimeline {
@@ -110,25 +114,60 @@ pub fn send_all(ranks: &[RankTimeline], send: &mut dyn FnMut(TimelineFile) -> bo
         send(TimelineFile { problem, ..Default::default() });
     }
     for rank in ranks {
-        let mut sender = Chunks { name: rank.name(), data: Vec::new(), send: &mut *send, is_open: true };
-        let operations = rank.write(&mut sender);
-        let Chunks { name, data, is_open, .. } = sender;
-        if !is_open {
-            return;
-        }
-        let last = TimelineFile { name, data, last: true, lost: rank.window.lost, ..Default::default() };
+        let (last, operations) = match send_file(rank.name(), |out| rank.write(out), send) {
+            None => return,
+            Some(sent) => sent,
+        };
         let sent = match operations {
-            Ok(operations) => send(TimelineFile { operations, ..last }),
+            Ok(operations) => send(TimelineFile { operations, lost: rank.window.lost, ..last }),
             Err(error) => {
                 let problem = format!("the timeline of rank {} cannot be read: {error}", rank.info.rank);
                 send(TimelineFile { problem, ..Default::default() })
             }
         };
-        if !sent {
+        if !sent || !rank.samples.iter().all(|samples| send_samples_of_rank(samples, send)) {
             return;
         }
     }
     send(TimelineFile::default());
+}
+
+/// Sends recorded stacks in chunks, until `send` returns false. The last chunk has no name.
+pub fn send_samples(ranks: &[StackSamples], send: &mut dyn FnMut(TimelineFile) -> bool) {
+    if ranks.is_empty() {
+        let problem = "no process of these ranks is on this node, so nothing is recorded".into();
+        send(TimelineFile { problem, ..Default::default() });
+    }
+    if ranks.iter().all(|samples| send_samples_of_rank(samples, send)) {
+        send(TimelineFile::default());
+    }
+}
+
+/// Sends the file of one rank, and what happened to its process. Returns whether somebody still
+/// receives.
+fn send_samples_of_rank(samples: &StackSamples, send: &mut dyn FnMut(TimelineFile) -> bool) -> bool {
+    let write = |out: &mut dyn Write| out.write_all(&samples.encode_to_vec()).map(|()| 0);
+    send_file(name_of_samples(samples), write, send).is_some_and(|(last, _)| send(last))
+}
+
+/// Name of the file of samples.
+fn name_of_samples(samples: &StackSamples) -> String {
+    let info = samples.rank.as_ref();
+    let rank = info.map_or(0, |info| info.rank.max(0).unsigned_abs());
+    samples::file_name(rank, info.map_or(0, |info| info.world_size))
+}
+
+/// Sends a file in chunks. Returns the last chunk, which is not sent yet, and the result of
+/// `write`. `None` if nobody receives any more.
+fn send_file(
+    name: String,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<u64>,
+    send: &mut dyn FnMut(TimelineFile) -> bool,
+) -> Option<(TimelineFile, io::Result<u64>)> {
+    let mut sender = Chunks { name, data: Vec::new(), send, is_open: true };
+    let result = write(&mut sender);
+    let Chunks { name, data, is_open, .. } = sender;
+    is_open.then(|| (TimelineFile { name, data, last: true, ..Default::default() }, result))
 }
 
 /// Cuts a file into chunks.
@@ -191,6 +230,7 @@ mod tests {
             clock: [earlier, until].into(),
             ring: None,
             device: "H100".into(),
+            samples: None,
         }
     }
 

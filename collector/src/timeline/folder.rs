@@ -1,15 +1,16 @@
-//! The folder of a timeline on disk: `timeline-<UTC>-<id>` with one `.ops` file for each rank. It
-//! gets its name when all files are written, so a reader never sees a part of it.
+//! The folder of a timeline on disk: `timeline-<UTC>-<id>` with one `.ops` file for each rank, and
+//! a `.samples` file if its stacks were sampled. It gets its name when all files are written, so a
+//! reader never sees a part of it.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
-use xpu_timer_proto::{timeline, v1::TimelineFile};
+use xpu_timer_proto::{samples, timeline, v1::TimelineFile};
 
 use crate::{
     error::Error,
@@ -61,7 +62,7 @@ pub fn write(root: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<
 fn fill(folder: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<Written, Error> {
     let mut written = Written::default();
     let mut open: BTreeMap<String, File> = BTreeMap::new();
-    let mut is_complete = false;
+    let (mut is_complete, mut ranks) = (false, BTreeSet::new());
     for chunk in chunks {
         if !chunk.problem.is_empty() {
             written.problems.push(chunk.problem.clone());
@@ -87,7 +88,9 @@ fn fill(folder: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<Wri
         }
         // A network file system may report a full disk only here.
         nix::unistd::close(file).map_err(|error| Error::path("write", &path)(io::Error::from(error)))?;
-        written.ranks += 1;
+        // A rank may have operations and samples.
+        let is_first = ranks.insert(timeline::rank_of_file(&path));
+        written.ranks += u64::from(is_first);
         written.operations += chunk.operations;
         written.lost += chunk.lost;
     }
@@ -103,7 +106,9 @@ fn fill(folder: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<Wri
 
 /// Whether this is the name of a file that we would choose ourselves.
 fn is_file_name(name: &str) -> bool {
-    timeline::rank_of_file(Path::new(name)).is_some_and(|(rank, world)| timeline::file_name(rank, world) == name)
+    timeline::rank_of_file(Path::new(name)).is_some_and(|(rank, world)| {
+        timeline::file_name(rank, world) == name || samples::file_name(rank, world) == name
+    })
 }
 
 #[cfg(test)]
@@ -122,11 +127,13 @@ mod tests {
             chunk("00000-00002.ops", b"a", false),
             chunk("00001-00002.ops", b"c", true),
             chunk("00000-00002.ops", b"b", true),
+            TimelineFile { operations: 0, ..chunk("00000-00002.samples", b"s", true) },
             TimelineFile::default(),
         ];
         let written = write(root.path(), chunks.into_iter()).unwrap();
         assert_eq!((written.ranks, written.operations, written.problems), (2, 10, vec![]));
         assert_eq!(fs::read(written.path.join("00000-00002.ops")).unwrap(), b"ab");
+        assert_eq!(fs::read(written.path.join("00000-00002.samples")).unwrap(), b"s");
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "nothing else is left");
     }
 

@@ -66,6 +66,7 @@ fn kind(name: &str) -> Kind {
         "XPU_TIMER_LINGER"
         | "XPU_TIMER_KEEP_INCIDENTS"
         | "XPU_TIMER_KEEP_DAYS"
+        | "XPU_TIMER_SAMPLE_RATE"
         | "XPU_TIMER_TIMELINE_MB"
         | "XPU_TIMER_TIMELINE_TRACE_COUNT"
         | "XPU_TIMER_DUMP_STACK_COUNT"

@@ -58,6 +58,7 @@ variables! {
     XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
     XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of the key of that certificate";
     XPU_TIMER_TIMELINE_SECONDS = "120", "seconds of completed operations that the collector keeps of every rank for the timeline; 0: none";
+    XPU_TIMER_SAMPLE_RATE = "2", "Python stacks of every rank's main thread that are sampled a second, without a stop; incidents and timelines have those of the last 120 seconds; at most 50; 0: none";
     XPU_TIMER_TIMELINE_MB = "64", "megabytes of memory for these operations, of all ranks of a node together; the oldest leave first";
     XPU_TIMER_TIMELINE_TRACE_COUNT = "1000", "operations of a rank that xpu_timer_dump_timeline records, if the request does not say";
     XPU_TIMER_ALL_DUMP_TIMELINE = "1", "0: of the ranks that xpu_timer_dump_timeline records, only rank 0 writes a .timeline.meta";

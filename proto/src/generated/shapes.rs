@@ -390,16 +390,47 @@ static V1_TIMELINE_BLOCK: [(u32, Field); 1] = [
 impl Shaped for crate::v1::TimelineBlock {
     const SHAPE: &'static Shape = &V1_TIMELINE_BLOCK;
 }
-static V1_RANK_EVIDENCE: [(u32, Field); 6] = [
+static V1_STACK_SAMPLES: [(u32, Field); 7] = [
+    (2, Field::Message(&V1_RANK_INFO)),
+    (3, Field::Text),
+    (4, Field::Message(&V1_CLOCK_READING)),
+    (8, Field::Message(&V1_SAMPLED_THREAD)),
+    (9, Field::Message(&V1_SAMPLED_STACK)),
+    (10, Field::Message(&SERVER_PY_SPY_FRAME)),
+    (14, Field::Text),
+];
+impl Shaped for crate::v1::StackSamples {
+    const SHAPE: &'static Shape = &V1_STACK_SAMPLES;
+}
+static V1_SAMPLED_THREAD: [(u32, Field); 1] = [
+    (2, Field::Text),
+];
+impl Shaped for crate::v1::SampledThread {
+    const SHAPE: &'static Shape = &V1_SAMPLED_THREAD;
+}
+static V1_SAMPLED_STACK: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::SampledStack {
+    const SHAPE: &'static Shape = &V1_SAMPLED_STACK;
+}
+static V1_RANK_EVIDENCE: [(u32, Field); 7] = [
     (3, Field::Message(&SERVER_STACKTRACE)),
     (4, Field::Message(&V1_FLIGHT_RECORD)),
     (5, Field::Text),
     (6, Field::Text),
     (7, Field::Text),
     (8, Field::Message(&V1_HOST_FACTS)),
+    (9, Field::Message(&V1_HOST_STAY)),
 ];
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
+}
+static V1_HOST_STAY: [(u32, Field); 2] = [
+    (1, Field::Text),
+    (2, Field::Text),
+];
+impl Shaped for crate::v1::HostStay {
+    const SHAPE: &'static Shape = &V1_HOST_STAY;
 }
 static V1_HOST_FACTS: [(u32, Field); 18] = [
     (2, Field::Text),
@@ -651,13 +682,19 @@ static V1_DUMP_FILE: [(u32, Field); 2] = [
 impl Shaped for crate::v1::DumpFile {
     const SHAPE: &'static Shape = &V1_DUMP_FILE;
 }
-static V1_TIMELINE_REQUEST: [(u32, Field); 3] = [
+static V1_TIMELINE_REQUEST: [(u32, Field); 4] = [
     (1, Field::Text),
     (2, Field::Message(&V1_JOB_ID)),
     (4, Field::Message(&V1_RANK_RUN)),
+    (6, Field::Message(&V1_STACK_RECORDING)),
 ];
 impl Shaped for crate::v1::TimelineRequest {
     const SHAPE: &'static Shape = &V1_TIMELINE_REQUEST;
+}
+static V1_STACK_RECORDING: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::StackRecording {
+    const SHAPE: &'static Shape = &V1_STACK_RECORDING;
 }
 static V1_TIMELINE_FILE: [(u32, Field); 2] = [
     (1, Field::Text),

@@ -844,6 +844,89 @@ pub struct TimelineBlock {
     #[prost(sint64, repeated, tag = "12")]
     pub group: ::prost::alloc::vec::Vec<i64>,
 }
+/// Stacks of the threads of one process over time, read from outside without stopping it. A file
+/// `RRRRR-WWWWW.samples` is one such message.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StackSamples {
+    /// Version of this format, now 1. A reader refuses a newer one.
+    #[prost(uint32, tag = "1")]
+    pub format: u32,
+    /// The process. The rank is -1 if it has none.
+    #[prost(message, optional, tag = "2")]
+    pub rank: ::core::option::Option<RankInfo>,
+    /// Version of xpu_timer that wrote it.
+    #[prost(string, tag = "3")]
+    pub writer: ::prost::alloc::string::String,
+    /// Simultaneous readings of the node's clocks, oldest first.
+    #[prost(message, repeated, tag = "4")]
+    pub clock: ::prost::alloc::vec::Vec<ClockReading>,
+    /// The time in which samples were taken, CLOCK_MONOTONIC.
+    #[prost(uint64, tag = "5")]
+    pub from_ns: u64,
+    #[prost(uint64, tag = "6")]
+    pub until_ns: u64,
+    /// The time that one sample stands for.
+    #[prost(uint64, tag = "7")]
+    pub period_ns: u64,
+    #[prost(message, repeated, tag = "8")]
+    pub threads: ::prost::alloc::vec::Vec<SampledThread>,
+    /// The distinct stacks.
+    #[prost(message, repeated, tag = "9")]
+    pub stacks: ::prost::alloc::vec::Vec<SampledStack>,
+    /// The distinct frames.
+    #[prost(message, repeated, tag = "10")]
+    pub frames: ::prost::alloc::vec::Vec<super::server::PySpyFrame>,
+    /// Stacks of which only the outer frames are known, because the inner ones changed during each
+    /// read. They are among the samples.
+    #[prost(uint64, tag = "11")]
+    pub cut: u64,
+    /// Stacks that changed so much during each read that nothing of them is known. They are missing.
+    #[prost(uint64, tag = "12")]
+    pub discarded: u64,
+    /// Samples that were not taken because the machine was busy. Should be 0.
+    #[prost(uint64, tag = "13")]
+    pub missed: u64,
+    /// What happened to the process or to the recording, for people: it ended, executed another
+    /// program, or forked.
+    #[prost(string, repeated, tag = "14")]
+    pub notes: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Whether the stacks have C frames.
+    #[prost(bool, tag = "15")]
+    pub native: bool,
+}
+/// One thread. A slice is a run of samples with the same stack. Entry i of each column belongs to
+/// slice i.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SampledThread {
+    /// The kernel's thread id; 0 if unknown.
+    #[prost(int32, tag = "1")]
+    pub tid: i32,
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// Whether it is the main thread of the interpreter.
+    #[prost(bool, tag = "3")]
+    pub main: bool,
+    /// Time of the first sample of the slice, CLOCK_MONOTONIC, minus that of the slice before; the
+    /// first one minus 0.
+    #[prost(uint64, repeated, tag = "4")]
+    pub first: ::prost::alloc::vec::Vec<u64>,
+    /// Time of the last sample of the slice, minus that of its first one.
+    #[prost(uint64, repeated, tag = "5")]
+    pub last: ::prost::alloc::vec::Vec<u64>,
+    /// Number of samples.
+    #[prost(uint32, repeated, tag = "6")]
+    pub samples: ::prost::alloc::vec::Vec<u32>,
+    /// Index into `StackSamples.stacks`.
+    #[prost(uint32, repeated, tag = "7")]
+    pub stack: ::prost::alloc::vec::Vec<u32>,
+}
+/// One stack. It has no frames if the thread runs no Python code.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SampledStack {
+    /// Indices into `StackSamples.frames`, innermost frame first.
+    #[prost(uint32, repeated, tag = "1")]
+    pub frames: ::prost::alloc::vec::Vec<u32>,
+}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RankEvidence {
     #[prost(uint32, tag = "1")]
@@ -867,6 +950,24 @@ pub struct RankEvidence {
     /// stacks need not be sent.
     #[prost(message, optional, tag = "8")]
     pub host: ::core::option::Option<HostFacts>,
+    /// Where its main thread has been lately, from samples of its stack; absent without samples.
+    #[prost(message, optional, tag = "9")]
+    pub stay: ::core::option::Option<HostStay>,
+}
+/// The function in which a main thread has been.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HostStay {
+    #[prost(string, tag = "1")]
+    pub function: ::prost::alloc::string::String,
+    /// `path:line`, where it was in the last sample.
+    #[prost(string, tag = "2")]
+    pub place: ::prost::alloc::string::String,
+    /// Since when, before the last sample.
+    #[prost(uint64, tag = "3")]
+    pub for_ns: u64,
+    /// It had entered the function before the first sample.
+    #[prost(bool, tag = "4")]
+    pub at_least: bool,
 }
 /// What a process does, from both samples of its dump.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1529,7 +1630,7 @@ pub struct DumpFile {
     #[prost(bool, tag = "4")]
     pub last: bool,
 }
-/// Requests the timelines of ranks of a job, or that they record every kernel.
+/// Requests the timelines of ranks of a job, or that they record every kernel or their stacks.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TimelineRequest {
     /// See the key of `Deliver`; empty with `detail`.
@@ -1543,11 +1644,27 @@ pub struct TimelineRequest {
     /// None: all ranks.
     #[prost(message, repeated, tag = "4")]
     pub ranks: ::prost::alloc::vec::Vec<RankRun>,
-    /// Send nothing, but record every kernel for as long as the window.
+    /// Send nothing, but record for as long as the window: every kernel, or the stacks.
     #[prost(bool, tag = "5")]
     pub detail: bool,
+    /// Record, or send, stacks instead of operations.
+    #[prost(message, optional, tag = "6")]
+    pub recording: ::core::option::Option<StackRecording>,
 }
-/// A chunk of the `.ops` file of a rank.
+/// How stacks are recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StackRecording {
+    /// Time between two samples.
+    #[prost(uint64, tag = "1")]
+    pub period_us: u64,
+    /// Only the main thread of each rank.
+    #[prost(bool, tag = "2")]
+    pub main_only: bool,
+    /// C frames as well.
+    #[prost(bool, tag = "3")]
+    pub native: bool,
+}
+/// A chunk of the `.ops` file of a rank, or of its `.samples` file.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct TimelineFile {
     /// Empty in the last message of a node.

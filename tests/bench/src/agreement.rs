@@ -1,15 +1,30 @@
 //! Compares the capture with other tools, on targets that do not change.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use anyhow::{Result, ensure};
+use nix::sys::{
+    resource::{UsageWho, getrusage},
+    time::TimeValLike,
+};
 use xpu_timer_capture::ProcessCapture;
 use xpu_timer_proto::{
     procfs,
     server::{PstackStacktrace, PySpyStacktrace},
 };
 
-use crate::rivals::{self, NativeStack, PythonStack, Tools};
+use xpu_timer_tests::Process;
+
+use crate::{
+    report::Report,
+    rivals::{self, NativeStack, PythonStack, Tools},
+};
 
 /// The number of agreements, of comparisons, and one example of a difference.
 #[derive(Debug, Default)]
@@ -115,6 +130,151 @@ fn compare_python(ours: &[PySpyStacktrace], theirs: &[PythonStack], own_tid: imp
 
 fn frames(thread: &PySpyStacktrace) -> Vec<(String, String)> {
     thread.frames.iter().map(|frame| (frame.func_name.clone(), frame.file_name.clone())).collect()
+}
+
+/// 24 threads wait, and the main thread repeats three phases. Prints their shares of the time, and
+/// the calls of the third one in each second of processor time.
+const SCHEDULE: &str = "\
+import resource, sys, threading, time
+def busy(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return 0
+def sleeps(seconds):
+    time.sleep(seconds)
+    return 0
+def tiny(number):
+    return number + 1
+def calls(seconds):
+    end = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < end:
+        for _ in range(200):
+            number = tiny(number)
+    return number
+for index in range(24):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+print('ready', flush=True)
+phases = (busy, .0013), (sleeps, .031), (calls, .0017)
+spent, done, turn = [0, 0, 0], 0, 0
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    for index, (phase, least) in enumerate(phases):
+        begin = time.monotonic()
+        done += phase(least * (1 + turn % 3 * .5))
+        spent[index] += time.monotonic() - begin
+    turn += 1
+used = resource.getrusage(resource.RUSAGE_SELF)
+print('shares', *(one / sum(spent) for one in spent), done / (used.ru_utime + used.ru_stime), flush=True)
+";
+const PHASES: [&str; 3] = ["busy", "sleeps", "calls"];
+const RANKS: usize = 8;
+const SECONDS: u32 = 30;
+
+/// What one recorder makes of eight ranks.
+struct Recorded {
+    /// Percent of a core that it takes.
+    cost: f64,
+    /// Calls of a rank in a second of its processor time.
+    calls: f64,
+    /// The largest difference between a sampled share and the true one, in percentage points, over
+    /// all ranks.
+    error: f64,
+}
+
+/// Records eight ranks of 25 threads at 50 samples a second, with xpu_timer_dump and with py-spy.
+pub fn record(report: &mut Report, tools: &Tools, python: &Path) -> Result<()> {
+    let none = recorded(python, |_, _| Vec::new())?;
+    let ours = recorded(python, |pids, folder| {
+        let mut command = Command::new(&tools.dump);
+        command
+            .args(["record", "--rate", "50", "--seconds", &SECONDS.to_string(), "--output"])
+            .arg(folder.join("ours"));
+        pids.iter().for_each(|pid| _ = command.arg("--pid").arg(pid.to_string()));
+        vec![command]
+    })?;
+    let theirs = recorded(python, |pids, folder| {
+        let of_rank = |(rank, pid): (usize, &i32)| {
+            let mut command = Command::new(&tools.py_spy);
+            command.args(["record", "--idle", "--threads", "--function", "--format", "raw", "--rate", "50"]);
+            command.args(["--duration", &SECONDS.to_string(), "--pid", &pid.to_string(), "--output"]);
+            command.arg(folder.join(format!("theirs.{rank}")));
+            command
+        };
+        pids.iter().enumerate().map(of_rank).collect()
+    })?;
+    report.check(
+        "cost of xpu_timer_dump record",
+        format!("{:.2} % of a core", ours.cost),
+        "below 5 %",
+        ours.cost < 5.0,
+    );
+    report.note("cost of py-spy record", format!("{:.1} % of a core", theirs.cost));
+    report.check(
+        "largest error of a share: xpu_timer_dump",
+        format!("{:.2} points", ours.error),
+        "below 1",
+        ours.error < 1.0,
+    );
+    report.note("largest error of a share: py-spy", format!("{:.2} points", theirs.error));
+    let slower = |one: &Recorded| format!("{:+.2} %", 100.0 * (none.calls / one.calls - 1.0));
+    report.note("calls of the ranks take longer: xpu_timer_dump", slower(&ours));
+    report.note("calls of the ranks take longer: py-spy", slower(&theirs));
+    Ok(())
+}
+
+fn recorded(python: &Path, commands: impl Fn(&[i32], &Path) -> Vec<Command>) -> Result<Recorded> {
+    let folder = tempfile::tempdir()?;
+    let time = (SECONDS + 4).to_string();
+    let mut ranks: Vec<Process> =
+        (0..RANKS).map(|_| Process::spawn(Command::new(python).args(["-c", SCHEDULE, &time]))).collect();
+    ranks.iter_mut().for_each(|rank| rank.wait_for("ready", Duration::from_secs(60)));
+    let pids: Vec<i32> = ranks.iter().map(Process::pid).collect();
+    let before = children_time()?;
+    let mut running = Vec::new();
+    for mut command in commands(&pids, folder.path()) {
+        running.push(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?);
+    }
+    for tool in &mut running {
+        ensure!(tool.wait()?.success(), "a recorder failed");
+    }
+    let cost = 100.0 * (children_time()? - before).as_secs_f64() / f64::from(SECONDS);
+    let mut truth = [0.0; 3];
+    let mut calls = 0.0;
+    for rank in &mut ranks {
+        rank.wait_for("shares", Duration::from_secs(60));
+        let stdout = rank.stdout();
+        let shares = stdout.lines().find_map(|line| line.strip_prefix("shares ")).unwrap_or_default();
+        let numbers: Vec<f64> = shares.split(' ').filter_map(|number| number.parse().ok()).collect();
+        ensure!(numbers.len() == 4, "a rank printed {shares:?}");
+        truth.iter_mut().zip(&numbers).for_each(|(sum, share)| *sum += share / RANKS as f64);
+        calls += numbers[3] / RANKS as f64;
+    }
+    let found = sampled_shares(folder.path());
+    let errors = found.iter().zip(truth).map(|(sampled, share)| 100.0 * (sampled - share).abs());
+    Ok(Recorded { cost, calls, error: errors.fold(0.0, f64::max) })
+}
+
+/// Processor time of the processes that were waited for.
+fn children_time() -> Result<Duration> {
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN)?;
+    let time = |value: nix::sys::time::TimeVal| Duration::from_micros(value.num_microseconds() as u64);
+    Ok(time(usage.user_time()) + time(usage.system_time()))
+}
+
+/// The shares of the phases in the folded stacks of a folder.
+fn sampled_shares(folder: &Path) -> [f64; 3] {
+    let files = (0..RANKS).map(|rank| folder.join(format!("theirs.{rank}"))).chain([folder.join("ours/all.folded")]);
+    let text: String = files.filter_map(|file| fs::read_to_string(file).ok()).collect();
+    let mut counts = [0_u64; 3];
+    for (stack, count) in text.lines().filter_map(|line| line.rsplit_once(' ')) {
+        let frames = stack.split(';').map(|frame| frame.split(['@', ' ']).next().unwrap_or_default());
+        let phase = frames.filter_map(|name| PHASES.iter().position(|phase| *phase == name)).next();
+        phase.into_iter().for_each(|phase| counts[phase] += count.parse().unwrap_or(0));
+    }
+    let total: u64 = counts.iter().sum::<u64>().max(1);
+    counts.map(|count| count as f64 / total as f64)
 }
 
 #[cfg(test)]

@@ -45,9 +45,11 @@ enum Part {
     Pythons,
     /// Captures while threads start and end
     Churn,
+    /// Stacks over time, against py-spy record
+    Record,
 }
 
-const PARTS: [Part; 5] = [Part::Artificial, Part::Torch, Part::TorchForky, Part::Pythons, Part::Churn];
+const PARTS: [Part; 6] = [Part::Artificial, Part::Torch, Part::TorchForky, Part::Pythons, Part::Churn, Part::Record];
 const NODE: usize = 8;
 const MB: f64 = 1e6;
 
@@ -68,6 +70,7 @@ pub fn run(options: &Options) -> Result<bool> {
             Part::TorchForky => "Hung 2-rank torch gloo job (Debian forky)",
             Part::Pythons => "Python frames against py-spy",
             Part::Churn => "Thread churn",
+            Part::Record => "Recording of 8 ranks of 25 threads, 50 samples a second",
         };
         report.section(title);
         let done = match part {
@@ -88,6 +91,7 @@ pub fn run(options: &Options) -> Result<bool> {
             }),
             Part::Pythons => pythons(&mut report, &tools),
             Part::Churn => churn(&mut report, options),
+            Part::Record => agreement::record(&mut report, &tools, &python()),
         };
         if let Err(error) = done {
             report.failed(title, &error);

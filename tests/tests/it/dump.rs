@@ -1,11 +1,17 @@
 //! The command `xpu_timer_dump`: every option, and what it says and answers when something is
 //! wrong.
 
-use std::{fs, path::PathBuf, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use serde_json::Value;
 use xpu_timer_proto::{Message, server::Stacktrace};
-use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, lacks, skip, wait_until};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, lacks, python, skip, wait_until};
+
+use crate::collector::Tmpfs;
 
 /// Two threads with the same stack, and a child.
 const PROGRAM: &str = r#"
@@ -273,4 +279,93 @@ fn colours_are_for_terminals() {
     // A person gets JSON that can be read, a program one that is short.
     assert!(on_terminal(&format!("{arguments} --json"), None).contains("\n  \"pid\":"));
     assert!(target.dump(&["--json"]).stdout.starts_with("[{\"pid\":"));
+}
+
+/// Forks at once, and ends after a while.
+const FORKS: &str = "\
+import os, sys, time
+print('ready', flush=True)
+time.sleep(3)
+child = os.fork()
+if child == 0:
+    time.sleep(100)
+print('child', child, flush=True)
+time.sleep(4)
+os.kill(child, 9)
+";
+/// Executes another program after a while.
+const EXECUTES: &str = "\
+import os, sys, time
+print('ready', flush=True)
+time.sleep(3)
+os.execv(sys.executable, [sys.executable, '-c', 'def after(): time.sleep(100)\\nimport time\\nafter()'])
+";
+const STAYS: &str = "import time\nprint('ready', flush=True)\ndef stays(): time.sleep(100)\nstays()\n";
+
+fn script(text: &str) -> Process {
+    let mut process = Process::spawn(Command::new(python()).args(["-c", text]));
+    process.wait_for("ready", PATIENCE);
+    process
+}
+
+fn record(processes: &[&Process], arguments: &[&str], output: &Path) -> Output {
+    let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
+    command.arg("record").args(arguments).arg("--output").arg(output);
+    for process in processes {
+        command.arg("--pid").arg(process.pid().to_string());
+    }
+    Process::spawn(&mut command).wait(PATIENCE)
+}
+
+#[test]
+fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded() {
+    let [forks, executes, stays] = [FORKS, EXECUTES, STAYS].map(script);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let output = folder.path().join("record");
+    let recorded = record(&[&forks, &executes, &stays], &["--seconds", "10", "--rate", "50"], &output);
+    assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
+    let stdout = forks.stdout();
+    let child = stdout.lines().find_map(|line| line.strip_prefix("child ")).expect("its child");
+    for note in [
+        format!("process {} has started {child}, which is not recorded", forks.pid()),
+        format!("process {} has ended", forks.pid()),
+        format!("process {} has executed another program", executes.pid()),
+    ] {
+        assert!(recorded.stderr.contains(&note), "{note}: {}", recorded.stderr);
+    }
+    assert!(!recorded.stderr.contains(&stays.pid().to_string()), "{}", recorded.stderr);
+    let folded = fs::read_to_string(output.join("all.folded")).expect("the folded stacks");
+    let count = |function: &str| -> u64 {
+        let lines = folded.lines().filter(|line| line.contains(function));
+        lines.map(|line| line.rsplit_once(' ').expect("a count").1.parse::<u64>().expect("a number")).sum()
+    };
+    assert!(count("stays@") > 200 && count("after@") > 100, "{folded}");
+    // The samples of an earlier recording are not mixed with those of a new one.
+    let again = record(&[&stays], &["--seconds", "0.1"], &output);
+    assert!(again.code() == 1 && again.stderr.contains("another recording"), "{}", again.stderr);
+}
+
+#[test]
+fn a_recording_has_the_c_frames_that_are_wanted() {
+    let stays = script(STAYS);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let output = folder.path().join("record");
+    let recorded = record(&[&stays], &["--native", "--seconds", "1", "--rate", "10"], &output);
+    assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
+    let folded = fs::read_to_string(output.join("all.folded")).expect("the folded stacks");
+    let (_, called) = folded.split_once("stays@").expect("the Python frame");
+    assert!(called.contains(";") && called.contains("nanosleep"), "C frames below it: {folded}");
+}
+
+#[test]
+fn a_full_disk_is_named_with_the_file() {
+    let stays = script(STAYS);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let Some(disk) = Tmpfs::new(folder.path().join("disk"), 16) else { return };
+    fs::write(disk.0.join("fill"), [1; 1 << 20]).expect_err("it is full now");
+    let recorded = record(&[&stays], &["--seconds", "0.3"], &disk.0);
+    assert_eq!(recorded.code(), 1);
+    let file = disk.0.join("00000-00001.samples").display().to_string();
+    let reason = &recorded.stderr;
+    assert!(reason.contains(&file) && reason.contains("No space left on device"), "{reason}");
 }

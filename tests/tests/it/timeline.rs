@@ -12,9 +12,10 @@ use serde_json::Value;
 use xpu_timer_proto::{
     Message as _,
     hook::{KernelTraces, kernel_trace::DebugData},
+    samples,
     server::{PySpyFrame, PythonStackInTimeline},
     timeline::{self, PENDING, Reader},
-    v1::{Op, OpStatus, Operation, TimelineHead},
+    v1::{Op, OpStatus, Operation, StackSamples, TimelineHead},
 };
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, python_version, skip, tree, wait_until};
 
@@ -93,7 +94,8 @@ fn a_dump_has_every_operation_of_every_rank() {
     assert_eq!(dump["operations"], all);
     let one = self::dump(&job, "seconds=600&rank=1");
     let names: Vec<_> = fs::read_dir(folder(&one)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names, ["00001-00002.ops"]);
+    assert!(names.contains(&"00001-00002.ops".into()), "{names:?}");
+    assert!(names.iter().all(|name| name.to_string_lossy().starts_with("00001-00002.")), "{names:?}");
     let (code, body) = http("POST", job.port, "/timeline?rank=7").unwrap();
     assert!(code == 404 && body.contains("has no rank 7"), "{code} {body}");
     let (code, body) = http("POST", job.port, "/timeline?kernels=some").unwrap();
@@ -115,6 +117,42 @@ fn an_incident_has_the_timelines_of_its_ranks() {
     let (head, operations) = of(1);
     assert!(all_reduces(&operations).ends_with(&[39, 40]) && head.pending.is_empty());
     assert_eq!(head.lost, 0);
+    let samples = read_samples(&incident.path.join("00001-00002.samples"));
+    let functions: Vec<&str> = samples.frames.iter().map(|frame| frame.func_name.as_str()).collect();
+    assert!(functions.iter().any(|name| name.ends_with("__next__")), "where the loader hangs: {functions:?}");
+}
+
+fn read_samples(path: &Path) -> StackSamples {
+    let bytes = fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    samples::decode(&bytes).expect("a file of samples")
+}
+
+#[test]
+fn a_recording_has_the_stacks_of_every_rank() {
+    let job = Job::new().with("XPU_TIMER_SAMPLE_RATE", "0");
+    let mut ranks = job.train(2, &["--steps=100000", "--step-ms=5"]);
+    ranks.wait_for("step 30 ", PATIENCE);
+    let (code, body) = http("POST", job.port, "/record?seconds=2&rate=50&threads=main").expect("an answer");
+    assert_eq!(code, 200, "{body}\n{}", job.logs());
+    let answer: Value = serde_json::from_str(&body).expect("JSON");
+    assert_eq!((&answer["ranks"], &answer["problems"]), (&2.into(), &Value::Null), "{answer}");
+    for rank in 0..2 {
+        let samples = read_samples(&folder(&answer).join(format!("{rank:05}-00002.samples")));
+        let [main] = &samples.threads[..] else { panic!("one thread: {:?}", samples.threads) };
+        let count: u32 = main.samples.iter().sum();
+        assert!(u64::from(count) + samples.missed >= 90 && main.main, "{count}");
+        assert!(samples.frames.iter().any(|frame| frame.file_name.contains("train.py:")), "{:?}", samples.frames);
+        assert_eq!(samples.rank.map(|info| info.rank), Some(rank));
+    }
+    assert!(fs::read_to_string(folder(&answer).join("all.svg")).unwrap().contains("train.py"));
+    for (query, what) in
+        [("seconds=9999", "600 seconds at most"), ("rate=0", "samples a second"), ("threads=x", "neither")]
+    {
+        let (code, body) = http("POST", job.port, &format!("/record?{query}")).unwrap();
+        assert!(code == 400 && body.contains(what), "{query}: {code} {body}");
+    }
+    let timeline = dump(&job, "seconds=60");
+    assert!(!folder(&timeline).join("00000-00002.samples").exists(), "no light samples are taken");
 }
 
 #[test]
@@ -575,8 +613,20 @@ fn the_timelines_of_all_nodes_are_fetched_in_one_call() {
     }
     let ran = fetch(&["--rank=1"]);
     let folder = PathBuf::from(String::from_utf8_lossy(&ran.stdout).trim());
-    let names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let names: Vec<String> = names.filter(|name| !name.ends_with(".samples")).collect();
     assert_eq!(names, ["00001-00002.ops"]);
+    // Stacks are recorded by the same way.
+    let mut command = cluster.job.command(artifacts().bin("xpu_timer_collector"));
+    command.args(["record", "--url", &cluster.url(), "--job", "wide", "--seconds", "1", "--rate", "20", "--output"]);
+    let ran = command.arg(&output).output().unwrap();
+    assert!(ran.status.success(), "{}\n{}", String::from_utf8_lossy(&ran.stderr), cluster.log());
+    let folder = PathBuf::from(String::from_utf8_lossy(&ran.stdout).trim());
+    for rank in 0..2 {
+        let samples = read_samples(&folder.join(format!("{rank:05}-00002.samples")));
+        assert_eq!(samples.rank.map(|info| info.rank), Some(rank));
+    }
+    assert!(folder.join("speedscope.json").exists());
     let ran = fetch(&["--rank=5"]);
     assert!(
         !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains("no node has rank 5 of job wide"),

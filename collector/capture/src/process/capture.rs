@@ -37,7 +37,7 @@ use crate::{
     },
 };
 
-use super::{CodeLocations, Job, Options, RawProcess, running::RunningThreads};
+use super::{CodeLocations, Job, Options, RawProcess, live_thread, running::RunningThreads};
 
 /// How often to stop a thread until its Python stack and its native stack agree.
 const ATTEMPTS: usize = 4;
@@ -105,12 +105,7 @@ impl Capture<'_> {
         (sample.tcp_bytes, sample.tcp_connections) = (connections.bytes, connections.remote);
         self.process.command = command(pid);
         let tids = procfs::threads(pid)?;
-        // If the main thread has ended, the address space is available through the living threads.
-        // Threads may end at any time, so prefer the main thread if it lives, whatever the order of
-        // the ids.
-        let lives = |tid: &i32| procfs::status(pid, *tid).is_ok_and(|status| !matches!(status.letter(), b'Z' | b'X'));
-        let leader_first = std::iter::once(pid).chain(tids.iter().copied().filter(|tid| *tid != pid));
-        let Some(live_tid) = leader_first.into_iter().find(lives) else {
+        let Some(live_tid) = live_thread(pid, &tids) else {
             let threads = describe(pid, &tids);
             if threads.is_empty() {
                 return Err(Error::Gone(pid));

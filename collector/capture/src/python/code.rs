@@ -52,7 +52,8 @@ impl CodeCache {
         code
     }
 
-    fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
+    /// Reads the code object at an address, even if it was read before.
+    pub fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
         let class = memory.read_u64(CODE, address.wrapping_add(layout.object_type))?;
         if !self.types.contains(&class) {
             // The name of a type is a C string. It is the first field after the object's header and
@@ -74,6 +75,15 @@ impl CodeCache {
             lines: memory.bytes("a line table", table.wrapping_add(layout.bytes_data), length as usize)?,
         })
     }
+}
+
+/// The fields of a code object that name it, as a range of its memory: offset and length. While
+/// they are unchanged, it is the same code object: memory of a freed one may hold another one
+/// later.
+pub(super) fn identity(layout: &Layout) -> (u64, usize) {
+    let fields = [layout.code_name, layout.code_filename, layout.code_first_line, layout.code_lines];
+    let first = fields.into_iter().min().unwrap_or(0);
+    (first, (fields.into_iter().max().unwrap_or(0) + 8 - first) as usize)
 }
 
 /// Copies everything that the code objects of these frames need, with few system calls.

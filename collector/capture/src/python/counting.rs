@@ -190,6 +190,7 @@ impl CountReader {
             address: 0,
             code: *code,
             instruction: *instruction,
+            previous: 0,
             entry: false,
         };
         let all: Vec<InterpreterFrame> = stacks.iter().flat_map(|stack| &stack.frames).map(frame).collect();

@@ -28,14 +28,50 @@ pub(super) struct InterpreterFrame {
     pub code: u64,
     /// The last instruction, as stored in the frame.
     pub instruction: u64,
+    /// The frame that called it, which may belong to C code.
+    pub previous: u64,
     /// Whether C code entered the interpreter with this frame.
     pub entry: bool,
+}
+
+/// The words of a frame that lead to its code and to the next frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FrameWords {
+    pub code: u64,
+    pub instruction: u64,
+    pub previous: u64,
+    /// Whether the frame belongs to C code, which keeps it on its stack, instead of Python code.
+    pub is_from_c: bool,
+    entry: bool,
+}
+
+impl FrameWords {
+    /// Parses the first [`Layout::frame_size`] bytes of a frame.
+    pub fn parse(layout: &Layout, bytes: &[u8]) -> Self {
+        let entry = match (layout.frame_is_entry, layout.minor) {
+            (Some(offset), _) => number(bytes, offset, 1) != 0,
+            (None, minor) => minor < 12,
+        };
+        FrameWords {
+            // The lowest bits of a reference encode its ownership.
+            code: number(bytes, layout.frame_code, 8) & !7,
+            instruction: number(bytes, layout.frame_instruction, layout.instruction_bytes()),
+            previous: number(bytes, layout.frame_previous, 8),
+            is_from_c: is_from_c(layout, bytes),
+            entry,
+        }
+    }
 }
 
 /// The frames of a thread, leaf first, as far as they can be followed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
     pub frames: Vec<InterpreterFrame>,
+    /// What the state of the thread points to: the innermost frame, or the _PyCFrame that points to
+    /// it.
+    pub top: u64,
+    /// The innermost frame, which may belong to C code.
+    pub first: u64,
     /// Why the chain may be longer.
     pub problem: Option<ReadError>,
 }
@@ -79,7 +115,7 @@ pub(super) fn fetch<'a>(
 /// Follows the chain of one thread.
 pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Chain {
     let mut chain = Chain::default();
-    chain.problem = follow(memory, layout, thread, &mut chain.frames).err();
+    chain.problem = follow(memory, layout, thread, &mut chain).err();
     // C code entered the root frame.
     if layout.minor >= 12
         && let Some(root) = chain.frames.last_mut()
@@ -89,17 +125,13 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState
     chain
 }
 
-fn follow(
-    memory: &mut Snapshot,
-    layout: &Layout,
-    thread: &ThreadState,
-    frames: &mut Vec<InterpreterFrame>,
-) -> Result<(), ReadError> {
-    let top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
+fn follow(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState, chain: &mut Chain) -> Result<(), ReadError> {
+    chain.top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
     let mut frame = match layout.cframe_frame {
-        Some(offset) => memory.read_u64(THREAD, top.wrapping_add(offset))?,
-        None => top,
+        Some(offset) => memory.read_u64(THREAD, chain.top.wrapping_add(offset))?,
+        None => chain.top,
     };
+    chain.first = frame;
     let mut bytes = vec![0; layout.frame_size as usize];
     for _ in 0..MAX_FRAMES {
         if frame == 0 {
@@ -108,27 +140,17 @@ fn follow(
         if !memory.copy(frame, &mut bytes) {
             return Err(ReadError { what: FRAME, address: frame });
         }
-        let read_u64 = |offset: u64| number(&bytes, offset, 8);
-        if is_from_c(layout, &bytes) {
+        let words = FrameWords::parse(layout, &bytes);
+        if words.is_from_c {
             // From 3.12 on, C code that enters the interpreter leaves a frame of its own below.
-            if let Some(called) = frames.last_mut() {
+            if let Some(called) = chain.frames.last_mut() {
                 called.entry = true;
             }
         } else {
-            let entry = match (layout.frame_is_entry, layout.minor) {
-                (Some(offset), _) => number(&bytes, offset, 1) != 0,
-                (None, minor) => minor < 12,
-            };
-            // The lowest bits of a reference encode its ownership.
-            let instruction = number(&bytes, layout.frame_instruction, layout.instruction_bytes());
-            frames.push(InterpreterFrame {
-                address: frame,
-                code: read_u64(layout.frame_code) & !7,
-                instruction,
-                entry,
-            });
+            let FrameWords { code, instruction, previous, entry, .. } = words;
+            chain.frames.push(InterpreterFrame { address: frame, code, instruction, previous, entry });
         }
-        frame = read_u64(layout.frame_previous);
+        frame = words.previous;
     }
     Err(ReadError { what: "the end of a chain of frames", address: frame })
 }

@@ -78,7 +78,7 @@ fn suspended_frame(memory: &mut Snapshot, layout: &Layout, coroutine: u64) -> Op
     let state = memory.read_u8(COROUTINE, address.wrapping_sub(STATE_BEFORE)).ok()?;
     let mut field = |offset: u64| memory.read_u64(COROUTINE, address.wrapping_add(offset)).ok();
     let (code, instruction) = (field(layout.frame_code)? & !7, field(layout.frame_instruction)?);
-    (state == SUSPENDED).then_some(InterpreterFrame { address, code, instruction, entry: false })
+    (state == SUSPENDED).then_some(InterpreterFrame { address, code, instruction, previous: 0, entry: false })
 }
 
 /// The object that a suspended frame waits for: the top of its evaluation stack. The top follows

@@ -6,14 +6,16 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use serde_json::Value;
 use tempfile::TempDir;
 use xpu_timer_capture::{Frame, merge};
 use xpu_timer_proto::{
-    procfs,
+    procfs, samples,
     server::{PySpyFrame, PySpyStacktrace},
+    v1::StackSamples,
 };
 use xpu_timer_tests::{
     PATIENCE, Process, artifacts, compile_c, forky, forky_headers, only_child, python, python_version, run_in_forky,
@@ -398,5 +400,94 @@ fn layouts_are_those_of_the_headers() {
         fs::write(&table, new).expect("the table can be written");
     } else {
         assert!(old == new, "{} is stale: run `cargo xtask bless`", table.display());
+    }
+}
+
+/// Repeats three phases, and prints the share of the time of each. The calls are short and many.
+const SCHEDULE: &str = "\
+import sys, threading, time
+def busy(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+def sleeps(seconds):
+    time.sleep(seconds)
+def tiny(number):
+    return number + 1
+def calls(seconds):
+    end = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < end:
+        for _ in range(200):
+            number = tiny(number)
+def run(seconds):
+    spent = {'busy': 0, 'sleeps': 0, 'calls': 0}
+    end = time.monotonic() + seconds
+    turn = 0
+    while time.monotonic() < end:
+        for phase, least in ((busy, .013), (sleeps, .031), (calls, .017)):
+            begin = time.monotonic()
+            phase(least * (1 + turn % 3 * .5))
+            spent[phase.__name__] += time.monotonic() - begin
+        turn += 1
+    return spent
+for index in range(3):
+    threading.Thread(target=threading.Event().wait, name='idle', daemon=True).start()
+print('ready', flush=True)
+spent = run(float(sys.argv[1]))
+print('shares', *(spent[name] / sum(spent.values()) for name in ('busy', 'sleeps', 'calls')), flush=True)
+print('done', flush=True)
+";
+
+/// The shares of the three phases in the samples of the main thread.
+fn sampled_shares(samples: &StackSamples) -> ([f64; 3], f64) {
+    let main = samples.threads.iter().find(|thread| thread.main).expect("the main thread");
+    let (mut counts, mut total) = ([0_u32; 3], 0);
+    for slice in samples::slices(main) {
+        let frames = samples.stacks[slice.stack as usize].frames.iter();
+        let names: Vec<&str> = frames.map(|frame| samples.frames[*frame as usize].func_name.as_str()).collect();
+        total += slice.samples;
+        for (count, phase) in counts.iter_mut().zip(["busy", "sleeps", "calls"]) {
+            *count += if names.contains(&phase) { slice.samples } else { 0 };
+        }
+    }
+    (counts.map(|count| f64::from(count) / f64::from(total)), total.into())
+}
+
+/// `XPU_TIMER_TEST_LONG=1` takes 10,000 samples of each version, and expects the shares to agree
+/// within one percent.
+#[test]
+fn recorded_samples_agree_with_a_planted_schedule() {
+    let (seconds, tolerance) = if std::env::var_os("XPU_TIMER_TEST_LONG").is_some() { (100, 0.01) } else { (5, 0.06) };
+    let versions = all();
+    let time = (seconds + 3).to_string();
+    let mut scripts: Vec<Script> = versions.iter().map(|python| python.start(SCHEDULE, &[&time])).collect();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let output = folder.path().join("record");
+    let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
+    command.args(["record", "--rate", "100", "--seconds", &seconds.to_string(), "--output"]).arg(&output);
+    for script in &scripts {
+        command.arg("--pid").arg(script.pid.to_string());
+    }
+    let recorded = Process::spawn(&mut command).wait(PATIENCE + Duration::from_secs(seconds));
+    assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
+    for (index, (python, script)) in versions.iter().zip(&mut scripts).enumerate() {
+        script.process.wait_for("done", PATIENCE);
+        let stdout = script.process.stdout();
+        let shares = stdout.lines().find_map(|line| line.strip_prefix("shares ")).expect("the shares");
+        let planted: Vec<f64> = shares.split(' ').map(|share| share.parse().expect("a share")).collect();
+        let file = output.join(samples::file_name(index as u32, versions.len() as u32));
+        let samples = samples::decode(&fs::read(&file).expect("the samples")).expect("a file of samples");
+        let (sampled, total) = sampled_shares(&samples);
+        let about = format!("3.{}: {sampled:?} of {total} samples, planted {planted:?}", python.minor);
+        // A machine under load takes fewer samples, but does not lose their threads.
+        assert!(total + samples.missed as f64 > 85.0 * seconds as f64 && samples.threads.len() == 4, "{about}");
+        let unknown = samples.cut + samples.discarded;
+        assert!((unknown as f64) < 0.02 * total, "{unknown} unknown, {about}");
+        let differs = sampled.iter().zip(&planted).any(|(one, other)| (one - other).abs() > tolerance);
+        assert!(!differs, "{about}");
+    }
+    for name in ["all.folded", "all.svg", "speedscope.json"] {
+        assert!(output.join(name).exists(), "{name}: {}", recorded.stdout);
     }
 }
