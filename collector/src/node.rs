@@ -8,6 +8,7 @@ mod connections;
 mod dump;
 mod event_loop;
 mod evidence;
+mod failures;
 mod folder_writer;
 mod inbox;
 mod incidents;

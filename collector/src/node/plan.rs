@@ -20,6 +20,7 @@ use crate::{
     },
     node::{
         evidence::{self, Subject},
+        failures::SharedFault,
         launched::{EndedCommand, State, Unregistered},
         registry::{Presence, Rank, Registry},
         sharers::EndedSharer,
@@ -146,6 +147,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         node: if named { rank.info.node.clone() } else { node.to_string() },
         lingers: rank.lingers,
         registered: true,
+        fault: Arc::clone(&rank.fault),
     }
 }
 
@@ -201,6 +203,7 @@ fn add_found(task: &mut DumpTask) {
             node: node.to_string(),
             lingers: false,
             registered: false,
+            fault: SharedFault::default(),
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
@@ -252,6 +255,7 @@ fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, no
             node: node.to_string(),
             lingers: false,
             registered: false,
+            fault: SharedFault::default(),
         });
     }
     subjects.sort_by_key(|subject| subject.rank);

@@ -1,6 +1,6 @@
 //! What hooks report: processes register, signal hangs, and end.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use tracing::{info, warn};
 use xpu_timer_proto::{
@@ -16,6 +16,7 @@ use crate::{
     },
     job::{ConnectionId, RankId, partition::CommunicatorRank},
     node::{
+        failures,
         inbox::Command,
         registry::{Rank, Registered},
         reports::IncidentReport,
@@ -24,6 +25,7 @@ use crate::{
     os::{
         clock::{self, Now, nanoseconds},
         process::Handle,
+        resources,
         ring_file::{RingFile, kernel_name},
     },
 };
@@ -66,6 +68,10 @@ impl NodeState {
                 if let Some(registered) = self.registry.changed(connection, info, unregistered, now.mono_ns) {
                     self.registered(&registered, "changed", now);
                 }
+                Ok(())
+            }
+            (Some(Message::Fault(_)), Some(id)) => {
+                self.fault(id);
                 Ok(())
             }
             (Some(Message::Goodbye(_)), Some(_)) => {
@@ -237,6 +243,23 @@ impl NodeState {
         let Some(rank) = self.registry.get(id) else { return };
         info!("{} sent Goodbye", rank.title());
         self.engine.process_gone(&rank.job, cause_pid(rank), now);
+    }
+
+    /// A thread has received a fatal signal and waits until its stack is copied. The event loop
+    /// cannot read the stack: that takes milliseconds, or longer for a large library.
+    fn fault(&mut self, id: RankId) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let (Some(ring), Some(process)) = (rank.ring.clone(), rank.process.clone()) else { return };
+        let shared = Arc::clone(&rank.fault);
+        let work = move || {
+            if let Some(failure) = failures::read_fault(&ring, &process) {
+                failures::store(&shared, failure);
+            }
+            resources::trim_heap();
+        };
+        if let Err(error) = thread::Builder::new().name("fault".into()).spawn(work) {
+            warn!("{}: cannot start a thread to read its stack: {error}", rank.title());
+        }
     }
 
     /// A rank under a system call filter can only write its goodbye into its ring.

@@ -93,6 +93,9 @@ pub struct Handle {
     pub launched: Option<ProcessId>,
     /// Whether that command ran when this process connected, in the collector's namespace.
     pub launched_ran: bool,
+    /// Where it writes its exception for torchelastic, by its environment; known only for processes
+    /// that connected.
+    pub error_file: Option<PathBuf>,
     fd: OwnedFd,
 }
 
@@ -109,7 +112,8 @@ impl Handle {
         let launched = launched_command(pid, &source);
         let launched_ran = launched.is_some_and(is_alive);
         let instance = instance_in(pid, &source);
-        Ok(Handle { instance, rank, ancestors, launched, launched_ran, ..Handle::open(pid)? })
+        let error_file = source.path("TORCHELASTIC_ERROR_FILE");
+        Ok(Handle { instance, rank, ancestors, launched, launched_ran, error_file, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -118,7 +122,8 @@ impl Handle {
         let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let (instance, ancestors) = (String::new(), Vec::new());
-        let handle = Handle { pid, start, instance, rank: None, ancestors, launched: None, launched_ran: false, fd };
+        let (rank, launched, error_file) = (None, None, None);
+        let handle = Handle { pid, start, instance, rank, ancestors, launched, launched_ran: false, error_file, fd };
         // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());

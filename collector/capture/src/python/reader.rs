@@ -208,6 +208,7 @@ impl PythonThread {
             owns_gil: self.stack.held_gil.is_some(),
             collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
             frames: self.stack.frames,
+            exceptions: Vec::new(),
         };
         (trace, self.stack.entries)
     }
