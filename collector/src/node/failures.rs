@@ -17,7 +17,7 @@ use xpu_timer_proto::{
     file, printable,
     ring::{self, fault, offset, stderr},
     secrets,
-    server::{PySpyFrame, PySpyStacktrace},
+    server::{PstackFrame, PySpyFrame, PySpyStacktrace},
     v1::{Failure, FailureKind},
 };
 
@@ -195,7 +195,7 @@ fn exception(
     let mut texts: Vec<String> = frames.iter().take(MOST_FRAMES).map(text).collect();
     texts.reverse();
     let (r#type, message) = (shown(class), shown(message));
-    Failure { kind: kind.into(), r#type, message, place, thread, frames: texts, age_ns: 0, ignored }
+    Failure { kind: kind.into(), r#type, message, place, thread, frames: texts, ignored, ..Default::default() }
 }
 
 /// The exception in an error file of torchelastic.
@@ -268,6 +268,10 @@ fn of_signal(fault: &ring::Fault, captured: &ProcessCapture) -> Failure {
     if frames.is_empty() {
         warn!("the stack at the {name} of pid {} is not known: {problem}", captured.pid);
     }
+    let numbers = |number: fn(&PstackFrame) -> u64| -> Vec<u64> {
+        thread.iter().flat_map(|thread| &thread.frames).take(MOST_FRAMES).map(number).collect()
+    };
+    let (addresses, offsets) = (numbers(|frame| frame.pc), numbers(|frame| frame.module_address));
     let main = thread.is_none_or(|thread| i32::try_from(thread.pid).is_ok_and(|tid| tid == captured.pid));
     let thread = thread.filter(|_| !main).map(|thread| format!("thread {}", thread.thread_name)).unwrap_or_default();
     Failure {
@@ -277,8 +281,25 @@ fn of_signal(fault: &ring::Fault, captured: &ProcessCapture) -> Failure {
         place: shown(&place),
         thread,
         frames,
+        addresses,
+        offsets,
         ..Default::default()
     }
+}
+
+/// Whether the stack at a fatal signal is still in work.
+#[must_use]
+pub fn awaits_fault(ring: &RingFile, shared: &SharedFault) -> bool {
+    let has_fault = ring::read_fault(|offset, buffer| ring.read_at(offset, buffer)).is_ok_and(|fault| fault.is_some());
+    has_fault && lock(shared).is_none()
+}
+
+/// A failure on one line, for the log.
+#[must_use]
+pub fn summary(failure: &Failure) -> String {
+    let Failure { r#type, message, place, thread, .. } = failure;
+    let parts = [r#type, message, place, thread].into_iter().filter(|part| !part.is_empty());
+    parts.map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
 /// ` in PLACE`; empty without a place.

@@ -3,6 +3,7 @@
 use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use tracing::{info, warn};
+use xpu_timer_analysis::Exit;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
@@ -16,6 +17,7 @@ use crate::{
     },
     job::{ConnectionId, RankId, partition::CommunicatorRank},
     node::{
+        exit_plugins::FailedRank,
         failures,
         inbox::Command,
         registry::{Rank, Registered},
@@ -285,6 +287,7 @@ impl NodeState {
         self.read_goodbye(id, now);
         let died = self.registry.ended(id, process.exit(), self.happened_ns(now));
         self.raise_outlived(id, now);
+        self.note_failure(id);
         if !died {
             return;
         }
@@ -295,6 +298,28 @@ impl NodeState {
         self.engine.process_gone(&raise.job, process.pid, now);
         if !rank.auxiliary {
             self.raise(raise, now);
+        }
+    }
+
+    /// Logs why a rank failed, and calls the exit plugins.
+    fn note_failure(&self, id: RankId) {
+        let Some(rank) = self.registry.get(id).filter(|rank| !rank.auxiliary) else { return };
+        let exit = rank.exit.clone().unwrap_or_default();
+        if Exit::of(&exit).succeeded() || exit.is_empty() {
+            return;
+        }
+        let failed = FailedRank {
+            title: rank.title(),
+            info: rank.info.clone(),
+            process: rank.process.clone(),
+            ring: rank.ring.clone(),
+            exit,
+            fault: Arc::clone(&rank.fault),
+            plugins: self.settings.exit_plugins.clone(),
+            job: rank.job.name.clone(),
+        };
+        if let Err(error) = thread::Builder::new().name("failure".into()).spawn(move || failed.examine()) {
+            warn!("{}: cannot start a thread to examine its failure: {error}", rank.title());
         }
     }
 

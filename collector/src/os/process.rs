@@ -67,6 +67,22 @@ pub fn is_alive((pid, start): ProcessId) -> bool {
     procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead())
 }
 
+/// The Python of a process. A virtual environment is found by the path of the link to its program,
+/// which only the command line has.
+fn python(pid: i32, source: &Source) -> Option<PathBuf> {
+    let program = fs::read_link(format!("/proc/{pid}/exe")).ok()?;
+    program.file_name()?.to_str().filter(|name| name.starts_with("python"))?;
+    let cmdline = procfs::cmdline(pid).ok()?;
+    let name = PathBuf::from(String::from_utf8_lossy(cmdline.split(|byte| *byte == 0).next()?).into_owned());
+    let candidates: Vec<PathBuf> = if name.components().count() > 1 {
+        vec![fs::read_link(format!("/proc/{pid}/cwd")).ok()?.join(&name)]
+    } else {
+        source.text("PATH").unwrap_or_default().split(':').map(|folder| Path::new(folder).join(&name)).collect()
+    };
+    let is_program = |path: &PathBuf| fs::canonicalize(path).is_ok_and(|path| path == program);
+    Some(candidates.into_iter().find(is_program).unwrap_or(program))
+}
+
 const MAX_ANCESTORS: usize = 32;
 
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
@@ -96,6 +112,9 @@ pub struct Handle {
     /// Where it writes its exception for torchelastic, by its environment; known only for processes
     /// that connected.
     pub error_file: Option<PathBuf>,
+    /// The Python that it runs, by the path that finds its packages; known only for processes that
+    /// connected.
+    pub python: Option<PathBuf>,
     fd: OwnedFd,
 }
 
@@ -113,7 +132,8 @@ impl Handle {
         let launched_ran = launched.is_some_and(is_alive);
         let instance = instance_in(pid, &source);
         let error_file = source.path("TORCHELASTIC_ERROR_FILE");
-        Ok(Handle { instance, rank, ancestors, launched, launched_ran, error_file, ..Handle::open(pid)? })
+        let python = python(pid, &source);
+        Ok(Handle { instance, rank, ancestors, launched, launched_ran, error_file, python, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -122,8 +142,9 @@ impl Handle {
         let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let (instance, ancestors) = (String::new(), Vec::new());
-        let (rank, launched, error_file) = (None, None, None);
-        let handle = Handle { pid, start, instance, rank, ancestors, launched, launched_ran: false, error_file, fd };
+        let (rank, launched, error_file, python) = (None, None, None, None);
+        let launched_ran = false;
+        let handle = Handle { pid, start, instance, rank, ancestors, launched, launched_ran, error_file, python, fd };
         // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());

@@ -904,6 +904,11 @@ pub struct Failure {
     /// Python ignored the exception: it was raised in `__del__`, or in a callback.
     #[prost(bool, tag = "8")]
     pub ignored: bool,
+    /// Of a signal, the addresses of `frames`, and from the start of their library.
+    #[prost(uint64, repeated, tag = "9")]
+    pub addresses: ::prost::alloc::vec::Vec<u64>,
+    #[prost(uint64, repeated, tag = "10")]
+    pub offsets: ::prost::alloc::vec::Vec<u64>,
 }
 /// What a process does, from both samples of its dump.
 #[derive(Clone, PartialEq, ::prost::Message)]
