@@ -257,8 +257,8 @@ fn exceptions_that_are_being_handled_are_read_from_every_python() {
     const PROGRAM: &str = "import sys, time\n\
         def fetch():\n    raise ConnectionError('refused', 7)\n\
         def retry():\n    try:\n        fetch()\n    except ConnectionError:\n        print('ready', flush=True)\n        time.sleep(600)\n\
-        def steps():\n    try:\n        open('/nowhere/data')\n    except OSError:\n        yield 1\n        retry()\n\
-        for step in steps(): pass\n";
+        def steps():\n    yield 1\n    retry()\n\
+        try:\n    open('/nowhere/data')\nexcept OSError:\n    for step in steps(): pass\n";
     let mut read = 0;
     for version in ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"] {
         let Some(python) = python_version(version) else { continue };
@@ -282,7 +282,7 @@ fn exceptions_that_are_being_handled_are_read_from_every_python() {
             .collect();
         let expected = [
             ("ConnectionError", "(refused, 7)", vec!["<string>:3", "<string>:6"]),
-            ("FileNotFoundError", "[Errno 2] No such file or directory", vec!["<string>:12"]),
+            ("FileNotFoundError", "[Errno 2] No such file or directory", vec!["<string>:14"]),
         ];
         assert_eq!(shown, expected, "{version}");
         read += 1;
