@@ -342,7 +342,8 @@ mod tests {
         let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
         let node = String::new();
         let (presence, registered) = (Shown::Present, true);
-        Subject { rank, presence, info, process: None, ring: None, exit: None, node, lingers: false, registered }
+        let (process, ring, exit, fault) = (None, None, None, SharedFault::default());
+        Subject { rank, presence, info, process, ring, exit, node, lingers: false, registered, fault }
     }
 
     #[test]
