@@ -1,5 +1,5 @@
-"""Two ranks on the public CUDA and NCCL interfaces, of which rank 1 fails between two sums in one of
-many ways, while rank 0 waits for it.
+"""Two ranks on the public CUDA and NCCL interfaces. Rank 1 fails between two sums in one of many
+ways, while rank 0 waits for it.
 
     failing.py segv
 
