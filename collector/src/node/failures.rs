@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(of("loading\nno data\n\n", "exit code 1"), [line("no data")]);
         assert_eq!(of("loading\nno data\n", "exit code 0"), []);
         let error = (FailureKind::Exception, "ValueError".to_string(), "bad batch".to_string());
-        assert_eq!(of(PLAIN, "exit code 1"), [error.clone()]);
+        assert_eq!(of(PLAIN, "exit code 1"), std::slice::from_ref(&error));
         assert_eq!(of(&format!("{PLAIN}giving up\n"), "exit code 3"), [error.clone(), line("giving up")]);
         assert_eq!(of(PLAIN, ""), [error]);
         let interrupted = "Traceback (most recent call last):\n  File \"t.py\", line 1, in <module>\n    sleep()\nKeyboardInterrupt\n";

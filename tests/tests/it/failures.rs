@@ -174,7 +174,7 @@ fn every_way() {
         named[1] += usize::from(by_handler);
         let cell = |is_named: bool, text: &str| if is_named { "named".to_string() } else { reason(text) };
         rows += &format!("| {} | {} | {} |\n", way.text, cell(by_default, plain), cell(by_handler, handled));
-        if by_default != !way.words.is_empty() || by_handler != !(way.words.is_empty() && way.handler.is_empty()) {
+        if by_default == way.words.is_empty() || by_handler == (way.words.is_empty() && way.handler.is_empty()) {
             eprintln!("{}: default {by_default}, handler {by_handler}\n{plain}\n{handled}", way.name);
         }
     }
