@@ -32,6 +32,7 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
         node: evidence.node.clone(),
         errors: evidence.errors.clone(),
         exit: evidence.exit.clone(),
+        failures: evidence.failures.clone(),
         host: evidence.dump.as_ref().map(|dump| read(dump, training(evidence))).or_else(|| evidence.host.clone()),
         stay: evidence.stay.clone(),
     }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use xpu_timer_proto::v1::{Op, Operation};
+use xpu_timer_proto::v1::{Failure, Op, Operation};
 
 use crate::{
     explanation::{CollectiveFault, Explanation, HostState, TransferFault},
@@ -269,6 +269,8 @@ pub(crate) enum JobFact {
     SignalledFirst { rank: u32, operation: Box<Operation> },
     /// NCCL reported this asynchronous error of a communicator to these ranks.
     AsyncError { communicator: u64, error: u32, reported_to: Vec<usize> },
+    /// These ranks failed this way, or this fails in them.
+    Fails { rank_indices: Vec<usize>, failure: Box<Failure> },
     /// These ranks wait for keys in a store, in this call.
     WaitsForKeys { waiters: Vec<usize>, call: Box<Operation> },
     /// The oldest pending operation is younger than the hang timeout.

@@ -7,7 +7,7 @@ mod suspicion;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use xpu_timer_proto::v1::{Evidence, TriggerKind};
+use xpu_timer_proto::v1::{Evidence, Failure, FailureKind, TriggerKind};
 
 use arbitration::{Ruling, arbitrate};
 use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, waiting};
@@ -28,9 +28,11 @@ use crate::{
 /// Maximum number of lines of evidence. Those about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
 
-/// Maximum numbers of lines about waits for keys, and about asynchronous errors.
+/// Maximum numbers of lines about waits for keys, about asynchronous errors, and about exceptions
+/// and signals.
 const MOST_KEY_WAITS: usize = 8;
 const MOST_ASYNC_ERRORS: usize = 8;
+const MOST_FAILURES: usize = 8;
 
 /// Judges one incident: which ranks stopped the job, where, and why.
 ///
@@ -201,6 +203,7 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<JobFact> {
         }
     }
     facts.extend(async_errors(case).take(MOST_ASYNC_ERRORS));
+    facts.extend(failures(case));
     facts.extend(
         case.key_waits()
             .into_iter()
@@ -213,6 +216,31 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<JobFact> {
         facts.push(JobFact::SignalledFirst { rank, operation: Box::new(operation.clone()) });
     }
     facts
+}
+
+/// How much earlier than the hang timeout a living rank may have printed a traceback that is shown.
+const FAILURE_MARGIN_NS: u64 = 60_000_000_000;
+
+/// The failures of all ranks, equal ones together. A living rank may have recovered from an
+/// exception that it printed long ago.
+fn failures(case: &Case<'_>) -> impl Iterator<Item = JobFact> {
+    let recent_ns = case.evidence.hang_timeout_ns + FAILURE_MARGIN_NS;
+    let mut all: Vec<(Failure, Vec<usize>)> = Vec::new();
+    for (rank_index, view) in case.world.views.iter().enumerate() {
+        for failure in view.failures() {
+            let is_shown = view.dead() || failure.kind() != FailureKind::Exception || failure.age_ns <= recent_ns;
+            let known = || Failure { age_ns: 0, ..failure.clone() };
+            if !is_shown {
+                continue;
+            }
+            match all.iter().position(|(other, _)| *other == known()) {
+                Some(index) => all[index].1.push(rank_index),
+                None if all.len() < MOST_FAILURES => all.push((known(), vec![rank_index])),
+                None => {}
+            }
+        }
+    }
+    all.into_iter().map(|(failure, rank_indices)| JobFact::Fails { rank_indices, failure: Box::new(failure) })
 }
 
 /// The asynchronous errors of all communicators.

@@ -23,6 +23,7 @@ pub(crate) use helpers::{
 };
 pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, ThreadWait, is_terminal};
 pub(crate) use names::{base_name, plain, shortened};
+pub use names::{native_place, own_place};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;
 pub(crate) use read::read;

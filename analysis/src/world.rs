@@ -2,7 +2,8 @@
 //! missing ranks.
 
 use xpu_timer_proto::v1::{
-    Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, ProcessEvidence, RankEvidence,
+    Communicator, Evidence, Failure, FailureKind, FlightRecord, Op, OpKind, OpStatus, Operation, Presence,
+    ProcessEvidence, RankEvidence,
 };
 
 use crate::{
@@ -75,6 +76,26 @@ impl<'a> RankView<'a> {
     /// How its process ended.
     pub fn exit(&self) -> Exit<'a> {
         Exit::of(self.evidence.map_or("", |evidence| evidence.exit.as_str()))
+    }
+
+    /// Exceptions and signals of its process.
+    pub fn failures(&self) -> &'a [Failure] {
+        self.evidence.map_or(&[], |evidence| &evidence.failures)
+    }
+
+    /// Why its process ended, if that failed: the fatal signal, else the exception that was raised
+    /// last, else its last words.
+    pub fn reason(&self) -> Option<&'a Failure> {
+        let is = |kind: FailureKind| {
+            self.failures().iter().find(|failure| failure.kind() == kind && !failure.ignored && !is_of_thread(failure))
+        };
+        match self.exit() {
+            Exit::Signal(_) => is(FailureKind::Signal),
+            exit if exit.failed() || exit == Exit::Code(INTERRUPTED) => {
+                is(FailureKind::LastLine).or_else(|| is(FailureKind::Exception))
+            }
+            _ => None,
+        }
     }
 
     /// Its process cannot run, whatever its stacks show.
@@ -152,6 +173,14 @@ impl<'a> RankView<'a> {
         let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
         self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
     }
+}
+
+/// The exit code by which a shell reports SIGINT.
+const INTERRUPTED: i32 = 130;
+
+/// Whether an exception ended another thread or process, and not the one that is named.
+fn is_of_thread(failure: &Failure) -> bool {
+    failure.kind() == FailureKind::Exception && !failure.thread.is_empty()
 }
 
 /// How a process ended, parsed from the text that the collector writes: `exit code 1`, `killed by

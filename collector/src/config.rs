@@ -51,6 +51,8 @@ pub struct Settings {
     pub ca_file: Option<PathBuf>,
     /// URL that receives the verdicts.
     pub webhook: Option<String>,
+    /// Files of Python functions to call for each rank that fails.
+    pub exit_plugins: Vec<PathBuf>,
     /// How many incident folders to keep.
     pub keep: RetentionLimits,
     /// Folder of the hooks' logs.
@@ -99,6 +101,7 @@ impl Settings {
             token_file: source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE"),
             ca_file: source.path("XPU_TIMER_COLLECTOR_CA_FILE"),
             webhook: source.text("XPU_TIMER_WEBHOOK"),
+            exit_plugins: source.exit_plugins(),
             keep: RetentionLimits::new(source),
             logging_dir: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_default(),
             linger,

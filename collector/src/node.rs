@@ -8,6 +8,8 @@ mod connections;
 mod dump;
 mod event_loop;
 mod evidence;
+mod exit_plugins;
+mod failures;
 mod folder_writer;
 mod inbox;
 mod incidents;

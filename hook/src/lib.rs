@@ -28,4 +28,6 @@ mod interpose {
     pub(crate) mod load;
     #[allow(unsafe_code)]
     pub(crate) mod prctl;
+    #[allow(unsafe_code)]
+    pub(crate) mod write;
 }

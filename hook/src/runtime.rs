@@ -60,6 +60,10 @@ pub(crate) mod os {
     #[allow(unsafe_code)]
     pub(crate) mod seccomp;
     #[allow(unsafe_code)]
+    pub(crate) mod signals;
+    #[allow(unsafe_code)]
+    pub(crate) mod stderr_text;
+    #[allow(unsafe_code)]
     pub(crate) mod sys;
     #[allow(unsafe_code)]
     pub(crate) mod thread_state;

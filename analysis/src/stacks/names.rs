@@ -98,6 +98,30 @@ pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, patterns::STARTERS)))
 }
 
+/// The place of the innermost frame of the user's own code, else of the innermost frame:
+/// `train.py:33 in step`. The frames are leaf first.
+#[must_use]
+pub fn own_place(frames: &[PySpyFrame]) -> Option<String> {
+    let frame = own_frame(frames).or(frames.first())?;
+    Some(format!("{} in {}", base_name(&frame.file_name), frame.func_name))
+}
+
+/// The innermost function of a native stack that is not part of raising a signal or a C++
+/// exception. The frames are leaf first, and may begin in a handler of the signal.
+#[must_use]
+pub fn native_place(frames: &[PstackFrame]) -> Option<String> {
+    let handler = frames.iter().rposition(|frame| frame.func_name == patterns::SIGNAL_FRAME);
+    let interrupted = &frames[handler.map_or(0, |handler| handler + 1)..];
+    let raises = |frame: &&PstackFrame| patterns::RAISING_NATIVE.iter().any(|name| frame.func_name.starts_with(name));
+    let frame = interrupted.iter().find(|frame| is_named(&frame.func_name) && !raises(frame)).or(interrupted.first())?;
+    Some(unqualified_arguments(&frame.func_name).into())
+}
+
+/// A native function without its arguments: `at::add` of `at::add(at::Tensor const&)`.
+fn unqualified_arguments(function: &str) -> &str {
+    function.split_once('(').map_or(function, |(name, _)| name).trim_end()
+}
+
 /// The folder of an installed package: `vllm` of
 /// `/opt/venv/lib/python3.11/site-packages/vllm/x.py:3`.
 fn package(path: &str) -> Option<&str> {

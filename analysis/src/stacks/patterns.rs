@@ -450,6 +450,33 @@ pub(super) const LOCK_NATIVE: &[&str] = &[
 /// `futex` of x86-64.
 pub(super) const FUTEX_SYSCALL: i64 = 202;
 
+/// The name of the code that the kernel makes a signal handler return to.
+pub(super) const SIGNAL_FRAME: &str = "<signal handler called>";
+
+/// Beginnings of the names of native functions that raise a signal or a C++ exception.
+pub(super) const RAISING_NATIVE: &[&str] = &[
+    "raise",
+    "__GI_raise",
+    "gsignal",
+    "__GI_gsignal",
+    "abort",
+    "__GI_abort",
+    "pthread_kill",
+    "__pthread_kill",
+    "kill",
+    "__kill",
+    "__assert_fail",
+    "__GI___assert_fail",
+    "__assert_perror_fail",
+    "__libc_message",
+    "std::terminate",
+    "__cxxabiv1::",
+    "__gnu_cxx::__verbose_terminate_handler",
+    "__cxa_",
+    "_Unwind_",
+    "__gxx_personality",
+];
+
 /// Prefixes and parts of the paths of frames that are not the user's own.
 pub(super) const LIBRARY_PATHS: &[&str] = &[
     "site-packages/",

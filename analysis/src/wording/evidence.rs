@@ -204,6 +204,11 @@ pub(crate) fn job_line(case: &Case<'_>, fact: &JobFact) -> EvidenceLine {
             );
             Ranks::of(case, reported_to).line(text)
         }
+        JobFact::Fails { rank_indices, failure } => {
+            let who = Ranks::of(case, rank_indices);
+            let text = hosts::failure_text(&who, failure);
+            who.line(text)
+        }
         JobFact::WaitsForKeys { waiters, call } => waits_for_keys(case, waiters, call),
         JobFact::YoungerThanTimeout { oldest_ns, timeout_ns } => line(
             format!(

@@ -1,6 +1,6 @@
 //! The process, the host or the device of one rank holds up the others.
 
-use xpu_timer_proto::v1::{Operation, Presence};
+use xpu_timer_proto::v1::{Failure, FailureKind, Operation, Presence};
 
 use super::{Number, Ranks, Statement, about, collectives, detail, line, phrases};
 use crate::{
@@ -17,7 +17,8 @@ use crate::{
 pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String {
     let view = case.view(rank_index);
     let exit = view.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
-    let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
+    let reason = view.reason().map(|failure| format!(": {}", reason_text(failure))).unwrap_or_default();
+    let exit = exit.map_or(String::new(), |exit| format!(" ({exit}{reason})"));
     match view.presence {
         Presence::Left => format!("{} exited{exit}", number.has()),
         _ if view.host.state.starts_with('Z') => {
@@ -31,6 +32,47 @@ pub(super) fn end(case: &Case<'_>, rank_index: usize, number: Number) -> String 
             format!("{} dead: {} gone", number.is(), number.word("its process is", "their processes are"))
         }
         _ => format!("{} dead{exit}", number.is()),
+    }
+}
+
+/// Maximum number of characters of a failure's text in a sentence.
+const MOST_REASON: usize = 160;
+/// Number of native functions that a line of evidence shows.
+const SHOWN_FRAMES: usize = 8;
+
+/// A failure as a reason: `ValueError: bad batch at train.py:33 in step`.
+fn reason_text(failure: &Failure) -> String {
+    let message: String = failure.message.chars().take(MOST_REASON).collect();
+    let cut = if failure.message.len() > message.len() { "…" } else { "" };
+    let place = |word: &str| match failure.place.as_str() {
+        "" => String::new(),
+        place => format!(" {word} {place}"),
+    };
+    let thread = if failure.thread.is_empty() { String::new() } else { format!(", {}", failure.thread) };
+    match failure.kind() {
+        FailureKind::LastLine => format!("its last line on standard error is {message:?}{cut}"),
+        FailureKind::Signal if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("in")),
+        FailureKind::Signal => format!("{}{} {message}{thread}", failure.r#type, place("in")),
+        _ if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("at")),
+        _ => format!("{}: {message}{cut}{}{thread}", failure.r#type, place("at")),
+    }
+}
+
+/// The line of evidence about a failure of some ranks.
+pub(super) fn failure_text(who: &Ranks, failure: &Failure) -> String {
+    let reason = reason_text(failure);
+    let (who, number) = (who.text(), who.number());
+    match failure.kind() {
+        FailureKind::Handled => format!("{who} {} handling an exception: {reason}", number.is()),
+        FailureKind::Signal => {
+            let functions: Vec<&str> = failure.frames.iter().take(SHOWN_FRAMES).map(String::as_str).collect();
+            let stack =
+                if functions.is_empty() { String::new() } else { format!("; stack: {}", functions.join(" < ")) };
+            format!("{who} received {reason}{stack}")
+        }
+        FailureKind::LastLine => format!("{who}: {reason}"),
+        _ if failure.ignored => format!("Python ignored an exception of {who}: {reason}"),
+        _ => format!("{who} raised {reason}"),
     }
 }
 

@@ -85,6 +85,23 @@ impl Capturer {
         captured
     }
 
+    /// Takes the native stack of a thread that waits in a signal handler, from its registers at the
+    /// signal in the kernel's order for samples. `tid` is its id in the PID namespace of the
+    /// process. `copied` is called once the stack is copied; the thread need not wait longer.
+    pub fn capture_fault(
+        &mut self,
+        pid: i32,
+        tid: i32,
+        registers: &[u64; 17],
+        copied: impl FnOnce(),
+    ) -> ProcessCapture {
+        let raw_process = process::capture::capture_fault(pid, tid, registers, &self.images, copied);
+        let options = Options::default();
+        let deadline = Instant::now() + options.deadline;
+        self.symbolizer.prepare(std::slice::from_ref(&raw_process), options.lines_budget, deadline);
+        self.symbolizer.symbolize(raw_process).into()
+    }
+
     /// Like [`Capturer::capture`], but passes one entry after the other to `each`, and keeps what
     /// many frames have in common only once.
     pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(Stacks)) {

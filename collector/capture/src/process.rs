@@ -1,6 +1,6 @@
 //! The capture of one process: the request, and the result before its native frames are symbolized.
 
-mod capture;
+pub(crate) mod capture;
 mod running;
 pub(crate) mod worker;
 

@@ -15,6 +15,7 @@ mod builtins;
 mod code;
 pub(crate) mod consistency;
 pub(crate) mod counting;
+mod exceptions;
 pub(crate) mod frames;
 pub(crate) mod reader;
 pub(crate) mod sampling;

@@ -118,6 +118,7 @@ pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
         flight: rank.flight.clone(),
         node: rank.node.clone(),
         errors: rank.errors.clone(),
+        failures: rank.failures.clone(),
         exit: rank.exit.clone(),
         host: rank.host.clone(),
         stay: rank.stay.clone(),

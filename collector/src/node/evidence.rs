@@ -12,6 +12,7 @@ use xpu_timer_proto::{
 
 use crate::{
     job::partition::ProcessId,
+    node::failures::{self, SharedFault},
     os::{
         process::{self, Handle},
         ring_file::RingFile,
@@ -39,6 +40,8 @@ pub struct Subject {
     pub lingers: bool,
     /// Whether it has sent a hello.
     pub registered: bool,
+    /// The fatal signal that it has received.
+    pub fault: SharedFault,
 }
 
 /// What was captured of one rank.
@@ -125,6 +128,9 @@ impl Subject {
             ended_parent_pid: self.ended_parent().unwrap_or(0),
             ..join_samples([first, last], &self.node, &mut errors)
         });
+        let (ring, process, exit) = (self.ring.as_deref(), self.process.as_deref(), self.exit.as_deref());
+        let mut failures = failures::of_process(ring, process, exit.unwrap_or_default(), &self.fault);
+        failures.extend(dump.iter().flat_map(|dump| failures::handled(&dump.py_stacktrace)));
         RankEvidence {
             rank: self.rank,
             presence: self.presence.into(),
@@ -135,6 +141,7 @@ impl Subject {
             exit: self.exit.clone().unwrap_or_default(),
             host: None,
             stay: None,
+            failures,
         }
     }
 }
@@ -271,8 +278,9 @@ mod tests {
     fn subject(presence: Presence) -> Subject {
         let process = Some(Arc::new(Handle::open(std::process::id() as i32).unwrap()));
         let info = RankInfo { rank: 3, command: "train".into(), ..Default::default() };
-        let node = "n1".to_string();
-        Subject { rank: 3, presence, info, process, ring: None, exit: None, node, lingers: false, registered: true }
+        let (node, fault) = ("n1".to_string(), SharedFault::default());
+        let (ring, exit, lingers, registered) = (None, None, false, true);
+        Subject { rank: 3, presence, info, process, ring, exit, node, lingers, registered, fault }
     }
 
     #[test]

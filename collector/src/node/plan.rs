@@ -20,6 +20,7 @@ use crate::{
     },
     node::{
         evidence::{self, Subject},
+        failures::SharedFault,
         launched::{EndedCommand, State, Unregistered},
         registry::{Presence, Rank, Registry},
         sharers::EndedSharer,
@@ -150,6 +151,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         node: if named { rank.info.node.clone() } else { node.to_string() },
         lingers: rank.lingers,
         registered: true,
+        fault: Arc::clone(&rank.fault),
     }
 }
 
@@ -205,6 +207,7 @@ fn add_found(task: &mut DumpTask) {
             node: node.to_string(),
             lingers: false,
             registered: false,
+            fault: SharedFault::default(),
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
@@ -256,6 +259,7 @@ fn add_launched(subjects: &mut Vec<Subject>, unregistered: Vec<Unregistered>, no
             node: node.to_string(),
             lingers: false,
             registered: false,
+            fault: SharedFault::default(),
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
@@ -342,7 +346,8 @@ mod tests {
         let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
         let node = String::new();
         let (presence, registered) = (Shown::Present, true);
-        Subject { rank, presence, info, process: None, ring: None, exit: None, node, lingers: false, registered }
+        let (process, ring, exit, fault) = (None, None, None, SharedFault::default());
+        Subject { rank, presence, info, process, ring, exit, node, lingers: false, registered, fault }
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! What hooks report: processes register, signal hangs, and end.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use tracing::{info, warn};
+use xpu_timer_analysis::Exit;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
@@ -16,6 +17,8 @@ use crate::{
     },
     job::{ConnectionId, RankId, partition::CommunicatorRank},
     node::{
+        exit_plugins::FailedRank,
+        failures,
         inbox::Command,
         registry::{Rank, Registered},
         reports::IncidentReport,
@@ -24,6 +27,7 @@ use crate::{
     os::{
         clock::{self, Now, nanoseconds},
         process::Handle,
+        resources,
         ring_file::{RingFile, kernel_name},
     },
 };
@@ -66,6 +70,10 @@ impl NodeState {
                 if let Some(registered) = self.registry.changed(connection, info, unregistered, now.mono_ns) {
                     self.registered(&registered, "changed", now);
                 }
+                Ok(())
+            }
+            (Some(Message::Fault(_)), Some(id)) => {
+                self.fault(id);
                 Ok(())
             }
             (Some(Message::Goodbye(_)), Some(_)) => {
@@ -239,6 +247,23 @@ impl NodeState {
         self.engine.process_gone(&rank.job, cause_pid(rank), now);
     }
 
+    /// A thread has received a fatal signal and waits until its stack is copied. The event loop
+    /// cannot read the stack: that takes milliseconds, or longer for a large library.
+    fn fault(&mut self, id: RankId) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let (Some(ring), Some(process)) = (rank.ring.clone(), rank.process.clone()) else { return };
+        let shared = Arc::clone(&rank.fault);
+        let work = move || {
+            if let Some(failure) = failures::read_fault(&ring, &process) {
+                failures::store(&shared, failure);
+            }
+            resources::trim_heap();
+        };
+        if let Err(error) = thread::Builder::new().name("fault".into()).spawn(work) {
+            warn!("{}: cannot start a thread to read its stack: {error}", rank.title());
+        }
+    }
+
     /// A rank under a system call filter can only write its goodbye into its ring.
     pub(super) fn read_goodbye(&mut self, id: RankId, now: Now) {
         let alive = self.registry.get(id).filter(|rank| rank.presence.is_alive());
@@ -262,6 +287,7 @@ impl NodeState {
         self.read_goodbye(id, now);
         let died = self.registry.ended(id, process.exit(), self.happened_ns(now));
         self.raise_outlived(id, now);
+        self.note_failure(id);
         if !died {
             return;
         }
@@ -272,6 +298,28 @@ impl NodeState {
         self.engine.process_gone(&raise.job, process.pid, now);
         if !rank.auxiliary {
             self.raise(raise, now);
+        }
+    }
+
+    /// Logs why a rank failed, and calls the exit plugins.
+    fn note_failure(&self, id: RankId) {
+        let Some(rank) = self.registry.get(id).filter(|rank| !rank.auxiliary) else { return };
+        let exit = rank.exit.clone().unwrap_or_default();
+        if Exit::of(&exit).succeeded() || exit.is_empty() {
+            return;
+        }
+        let failed = FailedRank {
+            title: rank.title(),
+            info: rank.info.clone(),
+            process: rank.process.clone(),
+            ring: rank.ring.clone(),
+            exit,
+            fault: Arc::clone(&rank.fault),
+            plugins: self.settings.exit_plugins.clone(),
+            job: rank.job.name.clone(),
+        };
+        if let Err(error) = thread::Builder::new().name("failure".into()).spawn(move || failed.examine()) {
+            warn!("{}: cannot start a thread to examine its failure: {error}", rank.title());
         }
     }
 

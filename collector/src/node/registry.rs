@@ -23,7 +23,10 @@ use crate::{
         partition::{self, Assignment, CommunicatorRank, Member, ProcessId},
     },
     metrics::sampler::RankView,
-    node::launched::{FORGET_AFTER_NS, Unregistered},
+    node::{
+        failures::SharedFault,
+        launched::{FORGET_AFTER_NS, Unregistered},
+    },
     os::{
         clock::nanoseconds,
         process::{self, Handle},
@@ -123,6 +126,8 @@ pub struct Rank {
     pub auxiliary: bool,
     /// How it ended, when known.
     pub exit: Option<String>,
+    /// The fatal signal that it has received.
+    pub fault: SharedFault,
     /// CLOCK_MONOTONIC at which it registered.
     pub registered_ns: u64,
     // CLOCK_MONOTONIC at which its process certainly lived. A hello may be read after the end.
@@ -408,6 +413,7 @@ impl Registry {
             presence: Presence::Present,
             auxiliary: false,
             exit: None,
+            fault: SharedFault::default(),
             registered_ns: now_ns,
             alive_ns,
             ended_ns: 0,

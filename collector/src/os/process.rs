@@ -67,6 +67,22 @@ pub fn is_alive((pid, start): ProcessId) -> bool {
     procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead())
 }
 
+/// The Python of a process. A virtual environment is found by the path of the link to its program,
+/// which only the command line has.
+fn python(pid: i32, source: &Source) -> Option<PathBuf> {
+    let program = fs::read_link(format!("/proc/{pid}/exe")).ok()?;
+    program.file_name()?.to_str().filter(|name| name.starts_with("python"))?;
+    let cmdline = procfs::cmdline(pid).ok()?;
+    let name = PathBuf::from(String::from_utf8_lossy(cmdline.split(|byte| *byte == 0).next()?).into_owned());
+    let candidates: Vec<PathBuf> = if name.components().count() > 1 {
+        vec![fs::read_link(format!("/proc/{pid}/cwd")).ok()?.join(&name)]
+    } else {
+        source.text("PATH").unwrap_or_default().split(':').map(|folder| Path::new(folder).join(&name)).collect()
+    };
+    let is_program = |path: &PathBuf| fs::canonicalize(path).is_ok_and(|path| path == program);
+    Some(candidates.into_iter().find(is_program).unwrap_or(program))
+}
+
 const MAX_ANCESTORS: usize = 32;
 
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
@@ -93,6 +109,12 @@ pub struct Handle {
     pub launched: Option<ProcessId>,
     /// Whether that command ran when this process connected, in the collector's namespace.
     pub launched_ran: bool,
+    /// Where it writes its exception for torchelastic, by its environment; known only for processes
+    /// that connected.
+    pub error_file: Option<PathBuf>,
+    /// The Python that it runs, by the path that finds its packages; known only for processes that
+    /// connected.
+    pub python: Option<PathBuf>,
     fd: OwnedFd,
 }
 
@@ -109,7 +131,9 @@ impl Handle {
         let launched = launched_command(pid, &source);
         let launched_ran = launched.is_some_and(is_alive);
         let instance = instance_in(pid, &source);
-        Ok(Handle { instance, rank, ancestors, launched, launched_ran, ..Handle::open(pid)? })
+        let error_file = source.path("TORCHELASTIC_ERROR_FILE");
+        let python = python(pid, &source);
+        Ok(Handle { instance, rank, ancestors, launched, launched_ran, error_file, python, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -118,7 +142,9 @@ impl Handle {
         let fd = descriptors::open_process(pid)?;
         let start = procfs::stat(pid).ok().ok_or(io::ErrorKind::NotFound)?.start_time;
         let (instance, ancestors) = (String::new(), Vec::new());
-        let handle = Handle { pid, start, instance, rank: None, ancestors, launched: None, launched_ran: false, fd };
+        let (rank, launched, error_file, python) = (None, None, None, None);
+        let launched_ran = false;
+        let handle = Handle { pid, start, instance, rank, ancestors, launched, launched_ran, error_file, python, fd };
         // The start time belongs to this process only if the process still existed after the read.
         if handle.is_dead() && procfs::stat(pid).ok().is_none_or(|stat| stat.start_time != start) {
             return Err(io::ErrorKind::NotFound.into());

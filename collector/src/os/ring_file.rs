@@ -49,7 +49,7 @@ impl RingFile {
         self.file.read_exact_at(buffer, offset)
     }
 
-    /// Writes one of the three header words that belong to the collector.
+    /// Writes one of the words that belong to the collector, by its index in the ring.
     ///
     /// # Errors
     /// If the write fails, or if the file ends earlier: the write must not extend it.

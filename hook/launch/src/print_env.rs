@@ -85,6 +85,13 @@ fn text_of(report: &Report) -> String {
         let place = part.place.as_ref().map_or_else(|why| format!("MISSING: {why}"), |path| path.display().to_string());
         let _ = writeln!(text, "  {:<16} {}", part.name, line(&place));
     }
+    for plugin in &report.plugins {
+        let path = plugin.path.display();
+        let found = plugin.functions.as_ref();
+        let words = found
+            .map_or_else(|why| format!("{path}: UNUSABLE: {why}"), |found| format!("{path}: {}", found.join(", ")));
+        let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&words));
+    }
     let answers = match &report.collector {
         Ok(pid) => format!("answers as process {pid}"),
         Err(why) => format!("does not run ({why}); xpu_timer_launch starts it"),

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use crate::{
     interpose::{
         exit_functions::{self, NEXT_EXIT, NEXT_QUICK_EXIT},
-        prctl,
+        prctl, write,
     },
     runtime::{
         lifecycle::{
@@ -37,6 +37,7 @@ extern "C" fn on_load() {
     exit_functions::find_next_pthread_cancel();
     ptracer::find_first();
     prctl::find_next();
+    write::find_next();
     // First, because a filter may forbid everything else.
     if !disabled() {
         guarded(start::record_filters_at_load);

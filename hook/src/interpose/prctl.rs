@@ -231,7 +231,7 @@ unsafe extern "C" fn inspected_syscall(
 
 /// Does what the C library's `syscall` does, for calls before the next function is known.
 #[unsafe(naked)]
-unsafe extern "C" fn raw_syscall(
+pub unsafe extern "C" fn raw_syscall(
     _: c_long,
     _: c_ulong,
     _: c_ulong,

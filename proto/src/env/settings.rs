@@ -60,6 +60,7 @@ fn kind(name: &str) -> Kind {
         "XPU_TIMER_HANG_KILL"
         | "XPU_TIMER_LOGGING_APPEND"
         | "XPU_TIMER_DISABLE"
+        | "XPU_TIMER_SIGNAL_HANDLER"
         | "XPU_TIMER_ALL_DUMP_TIMELINE"
         | "XPU_TIMER_BUCKETING_METRICS" => Kind::Flag,
         "XPU_TIMER_MM_BUCKETING_COUNT" | "XPU_TIMER_COMM_BUCKETING_COUNT" => Kind::Levels,

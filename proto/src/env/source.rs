@@ -130,6 +130,13 @@ impl Source {
         self.text(name).map(PathBuf::from)
     }
 
+    /// The files in `XPU_TIMER_EXIT_HOOK_PLUGIN`.
+    #[must_use]
+    pub fn exit_plugins(&self) -> Vec<PathBuf> {
+        let list = self.text("XPU_TIMER_EXIT_HOOK_PLUGIN").unwrap_or_default();
+        list.split(',').map(str::trim).filter(|path| !path.is_empty()).map(PathBuf::from).collect()
+    }
+
     /// A number; `None` if it is not set and has no default.
     #[must_use]
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Option<T> {

@@ -69,6 +69,8 @@ variables! {
     XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank after which the job is examined; 0: off; default: twice the hang timeout. If this variable is set, the job is reported even if it may be idle";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
     XPU_TIMER_BRACKET = "collectives", "operations that get a start and an end event: collectives, matmuls, all, none";
+    XPU_TIMER_SIGNAL_HANDLER = "0", "1: on a fatal signal, a rank waits for up to 0.2 s until the collector has read the stack of the failing thread";
+    XPU_TIMER_EXIT_HOOK_PLUGIN = "", "Python files, comma separated, with functions that the collector calls for each rank that fails; see docs/failures.md";
     XPU_TIMER_INLINE = "auto", "code to replace where no symbol can be interposed; off: none; auto: gloo, and collectives and matrix products that are statically linked or bound to themselves; all: also the driver and the runtime";
     XPU_TIMER_NCCL_LIB_PATH = "", "path of the collective library, if its name is not one that the hook knows";
     XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for cuBLAS";
@@ -93,11 +95,6 @@ pub const WITHOUT_EFFECT: &[Variable] = &[
     ),
     without_effect("XPU_TIMER_TP_SIZE", "8", "it belongs to XPU_TIMER_SKIP_TP"),
     without_effect("XPU_TIMER_HOST_TRACING_FUNC", "", "Python functions are not traced; an incident has their stacks"),
-    without_effect(
-        "XPU_TIMER_EXIT_HOOK_PLUGIN",
-        "",
-        "xpu_timer runs no Python in the ranks; XPU_TIMER_WEBHOOK posts the verdicts",
-    ),
     without_effect("XPU_TIMER_TORCH_CUDA_LIB_PATH", "", "no function of libtorch_cuda is called"),
     without_effect("XPU_TIMER_SYMS_FILE", "", "functions are found without a symbol file"),
 ];

@@ -207,13 +207,22 @@ static SERVER_PY_SPY_FRAME: [(u32, Field); 3] = [
 impl Shaped for crate::server::PySpyFrame {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME;
 }
-static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 3] = [
+static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 4] = [
     (3, Field::Text),
     (7, Field::Message(&SERVER_PY_SPY_FRAME)),
     (100, Field::Text),
+    (102, Field::Message(&SERVER_PY_EXCEPTION)),
 ];
 impl Shaped for crate::server::PySpyStacktrace {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_STACKTRACE;
+}
+static SERVER_PY_EXCEPTION: [(u32, Field); 3] = [
+    (1, Field::Text),
+    (2, Field::Text),
+    (3, Field::Message(&SERVER_PY_SPY_FRAME)),
+];
+impl Shaped for crate::server::PyException {
+    const SHAPE: &'static Shape = &SERVER_PY_EXCEPTION;
 }
 static SERVER_DEVICE_STACKTRACE: [(u32, Field); 1] = [
     (1, Field::Text),
@@ -303,12 +312,13 @@ static SERVER_PY_SPY_FRAME_LIST: [(u32, Field); 1] = [
 impl Shaped for crate::server::PySpyFrameList {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME_LIST;
 }
-static V1_HOOK_MESSAGE: [(u32, Field); 5] = [
+static V1_HOOK_MESSAGE: [(u32, Field); 6] = [
     (1, Field::Message(&V1_HELLO)),
     (2, Field::Message(&V1_HANG_SIGNAL)),
     (3, Field::Message(&V1_HANG_RESOLVED)),
     (4, Field::Message(&V1_RANK_INFO)),
     (5, Field::Message(&V1_GOODBYE)),
+    (6, Field::Message(&V1_FAULT)),
 ];
 impl Shaped for crate::v1::HookMessage {
     const SHAPE: &'static Shape = &V1_HOOK_MESSAGE;
@@ -346,6 +356,11 @@ static V1_GOODBYE: [(u32, Field); 0] = [
 ];
 impl Shaped for crate::v1::Goodbye {
     const SHAPE: &'static Shape = &V1_GOODBYE;
+}
+static V1_FAULT: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::Fault {
+    const SHAPE: &'static Shape = &V1_FAULT;
 }
 static V1_TIMELINE_CHUNK: [(u32, Field); 2] = [
     (1, Field::Message(&V1_TIMELINE_HEAD)),
@@ -413,7 +428,7 @@ static V1_SAMPLED_STACK: [(u32, Field); 0] = [
 impl Shaped for crate::v1::SampledStack {
     const SHAPE: &'static Shape = &V1_SAMPLED_STACK;
 }
-static V1_RANK_EVIDENCE: [(u32, Field); 7] = [
+static V1_RANK_EVIDENCE: [(u32, Field); 8] = [
     (3, Field::Message(&SERVER_STACKTRACE)),
     (4, Field::Message(&V1_FLIGHT_RECORD)),
     (5, Field::Text),
@@ -421,6 +436,7 @@ static V1_RANK_EVIDENCE: [(u32, Field); 7] = [
     (7, Field::Text),
     (8, Field::Message(&V1_HOST_FACTS)),
     (9, Field::Message(&V1_HOST_STAY)),
+    (10, Field::Message(&V1_FAILURE)),
 ];
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
@@ -431,6 +447,16 @@ static V1_HOST_STAY: [(u32, Field); 2] = [
 ];
 impl Shaped for crate::v1::HostStay {
     const SHAPE: &'static Shape = &V1_HOST_STAY;
+}
+static V1_FAILURE: [(u32, Field); 5] = [
+    (2, Field::Text),
+    (3, Field::Text),
+    (4, Field::Text),
+    (5, Field::Text),
+    (6, Field::Text),
+];
+impl Shaped for crate::v1::Failure {
+    const SHAPE: &'static Shape = &V1_FAILURE;
 }
 static V1_HOST_FACTS: [(u32, Field); 18] = [
     (2, Field::Text),

@@ -138,6 +138,22 @@ pub struct PySpyStacktrace {
     /// The garbage collector of its interpreter is running, and this thread holds the GIL.
     #[prost(bool, tag = "101")]
     pub collects_garbage: bool,
+    /// The exceptions that the thread is handling, innermost `except` first.
+    #[prost(message, repeated, tag = "102")]
+    pub exceptions: ::prost::alloc::vec::Vec<PyException>,
+}
+/// An exception of a thread.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PyException {
+    /// The name of its class.
+    #[prost(string, tag = "1")]
+    pub r#type: ::prost::alloc::string::String,
+    /// Its arguments as text.
+    #[prost(string, tag = "2")]
+    pub message: ::prost::alloc::string::String,
+    /// Its traceback, leaf first: where it was raised.
+    #[prost(message, repeated, tag = "3")]
+    pub frames: ::prost::alloc::vec::Vec<PySpyFrame>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DeviceStacktrace {

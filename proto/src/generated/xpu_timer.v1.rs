@@ -623,7 +623,7 @@ impl CommunicatorState {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct HookMessage {
-    #[prost(oneof = "hook_message::Message", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "hook_message::Message", tags = "1, 2, 3, 4, 5, 6")]
     pub message: ::core::option::Option<hook_message::Message>,
 }
 /// Nested message and enum types in `HookMessage`.
@@ -644,6 +644,10 @@ pub mod hook_message {
         /// died.
         #[prost(message, tag = "5")]
         Goodbye(super::Goodbye),
+        /// A thread has received a fatal signal and waits until the collector has read its stack. The
+        /// ring has the registers.
+        #[prost(message, tag = "6")]
+        Fault(super::Fault),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -709,6 +713,8 @@ pub struct HangResolved {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Goodbye {}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Fault {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TimelineChunk {
     #[prost(oneof = "timeline_chunk::Part", tags = "1, 2")]
@@ -953,6 +959,9 @@ pub struct RankEvidence {
     /// Where its main thread has been lately, from samples of its stack; absent without samples.
     #[prost(message, optional, tag = "9")]
     pub stay: ::core::option::Option<HostStay>,
+    /// Exceptions and signals: why the process failed, or what fails in it.
+    #[prost(message, repeated, tag = "10")]
+    pub failures: ::prost::alloc::vec::Vec<Failure>,
 }
 /// The function in which a main thread has been.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -968,6 +977,39 @@ pub struct HostStay {
     /// It had entered the function before the first sample.
     #[prost(bool, tag = "4")]
     pub at_least: bool,
+}
+/// An exception or a fatal signal of a process.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Failure {
+    #[prost(enumeration = "FailureKind", tag = "1")]
+    pub kind: i32,
+    /// The class of the exception: `ValueError`; the signal: `SIGSEGV`.
+    #[prost(string, tag = "2")]
+    pub r#type: ::prost::alloc::string::String,
+    /// The first line of its text. Secrets are hidden.
+    #[prost(string, tag = "3")]
+    pub message: ::prost::alloc::string::String,
+    /// The innermost frame of the program: `train.py:33 in step`; of a signal the innermost native
+    /// function that is not part of raising the signal.
+    #[prost(string, tag = "4")]
+    pub place: ::prost::alloc::string::String,
+    /// Thread or child process, if it is known and not the main thread.
+    #[prost(string, tag = "5")]
+    pub thread: ::prost::alloc::string::String,
+    /// Of an exception outermost first, `path:line in function`; of a signal innermost first.
+    #[prost(string, repeated, tag = "6")]
+    pub frames: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Time from the last text on standard error to the dump.
+    #[prost(uint64, tag = "7")]
+    pub age_ns: u64,
+    /// Python ignored the exception: it was raised in `__del__`, or in a callback.
+    #[prost(bool, tag = "8")]
+    pub ignored: bool,
+    /// Of a signal, the addresses of `frames`, and from the start of their library.
+    #[prost(uint64, repeated, tag = "9")]
+    pub addresses: ::prost::alloc::vec::Vec<u64>,
+    #[prost(uint64, repeated, tag = "10")]
+    pub offsets: ::prost::alloc::vec::Vec<u64>,
 }
 /// What a process does, from both samples of its dump.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1226,6 +1268,45 @@ impl Presence {
             "PRESENCE_LEFT" => Some(Self::Left),
             "PRESENCE_UNREGISTERED" => Some(Self::Unregistered),
             "PRESENCE_MISSING" => Some(Self::Missing),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum FailureKind {
+    Unspecified = 0,
+    /// A traceback that the process printed, or that torchelastic stored.
+    Exception = 1,
+    /// An exception that a thread is handling.
+    Handled = 2,
+    /// Only the last line on standard error is known.
+    LastLine = 3,
+    /// A fatal signal.
+    Signal = 4,
+}
+impl FailureKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "FAILURE_KIND_UNSPECIFIED",
+            Self::Exception => "FAILURE_KIND_EXCEPTION",
+            Self::Handled => "FAILURE_KIND_HANDLED",
+            Self::LastLine => "FAILURE_KIND_LAST_LINE",
+            Self::Signal => "FAILURE_KIND_SIGNAL",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "FAILURE_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "FAILURE_KIND_EXCEPTION" => Some(Self::Exception),
+            "FAILURE_KIND_HANDLED" => Some(Self::Handled),
+            "FAILURE_KIND_LAST_LINE" => Some(Self::LastLine),
+            "FAILURE_KIND_SIGNAL" => Some(Self::Signal),
             _ => None,
         }
     }

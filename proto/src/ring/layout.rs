@@ -287,6 +287,51 @@ pub mod stack {
     pub const SLOTS: usize = 512;
 }
 
+/// Words of the text that a process wrote last to its standard error. There is one for the process
+/// itself and one for its forked children, which have no ring of their own.
+pub mod stderr {
+    /// Bytes of text so far, including those that were overwritten.
+    pub const BYTES: usize = 0;
+    /// When the last text was written, CLOCK_MONOTONIC nanoseconds.
+    pub const LAST_NS: usize = 1;
+    /// First word of the text. Byte number n of all text is at n modulo [`TEXT_BYTES`].
+    pub const TEXT: usize = 8;
+    /// Bytes of text that are kept.
+    pub const TEXT_BYTES: usize = 8192;
+    /// Number of words in an entry.
+    pub const WORDS: usize = TEXT + TEXT_BYTES / 8;
+    /// Entry of the process.
+    pub const OWN: usize = 0;
+    /// Entry of its forked children.
+    pub const CHILDREN: usize = 1;
+    /// Number of entries.
+    pub const SLOTS: usize = 2;
+}
+
+/// Words of a fatal signal that a thread of the process has received.
+pub mod fault {
+    /// Number of faults so far, published last. A fault that a handler of the program survives is
+    /// overwritten by the next one.
+    pub const COUNT: usize = 0;
+    /// Number of the signal.
+    pub const SIGNAL: usize = 1;
+    /// `si_code`.
+    pub const CODE: usize = 2;
+    /// Thread that received it, by its id in the PID namespace of the process.
+    pub const TID: usize = 3;
+    /// `si_addr`.
+    pub const ADDRESS: usize = 4;
+    /// Written by the collector: the [`COUNT`] whose stack it has read. The thread waits for it.
+    pub const READ: usize = 5;
+    /// First of the registers at the fault, in the kernel's order for samples: ax, bx, cx, dx, si,
+    /// di, bp, sp, ip, r8 to r15.
+    pub const REGISTERS: usize = 8;
+    /// Number of registers.
+    pub const REGISTER_COUNT: usize = 17;
+    /// Number of words.
+    pub const WORDS: usize = 32;
+}
+
 /// Words of a coverage entry: a function that the hook knows.
 pub mod coverage {
     /// Layer in the low byte ([`LAYERS`], from 1), status in the next ([`STATUSES`]); published
@@ -382,7 +427,7 @@ pub mod lane {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, kernel, lane, name, op, stack, store_wait, stream};
+    use super::{comm, coverage, fault, header, kernel, lane, name, op, stack, stderr, store_wait, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -405,8 +450,12 @@ pub mod offset {
     pub const LANE_KERNELS: usize = STORE_WAITS + store_wait::SLOTS * store_wait::WORDS * 8;
     /// Python stacks of launches.
     pub const STACKS: usize = LANE_KERNELS + lane::SLOTS * lane::KERNEL_SETS * lane::KERNEL_WAYS * kernel::WORDS * 8;
+    /// Last text on standard error.
+    pub const STDERR: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
+    /// Fatal signal.
+    pub const FAULT: usize = STDERR + stderr::SLOTS * stderr::WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
+    pub const END: usize = FAULT + fault::WORDS * 8;
 
     const _: () = {
         let tables = [

@@ -4,8 +4,8 @@ use std::{collections::HashMap, io};
 
 use super::lane;
 use super::layout::{
-    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, header, high, launch, low,
-    matmul, name, offset, op, read_words, stack, store_wait, stream, text, texts,
+    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, fault, header, high, launch,
+    low, matmul, name, offset, op, read_words, stack, stderr, store_wait, stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
@@ -164,6 +164,72 @@ pub fn read_stacks(
         RawStack { ticket: words[stack::TICKET] - 1, frames: pairs.map(|pair| (pair[0], pair[1])).collect() }
     };
     Ok(published.map(stack).collect())
+}
+
+/// Text that a process wrote last to its standard error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LastText {
+    /// At most [`stderr::TEXT_BYTES`] bytes. The first character may be cut.
+    pub text: Vec<u8>,
+    /// When the last part was written, CLOCK_MONOTONIC nanoseconds.
+    pub last_ns: u64,
+}
+
+/// Reads what a process ([`stderr::OWN`]) or its forked children ([`stderr::CHILDREN`]) wrote last
+/// to standard error. `None` if they wrote nothing.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_last_text(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    entry: usize,
+) -> io::Result<Option<LastText>> {
+    let words = read_words(&read_at, offset::STDERR + entry * stderr::WORDS * 8, stderr::WORDS)?;
+    let written = words[stderr::BYTES];
+    if written == 0 {
+        return Ok(None);
+    }
+    let mut text: Vec<u8> = words[stderr::TEXT..].iter().flat_map(|word| word.to_le_bytes()).collect();
+    match usize::try_from(written) {
+        Ok(written) if written < stderr::TEXT_BYTES => text.truncate(written),
+        _ => text.rotate_left((written % stderr::TEXT_BYTES as u64) as usize),
+    }
+    Ok(Some(LastText { text, last_ns: words[stderr::LAST_NS] }))
+}
+
+/// A fatal signal that a thread has received.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// Number of this fault; the thread waits until [`fault::READ`] has it.
+    pub count: u64,
+    /// Number of the signal.
+    pub signal: i32,
+    /// `si_code`.
+    pub code: i32,
+    /// Thread id in the PID namespace of the process.
+    pub tid: i32,
+    /// `si_addr`.
+    pub address: u64,
+    /// The registers, in the order of [`fault::REGISTERS`].
+    pub registers: [u64; fault::REGISTER_COUNT],
+}
+
+/// Reads the fatal signal that a process has received last.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_fault(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Option<Fault>> {
+    let words = read_words(&read_at, offset::FAULT, fault::WORDS)?;
+    let mut registers = [0; fault::REGISTER_COUNT];
+    registers.copy_from_slice(&words[fault::REGISTERS..fault::REGISTERS + fault::REGISTER_COUNT]);
+    Ok((words[fault::COUNT] != 0).then(|| Fault {
+        count: words[fault::COUNT],
+        signal: words[fault::SIGNAL] as i32,
+        code: words[fault::CODE] as i32,
+        tid: words[fault::TID] as i32,
+        address: words[fault::ADDRESS],
+        registers,
+    }))
 }
 
 /// Reads a ring. `read_at(offset, buffer)` fills the buffer from the memfd; `now_ns` is

@@ -149,7 +149,7 @@ fn execute(engine: &mut Engine, action: Action, now: Now) {
             let verdict = Box::new(xpu_timer_analysis::judge(&Evidence::default()));
             engine.gathered(&id, GatherEvent::Judged(verdict), now);
         }
-        Action::Gather(id, _, GatherTask::Draw) => engine.gathered(&id, GatherEvent::Drawn, now),
+        Action::Gather(id, _, GatherTask::Draw { .. }) => engine.gathered(&id, GatherEvent::Drawn, now),
         _ => {}
     }
 }

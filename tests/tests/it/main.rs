@@ -9,6 +9,7 @@ mod coverage;
 mod dump;
 mod end_to_end;
 mod ends;
+mod failures;
 mod gloo;
 mod guest;
 mod hook;

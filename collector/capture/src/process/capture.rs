@@ -25,8 +25,11 @@ use crate::{
         awaited::{self, Sleeper, Waits},
         permission,
     },
+    memory::{PAGE, Region},
     native::{
+        Registers,
         address_space::AddressSpace,
+        perf::Sample,
         stop::stop_all,
         thread::{ReadResult, Thread},
     },
@@ -68,6 +71,58 @@ pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
         }
     }
     process.sample.capture_ns = begin.elapsed().as_nanos() as u64;
+    process
+}
+
+/// Bytes of the stack to copy at a fatal signal. Most stacks use a few KB, and of a stack that has
+/// overflowed, the inner frames suffice.
+const FAULT_STACK_BYTES: usize = 256 << 10;
+/// Number of pages above the stack pointer that may be unmapped: a function with large variables
+/// has overflowed its stack.
+const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
+
+/// Takes the native stack of one thread that waits in a signal handler, from its registers at the
+/// signal. Calls `copied` when the thread need not wait any longer.
+pub(crate) fn capture_fault(
+    pid: i32,
+    tid: i32,
+    registers: &[u64; 17],
+    images: &Images,
+    copied: impl FnOnce(),
+) -> RawProcess {
+    let mut process = RawProcess { pid, ..RawProcess::default() };
+    process.sample.captured_unix_ns = unix_ns();
+    let tid = reader::tids_by_namespaced_tid(pid).get(&tid).copied().unwrap_or(tid);
+    let mut thread = Thread::default();
+    (thread.tid, thread.status) = (tid, procfs::status(pid, tid).unwrap_or_default());
+    let registers = Registers::from_sample(registers);
+    let taken = AddressSpace::open(images, pid, tid).and_then(|space| {
+        let sp = registers.sp();
+        let is_readable = |address: &u64| space.mapping(*address).is_some_and(|mapping| mapping.readable);
+        let pages = (1..MAX_OVERFLOW_PAGES).map(|page| (sp & !(PAGE - 1)) + page * PAGE);
+        let start = std::iter::once(sp).chain(pages).find(is_readable).unwrap_or(sp);
+        let mapping = space.mapping(start);
+        let stack = Region::read_stack(tid, start, mapping.as_deref(), vec![1; FAULT_STACK_BYTES])?;
+        Ok((space, stack))
+    });
+    copied();
+    match taken {
+        Ok((space, stack)) => {
+            let sample = Sample { registers, stack, in_kernel: false };
+            thread.store_sample(pid, sample, &space, &mut Box::default());
+            let mut places = CodeLocations::default();
+            process.frames.push(places.of(&thread.frames, Some(&space)));
+            process.places = places.list;
+            process.sample.stacktrace.push(PstackStacktrace {
+                pid: tid as u32,
+                thread_name: thread.status.name,
+                capture: CaptureMethod::ZeroStop.into(),
+                incomplete: thread.incomplete,
+                ..PstackStacktrace::default()
+            });
+        }
+        Err(error) => process.sample.errors.push(error.to_string()),
+    }
     process
 }
 

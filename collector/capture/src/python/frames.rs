@@ -2,7 +2,10 @@
 
 use std::time::Instant;
 
-use xpu_timer_proto::{ring::FrameLayout, server::PySpyFrame};
+use xpu_timer_proto::{
+    ring::FrameLayout,
+    server::{PyException, PySpyFrame},
+};
 
 use crate::{
     cpython::Layout,
@@ -184,6 +187,8 @@ pub(crate) struct Stack {
     pub(super) held_gil: Option<(u64, Instant)>,
     /// Whether the garbage collector was running at that time.
     pub(super) collects: bool,
+    /// The exceptions that the thread is handling, innermost first.
+    pub(super) exceptions: Vec<PyException>,
     /// Why the stack is incomplete.
     pub problem: Option<String>,
     /// Whether inner frames are missing because they changed during the read.
@@ -223,6 +228,8 @@ impl Stack {
         after.raw_frames.drain(..left_out);
         after.entries.drain(..left_out);
         after.is_cut = left_out > 0 || kept < before.raw_frames.len();
+        // A thread that has left its block handles another exception, or none.
+        after.exceptions.retain(|exception| before.exceptions.contains(exception));
         (after.held_gil, after.collects) = match after.held_gil {
             Some(_) => (after.held_gil, after.collects),
             None => (before.held_gil, before.collects),

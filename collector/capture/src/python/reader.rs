@@ -18,6 +18,7 @@ use crate::{
 
 use super::{
     code::{self, CodeCache},
+    exceptions,
     frames::{self, Chain, InterpreterFrame, Stack},
     tasks,
     threads::{self, ThreadState},
@@ -148,6 +149,8 @@ impl PythonReader {
             problem = problem.or(chain.problem);
         }
         self.add_awaits(memory, codes, &mut stack);
+        let states = thread.states();
+        stack.exceptions = states.flat_map(|state| exceptions::handled(memory, layout, codes, state)).collect();
         let now = Instant::now();
         for (gil, state) in &thread.states {
             // Also read for threads that do not hold the GIL, so that a copy has the memory of
@@ -208,6 +211,7 @@ impl PythonThread {
             owns_gil: self.stack.held_gil.is_some(),
             collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
             frames: self.stack.frames,
+            exceptions: self.stack.exceptions,
         };
         (trace, self.stack.entries)
     }

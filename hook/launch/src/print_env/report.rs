@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting},
     family::{FAMILIES, Family, Library as Layer},
-    procfs,
+    file, procfs,
     ring::coverage,
     secrets,
 };
@@ -36,6 +36,8 @@ pub struct Report {
     pub port: u16,
     /// The process or program.
     pub target: Option<Hooked>,
+    /// The exit plugins.
+    pub plugins: Vec<Plugin>,
     /// Variables that are set but have no effect.
     pub without_effect: Vec<String>,
     /// The problems.
@@ -56,6 +58,28 @@ pub struct Hooked {
     pub libraries: Vec<HookedLibrary>,
     /// Further remarks.
     pub notes: Vec<String>,
+}
+
+/// A file of `XPU_TIMER_EXIT_HOOK_PLUGIN`.
+pub struct Plugin {
+    /// Its path.
+    pub path: PathBuf,
+    /// Which functions of the original tool it defines, or why it cannot be used.
+    pub functions: Result<Vec<&'static str>, String>,
+}
+
+impl Plugin {
+    /// Reads the file without running it.
+    fn of(path: PathBuf) -> Self {
+        const FUNCTIONS: [&str; 2] = ["xpu_timer_parse_python_exception", "xpu_timer_parse_cpp_exception"];
+        let functions = file::read_within(&path).map_err(|error| error.to_string()).and_then(|bytes| {
+            let text = String::from_utf8_lossy(&bytes).into_owned();
+            let defines = |name: &&str| text.lines().any(|line| line.starts_with(&format!("def {name}(")));
+            let found: Vec<&'static str> = FUNCTIONS.into_iter().filter(defines).collect();
+            if found.is_empty() { Err(format!("it defines neither {}", FUNCTIONS.join(" nor "))) } else { Ok(found) }
+        });
+        Plugin { path, functions }
+    }
 }
 
 /// A library with hooked functions.
@@ -88,6 +112,12 @@ impl Report {
                 problems.push(format!("the {} is missing: {why}", part.name));
             }
         }
+        let plugins: Vec<Plugin> = source.exit_plugins().into_iter().map(Plugin::of).collect();
+        for plugin in &plugins {
+            if let Err(why) = &plugin.functions {
+                problems.push(format!("the exit plugin {} cannot be used: {why}", plugin.path.display()));
+            }
+        }
         let hook = parts.iter().find(|part| part.name == "hook").and_then(|part| part.place.as_deref().ok());
         let (whose, hooked) = match target {
             Target::Here => ("this shell".to_string(), None),
@@ -106,6 +136,7 @@ impl Report {
             socket: config.socket,
             port: source.control_port(),
             target: hooked,
+            plugins,
             without_effect: source.without_effect(),
             problems,
         })
@@ -129,6 +160,7 @@ impl Report {
             })
         };
         let part = |part: &Part| json!({ "name": part.name, "path": part.place.as_ref().ok(), "problem": part.place.as_ref().err() });
+        let plugin = |plugin: &Plugin| json!({ "path": plugin.path, "functions": plugin.functions.as_ref().ok(), "problem": plugin.functions.as_ref().err() });
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "whose": self.whose,
@@ -140,6 +172,7 @@ impl Report {
             "control_port": self.port,
             "metrics_port": self.port.checked_add(1),
             "target": self.target.as_ref().map(Hooked::json),
+            "exit_plugins": self.plugins.iter().map(plugin).collect::<Vec<_>>(),
             "without_effect": self.without_effect,
             "problems": self.problems,
         })

@@ -94,6 +94,13 @@ pub fn bracket_of(environment: &Environment) -> Bracket {
     value(environment, "XPU_TIMER_BRACKET").and_then(parse_bracket).unwrap_or(Bracket::Collectives)
 }
 
+/// `XPU_TIMER_SIGNAL_HANDLER` of the environment, or of the INI file that the launcher has read.
+pub fn handles_signals(environment: &Environment) -> bool {
+    let environment = environment.clone();
+    let lookup = move |name: &str| value(&environment, name).map(str::to_string);
+    Source::with_ini(lookup, |_| Err(file::unanswered())).flag("XPU_TIMER_SIGNAL_HANDLER")
+}
+
 fn parse_bracket(text: &str) -> Option<Bracket> {
     match text {
         "collectives" => Some(Bracket::Collectives),
@@ -142,6 +149,7 @@ impl Config {
         let disabled = source.flag("XPU_TIMER_DISABLE");
         // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
+        source.check("XPU_TIMER_SIGNAL_HANDLER");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
         Config {

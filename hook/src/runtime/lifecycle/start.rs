@@ -26,7 +26,7 @@ use crate::runtime::{
         clock, descriptor,
         process::{IDLE, OFF, PROCESS, ProcessState, RING, SET_UP_IN, STARTING, pid, set_watched},
         seccomp::{self, tsc},
-        sys,
+        signals, stderr_text, sys,
         thread_state::in_hook,
     },
     overhead,
@@ -127,6 +127,10 @@ fn set_up() -> Option<&'static Recorder> {
     PROCESS.pid.store(pid(), Ordering::Relaxed);
     PROCESS.ring_words.store(recorder.ring.words(), Ordering::Release);
     PROCESS.recorder.store(std::ptr::from_ref(recorder).cast_mut().cast(), Ordering::Release);
+    stderr_text::keep_in(recorder.ring.words());
+    if config::handles_signals(&environment) {
+        signals::install();
+    }
     set_watched(thread::spawn(recorder, environment));
     Some(recorder)
 }

@@ -18,7 +18,7 @@ use crate::runtime::{
         hash_slot::home_slot,
     },
     os::{
-        clock, sys,
+        clock, signals, sys,
         thread_state::{self, ThreadState},
     },
     recorder::{Recorder, names::name_of},
@@ -114,6 +114,7 @@ impl Recorder {
         let index = (0..lane::SLOTS).find(|index| claim(index, 0)).or_else(|| (0..lane::SLOTS).find(ended));
         if let Some(index) = index {
             self.use_lane(index);
+            signals::equip_thread(index);
         }
         thread.lane.set(index.map_or(NONE, |index| index as u32 + 1));
         index
