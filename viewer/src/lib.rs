@@ -139,11 +139,8 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
         None
     });
     let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
-    notes.extend(note);
+    notes.extend(note.into_iter().chain(missing_timelines(args, &path)));
     let shows_operations = !args.json && args.filter.is_all();
-    if !args.timelines_came && path.join(PENDING).exists() {
-        notes.push("The timelines of the ranks had not come when this report was drawn.".into());
-    }
     let timelines = timeline::read(&path, verdict.as_ref(), (choice.html, shows_operations), &mut notes);
     let lanes = timelines.as_ref().filter(|_| choice.html);
     let lanes = lanes.and_then(|(job, _)| report::lanes::lanes(job, verdict.as_ref(), timeline::threads()));
@@ -196,6 +193,12 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Says that timelines are still coming into the folder.
+fn missing_timelines(args: &Args, path: &Path) -> Option<String> {
+    let are_coming = !args.timelines_came && path.join(PENDING).exists();
+    are_coming.then(|| "The timelines of the ranks had not come when this report was drawn.".into())
 }
 
 /// Prints the incidents of the folder.

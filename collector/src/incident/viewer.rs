@@ -18,8 +18,8 @@ const NAME: &str = "xpu_timer_stacktrace_viewer";
 const HARD_DEADLINE: Duration = Duration::from_secs(60);
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
-/// Runs the viewer on `folder` and waits at most `patience` for it. `timelines_came` is false as long
-/// as the folder announces timelines; the report then says so.
+/// Runs the viewer on `folder` and waits at most `patience` for it. `timelines_came` is false as
+/// long as the folder announces timelines; the report then says so.
 ///
 /// # Errors
 /// One sentence: the viewer was not found, failed, or is not finished (then it continues, and its

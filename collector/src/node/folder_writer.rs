@@ -166,14 +166,7 @@ fn write_folder(
     }
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(&task.plan, verdict);
-    if task.timelines_follow {
-        folder.announce_timelines();
-    }
-    let mut written = write_verdict(&folder, verdict);
-    if task.timelines_follow && !written {
-        folder.timelines_came();
-        verdict.timing.errors.push("the timelines are not kept, because the verdict could not be written".into());
-    }
+    let mut written = write_first_verdict(task, &folder, verdict);
     if task.is_mild {
         write_record(&folder.path, &Record { writer: String::new(), ..task.record.clone() });
         retention::trim_captures(&task.timeline_path, Duration::ZERO, SystemTime::now());
@@ -205,6 +198,19 @@ fn write_folder(
     }
     mild::draw(&task.timeline_path, &verdict.timing.earlier);
     (Some(folder.path), written, part)
+}
+
+/// Writes the verdict, and announces the timelines that follow it. Returns whether it was written.
+fn write_first_verdict(task: &DumpTask, folder: &Folder, verdict: &mut Verdict) -> bool {
+    if task.timelines_follow {
+        folder.announce_timelines();
+    }
+    let written = write_verdict(folder, verdict);
+    if task.timelines_follow && !written {
+        folder.timelines_came();
+        verdict.timing.errors.push("the timelines are not kept, because the verdict could not be written".into());
+    }
+    written
 }
 
 /// Writes the dumps of the ranks. Returns whether the other thread still waits.

@@ -23,7 +23,11 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use xpu_timer_analysis::{Verdict, judge};
 use xpu_timer_collector::incident::part::ALL_FILES;
-use xpu_timer_proto::{Message as _, timeline, v1::Evidence};
+use xpu_timer_proto::{
+    Message as _,
+    timeline::{self, PENDING},
+    v1::Evidence,
+};
 use xpu_timer_tests::{Artifacts, tree};
 
 use self::nodes::{
@@ -122,6 +126,7 @@ fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: 
     report.note("time to join", seconds(run.joining));
     report.note("a slow rank named, after the last node's news", seconds(run.slow));
     report.note("from the alarm to the report", seconds(run.total));
+    report.note("from the alarm to the report with timelines", seconds(run.complete));
     report.note("delivered by a node", format!("{:.0} KB", run.node_bytes / 1e3));
     report.note("processor time from the alarm to the report", seconds(run.processors));
     Some(run)
@@ -132,8 +137,10 @@ struct Measured {
     joined_bytes: f64,
     /// Time from the last node's message to the report of the slow rank.
     slow: Duration,
-    /// Time from the alarm to the finished report.
+    /// Time from the alarm to the report without timelines.
     total: Duration,
+    /// Time from the alarm to the report with timelines.
+    complete: Duration,
     /// Time from the start of the last delivery.
     report: Duration,
     /// Time to compute the verdict again here, from the same evidence.
@@ -218,6 +225,11 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     let last_start = Duration::from_nanos(shared.last_start_ns.load(Ordering::Relaxed));
     let report = shared.begun.elapsed().saturating_sub(last_start);
     let (peak, processors) = (child.peak()?, processor_time(pid)?.saturating_sub(cpu));
+    while latest.join(PENDING).exists() {
+        ensure!(start.elapsed() < PATIENCE, "the timelines do not come");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let complete = start.elapsed();
     let mut fetch = client();
     fetch.args(["timeline", "--output"]).arg(folder.path().join("fetched"));
     let timelines = tokio::task::spawn_blocking(move || fetch_timelines(fetch, nodes)).await??;
@@ -230,6 +242,7 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
         joined_bytes,
         slow,
         total,
+        complete,
         report,
         verdict,
         peak,

@@ -26,9 +26,9 @@ use xpu_timer_proto::{
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     timeline::file_name,
     v1::{
-        Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FlightRecord,
-        JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock, Paces,
-        Presence, RankEntry, RankEvidence, RankInfo, RankPace, TimelineFile, Trigger, TriggerKind,
+        Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FileKind,
+        FlightRecord, JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock,
+        Paces, Presence, RankEntry, RankEvidence, RankInfo, RankPace, TimelineFile, Trigger, TriggerKind,
         cluster_client::ClusterClient, cluster_message::Message as Asked, delivery::Message as Brought,
         node_message::Message,
     },
@@ -184,19 +184,21 @@ pub async fn play(
                 bring(&mut client, request.key, files.map(Brought::Timeline)).await?;
             }
             Some(Asked::Fetch(fetch)) => {
-                let incident = &fetch.incident;
+                let (incident, kind) = (&fetch.incident, fetch.kind());
                 let file = |rank| {
                     let name = format!("{rank:05}-{:05}.stacktrace", shared.nodes * RANKS);
                     let data = shared.template.file.clone();
                     let stacks = DumpFile { incident: incident.clone(), name, data, last: true };
+                    let stacks = once(stacks).filter(|_| kind != FileKind::Timeline);
                     let timeline = shared.template.timeline(&shared, rank).into_iter();
+                    let timeline = timeline.filter(|_| kind != FileKind::Stacktrace);
                     let piece = |TimelineFile { name, data, last, .. }: TimelineFile| DumpFile {
                         incident: incident.clone(),
                         name,
                         data,
                         last,
                     };
-                    once(stacks).chain(timeline.map(piece))
+                    stacks.chain(timeline.map(piece))
                 };
                 let mut files: Vec<DumpFile> =
                     fetch.ranks.iter().flat_map(|run| run.first..=run.last).flat_map(file).collect();
