@@ -9,7 +9,8 @@ use crate::verdict::EvidenceLine;
 
 /// A shorter stay is not worth a line.
 const SHORTEST_NS: u64 = 5_000_000_000;
-/// A called function that takes this share of the stay, in percent, is named in place of its caller.
+/// A called function of the user that takes this share of the stay, in percent, is named in place
+/// of its caller.
 const SHARE: u64 = 90;
 /// Samples further apart than this many periods say nothing of the time between them.
 const MOST_PERIODS_APART: u64 = 3;
@@ -49,10 +50,17 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
     let outermost = kept.min(now.len().checked_sub(1)?);
     let for_ns = |depth: usize| last.last_ns.saturating_sub(entered_ns[depth]);
     let least_ns = for_ns(outermost) / 100 * SHARE;
-    let depth = (outermost..now.len()).rev().find(|depth| for_ns(*depth) >= least_ns)?;
+    let mut deepest_first = (outermost..now.len()).rev().filter(|depth| for_ns(*depth) >= least_ns);
+    // The user's own code says more than a library that it calls.
+    let depth = deepest_first.find(|depth| !is_library(now[*depth].1)).unwrap_or(outermost);
     let frame = frames(last).nth(depth)?;
     let place = samples.frames[*frame as usize].file_name.clone();
     Some(HostStay { function: now[depth].0.to_string(), place, for_ns: for_ns(depth), at_least: is_whole })
+}
+
+/// Whether a file belongs to the interpreter or to an installed package.
+fn is_library(path: &str) -> bool {
+    path.contains("/lib/python") || path.starts_with("<frozen")
 }
 
 fn path_of(place: &str) -> &str {
@@ -94,7 +102,8 @@ mod tests {
             let mut frames = Vec::new();
             for name in stack.iter().rev() {
                 frames.push(samples.frames.len() as u32);
-                let file_name = format!("/home/you/train.py:{}", samples.frames.len());
+                let path = if name.starts_with("lib_") { "/opt/lib/python3.11/queue.py" } else { "/home/you/train.py" };
+                let file_name = format!("{path}:{}", samples.frames.len());
                 samples.frames.push(PySpyFrame { func_name: (*name).into(), file_name, module: String::new() });
             }
             thread.stack.push(samples.stacks.len() as u32);
@@ -131,6 +140,8 @@ mod tests {
         let text =
             shown(&[(&["main", "load"], 10), (&["main", "step", "forward"], 1), (&["main", "step", "wait"], 30)]);
         assert_eq!(text, "rank 5 has been in wait (train.py:5) for 30 s");
+        let text = shown(&[(&["main", "load"], 10), (&["main", "step", "lib_wait"], 30)]);
+        assert_eq!(text, "rank 5 has been in step (train.py:3) for 30 s", "a library is not named");
     }
 
     #[test]
