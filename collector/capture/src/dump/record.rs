@@ -42,7 +42,7 @@ const MAX_RATE: f64 = 1000.0;
 ///
 /// It stops no process. It writes a `.samples` file for each process, and the viewer makes of them:
 /// all.folded and all.svg (all processes merged), group-N.folded and group-N.svg if groups of ranks
-/// differ, and speedscope.json (https://speedscope.app).
+/// differ, and speedscope.json (<https://speedscope.app>).
 /// Ctrl-C ends the recording early. Exit status: 0 if every process was recorded and all files were
 /// written, 1 if not, 2 for a wrong command line.
 #[derive(Debug, Clone, clap::Args)]
