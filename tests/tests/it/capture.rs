@@ -10,7 +10,6 @@ mod hard;
 mod native;
 mod odd;
 mod python;
-mod python_churn;
 mod python_kinds;
 mod stuck;
 

@@ -3,7 +3,6 @@
 
 mod membership;
 pub mod network;
-mod processes;
 mod slow;
 mod trouble;
 

@@ -192,9 +192,9 @@ fn ways() -> Vec<Way> {
     ]
 }
 
-/// Compiles a part of a source of this folder.
-fn gcc_part(output: &Path, source: &str, part: &str, arguments: &[String]) {
-    gcc(output, source, &[&[format!("-D{part}")], arguments].concat());
+/// Compiles a part of `ways.c`.
+fn gcc_part(output: &Path, part: &str, arguments: &[String]) {
+    gcc(output, "ways.c", &[&[format!("-D{part}")], arguments].concat());
 }
 
 /// Compiles a file of `coverage/` in the folder of its output, which also gets `versions.map`.
@@ -228,7 +228,7 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
             let stub = dir.join(soname);
             let flags = ["-shared", "-fPIC", "-DCOPY", "-Wl,--version-script=versions.map"].map(String::from);
             let text = [&defines[..], &flags, &[format!("-Wl,-soname,{soname}")]].concat();
-            gcc_part(&stub, "ways.c", "CALLER_LIBRARY", &text);
+            gcc_part(&stub, "CALLER_LIBRARY", &text);
             arguments.push(stub.display().to_string());
         }
     }
@@ -243,14 +243,14 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
         if runpath {
             let flags =
                 ["-shared".into(), "-fPIC".into(), format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display())];
-            gcc_part(&opened, "ways.c", "OUTER_LIBRARY", &[&defines[..], &flags].concat());
+            gcc_part(&opened, "OUTER_LIBRARY", &[&defines[..], &flags].concat());
         }
         if way.program == "EARLY" {
             arguments.extend([opened.display().to_string(), format!("-Wl,-rpath,{}", dir.display())]);
         }
     }
     let program = dir.join("program");
-    gcc_part(&program, "ways.c", way.program, &arguments);
+    gcc_part(&program, way.program, &arguments);
     (program, opened)
 }
 

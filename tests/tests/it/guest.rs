@@ -8,8 +8,7 @@ use xpu_timer_tests::{FakeCollector, Job, Output, PATIENCE, Process, ReadMode, a
 
 use crate::cost::{hooked_program, idle_device, idle_libraries};
 
-const GUEST: &str = concat!(include_str!("guest/work.h"), include_str!("guest/guest.c"));
-const PROCESSES: &str = concat!(include_str!("guest/work.h"), include_str!("guest/processes.c"));
+const GUEST: &str = include_str!("guest/guest.c");
 const LOADS: &str = include_str!("guest/loads.c");
 /// Another tool that is preloaded and wraps what dlsym gives out. It asks the C library past every
 /// library between.
@@ -52,19 +51,14 @@ fn ends_well(collector: &FakeCollector, program: Process, case: &str) -> Option<
     record
 }
 
-/// Runs one case of a program.
-fn run(source: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
+/// Runs one case of `guest.c`.
+fn guest(arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
     let job = Job::new();
     let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
-    let program = idle_device(&job, "guest", source, |command| {
+    let program = idle_device(&job, "guest", GUEST, |command| {
         command.args(arguments).envs(environment.iter().copied());
     });
     ends_well(&collector, program, &format!("{arguments:?} {environment:?}"))
-}
-
-/// Runs one case of `guest.c`.
-fn guest(arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
-    run(GUEST, arguments, environment)
 }
 
 /// Runs one case of `loads.c`, compiled with `flags`.
@@ -184,7 +178,7 @@ fn sanitizers_get_along() {
     let [first, _] = beside(&asan);
     for preload in beside(&tsan).iter().chain(&beside(&lsan)).chain([&first]) {
         for case in ["children end", "table"] {
-            assert!(run(PROCESSES, &[case], &[("LD_PRELOAD", preload), quick]).is_none());
+            assert!(guest(&[case], &[("LD_PRELOAD", preload), quick]).is_none());
         }
     }
     for preload in [&beside(&tsan)[0], &first] {
@@ -195,27 +189,27 @@ fn sanitizers_get_along() {
 
 #[test]
 fn signal_and_coroutine_stacks_are_large_enough() {
-    let record = run(PROCESSES, &["coroutines"], &[]).expect("a record");
+    let record = guest(&["coroutines"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (800, 200));
-    let record = run(PROCESSES, &["signal stack"], &[]).expect("a record");
+    let record = guest(&["signal stack"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 1001, 1001));
 }
 
 #[test]
 fn processes_created_in_every_way_continue() {
-    run(PROCESSES, &["spawn"], &[]).expect("a record");
-    let record = run(PROCESSES, &["shared memory"], &[]).expect("a record");
+    guest(&["spawn"], &[]).expect("a record");
+    let record = guest(&["shared memory"], &[]).expect("a record");
     // What a process that shares the memory launches is counted there.
     assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 420, 420));
-    let record = run(PROCESSES, &["daemon"], &[]).expect("a record");
+    let record = guest(&["daemon"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (80, 20));
-    run(PROCESSES, &["exec"], &[]).expect("a record");
-    run(PROCESSES, &["children end"], &[]).expect("a record");
+    guest(&["exec"], &[]).expect("a record");
+    guest(&["children end"], &[]).expect("a record");
 }
 
 #[test]
 fn later_address_patches_take_precedence() {
-    let record = run(PROCESSES, &["table"], &[]).expect("a record");
+    let record = guest(&["table"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 51, 51));
 }
 

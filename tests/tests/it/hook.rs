@@ -1,7 +1,6 @@
 //! The hook in processes of the simulated device, with a collector that only listens.
 
 mod families;
-mod filters;
 mod rules;
 mod safety;
 mod timeline;

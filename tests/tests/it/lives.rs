@@ -170,7 +170,8 @@ fn thousands_of_short_processes_leave_nothing_behind() {
     let mut hello = FakeHook::start(&job, "short", -1, 0).hello.clone();
     hello.timeline_path = job.dir.join("timeline-00000000").display().to_string();
     let mut command = job.command(python());
-    command.arg("-I").arg(tree().join("tests/tests/it/collector/short_processes.py")).arg(socket_of(&job));
+    command.arg("-I").arg(tree().join("tests/tests/it/collector/fake_hook.py"));
+    command.arg("short").arg(socket_of(&job));
     command.args([encode(Message::Hello(hello)), encode(Message::Goodbye(Goodbye {}))]);
     command.arg(ring::offset::END.to_string());
     command.arg(format!("{}:{}", header::VERSION, ring::VERSION)).arg(format!("{}:{}", header::MAGIC, ring::MAGIC));

@@ -8,7 +8,6 @@ mod cost;
 mod coverage;
 mod dump;
 mod end_to_end;
-mod ends;
 mod failures;
 mod gloo;
 mod guest;

@@ -67,7 +67,7 @@ impl FakeHook {
             hang_kill: false,
             reports_idle: false,
         };
-        command.arg("-I").arg(tree().join("tests/tests/it/collector/fake_hook.py"));
+        command.arg("-I").arg(tree().join("tests/tests/it/collector/fake_hook.py")).arg("play");
         command.args([header::HEARTBEAT_NS, header::LAST_LAUNCH_NS, ring::offset::END].map(|word| word.to_string()));
         let (child, stdin, answers) = talk(&mut command);
         let mut hook = FakeHook { child, stdin, answers, hello };

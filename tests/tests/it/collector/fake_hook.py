@@ -1,10 +1,18 @@
-"""A process that plays a hook: it does what it is told, line by line, and answers each line with
-`ok` or `error …`.
+"""Processes that play a hook.
 
-The messages themselves are made by the test. A thread turns like the watcher does and keeps the
+    fake_hook.py play HEARTBEAT LAST_LAUNCH RING_BYTES
+    fake_hook.py short SOCKET HELLO GOODBYE RING_BYTES VERSION:VALUE MAGIC:VALUE COUNT
+
+`play` does what it is told, line by line, and answers each line with `ok` or `error …`. The
+messages themselves are made by the test. A thread turns like the watcher does and keeps the
 heartbeat of the ring fresh.
+
+`short` has COUNT processes for every line on standard input, one after the other, that each play a
+hook for a moment, each with a path of its own for incidents. Every third one connects and says
+nothing. Prints `done` after each line.
 """
 
+import array
 import os
 import signal
 import socket
@@ -13,14 +21,30 @@ import sys
 import threading
 import time
 
-HEARTBEAT, LAST_LAUNCH = int(sys.argv[1]), int(sys.argv[2])
-RING_BYTES = int(sys.argv[3])
+MARK = b"00000000"
+
+
+def connection_to(path):
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(60)
+    connection.connect(path)
+    return connection
+
+
+def new_ring(size):
+    ring = os.memfd_create("xpu_timer_ring", os.MFD_CLOEXEC)
+    os.ftruncate(ring, size)
+    return ring
+
+
+def set_word(ring, index, value):
+    os.pwrite(ring, struct.pack("<Q", int(value)), int(index) * 8)
 
 
 class Hook:
-    def __init__(self):
-        self.ring = os.memfd_create("xpu_timer_ring", os.MFD_CLOEXEC)
-        os.ftruncate(self.ring, RING_BYTES)
+    def __init__(self, heartbeat, last_launch, ring_bytes):
+        self.heartbeat, self.last_launch = int(heartbeat), int(last_launch)
+        self.ring = new_ring(int(ring_bytes))
         self.socket = None
         self.beating = True
         self.launching = False
@@ -30,23 +54,21 @@ class Hook:
     def watch(self):
         while True:
             if self.beating:
-                self.word(HEARTBEAT, time.monotonic_ns())
+                self.word(self.heartbeat, time.monotonic_ns())
             if self.launching:
-                self.word(LAST_LAUNCH, time.monotonic_ns())
+                self.word(self.last_launch, time.monotonic_ns())
             if self.young is not None:
                 self.word(self.young, time.monotonic_ns())
             time.sleep(0.05)
 
     def word(self, index, value):
-        os.pwrite(self.ring, struct.pack("<Q", int(value)), int(index) * 8)
+        set_word(self.ring, index, value)
 
     def now(self):
         return time.monotonic_ns()
 
     def connect(self, path):
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(60)
-        self.socket.connect(path)
+        self.socket = connection_to(path)
         return self.socket.recv(65536).hex()
 
     def hello(self, message):
@@ -75,7 +97,7 @@ class Hook:
 
     def launch(self, on):
         # At once as well: the thread may not have its turn before the next command.
-        self.word(LAST_LAUNCH, time.monotonic_ns())
+        self.word(self.last_launch, time.monotonic_ns())
         self.launching = on == "on"
 
     def keep_young(self, index):
@@ -98,10 +120,7 @@ class Hook:
         """Opens many connections at once and keeps those that are taken."""
         self.others = []
         for _ in range(int(count)):
-            other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            other.settimeout(60)
-            other.connect(path)
-            self.others.append(other)
+            self.others.append(connection_to(path))
         for other in self.others:
             try:
                 other.recv(65536)
@@ -110,8 +129,8 @@ class Hook:
             other.close()
 
 
-def main():
-    hook = Hook()
+def play(*words):
+    hook = Hook(*words)
     for line in sys.stdin:
         command, *arguments = line.split()
         try:
@@ -122,4 +141,36 @@ def main():
             print(f"ok {answer or ''}", flush=True)
 
 
-main()
+def short_one(number, path, hello, goodbye, ring_bytes, *words):
+    connection = connection_to(path)
+    connection.recv(65536)
+    if number % 3 == 0:
+        return
+    ring = new_ring(int(ring_bytes))
+    for word in words:
+        set_word(ring, *word.split(":"))
+    hello = bytes.fromhex(hello).replace(MARK, b"%08d" % number)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [ring]))]
+    connection.sendmsg([hello], rights)
+    # Every other one dies without a word.
+    if number % 2 == 0:
+        connection.send(bytes.fromhex(goodbye))
+
+
+def short(*words):
+    *settings, count = words
+    number = 0
+    for _ in sys.stdin:
+        for _ in range(int(count)):
+            number += 1
+            child = os.fork()
+            if child == 0:
+                try:
+                    short_one(number, *settings)
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+        print("done", flush=True)
+
+
+{"play": play, "short": short}[sys.argv[1]](*sys.argv[2:])

@@ -270,22 +270,12 @@ fn a_library_in_another_namespace_of_the_linker_is_not_seen() {
         let dir = TempDir::new().unwrap();
         let shared = ["-shared", "-fPIC"].map(String::from);
         let (inner, outer) = (dir.path().join("libnccl.so.2"), dir.path().join("libouter.so"));
-        gcc_part(
-            &inner,
-            "traps.c",
-            "NAMESPACE",
-            &[&shared[..], &["-DINNER".into(), "-Wl,-soname,libnccl.so.2".into()]].concat(),
-        );
+        gcc_part(&inner, "NAMESPACE", &[&shared[..], &["-DINNER".into(), "-Wl,-soname,libnccl.so.2".into()]].concat());
         // Before what the environment says of where libraries are.
         let found = format!("-Wl,--disable-new-dtags,-rpath,{}", dir.path().display());
-        gcc_part(
-            &outer,
-            "traps.c",
-            "NAMESPACE",
-            &[&shared[..], &["-DOUTER".into(), inner.display().to_string(), found]].concat(),
-        );
+        gcc_part(&outer, "NAMESPACE", &[&shared[..], &["-DOUTER".into(), inner.display().to_string(), found]].concat());
         let program = dir.path().join("program");
-        gcc_part(&program, "traps.c", "NAMESPACE", &[format!("-DOPEN(path)={open}")]);
+        gcc_part(&program, "NAMESPACE", &[format!("-DOPEN(path)={open}")]);
         let record = run_hooked(dir.path(), &program, &outer);
         assert_eq!(counted(&record, "NCCL"), seen, "{open}");
     }
@@ -317,12 +307,12 @@ fn weak_references_stay_as_they_are_without_the_hook() {
         let shared = |name: &str, flags: &[&str]| {
             let path = dir.path().join(format!("lib{name}.so"));
             let common = ["-shared", "-fPIC"].iter().chain(make).chain(flags).map(|flag| (*flag).to_string());
-            gcc_part(&path, "traps.c", "WEAK", &common.collect::<Vec<_>>());
+            gcc_part(&path, "WEAK", &common.collect::<Vec<_>>());
             path.display().to_string()
         };
         let (linked, opened) = (shared("linked", &["-DLIBRARY=linked"]), shared("opened", &["-DLIBRARY=opened"]));
         let program = dir.path().join("program");
-        gcc_part(&program, "traps.c", "WEAK", &[linked, shared("mpi", &["-DHAS"])]);
+        gcc_part(&program, "WEAK", &[linked, shared("mpi", &["-DHAS"])]);
         let asked = |hook: Option<PathBuf>| {
             let mut command = Command::new(&program);
             command.arg(&opened).env_remove("LD_PRELOAD").envs(hook.map(|hook| ("LD_PRELOAD", hook)));
@@ -359,7 +349,7 @@ fn a_forbidden_change_of_code_is_reported() {
         let [dir, own] = [(); 2].map(|()| TempDir::new().unwrap());
         let forbids = |program: PathBuf| {
             let wrapper = program.with_file_name("forbids");
-            gcc_part(&wrapper, "traps.c", "FORBIDS", &[format!("-DPROGRAM=\"{}\"", program.display())]);
+            gcc_part(&wrapper, "FORBIDS", &[format!("-DPROGRAM=\"{}\"", program.display())]);
             wrapper
         };
         assert_eq!(seen_later(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
@@ -376,7 +366,7 @@ fn a_forbidden_change_of_code_is_reported() {
 fn missed_libraries_under_a_debugger_are_reported() {
     let dir = TempDir::new().unwrap();
     let watches = dir.path().join("libwatches.so");
-    gcc_part(&watches, "traps.c", "WATCHES", &["-shared", "-fPIC"].map(String::from));
+    gcc_part(&watches, "WATCHES", &["-shared", "-fPIC"].map(String::from));
     // Of two that are preloaded the second is initialized first.
     let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
     assert_eq!(seen_later(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);

@@ -3,7 +3,8 @@
 //
 //     ranks FAULT [RANK]
 //
-// The fault happens on RANK (2 when it is not given); `none` ends in order.
+// The fault happens on RANK (2 when it is not given); `none` ends in order. `sessions` has rounds
+// of its own.
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -282,12 +283,43 @@ static void files(const char *path) {
     MPI_File_close(&file);
 }
 
+#if MPI_VERSION >= 4
+// MPI without MPI_Init: sessions, and communicators of all ranks and of pairs. Rank 2 stays away in
+// the end.
+static int sessions(void) {
+    MPI_Session session;
+    MPI_Group group, two;
+    MPI_Comm all, pair;
+    int one = 1, sum = 0;
+    CHECK(MPI_Session_init(MPI_INFO_NULL, MPI_ERRORS_ARE_FATAL, &session) == MPI_SUCCESS);
+    CHECK(MPI_Group_from_session_pset(session, "mpi://WORLD", &group) == MPI_SUCCESS);
+    CHECK(MPI_Comm_create_from_group(group, "all", MPI_INFO_NULL, MPI_ERRORS_ARE_FATAL, &all) == MPI_SUCCESS);
+    MPI_Comm_rank(all, &rank);
+    MPI_Comm_size(all, &size);
+    const int first = rank / 2 * 2, members[2] = {first, first + 1};
+    MPI_Group_incl(group, 2, members, &two);
+    CHECK(MPI_Comm_create_from_group(two, "pair", MPI_INFO_NULL, MPI_ERRORS_ARE_FATAL, &pair) == MPI_SUCCESS);
+    for (int round = 0; round < 5; round++) {
+        MPI_Allreduce(&one, &sum, 1, MPI_INT, MPI_SUM, pair);
+        CHECK(sum == 2);
+        MPI_Allreduce(&one, &sum, 1, MPI_INT, MPI_SUM, all);
+        CHECK(sum == size);
+    }
+    if (rank == 2) stay_away();
+    MPI_Allreduce(&one, &sum, 1, MPI_INT, MPI_SUM, all);
+    return 0;
+}
+#endif
+
 int main(int count, char **arguments) {
     const char *fault = count > 1 ? arguments[1] : "none";
     const int culprit = count > 2 ? atoi(arguments[2]) : 2;
     const char *name = getenv("OMPI_COMM_WORLD_RANK") ? getenv("OMPI_COMM_WORLD_RANK") : getenv("PMI_RANK");
 #define FAULT(text) (strcmp(fault, text) == 0)
     if (FAULT("init") && name && atoi(name) == culprit) stay_away();
+#if MPI_VERSION >= 4
+    if (FAULT("sessions")) return sessions();
+#endif
     MPI_Init(&count, &arguments);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
