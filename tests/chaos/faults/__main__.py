@@ -8,7 +8,7 @@ import traceback
 
 import kit
 
-AREAS = ["jobs", "command", "limits", "sockets", "web", "texts", "captures", "cluster", "kills", "files", "leaks"]
+AREAS = ["jobs", "command", "limits", "sockets", "texts", "captures", "cluster", "kills", "files", "leaks"]
 
 
 def on_one_line(said):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from kit import (
-    CHANCE, DIR, DUMP, TREE, VIEWER, Proc, Unable, add, alive, as_user, compiled, in_shell, must,
+    CHANCE, DIR, DUMP, VIEWER, Proc, Unable, add, alive, as_user, compiled, in_shell, must,
     nobody_is_stopped, plain_text, promises, rank6, status, tail, wait_for,
 )
 
