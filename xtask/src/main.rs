@@ -94,7 +94,7 @@ fn soak(arguments: &[String]) -> Result<()> {
     test::need_tools()?;
     let packages = PACKAGES.iter().flat_map(|package| ["-p", *package]);
     shell::run(cargo(&["build", "--quiet"]).args(packages))?;
-    shell::run(cargo(&["run", "--quiet", "-p", "xpu_timer_soak", "--"]).args(arguments))
+    shell::run(cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--bin", "xpu_timer_soak", "--"]).args(arguments))
 }
 
 fn model() -> Result<()> {

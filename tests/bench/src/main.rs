@@ -7,7 +7,6 @@ mod agreement;
 mod capture;
 mod churn;
 mod cluster;
-mod eintr;
 mod hook;
 mod report;
 mod rivals;
@@ -35,7 +34,7 @@ enum Command {
     Timeline(timeline::Options),
     /// Captures a program that waits in every kind of system call, and fails if a capture changes a
     /// result
-    Eintr(eintr::Options),
+    Eintr(stops::EintrOptions),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]
     Peak {
@@ -68,7 +67,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::Hook(options) => hook::run(options),
         Command::Cluster(options) => cluster::run(options),
         Command::Timeline(options) => timeline::run(options),
-        Command::Eintr(options) => eintr::run(options),
+        Command::Eintr(options) => stops::eintr(options),
         Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
     }
 }

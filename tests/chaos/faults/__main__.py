@@ -8,8 +8,7 @@ import traceback
 
 import kit
 
-AREAS = ["hang_kill", "kills", "command", "limits", "files", "sockets", "web", "texts", "programs", "captures",
-         "jobs", "spaces", "cluster", "disks", "recovery", "leaks"]
+AREAS = ["jobs", "command", "limits", "sockets", "texts", "captures", "cluster", "kills", "files", "leaks"]
 
 
 def on_one_line(said):

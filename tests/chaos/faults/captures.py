@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from kit import (
-    CHANCE, DIR, DUMP, TREE, VIEWER, Proc, Unable, add, alive, as_user, compiled, in_shell, must,
-    nobody_is_stopped, plain_text, promises, status, tail, wait_for,
+    CHANCE, DIR, DUMP, VIEWER, Proc, Unable, add, alive, as_user, compiled, in_shell, must,
+    nobody_is_stopped, plain_text, promises, rank6, status, tail, wait_for,
 )
 
 ENDS = "it ends within ten seconds with a documented status and the reason, and the process continues"

@@ -1,7 +1,7 @@
 """The shared code of the faults: the table, the processes under test, waits with deadlines, and the
 checks of a promise.
 
-The runner (`src/lib.rs`) starts each fault as a separate process, with the folder, ports and
+The runner (`src/main.rs`) starts each fault as a separate process, with the folder, ports and
 environment of a `Job`, and ends all processes that are left of it. A fault is a function whose
 docstring says what goes wrong. It returns a few words about what it saw. It raises `Broken` when
 the promise does not hold, and `Unable` when this machine cannot produce the fault.
