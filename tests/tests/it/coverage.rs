@@ -239,7 +239,7 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
         let runpath = way.flags.contains(&"-DRUNPATH");
         let inner = dir.join("inner");
         fs::create_dir_all(&inner).unwrap();
-        gcc_part(&if runpath { inner.join("libinner.so") } else { opened.clone() }, "ways.c", part, &text);
+        gcc_part(&if runpath { inner.join("libinner.so") } else { opened.clone() }, part, &text);
         if runpath {
             let flags =
                 ["-shared".into(), "-fPIC".into(), format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display())];
