@@ -12,7 +12,7 @@ use xpu_timer_proto::{
     socket::{self, Fingerprint, NO_CHECKS, SocketChecks},
 };
 
-use crate::{metrics::settings::MetricsSettings, timeline::TimelineSettings};
+use crate::{metrics::MetricsSettings, timeline::TimelineSettings};
 
 /// Settings of one node collector.
 #[derive(Debug, Clone)]

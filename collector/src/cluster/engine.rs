@@ -26,12 +26,7 @@ use crate::{
         nodes::Nodes,
     },
     http::questions::{DumpReply, Refusal},
-    incident::{
-        State,
-        engine::Record,
-        records::OpenIncident,
-        throttle::{BY_HAND, Throttle},
-    },
+    incident::{BY_HAND, State, Throttle, engine::Record, records::OpenIncident},
     job::{JobKey, NodeId, StreamId},
     metrics::slow_ranks::SlowRanks,
     os::clock::Now,

@@ -10,7 +10,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    incident::{Head, State, throttle::Throttle},
+    incident::{Head, State, Throttle},
     job::JobKey,
     os::clock::Now,
 };

@@ -9,7 +9,7 @@ use xpu_timer_analysis::throughput::{
 };
 use xpu_timer_proto::v1::{Communicator, Op, OpKind, OpStatus, Operation};
 
-use crate::metrics::settings::MetricsSettings;
+use crate::metrics::MetricsSettings;
 
 /// The kind of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

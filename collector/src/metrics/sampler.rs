@@ -22,7 +22,7 @@ use xpu_timer_proto::{
 
 use crate::{
     job::{JobKey, RankId},
-    metrics::{cursor::Cursor, meaning, pace::Recorder, series::AllSeries, settings::MetricsSettings},
+    metrics::{MetricsSettings, cursor::Cursor, meaning, pace::Recorder, series::AllSeries},
     os::{
         clock::{Now, nanoseconds},
         ring_file::{RingFile, kernel_name},

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crate::{
     metrics::{
+        MetricsSettings,
         meaning::{Family, Key, Measurement},
-        settings::MetricsSettings,
     },
     os::clock::nanoseconds,
 };

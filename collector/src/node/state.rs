@@ -9,9 +9,8 @@ use crate::{
     config::Settings,
     http::questions::{DumpReply, TimelineReply, WantedTimeline},
     incident::{
-        State,
+        BY_HAND, State, Throttle,
         engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, RaisedCause},
-        throttle::{BY_HAND, Throttle},
     },
     job::{JobKey, RankId},
     metrics::{sampler::Sampler, slow_ranks::SlowRanks},
