@@ -10,9 +10,7 @@ mod names;
 mod patterns;
 mod process_state;
 mod read;
-mod sample;
 mod services;
-mod training;
 
 pub(crate) use classify::{
     is_busy_in_nccl, is_exclusive_lock, is_file_lock, is_in_gil_wait, is_message_wait, is_mutex, is_network, is_send,
@@ -21,11 +19,12 @@ pub(crate) use classify::{
 pub(crate) use helpers::{
     GilHolder, NO_OTHER_THREAD, StuckHelper, compiler_child, gil_holder, other_thread, stuck_helper,
 };
-pub(crate) use host::{DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, ThreadWait, is_terminal};
+pub(crate) use host::{
+    DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, Sample, ThreadWait, is_terminal, of_process as sample_of,
+    samples,
+};
 pub(crate) use names::{base_name, plain, shortened};
 pub use names::{native_place, own_place};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;
-pub(crate) use read::read;
-pub(crate) use sample::{Sample, of_process as sample_of, samples};
-pub(crate) use training::training_thread;
+pub(crate) use read::{read, training_thread};

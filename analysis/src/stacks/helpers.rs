@@ -9,11 +9,13 @@ use xpu_timer_proto::server::{
 
 use super::{
     classify::{classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
-    host::{BUSY_SHARE, MOVING_BYTES_PER_SECOND, bytes_between},
+    host::{
+        BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, ThreadStacks, bytes_between, of_process, reporting_threads,
+        samples,
+    },
     location::{most_specific_frame, own_native_place, program},
     names::{base_name, file, frame_label, is_library, is_named, own_frame, plain, shortened, stored_command},
     patterns,
-    sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
     services::{executed, serves, workers},
 };
 use crate::verdict::Activity;
