@@ -10,7 +10,6 @@ mod files;
 mod maps;
 mod mounts;
 mod sockets;
-mod stat;
 mod status;
 mod thread;
 
@@ -19,9 +18,8 @@ pub use files::{Error, boot_id, cmdline, environ, field, io_bytes, name, owner, 
 pub use maps::{Mapping, SharedObject, mapped_files, maps, shared_objects};
 pub use mounts::{Mount, device_of_mount, file_system_type, mounts, parse_mounts};
 pub use sockets::{LISTEN, MAX_FILES, SOCKET, TcpSocket, find_tcp_socket, inode_of};
-pub use stat::{Stat, TICK_NS, stat, thread_stat, ticks_to_ns};
 pub use status::{
-    EffectiveCredentials, Status, effective_credentials, pid_of_thread, seccomp_filters, state_text, status,
-    status_text,
+    EffectiveCredentials, Stat, Status, TICK_NS, effective_credentials, pid_of_thread, seccomp_filters, stat,
+    state_text, status, status_text, thread_stat, ticks_to_ns,
 };
 pub use thread::{Schedstat, Schedule, Syscall, kernel_stack, schedstat, syscall, wchan};

@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     files::{Error, numbers},
-    stat::stat,
+    status::stat,
 };
 
 /// The pids of all processes, in no order.

@@ -5,7 +5,7 @@ use std::{fs::File, io, os::unix::fs::FileExt};
 
 use super::{
     files::{Error, read_task, task},
-    stat::{thread_stat, ticks_to_ns},
+    status::{thread_stat, ticks_to_ns},
 };
 
 /// Contents of `/proc/PID/task/TID/syscall`.
