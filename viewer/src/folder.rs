@@ -1,8 +1,9 @@
 //! Finds the dumps of a folder: the files, their ranks, and the latest of several incidents. Reads
-//! the merged stacks of all ranks, if the folder has them.
+//! the merged stacks of all ranks, if the folder has them. Writes files atomically.
 
-use std::fs;
-use std::io::{self, Read as _};
+use std::fs::{self, Permissions};
+use std::io::{self, BufWriter, Read as _, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use xpu_timer_analysis::prefix_tree::PrefixTree;
@@ -194,6 +195,28 @@ pub fn merged_trees(folder: &Path) -> Option<MergedTrees> {
     Some(MergedTrees { native: tree(message.native)?, python: tree(message.python)?, world: message.world_size })
 }
 
+/// Writes a file under a temporary name and renames it, so that no reader sees a partial file.
+/// Returns its path.
+pub fn write_file(
+    folder: &Path,
+    name: &str,
+    fill: impl FnOnce(&mut BufWriter<&mut fs::File>) -> io::Result<()>,
+) -> io::Result<PathBuf> {
+    let mut file = tempfile::Builder::new()
+        .prefix(&format!(".{name}."))
+        .suffix(".tmp")
+        // The umask, which comes from XPU_TIMER_FILE_MODE, restricts this mode.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)?;
+    let mut writer = BufWriter::with_capacity(1 << 16, file.as_file_mut());
+    fill(&mut writer)?;
+    writer.flush()?;
+    drop(writer);
+    let path = folder.join(name);
+    file.persist(&path).map_err(|error| error.error)?;
+    Ok(path)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -293,5 +316,23 @@ mod tests {
         assert_eq!((trees.world, trees.ranks(), trees.python.nodes().len()), (9, 3, 0));
         fs::write(folder.path().join("stacks.bin"), [0xff; 9]).unwrap();
         assert!(merged_trees(folder.path()).is_none());
+    }
+
+    #[test]
+    fn a_failure_leaves_the_old_file_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        write_file(dir.path(), "x", |out| out.write_all(b"old")).unwrap();
+        write_file(dir.path(), "x", |out| {
+            out.write_all(b"half")?;
+            Err(io::Error::other("disk full"))
+        })
+        .unwrap_err();
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        write_file(dir.path(), "x", |out| out.write_all(b"new")).unwrap();
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"new");
+        let mode = fs::metadata(dir.path().join("x")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o400, 0o400);
+        assert_eq!(mode & 0o111, 0);
     }
 }

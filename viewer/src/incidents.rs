@@ -1,8 +1,7 @@
 //! Lists all incidents of a timeline folder with time, cause and verdict.
 
 use crate::folder::{incidents, name_of};
-use crate::output::Terminal;
-use crate::summary::wrapped;
+use crate::summary::{Terminal, wrapped};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io;

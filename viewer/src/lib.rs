@@ -11,7 +11,6 @@ pub mod filter;
 pub mod folder;
 pub mod incidents;
 pub mod merge;
-pub mod output;
 pub mod record;
 pub mod report;
 pub mod summary;
@@ -23,10 +22,10 @@ use dump::Dump;
 use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
-pub use output::Terminal;
 use report::Report;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+pub use summary::Terminal;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::{printable, timeline::PENDING};
 use xpu_timer_timeline::picture::Picture;
@@ -315,13 +314,13 @@ pub fn write_all(
         let picture = Picture::new(tree, world);
         if choice.folded {
             let text = format!("{name}_stack");
-            let path = output::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
+            let path = folder::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
             written.push(path.with_context(|| failed(&text))?);
         }
         if choice.svg {
             let svg = format!("{name}_stack.svg");
             let title = format!("merge stack in {name}");
-            let path = output::write_file(output, &svg, |out| picture.write_svg(&title, out));
+            let path = folder::write_file(output, &svg, |out| picture.write_svg(&title, out));
             written.push(path.with_context(|| failed(&svg))?);
         }
     }
@@ -331,7 +330,7 @@ pub fn write_all(
 /// Writes `report.html` and returns its path.
 pub fn write_report(report: &Report, output: &Path) -> anyhow::Result<PathBuf> {
     let page = report::render(report).context("cannot build report.html")?;
-    output::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
+    folder::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))
 }
 

@@ -14,7 +14,7 @@ use xpu_timer_timeline::{
     profile::{self, Group, RankSamples},
 };
 
-use crate::{folder, output, summary};
+use crate::{folder, summary};
 
 /// Name of the files that show all ranks.
 const ALL: &str = "all";
@@ -82,7 +82,7 @@ fn write(
     name: &str,
     fill: impl FnOnce(&mut io::BufWriter<&mut fs::File>) -> io::Result<()>,
 ) -> anyhow::Result<PathBuf> {
-    output::write_file(output, name, fill)
+    folder::write_file(output, name, fill)
         .with_context(|| format!("cannot write {}; --output chooses another folder", output.join(name).display()))
 }
 

@@ -3,7 +3,6 @@
 
 use crate::absent_ranks::AbsentRanks;
 use crate::merge::{Group, Merged, Mode, StackEnd};
-use crate::output::Terminal;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -22,6 +21,16 @@ const RUNS_SHOWN: usize = 12;
 
 /// Number of stacks that are shown; the rest is counted.
 const STACKS_SHOWN: usize = 40;
+
+/// What stdout can show: its width and whether it understands colours. The default is plain text of
+/// any width.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Terminal {
+    /// Columns; `None` for lines of any length.
+    pub width: Option<usize>,
+    /// Whether the terminal understands escape sequences for colours.
+    pub colour: bool,
+}
 
 /// The verdict of an incident in one sentence, if the folder has one.
 pub fn verdict_sentence(folder: &Path) -> Option<String> {
