@@ -2,6 +2,7 @@
 
 mod imports;
 mod layout;
+mod links;
 mod modules;
 
 use std::{collections::BTreeSet, path::Path};
@@ -29,6 +30,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return layout::check(&root, &options.layout);
     }
     markdown(&root)?;
+    links::check(&root)?;
     layout::check(&root, &["."])?;
     shell::run(&mut cargo(&["fmt", "--all", "--check"]))?;
     // Frida's crate makes its bindings with libclang. It has a header for docs.rs, so checking

@@ -1,0 +1,108 @@
+//! Checks that the links of Markdown files lead to files of the tree, and to chapters of them.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    path::{Component, Path, PathBuf},
+};
+
+use anyhow::{Result, ensure};
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
+
+use crate::source;
+
+/// What a Markdown text links to, and its chapters.
+#[derive(Default)]
+struct Page {
+    /// Targets of links and pictures, without those to other sites.
+    targets: Vec<String>,
+    /// The anchors of its headings.
+    anchors: BTreeSet<String>,
+}
+
+/// Checks the links of all Markdown files below `root`.
+pub(super) fn check(root: &Path) -> Result<()> {
+    let mut pages = HashMap::new();
+    for path in source::files(root, &["md"])? {
+        let page = Page::of(&source::read(&path)?);
+        pages.insert(path, page);
+    }
+    let mut broken: Vec<String> = Vec::new();
+    for (path, page) in &pages {
+        let is_broken = |target: &&String| !leads_somewhere(path, target, &pages);
+        broken.extend(page.targets.iter().filter(is_broken).map(|target| format!("{}: {target}", path.display())));
+    }
+    broken.sort();
+    ensure!(broken.is_empty(), "links that lead nowhere:\n{}", broken.join("\n"));
+    Ok(())
+}
+
+fn leads_somewhere(from: &Path, target: &str, pages: &HashMap<PathBuf, Page>) -> bool {
+    let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
+    let path = if file.is_empty() { from.to_owned() } else { normal(&from.with_file_name("").join(file)) };
+    let has_anchor = || pages.get(&path).is_some_and(|page| page.anchors.contains(anchor));
+    path.exists() && (anchor.is_empty() || has_anchor())
+}
+
+/// The path without `..`.
+fn normal(path: &Path) -> PathBuf {
+    let mut found = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(found.pop()),
+            Component::CurDir => {}
+            part => found.push(part),
+        }
+    }
+    found
+}
+
+impl Page {
+    fn of(text: &str) -> Self {
+        let mut page = Page::default();
+        let mut heading: Option<String> = None;
+        for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
+            match event {
+                Event::Start(Tag::Link { dest_url: target, .. } | Tag::Image { dest_url: target, .. }) => {
+                    if !target.contains("://") {
+                        page.targets.push(target.into_string());
+                    }
+                }
+                Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
+                Event::Text(text) | Event::Code(text) => {
+                    if let Some(heading) = &mut heading {
+                        heading.push_str(&text);
+                    }
+                }
+                Event::End(TagEnd::Heading(_)) => page.anchors.extend(heading.take().map(|text| anchor(&text))),
+                _ => {}
+            }
+        }
+        page
+    }
+}
+
+/// The anchor that GitHub gives to a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.chars().filter(|letter| letter.is_alphanumeric() || [' ', '-', '_'].contains(letter));
+    kept.flat_map(char::to_lowercase).map(|letter| if letter == ' ' { '-' } else { letter }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_link_to_a_missing_file_or_chapter_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        fs::create_dir(folder.path().join("docs")).unwrap();
+        write("docs/a.md", "# Where `it` goes, again\n[up](../README.md) [own](#where-it-goes-again)\n");
+        write("README.md", "[a](docs/a.md#where-it-goes-again) [site](https://a.b/c) | `[no](link.md)`\n");
+        check(folder.path()).unwrap();
+        write("README.md", "[a](docs/a.md#gone) [b](docs/b.md)\n\n```\n[c](c.md)\n```\n");
+        let error = check(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("README.md: docs/a.md#gone\n") && error.ends_with("README.md: docs/b.md"), "{error}");
+    }
+}
