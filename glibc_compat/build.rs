@@ -34,8 +34,18 @@ const MOVED: [(&str, &str); 21] = [
 ];
 
 /// New functions that `glibc_compat.c` replaces.
-const MADE: [&str; 8] =
-    ["fstat", "fstat64", "fstatat64", "gettid", "lstat64", "posix_spawn_file_actions_addchdir_np", "stat", "stat64"];
+const MADE: [&str; 10] = [
+    "fstat",
+    "fstat64",
+    "fstatat",
+    "fstatat64",
+    "gettid",
+    "lstat",
+    "lstat64",
+    "posix_spawn_file_actions_addchdir_np",
+    "stat",
+    "stat64",
+];
 
 /// Wrapped in programs only; a library is not started.
 const START: &str = "__libc_start_main";

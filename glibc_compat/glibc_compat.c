@@ -24,6 +24,11 @@ int __wrap_fstatat64(int folder, const char *path, struct stat64 *out, int flags
 /* On x86-64 these are aliases. */
 int __wrap_stat(const char *path, struct stat64 *out) { return __xstat64(1, path, out); }
 int __wrap_fstat(int fd, struct stat64 *out) { return __fxstat64(1, fd, out); }
+int __wrap_lstat(const char *path, struct stat64 *out) { return __lxstat64(1, path, out); }
+int __wrap_fstatat(int folder, const char *path, struct stat64 *out, int flags)
+{
+	return __fxstatat64(1, folder, path, out, flags);
+}
 
 int __wrap_gettid(void) { return (int)syscall(SYS_gettid); }
 

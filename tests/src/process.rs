@@ -11,6 +11,9 @@ use std::{
 
 use crate::tools::wait_until;
 
+/// How long after the end of a process its last output is waited for.
+const LAST_OUTPUT: Duration = Duration::from_secs(2);
+
 /// A running child. It is killed on drop, alone and by its pid.
 pub struct Process {
     child: Child,
@@ -91,10 +94,15 @@ impl Process {
     /// That does not happen within `deadline`, or the process ends without it.
     pub fn wait_for(&mut self, text: &str, deadline: Duration) {
         let start = Instant::now();
+        let mut ended_at = None;
         while !self.stdout().contains(text) {
             let ended = self.child.try_wait().expect("the child can be waited for");
-            let late = start.elapsed() > deadline;
-            if (ended.is_some() || late) && !self.stdout().contains(text) {
+            if ended.is_some() {
+                ended_at.get_or_insert_with(Instant::now);
+            }
+            // Its last output may still be on the way.
+            let has_ended = ended_at.is_some_and(|at| at.elapsed() > LAST_OUTPUT);
+            if has_ended || start.elapsed() > deadline {
                 let why = ended.map_or("no answer in time".into(), |status| status.to_string());
                 panic!("no {text:?} on stdout ({why})\nstdout: {}\nstderr: {}", self.stdout(), self.stderr());
             }
@@ -127,7 +135,7 @@ impl Process {
         let patience = Instant::now();
         for lines in [&mut self.stdout, &mut self.stderr] {
             let reader = lines.reader.take().expect("taken once");
-            while !reader.is_finished() && patience.elapsed() < Duration::from_secs(2) {
+            while !reader.is_finished() && patience.elapsed() < LAST_OUTPUT {
                 std::thread::sleep(Duration::from_millis(2));
             }
         }

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::Agent;
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::{env::Source, file, printable};
+use xpu_timer_proto::{env::Source, file, printable, timeline};
 
 use crate::{
     client::{self, Peer},
@@ -184,8 +184,11 @@ impl Remote {
             .flatten()
             .filter_map(|file| Some((file["name"].as_str()?, file["bytes"].as_u64()?)))
             .collect();
-        let names: Vec<&str> =
+        let mut names: Vec<&str> =
             files.as_array().into_iter().flatten().map(|file| file["name"].as_str().unwrap_or_default()).collect();
+        // This file goes away when the timelines are there.
+        let is_unfinished = names.contains(&timeline::PENDING);
+        names.retain(|name| *name != timeline::PENDING);
         let wanted = if ranks.is_empty() {
             names
         } else {
@@ -207,7 +210,8 @@ impl Remote {
             written.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         }
         let remark = if ranks.is_empty() { missing_dumps(&folder.path, id) } else { None };
-        Ok((folder.path, remark))
+        let unfinished = || format!("the timelines of incident {id} are still coming; fetch it again to have them");
+        Ok((folder.path, remark.or_else(|| is_unfinished.then(unfinished))))
     }
 
     fn no_dump(&self, id: &str, missing: &RankSet, there: &RankSet) -> anyhow::Error {

@@ -12,6 +12,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use xpu_timer_proto::{
     Message as _,
+    timeline::PENDING,
     v1::{Evidence, Presence},
 };
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, wait_until};
@@ -556,6 +557,8 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert_eq!(lines[2].trim_start(), sentence["sentence"], "of a pipe nothing is cut off");
     let shown = command(&["show", id]);
     assert_eq!(shown.stdout, text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.txt"))));
+    let pending = cluster.job.dir.join(format!("timeline/incident-{id}")).join(PENDING);
+    wait_until(PATIENCE, "the report has the timelines", || !pending.exists());
     let to = cluster.job.dir.join("copy");
     let fetched = command(&["fetch", id, to.to_str().expect("UTF-8")]);
     assert_eq!(fetched.code(), 0, "{fetched:?}");

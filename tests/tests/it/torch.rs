@@ -161,7 +161,8 @@ fn a_rank_skips_a_bucket() {
 
 #[test]
 fn a_rank_raises() {
-    expect(&["exception", "--parts", "ddp"], "process_dead", &["Rank 2 has exited (exit code 1)", "ranks 0-1, 3 wait"]);
+    let how = "Rank 2 has exited (exit code 1: ValueError: the loss is not a number at torch_cuda.py:71 in train)";
+    expect(&["exception", "--parts", "ddp"], "process_dead", &[how, "ranks 0-1, 3 wait"]);
 }
 
 #[test]
