@@ -62,10 +62,10 @@ impl Page {
         let mut heading: Option<String> = None;
         for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
             match event {
-                Event::Start(Tag::Link { dest_url: target, .. } | Tag::Image { dest_url: target, .. }) => {
-                    if !target.contains("://") {
-                        page.targets.push(target.into_string());
-                    }
+                Event::Start(Tag::Link { dest_url: target, .. } | Tag::Image { dest_url: target, .. })
+                    if !target.contains("://") =>
+                {
+                    page.targets.push(target.into_string());
                 }
                 Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
                 Event::Text(text) | Event::Code(text) => {
