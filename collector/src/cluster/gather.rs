@@ -25,7 +25,7 @@ use crate::{
         Plan,
         folder::{Folder, rank_of_file},
         judging, records,
-        verdict_files::{change_verdict, link_latest, write_verdict},
+        verdict_files::{link_latest, note_problem, write_verdict},
         viewer,
     },
     job::NodeId,
@@ -353,10 +353,7 @@ impl Gather {
         self.files = whole;
         if let Err(problem) = viewer::run(&folder.path, is_complete, VIEW) {
             warn!("incident {}: {problem}", self.setup.plan.head.id);
-            let changed = change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
-            if let Err(error) = changed {
-                warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
-            }
+            note_problem(&folder.path, problem);
         }
         if is_complete {
             self.files.clear();
