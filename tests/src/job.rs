@@ -173,21 +173,22 @@ impl Job {
         folders_with_verdicts(&self.dir.join("timeline/mild"))
     }
 
-    /// The incidents up to the one that `latest` points to, or up to a later dump by hand with a
-    /// report, which does not replace a hang there. The collector sets `latest` when a folder is
-    /// finished.
+    /// The incidents that are finished, oldest first. The collector sets `latest` when a folder is
+    /// finished; one that is older than `latest`, and a dump by hand, which does not replace a hang
+    /// there, has a report by then.
     #[must_use]
     pub fn finished_incidents(&self) -> Vec<Incident> {
         let mut incidents = self.incidents();
         let latest = fs::canonicalize(self.dir.join("timeline/latest")).ok();
-        let is_latest = |incident: &Incident| fs::canonicalize(&incident.path).ok() == latest;
-        let is_finished = |incident: &Incident| {
-            let is_by_hand = incident.verdict["trigger"]["kind"] == "manual";
-            let is_drawn = is_latest(incident) || is_by_hand && incident.path.join("report.html").exists();
+        let place = incidents.iter().position(|incident| fs::canonicalize(&incident.path).ok() == latest);
+        let Some(place) = place.filter(|_| latest.is_some()) else { return Vec::new() };
+        let is_finished = |at: usize, incident: &Incident| {
+            let may_be_drawn = at < place || incident.verdict["trigger"]["kind"] == "manual";
+            let is_drawn = at == place || may_be_drawn && incident.path.join("report.html").exists();
             is_drawn && !incident.path.join(PENDING).exists()
         };
-        let last = incidents.iter().rposition(|incident| latest.is_some() && is_finished(incident));
-        incidents.truncate(last.map_or(0, |last| last + 1));
+        let mut at = 0..;
+        incidents.retain(|incident| at.next().is_some_and(|at| is_finished(at, incident)));
         incidents
     }
 

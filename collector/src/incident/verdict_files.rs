@@ -2,6 +2,7 @@
 //! incident, and finishes what an earlier collector or an earlier attempt left unfinished on disk.
 
 use std::{
+    ffi::OsString,
     fs,
     io::{self, BufRead, Read},
     os::unix::fs::OpenOptionsExt,
@@ -20,7 +21,7 @@ use crate::{
         judging,
     },
     json,
-    os::clock::rfc3339,
+    os::clock::{Now, rfc3339},
 };
 
 /// Writes `verdict.json` and `verdict.txt` and logs errors. Returns whether both were written.
@@ -42,21 +43,27 @@ pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error
     folder.write("verdict.json", &json).and(text)
 }
 
-/// Makes `latest` point to a finished folder. A dump by hand that shows no hang does not replace a
-/// hang.
+/// Makes `latest` point to a finished folder, unless it points to one that counts more: a hang
+/// counts more than a dump by hand that shows none, and then the incident that was opened last,
+/// which may be finished first.
 ///
 /// # Errors
 /// If the link cannot be made.
 pub fn link_latest(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
-    let is_hang = |verdict: &Verdict| verdict.hang != HangEvidence::None || verdict.trigger.kind != "manual";
-    let newest = || -> Option<Verdict> {
-        let path = folder.path.parent()?.join("latest/verdict.json");
-        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    let Some(root) = folder.path.parent() else { return Ok(()) };
+    let latest = || -> Option<_> {
+        let path = fs::canonicalize(root.join("latest")).ok()?;
+        let verdict: Verdict = serde_json::from_slice(&fs::read(path.join("verdict.json")).ok()?).ok()?;
+        // Opened in the future: the clock was set back since.
+        let opened = verdict.timing.opened_at.clone().filter(|opened| *opened <= rfc3339(Now::get().unix_ns));
+        Some((verdict, opened, path.file_name()?.to_owned()))
     };
-    if !is_hang(verdict) && newest().is_some_and(|newest| is_hang(&newest) && newest.incident != verdict.incident) {
-        return Ok(());
-    }
-    folder.link_latest()
+    let is_hang = |verdict: &Verdict| verdict.hang != HangEvidence::None || verdict.trigger.kind != "manual";
+    let name = folder.path.file_name().unwrap_or_default();
+    let counts_more = |(other, opened, other_name): (Verdict, Option<String>, OsString)| {
+        (is_hang(&other), &opened, &*other_name) > (is_hang(verdict), &verdict.timing.opened_at, name)
+    };
+    if latest().is_some_and(counts_more) { Ok(()) } else { folder.link_latest() }
 }
 
 /// Reads the verdict of a folder, changes it, and writes it back.
@@ -206,4 +213,32 @@ pub fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdi
         return Err(error);
     }
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latest_points_to_the_hang_that_was_opened_last() {
+        let temporary = tempfile::tempdir().unwrap();
+        let finish = |name: &str, opened: &str, trigger: &str| {
+            let (folder, _) = Folder::create(temporary.path(), temporary.path(), name).unwrap();
+            let mut verdict = judging::judge(&Evidence::default());
+            verdict.timing.opened_at = Some(opened.into());
+            verdict.trigger.kind = trigger.into();
+            assert!(write_verdict(&folder, &verdict));
+            link_latest(&folder, &verdict).unwrap();
+            let link = fs::read_link(temporary.path().join("latest")).unwrap();
+            link.to_string_lossy().trim_start_matches("incident-").to_owned()
+        };
+        assert_eq!(finish("future", "9999-01-01T00:00:00.000Z", "hang"), "future");
+        assert_eq!(finish("by-hand", "2026-01-01T00:00:01.000Z", "manual"), "future", "a hang counts more");
+        assert_eq!(finish("2", "2026-01-01T00:00:01.000Z", "hang"), "2", "the clock was set back");
+        assert_eq!(finish("1", "2026-01-01T00:00:00.000Z", "hang"), "2", "it was opened earlier");
+        assert_eq!(finish("2-2", "2026-01-01T00:00:01.000Z", "hang"), "2-2", "in the same millisecond");
+        assert_eq!(finish("2", "2026-01-01T00:00:01.000Z", "hang"), "2-2");
+        assert_eq!(finish("by-hand-2", "2026-01-01T00:00:02.000Z", "manual"), "2-2");
+        assert_eq!(finish("3", "2026-01-01T00:00:02.000Z", "hang"), "3");
+    }
 }
