@@ -139,6 +139,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 helper_progressed,
                 helper_may_loop,
                 library_progressed,
+                runnable,
             } = moved;
             HostMovement {
                 cpu_share,
@@ -151,6 +152,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
                 helper_progressed,
                 helper_may_loop,
                 library_progressed,
+                runnable,
             }
         }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
@@ -230,6 +232,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
             helper_progressed: moved.helper_progressed,
             helper_may_loop: moved.helper_may_loop,
             library_progressed: moved.library_progressed,
+            runnable: moved.runnable,
         }),
         d_sleep: facts.d_sleep.as_ref().map(|sleep| DSleep {
             main: sleep.main,

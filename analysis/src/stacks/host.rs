@@ -101,13 +101,21 @@ pub(crate) struct Movement {
     /// The main thread is busy and made progress inside a library that the user's own line calls:
     /// `trainer.evaluate()`.
     pub library_progressed: bool,
+    /// The main thread was runnable in both samples. On a busy machine, one that computes gets
+    /// little processor time.
+    pub runnable: bool,
 }
 
 impl Movement {
     /// Whether anything makes progress: the process computes, bytes flow, or the program reached
     /// another line.
     pub fn is_progress(self) -> bool {
-        self.cpu_share >= BUSY_SHARE || self.io || self.own_frame
+        self.is_busy() || self.io || self.own_frame
+    }
+
+    /// Whether the process computes.
+    pub(super) fn is_busy(self) -> bool {
+        self.runnable || self.cpu_share >= BUSY_SHARE
     }
 }
 

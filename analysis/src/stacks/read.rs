@@ -15,7 +15,7 @@ use super::{
     },
     helpers,
     host::{
-        BUSY_SHARE, DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait,
+        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait,
         in_same_function, movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
@@ -70,8 +70,6 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
     let waits_for_helpers = may_wait_for_helpers(observed.activity);
     let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
-    // On a busy machine, a computing thread gets little processor time, but is runnable in every
-    // sample.
     let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
@@ -80,7 +78,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         helper_busy: work.busy,
         helper_progressed: work.progressed || work.reached_line,
         helper_may_loop: work.reached_line && !work.progressed,
-        library_progressed: (runnable || moved.cpu_share >= BUSY_SHARE)
+        runnable,
+        library_progressed: (runnable || moved.is_busy())
             && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),
         ..moved

@@ -1119,6 +1119,10 @@ pub struct HostMovement {
     /// The main thread ran less than four times a second: it slept for long each time.
     #[prost(bool, tag = "10")]
     pub main_ran_seldom: bool,
+    /// The main thread was runnable in both samples. On a busy machine, one that computes gets little
+    /// processor time.
+    #[prost(bool, tag = "11")]
+    pub runnable: bool,
 }
 /// A thread in uninterruptible sleep.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
