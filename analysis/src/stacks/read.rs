@@ -15,8 +15,8 @@ use super::{
     },
     helpers,
     host::{
-        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait,
-        in_same_function, movement, reporting_threads, samples, serves_socket, within_library,
+        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait, in_same_function,
+        movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
     names::{base_name, frame_label, is_library, stored_command},
