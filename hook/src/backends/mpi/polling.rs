@@ -161,15 +161,14 @@ pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> Blo
         if state.recorder == recorder_address(recorder) && state.continues(counter) {
             cell.set(PollState { last: counter, ..state });
         } else {
-            poll_with_clock(recorder, counter, what);
+            poll_at(recorder, clock::now_ns(), counter, what);
         }
     });
 }
 
 /// The same with a clock reading.
 #[cold]
-fn poll_with_clock(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> BlockingCall) {
-    let now = clock::now_ns();
+fn poll_at(recorder: &'static Recorder, now: u64, counter: u64, what: impl FnOnce() -> BlockingCall) {
     let mut state = POLL_STATE.get();
     if state.recorder != recorder_address(recorder) {
         POLL_STATE.set(PollState::new(recorder, now, counter));
@@ -312,18 +311,21 @@ mod tests {
         let what = || BlockingCall::new(recorder).with(&named_host_call(recorder, "MPI_Test"));
         poll_unsuccessful(recorder, what);
         let asked = |before_ns: u64| {
-            let mut state = POLL_STATE.get();
-            state.since_ns = clock::now_ns() - before_ns;
-            POLL_STATE.set(state);
-            poll_with_clock(recorder, tsc::counter(), what);
+            let (now, counter) = (clock::now_ns(), tsc::counter());
+            let state = POLL_STATE.get();
+            // However long the machine has kept this thread from running.
+            let look = PollSample { now, counter, ..state.look };
+            POLL_STATE.set(PollState { since_ns: now - before_ns, last: counter, look, ..state });
+            poll_at(recorder, now, counter, what);
             recorder.open_calls.slots().count()
         };
         assert_eq!(asked(POLLING_IS_WAITING_NS / 2), 0);
         assert_eq!(asked(POLLING_IS_WAITING_NS), 1);
         assert_eq!(asked(POLLING_IS_WAITING_NS), 1, "one operation however often it is asked for");
+        let (place, _) = POLL_STATE.get().open.unwrap();
+        POLLED[place].polled_ns.store(u64::MAX, Ordering::Relaxed);
         expire_polled(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 1);
-        let (place, _) = POLL_STATE.get().open.unwrap();
         POLLED[place].polled_ns.store(0, Ordering::Relaxed);
         expire_polled(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 0);
