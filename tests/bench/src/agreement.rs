@@ -233,11 +233,14 @@ fn recorded(python: &Path, commands: impl Fn(&[i32], &Path) -> Vec<Command>) -> 
     let pids: Vec<i32> = ranks.iter().map(Process::pid).collect();
     let before = children_time()?;
     let mut running = Vec::new();
-    for mut command in commands(&pids, folder.path()) {
-        running.push(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?);
+    for (index, mut command) in commands(&pids, folder.path()).into_iter().enumerate() {
+        let errors = folder.path().join(format!("errors.{index}"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&errors)?);
+        running.push((command.spawn()?, command, errors));
     }
-    for tool in &mut running {
-        ensure!(tool.wait()?.success(), "a recorder failed");
+    for (tool, command, errors) in &mut running {
+        let status = tool.wait()?;
+        ensure!(status.success(), "{command:?}: {status}: {}", fs::read_to_string(errors)?.trim());
     }
     let cost = 100.0 * (children_time()? - before).as_secs_f64() / f64::from(SECONDS);
     let mut truth = [0.0; 3];
