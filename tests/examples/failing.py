@@ -170,11 +170,16 @@ def bus():
 
 
 def overflow():
-    """Recursion through C code, which Python does not limit."""
+    """Recursion through C code, which Python does not limit. It is libffi that reaches the end of the
+    stack, because the copy of the argument takes nearly all of it."""
     sys.setrecursionlimit(1 << 30)
-    function = ctypes.CFUNCTYPE(None)
-    call = function(lambda: call())
-    call()
+
+    class Large(ctypes.Structure):
+        _fields_ = [("bytes", ctypes.c_char * (1 << 20))]
+
+    large = Large()
+    call = ctypes.CFUNCTYPE(None, Large)(lambda _: call(large))
+    call(large)
 
 
 def float_error():
