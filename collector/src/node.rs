@@ -9,7 +9,7 @@ mod dump;
 mod event_loop;
 mod evidence;
 mod exit_plugins;
-mod failures;
+pub mod failures;
 mod folder_writer;
 mod inbox;
 mod incidents;

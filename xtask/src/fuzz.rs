@@ -44,7 +44,7 @@ const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-l
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
 /// The fuzz targets: each is a row of `TARGETS` in `tests/fuzz`. The seconds apply to each of them.
-const TARGETS: [&str; 11] = [
+const TARGETS: [&str; 12] = [
     "decode",
     "folder",
     "object",
@@ -56,6 +56,7 @@ const TARGETS: [&str; 11] = [
     "settings",
     "command_line",
     "timeline",
+    "failure",
 ];
 
 /// Number of inputs of one target as a part of all tests, including its kept corpus: about a second

@@ -26,8 +26,8 @@ use crate::os::{clock::Now, process::Handle, ring_file::RingFile};
 /// The fatal signal of a process, once its stack is known. The registry and running dumps share it.
 pub type SharedFault = Arc<Mutex<Option<Failure>>>;
 
-/// Maximum length of the text of an exception, in bytes.
-const MOST_TEXT: usize = 400;
+/// Maximum length of one text of a failure, in bytes.
+pub const MOST_TEXT: usize = 400;
 /// Maximum number of frames of an exception or a signal.
 const MOST_FRAMES: usize = 64;
 /// Time limit to read an error file, which may be on a network file system.
@@ -71,7 +71,8 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
 }
 
 /// What the last text of a process shows, beyond what is known.
-fn of_text(text: &str, age_ns: u64, exit: Exit<'_>, known: &[Failure]) -> Vec<Failure> {
+#[must_use]
+pub fn of_text(text: &str, age_ns: u64, exit: Exit<'_>, known: &[Failure]) -> Vec<Failure> {
     let mut found = Vec::new();
     let traceback = last_traceback(text);
     let ends_text = traceback.as_ref().is_some_and(|traceback| traceback.ends_text);
@@ -205,7 +206,9 @@ fn stored(path: &Path) -> Option<Failure> {
     of_error_file(&bytes)
 }
 
-fn of_error_file(bytes: &[u8]) -> Option<Failure> {
+/// The exception in the contents of an error file of torchelastic. `None` if they name none.
+#[must_use]
+pub fn of_error_file(bytes: &[u8]) -> Option<Failure> {
     let error: Value = serde_json::from_slice(bytes).ok()?;
     let message = &error["message"];
     if let Some(stack) = message["extraInfo"]["py_callstack"].as_str()

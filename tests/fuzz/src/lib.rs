@@ -17,7 +17,7 @@ use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
 use xpu_timer_viewer::merge::Merger;
 use xpu_timer_viewer::report;
 
-pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings, timeline};
+pub use wire::{cluster_message, command_line, failure, hook_message, http, ring, ring_of_words, settings, timeline};
 
 /// A fuzzed function and the name of its corpus.
 pub type Target = (&'static str, fn(&[u8]));
@@ -35,6 +35,7 @@ pub const TARGETS: &[Target] = &[
     ("settings", settings),
     ("command_line", command_line),
     ("timeline", timeline),
+    ("failure", failure),
     ("planted", planted),
 ];
 

@@ -9,6 +9,7 @@ use std::{
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use clap::Parser;
 use prost::encoding::decode_varint;
+use xpu_timer_analysis::Exit;
 use xpu_timer_collector::{
     cluster::{
         self,
@@ -20,15 +21,16 @@ use xpu_timer_collector::{
     config, http,
     http::access::Token,
     incident::folder::Folder,
+    node::failures,
     os::clock::Now,
 };
 use xpu_timer_proto::{
     Message,
     env::Source,
-    ring, secrets,
+    printable, ring, secrets,
     v1::{
-        ClusterMessage, Delivery, Evidence, FlightRecord, HookMessage, NodeDump, NodeHello, NodeMessage, NodeReply,
-        RankInfo, cluster_message, delivery, node_message,
+        ClusterMessage, Delivery, Evidence, Failure, FlightRecord, HookMessage, NodeDump, NodeHello, NodeMessage,
+        NodeReply, RankInfo, cluster_message, delivery, node_message,
     },
 };
 use xpu_timer_timeline::{
@@ -169,10 +171,31 @@ pub fn ring(bytes: &[u8]) {
     assert!(record.operations.len() <= ring::op::SLOTS);
     reads_what_it_writes::<FlightRecord>(&record.encode_to_vec());
     let _ = (ring::read_names(read_at), ring::read_functions(read_at), ring::lane::calls(&read_at));
+    let _ = ring::read_fault(read_at).expect("reading memory");
+    for entry in [ring::stderr::OWN, ring::stderr::CHILDREN] {
+        let last = ring::read_last_text(read_at, entry).expect("reading memory");
+        assert!(last.is_none_or(|last| last.text.len() <= ring::stderr::TEXT_BYTES));
+    }
     for from in [0, 1, u64::MAX - 3, u64::MAX] {
         let mut slots = Vec::new();
         ring::read_slots(read_at, from, ring::op::SLOTS, &mut slots).expect("reading memory");
         assert_eq!(slots.len(), ring::op::SLOTS);
+    }
+}
+
+/// The last text of a process, and an error file of torchelastic, show failures whose texts are short
+/// and safe to print.
+pub fn failure(bytes: &[u8]) {
+    let mut failures = failures::of_text(&String::from_utf8_lossy(bytes), 0, Exit::of("exit code 1"), &[]);
+    assert!(failures.len() <= 2, "{failures:?}");
+    failures.extend(failures::of_error_file(bytes));
+    for failure in &failures {
+        let Failure { r#type, message, place, thread, frames, .. } = failure;
+        for text in [r#type, message, place, thread].into_iter().chain(frames) {
+            assert!(text.len() <= failures::MOST_TEXT + "process ".len(), "{text}");
+            assert_eq!(printable::line(text), *text);
+        }
+        let _ = failures::summary(failure);
     }
 }
 
