@@ -24,7 +24,7 @@ pub(crate) use host::{
     samples,
 };
 pub(crate) use names::{base_name, plain, shortened};
-pub use names::{native_place, own_place};
+pub use names::{native_place, own_frame, own_place};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;
 pub(crate) use read::{read, training_thread};

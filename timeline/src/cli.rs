@@ -377,7 +377,7 @@ fn write_rank(
     written?;
     let (breakdown, busy) = busy.finish();
     trace.finish(&busy);
-    if let Some(samples) = read_samples(outputs.input, rank) {
+    if let Some(samples) = samples_of(outputs.input, rank) {
         host_track::write(&mut trace, &samples);
     }
     append(&outputs.trace, &trace.out)?;
@@ -391,7 +391,8 @@ fn write_rank(
 }
 
 /// The sampled stacks of a rank, if the folder has them.
-fn read_samples(folder: &Path, rank: &Rank) -> Option<StackSamples> {
+#[must_use]
+pub fn samples_of(folder: &Path, rank: &Rank) -> Option<StackSamples> {
     let name = samples::file_name(rank.rank, rank.file.world_size);
     samples::decode(&read_text(&folder.join(name)).ok()?).ok()
 }

@@ -142,7 +142,11 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
     let shows_operations = !args.json && args.filter.is_all();
     let timelines = timeline::read(&path, verdict.as_ref(), (choice.html, shows_operations), &mut notes);
     let lanes = timelines.as_ref().filter(|_| choice.html);
-    let lanes = lanes.and_then(|(job, _)| report::lanes::lanes(job, verdict.as_ref(), timeline::threads()));
+    let lanes = lanes.and_then(|(job, _)| {
+        report::lanes::lanes(job, verdict.as_ref(), timeline::threads(), |rank| {
+            xpu_timer_timeline::cli::samples_of(&path, rank)
+        })
+    });
     print_warnings(&notes, &merged, err);
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));

@@ -87,8 +87,9 @@ pub(super) fn frame_label(frame: &PySpyFrame) -> String {
 
 /// The innermost frame of the user's own code. If all frames belong to libraries, the innermost
 /// frame of the package that the program entered first; else the outermost frame that does not only
-/// start a script or a thread.
-pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+/// start a script or a thread. The frames are leaf first.
+#[must_use]
+pub fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
     let own = (0..frames.len()).find(|index| !is_library(&frames[*index].file_name) && !is_entry_point(frames, *index));
     own.map(|index| &frames[index])
         .or_else(|| {

@@ -55,9 +55,10 @@ fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &Samp
     }
 }
 
-/// A sample stands for its period, and for the next one if that follows late: each is taken at a
+/// When a slice ends: a sample stands for its period, and for the next one if that follows late: each is taken at a
 /// random moment of its period.
-fn end_of(slice: &Slice, period_ns: u64) -> u64 {
+#[must_use]
+pub fn end_of(slice: &Slice, period_ns: u64) -> u64 {
     slice.last_ns.saturating_add(period_ns.saturating_mul(2))
 }
 
@@ -78,7 +79,8 @@ fn path_of(frame: &PySpyFrame) -> &str {
 }
 
 /// `function (file.py)`.
-fn name_of(frame: &PySpyFrame) -> String {
+#[must_use]
+pub fn name_of(frame: &PySpyFrame) -> String {
     let path = path_of(frame);
     let file = path.rsplit_once('/').map_or(path, |(_, file)| file);
     format!("{} ({file})", frame.func_name)

@@ -5,12 +5,14 @@
 use std::collections::HashMap;
 
 use serde::Serialize;
-use xpu_timer_analysis::{Verdict, communicator_name, operation_shape};
-use xpu_timer_proto::printable;
+use xpu_timer_analysis::{Verdict, communicator_name, operation_shape, own_frame};
+use xpu_timer_proto::server::PySpyFrame;
 use xpu_timer_proto::timeline::Times;
-use xpu_timer_proto::v1::{Op, OpKind, Operation};
+use xpu_timer_proto::v1::{Op, OpKind, Operation, StackSamples};
+use xpu_timer_proto::{printable, samples};
 use xpu_timer_timeline::clocks::Residual;
 use xpu_timer_timeline::job::{Job, Rank, parallel};
+use xpu_timer_timeline::perfetto::host_track;
 
 /// Length of the window before the hang.
 const BEFORE_NS: u64 = 60_000_000_000;
@@ -60,7 +62,7 @@ pub struct Clocks {
     pub corrected_us: f64,
 }
 
-/// A description of operations.
+/// A description of operations, or a function of Python.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Name {
     /// What people read.
@@ -72,7 +74,8 @@ pub struct Name {
     pub partial: bool,
 }
 
-/// How an operation is drawn: the first two in the upper half of a lane, the others below.
+/// How a bar is drawn: the first two in the upper row of a lane, the next two below, Python at the
+/// bottom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -84,11 +87,17 @@ pub enum Kind {
     Compute,
     /// A memory copy.
     Copy,
+    /// Python code of the main thread, from its sampled stacks.
+    Python,
 }
 
 impl Kind {
     fn row(self) -> usize {
-        usize::from(matches!(self, Kind::Compute | Kind::Copy))
+        match self {
+            Kind::Communication | Kind::Host => 0,
+            Kind::Compute | Kind::Copy => 1,
+            Kind::Python => 2,
+        }
     }
 }
 
@@ -120,12 +129,21 @@ struct Bar {
     seq: u64,
 }
 
-/// The lanes of a job. `None` if it has no timeline, or if nothing is in the window.
+/// The lanes of a job. `None` if it has no timeline, or if nothing is in the window. `samples` reads
+/// the sampled stacks of a rank.
 #[must_use]
-pub fn lanes(job: &Job, verdict: Option<&Verdict>, threads: usize) -> Option<Lanes> {
+pub fn lanes(
+    job: &Job,
+    verdict: Option<&Verdict>,
+    threads: usize,
+    samples: impl Fn(&Rank) -> Option<StackSamples> + Sync,
+) -> Option<Lanes> {
     let window = Window::of(job, verdict)?;
     let budget = (MOST_BARS / job.ranks.len() as u64).clamp(BARS_IN_LANE[0], BARS_IN_LANE[1]);
-    let of_ranks = parallel(threads, job.ranks.len(), |index| lane(job, &job.ranks[index], &window, budget));
+    let of_ranks = parallel(threads, job.ranks.len(), |index| {
+        let rank = &job.ranks[index];
+        lane(job, rank, &window, budget, samples(rank))
+    });
     let mut names = Names::default();
     let mut lanes: Vec<Lane> = Vec::with_capacity(of_ranks.len());
     for (mut lane, of_rank) in of_ranks {
@@ -145,7 +163,7 @@ pub fn lanes(job: &Job, verdict: Option<&Verdict>, threads: usize) -> Option<Lan
 }
 
 /// The lane of a rank, with the names of its bars.
-fn lane(job: &Job, rank: &Rank, window: &Window, budget: u64) -> (Lane, Vec<Name>) {
+fn lane(job: &Job, rank: &Rank, window: &Window, budget: u64, samples: Option<StackSamples>) -> (Lane, Vec<Name>) {
     let on_trace = |ns: u64| job.clocks[rank.node].map.apply(ns);
     let (mut builder, mut names) = (LaneBuilder::new(window.span() / budget), Names::default());
     // `Job::read` has noted what cannot be read.
@@ -171,8 +189,42 @@ fn lane(job: &Job, rank: &Rank, window: &Window, budget: u64) -> (Lane, Vec<Name
             builder.add(Bar { begin, end, waited, name, longest, count: 0, seq: operation.seq }, &names);
         }
     }
+    let python = samples.map(|samples| python_bars(&samples, window, on_trace, &mut names));
+    python.into_iter().flatten().for_each(|bar| builder.add(bar, &names));
     let (bars, unaligned) = (builder.finish(window), !job.clocks[rank.node].refused.is_empty());
     (Lane { rank: rank.rank, lost: rank.head.lost, unaligned, bars }, names.list)
+}
+
+/// The functions of the user's own code in which the main thread was, each with the functions that
+/// it called.
+fn python_bars(samples: &StackSamples, window: &Window, on_trace: impl Fn(u64) -> u64, names: &mut Names) -> Vec<Bar> {
+    let mut of_stacks: Vec<Option<u32>> = vec![None; samples.stacks.len()];
+    let mut bars: Vec<Bar> = Vec::new();
+    for slice in samples.threads.iter().filter(|thread| thread.main).flat_map(samples::slices) {
+        let (begin, end) = (on_trace(slice.first_ns), on_trace(host_track::end_of(&slice, samples.period_ns)));
+        if end < window.from || begin >= window.until {
+            continue;
+        }
+        let name = *of_stacks[slice.stack as usize].get_or_insert_with(|| {
+            let frames = samples.stacks[slice.stack as usize].frames.iter();
+            let frames: Vec<PySpyFrame> = frames.map(|frame| samples.frames[*frame as usize].clone()).collect();
+            let text = own_frame(&frames).map_or_else(|| "no Python code".into(), host_track::name_of);
+            let text = printable::line(&text).chars().take(MOST_LETTERS).collect();
+            names.number(Name { text, kind: Kind::Python, partial: false })
+        });
+        let begin = begin.max(window.from);
+        if let Some(before) = bars.last_mut().filter(|before| before.end >= begin) {
+            // It stands for the time until the next sample.
+            before.end = begin;
+            before.longest = begin - before.begin;
+        }
+        let end = end.min(window.until).max(begin);
+        match bars.last_mut().filter(|before| before.name == name && before.end == begin) {
+            Some(before) => (before.end, before.longest) = (end, end - before.begin),
+            None => bars.push(Bar { begin, end, waited: 0, name, longest: end - begin, count: 1, seq: 0 }),
+        }
+    }
+    bars
 }
 
 /// How the clocks were aligned; `None` of one node.
@@ -241,13 +293,13 @@ fn begin_ns(started_ns: u64, entered_ns: u64) -> u64 {
 struct LaneBuilder {
     /// A bar takes up operations that begin so soon after it, in nanoseconds.
     resolution: u64,
-    /// Bars of the two halves of the lane.
-    rows: [Vec<Bar>; 2],
+    /// Bars of the rows of the lane.
+    rows: [Vec<Bar>; 3],
 }
 
 impl LaneBuilder {
     fn new(resolution: u64) -> Self {
-        LaneBuilder { resolution, rows: [Vec::new(), Vec::new()] }
+        LaneBuilder { resolution, rows: Default::default() }
     }
 
     fn add(&mut self, bar: Bar, names: &Names) {

@@ -2,7 +2,8 @@
 // are on top; the lanes of a group are folded into that of its first rank. A canvas draws only the
 // visible lanes, so a thousand ranks cost nothing.
 
-const LANE = 26;
+/** Height of a lane, without and with its row of Python functions. */
+const LANE_HEIGHTS = [26, 36];
 const AXIS = 22;
 const LABEL = 150;
 /** The shortest time that the width shows, in microseconds. */
@@ -51,6 +52,8 @@ function buildLanes() {
   const L = D.lanes;
   if (!L) return;
   section.hidden = false;
+  const hasPython = L.names.some(({ kind }) => kind === "python");
+  const LANE = LANE_HEIGHTS[hasPython ? 1 : 0];
   const LANES = new Map(L.lanes.map((lane) => [lane.rank, lane]));
   const state = { from: 0, to: L.span_us, open: new Set(), needle: "", matches: null, row: 0, at: L.span_us / 2, drag: null };
 
@@ -68,10 +71,10 @@ function buildLanes() {
   const key = (name, text) => el("span", { class: "lanes-key" }, el("i", { class: `lane-${name}` }), text);
   const behind = L.behind_us === null ? "" : ` At time 0, the dashed line, the first rank${CULPRITS.length ? ` (${ranksText(CULPRITS, 3)})` : ""} fell behind.`;
   section.append(
-    ...heading("lanes-title", "Before the hang", `One lane a rank, ${timeText(Math.round(L.span_us / 1000))} in all: communication above, kernels and copies below. A hatched bar waits for its peers; white space is time on the host.${behind} Drag to zoom; Ctrl and the wheel zoom as well.`),
+    ...heading("lanes-title", "Before the hang", `One lane a rank, ${timeText(Math.round(L.span_us / 1000))} in all: communication above, kernels and copies below${hasPython ? ", sampled Python functions at the bottom" : ""}. A hatched bar waits for its peers; white space is time on the host.${behind} Drag to zoom; Ctrl and the wheel zoom as well.`),
     el("div", { class: "tools" }, zoomIn, zoomOut, reset, toHang, search, found),
     el("p", { id: "lanes-clocks", class: L.clocks?.refused.length ? "lanes-clocks warning" : "lanes-clocks", hidden: !L.clocks }, clocksText(L.clocks)),
-    el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy")),
+    el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy"), hasPython ? key("python", "the user's function that runs or calls, from samples; each has its shade") : null),
     box,
     detail,
   );
@@ -147,7 +150,11 @@ function buildLanes() {
     return low;
   }
 
-  const isLower = (kind) => kind === "compute" || kind === "copy";
+  /** The row of a kind in its lane, and the place of each row: top and height. */
+  const rowOf = (kind) => (kind === "python" ? 2 : kind === "compute" || kind === "copy" ? 1 : 0);
+  const ROWS = [[3, 10], [14, 9], [25, 9]];
+  /** The shade of a Python function: neighbours in the list of names differ. */
+  const shade = (name) => `hsl(${(name * 137) % 360} 35% 60%)`;
 
   function drawLane(pen, { rank }, y, hatch) {
     const bars = barsOf(LANES.get(rank));
@@ -158,10 +165,19 @@ function buildLanes() {
       const right = Math.min(box.clientWidth, xOf(bars.begin[i] + bars.length[i]));
       if (right < LABEL) continue;
       const wide = Math.max(0.7, right - left);
-      const [top, high] = isLower(kind) ? [y + 14, 9] : [y + 3, 10];
+      const [down, high] = ROWS[rowOf(kind)];
+      const top = y + down;
       pen.globalAlpha = state.matches && !state.matches.has(bars.name[i]) ? 0.2 : bars.count[i] > 1 ? 0.75 : 1;
-      pen.fillStyle = c[kind];
+      pen.fillStyle = kind === "python" ? shade(bars.name[i]) : c[kind];
       pen.fillRect(left, top, wide, high);
+      if (kind === "python" && wide > 40) {
+        pen.globalAlpha = 1;
+        pen.fillStyle = "#000";
+        pen.font = "8.5px system-ui, sans-serif";
+        const { text } = L.names[bars.name[i]];
+        const fits = Math.floor((text.length * (wide - 6)) / pen.measureText(text).width);
+        pen.fillText(fits < text.length ? `${text.slice(0, Math.max(0, fits - 1))}…` : text, left + 3, top + 7.5);
+      }
       const waited = Math.min(wide, Math.max(0, xOf(bars.begin[i] + bars.waited[i]) - left));
       if (waited >= 1) {
         pen.fillStyle = hatch;
@@ -298,13 +314,13 @@ function buildLanes() {
   }
 
   /** The bar at a place, else the gap there. */
-  function at(row, us, lower) {
+  function at(row, us, line) {
     const bars = barsOf(LANES.get(row.rank));
     const slack = (2 / width()) * (state.to - state.from);
     let [best, before, after] = [-1, 0, L.span_us];
     for (let i = firstVisible(bars, state.from); i < bars.begin.length && bars.begin[i] <= state.to; i++) {
       const end = bars.begin[i] + bars.length[i];
-      if (isLower(L.names[bars.name[i]].kind) === lower && us >= bars.begin[i] - slack && us <= end + slack && (best < 0 || bars.length[i] <= bars.length[best])) best = i;
+      if (rowOf(L.names[bars.name[i]].kind) === line && us >= bars.begin[i] - slack && us <= end + slack && (best < 0 || bars.length[i] <= bars.length[best])) best = i;
       if (end <= us) before = Math.max(before, end);
       if (bars.begin[i] >= us) after = Math.min(after, bars.begin[i]);
     }
@@ -312,9 +328,10 @@ function buildLanes() {
   }
 
   function describeBar(row, bars, i) {
-    const { text, partial } = L.names[bars.name[i]];
+    const { text, kind, partial } = L.names[bars.name[i]];
     const count = bars.count[i];
     const when = clock(bars.begin[i]);
+    if (kind === "python") return `rank ${row.rank}: ${count > 1 ? `${plural(count, "function")}, mostly ` : ""}in ${text} for ${usText(bars.length[i])} from ${when}`;
     const parts = [`rank ${row.rank}: ${count > 1 ? `${plural(count, "operation")}, the longest ${text}` : text}`];
     if (bars.seq[i]) parts.push(`number ${bars.seq[i]}`);
     parts.push(count === 0 ? `pending since ${when}` : `${usText(bars.length[i])} from ${when}`);
@@ -336,10 +353,11 @@ function buildLanes() {
     }
     const row = list[rowAt(y)];
     if (!row || x < LABEL) return;
-    const lower = (y - AXIS + box.scrollTop) % LANE >= 13;
+    const inside = (y - AXIS + box.scrollTop) % LANE;
+    const line = inside < 13 ? 0 : inside < 24 || !hasPython ? 1 : 2;
     const us = usAt(x);
-    const { best, before, after, bars } = at(row, us, lower);
-    detail.textContent = best >= 0 ? describeBar(row, bars, best) : `rank ${row.rank}: no operation for ${usText(after - before)} from ${clock(before)}`;
+    const { best, before, after, bars } = at(row, us, line);
+    detail.textContent = best >= 0 ? describeBar(row, bars, best) : `rank ${row.rank}: ${line === 2 ? "no sample" : "no operation"} for ${usText(after - before)} from ${clock(before)}`;
   }
   canvas.addEventListener("mousemove", hover);
   canvas.addEventListener("mousedown", (event) => {
