@@ -2,18 +2,19 @@
 //! benchmarks of the traces.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{BufWriter, Write},
     path::Path,
 };
 
 use anyhow::Result;
 use xpu_timer_proto::{
+    Message, samples,
     server::PySpyFrame,
     timeline::{BlockBuilder, FORMAT, file_name, shape_of, write},
     v1::{
         ClockReading, Communicator, DataType, LaunchStack, Matmul, MemoryReading, Op, OpKind, OpStatus, Operation,
-        RankInfo, TimelineHead, timeline_chunk::Part,
+        RankInfo, SampledStack, SampledThread, StackSamples, TimelineHead, timeline_chunk::Part,
     },
 };
 
@@ -104,6 +105,48 @@ impl Timelines {
         }
         out.write_all(&builder.finish_chunk())?;
         Ok(out.flush()?)
+    }
+
+    /// Writes the sampled stacks of the main thread of a rank, two a second: it trains, and from
+    /// `evaluates_from_ns` of the job on it evaluates.
+    ///
+    /// # Errors
+    /// They cannot be written.
+    pub fn write_samples(&self, folder: &Path, rank: u32, evaluates_from_ns: u64) -> Result<()> {
+        const PERIOD_NS: u64 = 500_000_000;
+        let until_ns = self.head(rank).until_ns;
+        let shown = |job_ns: u64| self.shown(rank, job_ns);
+        let frame = |func_name: &str, file_name: &str| PySpyFrame {
+            func_name: func_name.into(),
+            file_name: file_name.into(),
+            ..PySpyFrame::default()
+        };
+        let (first, second) = (shown(PERIOD_NS), shown(evaluates_from_ns));
+        let last = until_ns.saturating_sub(PERIOD_NS);
+        let thread = SampledThread {
+            tid: 1,
+            name: "MainThread".into(),
+            main: true,
+            first: vec![first, second - first],
+            last: vec![second.saturating_sub(PERIOD_NS) - first, last.saturating_sub(second)],
+            samples: vec![1, 1],
+            stack: vec![0, 1],
+        };
+        let samples = StackSamples {
+            format: samples::FORMAT,
+            from_ns: first,
+            until_ns,
+            period_ns: PERIOD_NS,
+            threads: vec![thread],
+            stacks: vec![SampledStack { frames: vec![0, 2] }, SampledStack { frames: vec![1, 2] }],
+            frames: vec![
+                frame("step", "/work/train.py:40"),
+                frame("evaluate", "/work/metrics.py:9"),
+                frame("main", "/work/train.py:71"),
+            ],
+            ..StackSamples::default()
+        };
+        Ok(fs::write(folder.join(samples::file_name(rank, self.ranks)), samples.encode_to_vec())?)
     }
 
     fn head(&self, rank: u32) -> TimelineHead {

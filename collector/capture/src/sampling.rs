@@ -61,7 +61,7 @@ pub struct RecordOptions {
     pub native: bool,
     /// Whether children that the process starts are noted, which takes a read for each thread.
     pub children: bool,
-    /// Older samples are forgotten.
+    /// Older samples are forgotten, except for as many changes of a stack as the window has samples.
     pub window: Duration,
 }
 
@@ -361,8 +361,10 @@ impl<'a> Loop<'a> {
         let Some(reader) = &mut self.reader else { return };
         let options = &self.shared.options;
         let mut recorded = self.shared.lock();
-        let window_ns = options.window.as_nanos() as u64;
-        if recorded.forget_before(at_ns.saturating_sub(window_ns)) {
+        let window_ns = u64::try_from(options.window.as_nanos()).unwrap_or(u64::MAX);
+        let in_window = window_ns / (options.period.as_nanos() as u64).max(1);
+        let least = usize::try_from(in_window).unwrap_or(usize::MAX);
+        if recorded.forget_before(at_ns.saturating_sub(window_ns), least) {
             reader.forget_numbers();
         }
         recorded.until_ns = at_ns;

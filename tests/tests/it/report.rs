@@ -251,9 +251,21 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
     HANG.write(folder.path()).expect("own folder");
+    for rank in 0..4 {
+        let evaluates_from_ns = if rank == 2 { 40_000_000_000 } else { 370_000_000_000 };
+        HANG.write_samples(folder.path(), rank, evaluates_from_ns).expect("own folder");
+    }
     browser.open(&report_of(folder.path()).0);
     assert!(browser.text("#lanes-title").contains("Before the hang"));
     browser.picture("lanes");
+    // The bottom row of a lane is the function in which the rank was.
+    let lanes = lanes_of(folder.path());
+    let ([evaluates], [trains]) =
+        (&bars_of(&lanes, 2, "evaluate (metrics.py)")[..], &bars_of(&lanes, 0, "step (train.py)")[..])
+    else {
+        panic!("{lanes:#}")
+    };
+    assert!(evaluates[0] > trains[0] && trains[1] > trains[0], "{evaluates:?} {trains:?}");
     // The culprit is on top. Before the hang is its last operation, after it that of its peer.
     browser.click("#lanes-hang");
     browser.js("document.getElementById('lanes-box').focus()");

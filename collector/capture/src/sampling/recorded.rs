@@ -97,15 +97,22 @@ impl Recorded {
         }
     }
 
-    /// Forgets slices that ended before a time, and what only these refer to. Returns whether the
-    /// numbers of frames and stacks are no longer valid.
-    pub fn forget_before(&mut self, ns: u64) -> bool {
-        self.from_ns = self.from_ns.max(ns);
+    /// Forgets slices that ended before a time, except for the newest `least` of each thread, and what
+    /// only the forgotten ones refer to. Returns whether the numbers of frames and stacks are no longer
+    /// valid.
+    ///
+    /// A thread that hangs is in one slice, and what it did before the hang is needed even if that was
+    /// long ago.
+    pub fn forget_before(&mut self, ns: u64, least: usize) -> bool {
+        // Most of so many threads have ended.
+        let least = if self.threads.len() > MOST_THREADS { 0 } else { least };
         for thread in self.threads.values_mut() {
-            while thread.slices.front().is_some_and(|slice| slice.last_ns < ns) {
+            while thread.slices.len() > least && thread.slices.front().is_some_and(|slice| slice.last_ns < ns) {
                 thread.slices.pop_front();
             }
         }
+        let kept_from_ns = self.threads.values().filter_map(|thread| thread.slices.front()).map(|slice| slice.first_ns);
+        self.from_ns = kept_from_ns.min().unwrap_or(ns).min(ns).max(self.from_ns);
         if self.stacks.len() <= MOST_STACKS && self.threads.len() <= MOST_THREADS {
             return false;
         }
@@ -214,13 +221,28 @@ mod tests {
             add(&mut recorded, 1, &format!("f{now}"), now);
         }
         add(&mut recorded, 2, "old", 1);
-        assert!(recorded.forget_before(count - 4));
+        assert!(recorded.forget_before(count - 4, 0));
         assert_eq!((recorded.stacks.len(), recorded.frames.len(), recorded.threads.len()), (5, 5, 1));
         add(&mut recorded, 1, &format!("f{count}"), count + 1);
         let message = recorded.message(0, PERIOD);
         assert_eq!(message.threads[0].samples, [1, 1, 1, 1, 2]);
         assert_eq!(message.frames[4], frame(&format!("f{count}")));
-        assert!(!recorded.forget_before(count + 5));
+        assert!(!recorded.forget_before(count + 5, 0));
         assert_eq!(recorded.message(1, PERIOD).threads, []);
+    }
+
+    #[test]
+    fn what_a_thread_did_before_it_hung_is_kept() {
+        let mut recorded = Recorded::default();
+        for (name, now) in [("load", 10), ("step", 20), ("load", 30), ("step", 40)] {
+            add(&mut recorded, 1, name, now);
+        }
+        for now in (50..5000).step_by(10) {
+            add(&mut recorded, 1, "hung", now);
+            assert!(!recorded.forget_before(now - 20.min(now), 3));
+        }
+        let message = recorded.message(0, PERIOD);
+        assert_eq!((&message.threads[0].first[..], message.from_ns), (&[30, 10, 10][..], 30));
+        assert_eq!(message.threads[0].samples, [1, 1, 495]);
     }
 }

@@ -74,7 +74,7 @@ function buildLanes() {
     ...heading("lanes-title", "Before the hang", `One lane a rank, ${timeText(Math.round(L.span_us / 1000))} in all: communication above, kernels and copies below${hasPython ? ", sampled Python functions at the bottom" : ""}. A hatched bar waits for its peers; white space is time on the host.${behind} Drag to zoom; Ctrl and the wheel zoom as well.`),
     el("div", { class: "tools" }, zoomIn, zoomOut, reset, toHang, search, found),
     el("p", { id: "lanes-clocks", class: L.clocks?.refused.length ? "lanes-clocks warning" : "lanes-clocks", hidden: !L.clocks }, clocksText(L.clocks)),
-    el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy"), hasPython ? key("python", "the user's function that runs or calls, from samples; each has its shade") : null),
+    el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy"), hasPython ? key("python", "Python function, sampled: a colour each") : null),
     box,
     detail,
   );
