@@ -45,8 +45,9 @@ const MOST_TEXT_BYTES: u64 = 64 << 20;
 
 /// Turns the timelines of all ranks into one trace for ui.perfetto.dev.
 ///
-/// Reads the RANK-WORLD.ops files of a folder, or the RANK-WORLD.timeline files of DLRover's
-/// xpu_timer, and writes trace_NAME.bin, matmul_NAME.bin, breakdown_NAME.json and clocks.json.
+/// Reads the RANK-WORLD.ops files of a folder, the RANK-WORLD.timeline files of DLRover's xpu_timer, and
+/// the RANK-WORLD.samples files of recorded stacks. Writes trace_NAME.bin, matmul_NAME.bin,
+/// breakdown_NAME.json and clocks.json.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_gen_trace_timeline", version, after_help = EXIT_CODES)]
 pub struct GenArgs {
@@ -119,33 +120,32 @@ pub fn finish(name: &str, run: impl FnOnce(&mut dyn Write, &mut dyn Write) -> an
     }
 }
 
-/// The timelines of a folder, ordered by rank. If a rank has both kinds of files, ours is taken.
+/// The timelines of a folder, ordered by rank. If a rank has several kinds of files, ours is taken, and
+/// its samples only if it has no other.
 ///
 /// # Errors
 /// The folder cannot be read.
 pub fn files(folder: &Path) -> io::Result<Vec<RankFile>> {
     let paths = fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path()));
     let mut paths: Vec<PathBuf> = paths.collect::<Result<_, _>>()?;
-    // Of one rank, `.ops` comes before `.timeline`.
-    paths.sort();
+    let kinds = [timeline::EXTENSION, original::EXTENSION, samples::EXTENSION];
+    let kind = |path: &Path| kinds.iter().position(|kind| path.extension().is_some_and(|extension| extension == *kind));
+    paths.sort_by_cached_key(|path| (path.with_extension(""), kind(path)));
     let mut files: Vec<RankFile> = Vec::new();
     for path in paths {
         let Some(name) = path.file_name().and_then(|name| name.to_str()).map(str::to_string) else { continue };
-        let is_ours = match path.extension().and_then(|extension| extension.to_str()) {
-            Some(timeline::EXTENSION) => true,
-            Some(original::EXTENSION) => false,
-            _ => continue,
-        };
-        // Both formats have the same names.
+        let Some(kind) = kind(&path) else { continue };
+        // All formats have the same names.
         let Some((rank, world_size)) = timeline::rank_of_file(&path.with_extension(timeline::EXTENSION)) else {
             continue;
         };
         if files.last().is_some_and(|last| last.rank == rank) {
             continue;
         }
-        let format = match is_ours {
-            true => Format::Ops,
-            false => {
+        let format = match kinds[kind] {
+            timeline::EXTENSION => Format::Ops,
+            samples::EXTENSION => Format::Samples,
+            _ => {
                 let meta = read_text(&path.with_extension(original::META)).unwrap_or_default();
                 Format::Original(original::names(&String::from_utf8_lossy(&meta)))
             }
@@ -181,7 +181,7 @@ fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::R
     };
     let files = files(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     if files.is_empty() {
-        bail!("{} has no timeline: no RANK-WORLD.ops and no RANK-WORLD.timeline file", folder.display());
+        bail!("{} has no timeline: no file RANK-WORLD.ops, .timeline or .samples", folder.display());
     }
     let job = Job::read(files, verdict, settings);
     let lost = job.ranks.iter().filter(|rank| rank.head.lost > 0);
@@ -448,11 +448,12 @@ fn matmul_data(shape: &Operation) -> Option<(MatmulDebugData, f64)> {
 
 fn summary(job: &Job, trace: &Path, counts: Counts, breakdowns: &[(u32, Breakdown)]) -> String {
     let operations: u64 = job.ranks.iter().map(|rank| rank.operations).sum();
+    let count = |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
     let mut text = format!(
-        "{}: {} ranks on {} nodes, {operations} operations, {} slices\n",
+        "{}: {} on {}, {operations} operations, {} slices\n",
         trace.display(),
-        job.ranks.len(),
-        job.clocks.len(),
+        count(job.ranks.len(), "rank"),
+        count(job.clocks.len(), "node"),
         counts.slices
     );
     for clock in &job.clocks {

@@ -1,4 +1,4 @@
-//! The files of the ranks, in either format, as a head and blocks. They are opened by a function of
+//! The files of the ranks, in any format, as a head and blocks. They are opened by a function of
 //! the caller, once for each pass, and read block by block.
 
 use std::{
@@ -8,8 +8,8 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    timeline,
-    v1::{TimelineBlock, TimelineHead},
+    samples, timeline,
+    v1::{StackSamples, TimelineBlock, TimelineHead},
 };
 
 use crate::original;
@@ -24,6 +24,8 @@ pub enum Format {
     Ops,
     /// `.timeline` of the original tool, with the names of its `.timeline.meta` file.
     Original(HashMap<u32, String>),
+    /// `.samples`: stacks of a rank whose operations were not recorded.
+    Samples,
 }
 
 /// The file of one rank.
@@ -57,6 +59,8 @@ pub enum Blocks<'a> {
     Ops(timeline::Reader<Input>),
     /// Of the original tool.
     Original(original::Reader<'a, Input>),
+    /// Of a file of samples, which has a head only.
+    Samples(Box<TimelineHead>),
 }
 
 impl RankFile {
@@ -69,6 +73,7 @@ impl RankFile {
         Ok(match &self.format {
             Format::Ops => Blocks::Ops(timeline::Reader::new(input)?),
             Format::Original(names) => Blocks::Original(original::Reader::new(input, names)),
+            Format::Samples => Blocks::Samples(Box::new(head_of_samples(input)?)),
         })
     }
 
@@ -79,6 +84,7 @@ impl RankFile {
     pub fn head(&self) -> io::Result<TimelineHead> {
         match self.blocks()? {
             Blocks::Ops(reader) => Ok(reader.head),
+            Blocks::Samples(head) => Ok(*head),
             Blocks::Original(mut reader) => {
                 let mut blocks = 0;
                 loop {
@@ -102,6 +108,14 @@ impl Blocks<'_> {
         match self {
             Blocks::Ops(reader) => reader.next_block(),
             Blocks::Original(reader) => reader.next_block(),
+            Blocks::Samples(_) => Ok(None),
         }
     }
+}
+
+fn head_of_samples(input: Input) -> io::Result<TimelineHead> {
+    let mut bytes = Vec::new();
+    input.take(samples::MOST_BYTES).read_to_end(&mut bytes)?;
+    let StackSamples { rank, writer, clock, from_ns, until_ns, .. } = samples::decode(&bytes)?;
+    Ok(TimelineHead { format: timeline::FORMAT, rank, writer, clock, from_ns, until_ns, ..TimelineHead::default() })
 }

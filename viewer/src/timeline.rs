@@ -11,6 +11,7 @@ use xpu_timer_proto::v1::{OpStatus, Operation};
 use xpu_timer_proto::{printable, timeline};
 use xpu_timer_timeline::cli;
 use xpu_timer_timeline::clocks::ClockMap;
+use xpu_timer_timeline::input::{Format, RankFile};
 use xpu_timer_timeline::job::{Job, Rank, Settings};
 
 /// Threads that read timelines, at most: the ranks of the job may need the processors.
@@ -41,7 +42,8 @@ pub fn read(
 ) -> Option<(Job, Option<Pair>)> {
     let mut files = cli::files(path).ok()?;
     files.sort_by_key(|file| file.rank);
-    let ranks: Vec<u32> = files.iter().map(|file| file.rank).collect();
+    let has_operations = |file: &&RankFile| !matches!(file.format, Format::Samples);
+    let ranks: Vec<u32> = files.iter().filter(has_operations).map(|file| file.rank).collect();
     let pair = verdict.filter(|_| for_operations).and_then(|verdict| Pair::of(verdict, &ranks));
     if !for_report {
         files.retain(|file| pair.is_some_and(|pair| pair.has(file.rank)));

@@ -53,6 +53,7 @@ pub fn hook_message(bytes: &[u8]) {
 pub fn timeline(bytes: &[u8]) {
     let (format, bytes) = match bytes.split_first() {
         Some((0, rest)) => (Format::Ops, rest),
+        Some((2, rest)) => (Format::Samples, rest),
         Some((_, rest)) => (Format::Original([(0, "kernel".to_string())].into()), rest),
         None => return,
     };

@@ -165,7 +165,7 @@ fn the_folder_of_a_hang_becomes_a_trace() {
     ranks.wait_for("step 30 ", PATIENCE);
     let incident = job.wait_incident(1, Duration::from_secs(90));
     let (out, text) = generate(&incident.path, &[]);
-    assert!(text.contains("2 ranks on 1 nodes"), "{text}");
+    assert!(text.contains("2 ranks on 1 node,"), "{text}");
     let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
     let of = |name: &str| found["names"][name].as_u64().unwrap_or(0);
     assert_eq!((of("hang"), of("culprit: its last operation ends")), (1, 1), "{found}");
@@ -277,6 +277,18 @@ fn the_comparison_names_lost_time_and_the_slow_rank() {
     assert!(text.contains("rank 5 is 50 % slower than the other 7 ranks in matmul 4096x4096x4096 bf16"), "{text}");
     assert!(text.contains("rank 5 starts last in 100 % of the collectives of ranks 0-7"), "{text}");
     assert!(!texts["tflops-box"].contains("AllReduce bf16"), "{}", texts["tflops-box"]);
+}
+
+#[test]
+fn recorded_stacks_alone_make_a_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let timelines = Timelines { operations: 40_000, ..Timelines::default() };
+    (0..timelines.ranks).for_each(|rank| timelines.write_samples(folder.path(), rank, 20_000_000_000).unwrap());
+    let (out, text) = generate(folder.path(), &[]);
+    assert!(text.contains("4 ranks on 1 node, 0 operations, 12 slices"), "{text}");
+    let trace = fs::read(out.path().join("trace_job.bin")).unwrap();
+    let has = |name: &str| trace.windows(name.len()).any(|bytes| bytes == name.as_bytes());
+    assert!(has("evaluate (metrics.py)") && has("host: MainThread (sampled)"));
 }
 
 #[test]
