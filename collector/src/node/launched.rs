@@ -206,6 +206,23 @@ impl Launched {
         &mut self.ranks
     }
 
+    /// The commands below which a rank runs that has not registered, each with the time at which the
+    /// newest of these ranks was started, CLOCK_MONOTONIC nanoseconds.
+    #[must_use]
+    pub fn starting(&self, now_ns: u64) -> BTreeMap<ProcessId, u64> {
+        let mut starting = BTreeMap::new();
+        for rank in self.ranks.iter().filter(|rank| !rank.is_over()) {
+            let started_ns = process::started_ns(rank.start, now_ns);
+            for LaunchedCommand { process: command, .. } in &self.commands {
+                if rank.ancestors.contains(&(command.pid, command.start)) {
+                    let newest_ns: &mut u64 = starting.entry((command.pid, command.start)).or_default();
+                    *newest_ns = started_ns.max(*newest_ns);
+                }
+            }
+        }
+        starting
+    }
+
     /// Removes the entry of a process that has registered.
     pub fn registered(&mut self, process: &Handle) {
         self.ranks.retain(|rank| !rank.is(process.pid, process.start));

@@ -286,6 +286,8 @@ pub struct Registered {
 pub struct Registry {
     ranks: BTreeMap<RankId, Rank>,
     next: RankId,
+    /// See [`Launched::starting`](super::launched::Launched::starting).
+    starting: BTreeMap<ProcessId, u64>,
 }
 
 /// Maximum length of a command in a message.
@@ -529,6 +531,23 @@ impl Registry {
         }
     }
 
+    /// Notes the launched commands that are starting ranks; see
+    /// [`Launched::starting`](super::launched::Launched::starting).
+    pub fn note_starting(&mut self, starting: BTreeMap<ProcessId, u64>) {
+        self.starting = starting;
+    }
+
+    /// Whether the launched command above the ended ranks of an attempt has started others since.
+    #[must_use]
+    pub fn is_restarted(&self, job: &JobKey, attempt: u32) -> bool {
+        let ended = self.ranks().filter(|rank| rank.job == *job && rank.info.attempt == attempt && rank.ended_ns > 0);
+        let launcher = |rank: &Rank| rank.process.as_ref()?.launched;
+        let started_ns = |rank: &Rank| launcher(rank).and_then(|launcher| self.starting.get(&launcher));
+        let mut ended = ended.peekable();
+        ended.peek().is_some()
+            && ended.all(|rank| started_ns(rank).is_some_and(|started_ns| *started_ns > rank.ended_ns))
+    }
+
     /// Handles the end of a connection; the process may live on.
     pub fn disconnected(&mut self, connection: ConnectionId) -> Option<RankId> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
@@ -600,7 +619,13 @@ impl Registry {
         // A launcher starts the ranks of a world after all its own ranks of the previous world have
         // ended. It may count that as the same attempt.
         let new_member = new.member(now_ns);
-        let others = || self.ranks.values().filter(|old| old.id != id && old.job == job && !old.past);
+        // An agent that starts its ranks again may give them another port, and so another job.
+        let is_of_agent = |old: &Rank| {
+            let is_earlier = old.job.name == job.name && old.info.attempt < attempt;
+            is_earlier && old.parent().is_some() && old.parent() == new.parent()
+        };
+        let is_other = |old: &&Rank| old.id != id && !old.past && (old.job == job || is_of_agent(old));
+        let others = || self.ranks.values().filter(is_other);
         let begins_world =
             !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
         for old in others() {

@@ -90,6 +90,46 @@ fn a_new_attempt_supersedes_the_old_one() {
     assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
 }
 
+/// A process of an agent, which gives each attempt a port of its own.
+fn of_agent(sleeper: &Sleeper, agent: i32, port: &str) -> Option<Arc<Handle>> {
+    let mut handle = Handle::of_peer(sleeper.0.id() as i32).unwrap();
+    (handle.instance, handle.ancestors) = (format!("localhost:{port}"), vec![(agent, 1), (2, 1)]);
+    handle.launched = Some((2, 1));
+    Some(Arc::new(handle))
+}
+
+#[test]
+fn an_attempt_with_another_port_supersedes_the_one_before_it() {
+    let sleepers = [Sleeper::new(), Sleeper::new(), Sleeper::new()];
+    let mut registry = Registry::default();
+    let old = registry.hello(1, of_agent(&sleepers[0], 5, "1"), (&hello(0, 0), None), &settings(), &mut [], 1).id;
+    let old_job = registry.get(old).unwrap().job.clone();
+    registry.goodbye(1, 2);
+    // It is of another agent, and so perhaps of another job.
+    registry.hello(2, of_agent(&sleepers[1], 6, "2"), (&hello(0, 1), None), &settings(), &mut [], 3);
+    assert!(!registry.get(old).unwrap().is_past());
+    let result = registry.hello(3, of_agent(&sleepers[2], 5, "3"), (&hello(0, 1), None), &settings(), &mut [], 4);
+    assert_eq!((&result.superseded[..], result.new_world), (&[old][..], true));
+    assert_ne!(registry.get(result.id).unwrap().job, old_job);
+    assert!(registry.get(old).unwrap().is_past());
+}
+
+#[test]
+fn ranks_that_a_launcher_has_started_since_the_end_of_others_count_before_they_register() {
+    let sleeper = Sleeper::new();
+    let mut registry = Registry::default();
+    let old = registry.hello(1, of_agent(&sleeper, 5, "1"), (&hello(0, 0), None), &settings(), &mut [], 1).id;
+    let job = registry.get(old).unwrap().job.clone();
+    registry.note_starting(BTreeMap::from([((2, 1), 20)]));
+    assert!(!registry.is_restarted(&job, 0), "it runs");
+    registry.goodbye(1, 10);
+    assert!(registry.is_restarted(&job, 0));
+    registry.note_starting(BTreeMap::from([((2, 1), 9)]));
+    assert!(!registry.is_restarted(&job, 0), "that one began before, and never registered");
+    registry.note_starting(BTreeMap::from([((3, 1), 20)]));
+    assert!(!registry.is_restarted(&job, 0), "that one is of another command");
+}
+
 #[test]
 fn a_world_started_after_the_previous_one_ended_is_new() {
     let (a, b, c, d) = (Sleeper::new(), Sleeper::new(), Sleeper::new(), Sleeper::new());

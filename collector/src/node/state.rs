@@ -132,7 +132,8 @@ pub struct IdleJob {
 }
 
 /// A job whose ranks end one after the other gets this many timeouts: one rank may save a
-/// checkpoint after the others have ended.
+/// checkpoint after the others have ended. So does one whose ranks are started again: they may load
+/// a checkpoint first.
 pub(super) const ENDING_TIMEOUTS: u32 = 4;
 
 impl Jobs for Registry {
@@ -155,8 +156,10 @@ impl Jobs for Registry {
         } else if Jobs::is_alive(self, job, attempt) {
             DEATH_GRACE_NS
         } else {
-            // The launcher needs time to notice the end of its ranks, and to start others.
-            nanoseconds(timeout).max(DEATH_GRACE_NS)
+            // The launcher needs time to notice the end of its ranks, and to start others. Those that
+            // it has started connect at their first device call.
+            let timeouts = if self.is_restarted(job, attempt) { ENDING_TIMEOUTS } else { 1 };
+            nanoseconds(timeout * timeouts).max(DEATH_GRACE_NS)
         }
     }
 }

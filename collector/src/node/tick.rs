@@ -41,6 +41,7 @@ impl NodeState {
         let registry = &self.registry;
         let seen = self.launched.scan(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
         self.sharers.note(&seen, now.mono_ns);
+        self.registry.note_starting(self.launched.starting(now.mono_ns));
         self.rejoin(None, now);
         let living = self.registry.living_jobs();
         let observations = self.observe(&living, now);
