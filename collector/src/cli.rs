@@ -1,10 +1,6 @@
 //! The command line.
 
-use std::{
-    io::Write,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{io::Write, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand, ValueEnum};
 use nix::sys::stat::{Mode, umask};
@@ -116,8 +112,9 @@ enum Role {
     Record(RecordArguments),
 }
 
+/// What to fetch from which collector, and into which folder.
 #[derive(Debug, clap::Args)]
-struct RecordArguments {
+struct FetchArguments {
     /// URL of another collector to query
     #[arg(long)]
     url: Option<String>,
@@ -127,6 +124,15 @@ struct RecordArguments {
     /// Only these ranks, such as 6 or 0-3,7
     #[arg(long, value_name = "RANKS")]
     rank: Option<RankSet>,
+    /// The folder in which to make the folder timeline-…
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    output: PathBuf,
+}
+
+#[derive(Debug, clap::Args)]
+struct RecordArguments {
+    #[command(flatten)]
+    fetch: FetchArguments,
     /// How long to record
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
     seconds: Duration,
@@ -139,9 +145,6 @@ struct RecordArguments {
     /// Sample C frames as well, which takes some milliseconds for each sample of a rank
     #[arg(long)]
     native: bool,
-    /// The folder in which to make the folder timeline-…
-    #[arg(long, value_name = "DIR", default_value = ".")]
-    output: PathBuf,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -161,15 +164,8 @@ fn period(text: &str) -> Result<Duration, String> {
 
 #[derive(Debug, clap::Args)]
 struct TimelineArguments {
-    /// URL of another collector to query
-    #[arg(long)]
-    url: Option<String>,
-    /// Name of the job, if there are several
-    #[arg(long, value_name = "NAME")]
-    job: Option<String>,
-    /// Only these ranks, such as 6 or 0-3,7
-    #[arg(long, value_name = "RANKS")]
-    rank: Option<RankSet>,
+    #[command(flatten)]
+    fetch: FetchArguments,
     /// The last so many seconds; of a job that stands, the last ones in which it did something
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
     seconds: Duration,
@@ -177,9 +173,6 @@ struct TimelineArguments {
     /// fetch them then
     #[arg(long, value_name = "WHICH", default_value = "recorded")]
     kernels: Kernels,
-    /// The folder in which to make the folder timeline-…
-    #[arg(long, value_name = "DIR", default_value = ".")]
-    output: PathBuf,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -291,35 +284,37 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
 }
 
 fn run_timeline(arguments: TimelineArguments) -> anyhow::Result<()> {
-    let TimelineArguments { url, job, rank, seconds, kernels, output } = arguments;
-    let remote = Remote::new(url, &Source::process())?;
-    let detail = kernels == Kernels::All;
-    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail, recording: None };
-    let written = fetch(&remote, &wanted, &output)?;
+    let TimelineArguments { fetch, seconds, kernels } = arguments;
+    let written = fetch.run(seconds, kernels == Kernels::All, None)?;
     let lost = if written.lost > 0 { format!("; {} more were lost", written.lost) } else { String::new() };
     say(&format!("{} operations of {} ranks{lost}", written.operations, written.ranks));
     anyhow::ensure!(written.problems.is_empty(), "the timeline is incomplete");
     Ok(())
 }
 
-/// Fetches files into a folder, and prints it and what is missing.
-fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> anyhow::Result<Written> {
-    let written = timeline::fetch(remote, wanted, output)?;
-    print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
-    written.problems.iter().for_each(|problem| say(&format!("xpu_timer_collector: {problem}")));
-    Ok(written)
-}
-
 fn run_record(arguments: RecordArguments) -> anyhow::Result<()> {
-    let RecordArguments { url, job, rank, seconds, rate, threads, native, output } = arguments;
-    let remote = Remote::new(url, &Source::process())?;
+    let RecordArguments { fetch, seconds, rate, threads, native } = arguments;
     let threads = if threads == WhichThreads::Main { Threads::Main } else { Threads::All };
-    let recording = Some(WantedRecording { period: rate, threads, native });
-    let wanted = WantedTimeline { job, ranks: rank, window: seconds, detail: false, recording };
-    let written = fetch(&remote, &wanted, &output)?;
+    let written = fetch.run(seconds, false, Some(WantedRecording { period: rate, threads, native }))?;
     say(&format!("the stacks of {} ranks", written.ranks));
     anyhow::ensure!(written.problems.is_empty(), "the recording is incomplete");
     viewer::run(&written.path, true, DRAW).map_err(anyhow::Error::msg)
+}
+
+impl FetchArguments {
+    /// Fetches files into a new folder, and prints its path and what is missing.
+    ///
+    /// # Errors
+    /// Those of [`timeline::fetch`].
+    fn run(self, window: Duration, detail: bool, recording: Option<WantedRecording>) -> anyhow::Result<Written> {
+        let Self { url, job, rank, output } = self;
+        let remote = Remote::new(url, &Source::process())?;
+        let wanted = WantedTimeline { job, ranks: rank, window, detail, recording };
+        let written = timeline::fetch(&remote, &wanted, &output)?;
+        print(&printable::text(&format!("{}\n", printable::line(&written.path.to_string_lossy()))))?;
+        written.problems.iter().for_each(|problem| say(&format!("xpu_timer_collector: {problem}")));
+        Ok(written)
+    }
 }
 
 /// Writes to stdout.
@@ -375,5 +370,15 @@ mod tests {
             assert!(Arguments::try_parse_from(["c", "node", &format!("--linger={wrong}")]).is_err(), "{wrong}");
         }
         assert!(Arguments::try_parse_from(["c"]).is_err());
+        for command in ["timeline", "record"] {
+            let options = ["c", command, "--job", "j", "--rank", "0-3,7", "--output", "/tmp"];
+            let (Role::Timeline(TimelineArguments { fetch, .. }) | Role::Record(RecordArguments { fetch, .. })) =
+                Arguments::try_parse_from(options).unwrap().command
+            else {
+                panic!("{command} is another command");
+            };
+            assert_eq!((fetch.job.as_deref(), fetch.output.to_str()), (Some("j"), Some("/tmp")));
+            assert_eq!((fetch.rank.map(|ranks| ranks.to_string()), fetch.url), (Some("0-3/7".into()), None));
+        }
     }
 }
