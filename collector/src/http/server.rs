@@ -21,7 +21,7 @@ use rustls::{
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
-    time::{Instant, interval, sleep, timeout},
+    time::{sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
@@ -31,7 +31,7 @@ use crate::{
     error::Error,
     http::{
         peer::Owners,
-        watch::{Answer, Class, InFlight, KEEPALIVE, Limits, Slot, Slots, Watch, Watched},
+        watch::{self, Answer, Class, InFlight, KEEPALIVE, Limits, Slot, Slots, Watch, Watched},
     },
 };
 
@@ -105,6 +105,7 @@ impl Server {
     pub async fn run(self, listener: TcpListener, router: Router) {
         let Ok(local) = listener.local_addr() else { return };
         let owners = Owners::new(local);
+        tokio::spawn(watch::end_overdue(Arc::downgrade(&self.slots), self.limits));
         loop {
             self.slots.settle().await;
             match listener.accept().await {
@@ -148,10 +149,28 @@ impl Server {
 
     async fn connection(self, stream: TcpStream, peer: SocketAddr, slot: Slot, caller: Caller, router: Router) {
         let stream = Watched::new(stream, Arc::clone(&slot.watch));
-        let Some(tls) = &self.tls else { return self.speak(stream, peer, &slot, caller, router).await };
+        match &self.tls {
+            // Boxed, so that a connection in plain text has no room for the handshake.
+            Some(tls) => Box::pin(self.secure(tls, stream, peer, &slot, caller, router)).await,
+            None => self.speak(stream, peer, &slot, caller, router).await,
+        }
+    }
+
+    async fn secure(
+        &self,
+        tls: &TlsAcceptor,
+        stream: Watched<TcpStream>,
+        peer: SocketAddr,
+        slot: &Slot,
+        caller: Caller,
+        router: Router,
+    ) {
         tokio::select! {
             secured = timeout(self.limits.handshake, tls.accept(stream)) => match secured {
-                Ok(Ok(stream)) => self.speak(stream, peer, &slot, caller, router).await,
+                Ok(Ok(stream)) => {
+                    slot.watch.secured();
+                    Box::pin(self.speak(stream, peer, slot, caller, router)).await;
+                }
                 Ok(Err(error)) => debug!("{peer}: {error}"),
                 Err(_) => debug!("{peer}: no TLS handshake within {:?}", self.limits.handshake),
             },
@@ -177,25 +196,14 @@ impl Server {
             async move { Ok::<_, Infallible>(answered(answer.await, in_flight)) }
         });
         let builder = self.builder();
-        let connection = builder.serve_connection(TokioIo::new(stream), service);
-        tokio::pin!(connection);
-        let mut ticks = interval(self.limits.tick());
-        loop {
-            tokio::select! {
-                ended = connection.as_mut() => {
-                    if let Err(error) = ended {
-                        debug!("{peer}: {error}");
-                    }
-                    return;
-                }
-                () = slot.watch.killed() => return,
-                _ = ticks.tick() => {
-                    if let Some(why) = slot.watch.overdue(&self.limits, Instant::now().into_std()) {
-                        debug!("{peer} {why}: it is disconnected");
-                        return;
-                    }
+        let mut connection = Box::pin(builder.serve_connection(TokioIo::new(stream), service));
+        tokio::select! {
+            ended = connection.as_mut() => {
+                if let Err(error) = ended {
+                    debug!("{peer}: {error}");
                 }
             }
+            () = slot.watch.killed() => debug!("{peer} is disconnected"),
         }
     }
 

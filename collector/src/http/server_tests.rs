@@ -6,6 +6,7 @@ use axum::{body::Bytes, http::StatusCode, routing::get};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     sync::mpsc,
+    time::Instant,
 };
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 

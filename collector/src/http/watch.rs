@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     net::IpAddr,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     task::{Context, Poll},
     time::{Duration, Instant},
 };
@@ -15,7 +15,9 @@ use hyper::body::{Frame, SizeHint};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::Notify,
+    time::interval,
 };
+use tracing::debug;
 
 /// Time limits for the steps of a connection, and maximum numbers of connections.
 #[derive(Debug, Clone, Copy)]
@@ -169,6 +171,17 @@ impl Slots {
         }
     }
 
+    /// Tells the connections to end that have missed a deadline.
+    fn end_overdue(&self, limits: &Limits, now: Instant) {
+        let watches: Vec<Arc<Watch>> = lock(&self.open).classes.values().flat_map(BTreeMap::values).cloned().collect();
+        for watch in watches {
+            if let Some(why) = watch.overdue(limits, now) {
+                debug!("connection {} {why}", watch.id);
+                watch.kill();
+            }
+        }
+    }
+
     /// Number of connections that have a descriptor.
     #[cfg(test)]
     pub fn count(&self) -> usize {
@@ -186,6 +199,17 @@ impl Slots {
     /// A connection was told to end: it no longer counts in its class.
     fn end(&self, id: u64) {
         let _ = lock(&self.open).remove(id);
+    }
+}
+
+/// Checks the deadlines of all connections until there is no server and no connection. With a timer
+/// of its own, each idle connection of a cluster collector would wake up once a second.
+pub async fn end_overdue(slots: Weak<Slots>, limits: Limits) {
+    let mut ticks = interval(limits.tick());
+    loop {
+        ticks.tick().await;
+        let Some(slots) = slots.upgrade() else { return };
+        slots.end_overdue(&limits, Instant::now());
     }
 }
 
@@ -281,6 +305,11 @@ impl Watch {
     /// Waits until the connection is told to end.
     pub async fn killed(&self) {
         self.killed.notified().await;
+    }
+
+    /// The handshake is done: the time for the first request begins.
+    pub fn secured(&self) {
+        lock(&self.state).quiet_since = Instant::now();
     }
 
     fn waiting_since(&self) -> Option<Instant> {

@@ -2,11 +2,13 @@
 //! incident, and finishes what an earlier collector or an earlier attempt left unfinished on disk.
 
 use std::{
+    collections::BTreeSet,
     ffi::OsString,
     fs,
     io::{self, BufRead, Read},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
+    sync::{Condvar, Mutex, PoisonError},
 };
 
 use tracing::{info, warn};
@@ -33,11 +35,16 @@ pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
     written.is_ok()
 }
 
-/// Writes `verdict.txt` and then `verdict.json`.
+/// Writes `verdict.txt` and then `verdict.json`, after a change that is under way.
 ///
 /// # Errors
 /// If one of them cannot be written. The other one is still attempted.
 pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
+    let _turn = Turn::wait(&folder.path);
+    write_both(folder, verdict)
+}
+
+fn write_both(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
     let json = json::pretty(verdict);
     let text = folder.write("verdict.txt", verdict.to_text().as_bytes());
     folder.write("verdict.json", &json).and(text)
@@ -66,17 +73,48 @@ pub fn link_latest(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
     if latest().is_some_and(counts_more) { Ok(()) } else { folder.link_latest() }
 }
 
-/// Reads the verdict of a folder, changes it, and writes it back.
+/// The right to write the verdict of a folder: the threads of this process have it one after the
+/// other. It is of one folder, so that a disk that does not answer stops no verdict on another one.
+struct Turn(PathBuf);
+
+/// The folders whose verdict a thread writes.
+static WRITTEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+/// Wakes those that wait for a folder.
+static FREED: Condvar = Condvar::new();
+
+impl Turn {
+    /// Waits until no other thread has the right for this folder.
+    fn wait(folder: &Path) -> Turn {
+        let written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_taken = |written: &mut BTreeSet<PathBuf>| written.contains(folder);
+        let mut written = FREED.wait_while(written, is_taken).unwrap_or_else(PoisonError::into_inner);
+        written.insert(folder.into());
+        Turn(folder.into())
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        WRITTEN.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+        FREED.notify_all();
+    }
+}
+
+/// Reads the verdict of a folder, changes it, and writes it back. A verdict that another thread
+/// writes meanwhile, for a second dump, comes after the change, and is not lost.
 ///
 /// # Errors
 /// If it cannot be read.
 pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
+    let _turn = Turn::wait(path);
     let file = path.join("verdict.json");
     let bytes = fs::read(&file).map_err(Error::path("read", &file))?;
     let mut verdict: Verdict =
         serde_json::from_slice(&bytes).map_err(|error| Error::path("read", &file)(error.into()))?;
     change(&mut verdict);
-    write_verdict(&Folder { path: path.into() }, &verdict);
+    if let Err(error) = write_both(&Folder { path: path.into() }, &verdict) {
+        warn!("incident {}: {}", verdict.incident, chain(&error));
+    }
     Ok(())
 }
 
@@ -217,6 +255,8 @@ pub fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdi
 
 #[cfg(test)]
 mod tests {
+    use std::{sync::mpsc, thread, time::Duration};
+
     use super::*;
 
     #[test]
@@ -240,5 +280,52 @@ mod tests {
         assert_eq!(finish("2", "2026-01-01T00:00:01.000Z", "hang"), "2-2");
         assert_eq!(finish("by-hand-2", "2026-01-01T00:00:02.000Z", "manual"), "2-2");
         assert_eq!(finish("3", "2026-01-01T00:00:02.000Z", "hang"), "3");
+    }
+
+    fn verdict(sentence: &str) -> Verdict {
+        judging::unknown(&Evidence::default(), sentence.into())
+    }
+
+    fn read(folder: &Folder) -> Verdict {
+        serde_json::from_slice(&fs::read(folder.path.join("verdict.json")).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_late_problem_does_not_bring_back_the_verdict_of_an_earlier_dump() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = Folder { path: root.path().into() };
+        try_write_verdict(&folder, &verdict("first")).unwrap();
+        let (under_way, begun) = mpsc::channel();
+        let (done, written) = mpsc::channel();
+        thread::scope(|scope| {
+            let folder = &folder;
+            scope.spawn(move || {
+                begun.recv().unwrap();
+                try_write_verdict(folder, &verdict("second")).unwrap();
+                // The receiver has given up waiting if the write came after the change.
+                let _ = done.send(());
+            });
+            change_verdict(&folder.path, |verdict| {
+                under_way.send(()).unwrap();
+                let _ = written.recv_timeout(Duration::from_millis(300));
+                verdict.timing.errors.push("late".into());
+            })
+            .unwrap();
+        });
+        assert_eq!(read(&folder).sentence, "second");
+    }
+
+    #[test]
+    fn no_problem_is_lost_when_several_threads_note_one() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = Folder { path: root.path().into() };
+        try_write_verdict(&folder, &verdict("first")).unwrap();
+        thread::scope(|scope| {
+            for thread in 0..8 {
+                let path = &folder.path;
+                scope.spawn(move || (0..8).for_each(|time| note_problem(path, format!("{thread} {time}"))));
+            }
+        });
+        assert_eq!(read(&folder).timing.errors.len(), 64);
     }
 }

@@ -12,7 +12,7 @@ import sys
 import time
 
 from kit import (
-    CHANCE, DIR, EXAMPLES, PORT, SYSTEM_PYTHON, TIMEOUT, Unable, add, alive, ends_well, http_get,
+    CHANCE, DIR, EXAMPLES, PORT, SYSTEM_PYTHON, TIMELINE, TIMEOUT, Unable, add, alive, authorized, ends_well, http_get,
     incident, incidents, judged, launched, must, promises, rank_pids, ranks, registered, silent,
     stays, tail, train, trains, wait_for, work,
 )
@@ -68,6 +68,22 @@ def well(mode):
 
 for _mode, _fault in MODES.items():
     add(f"well_{_mode}", _fault, NEVER, functools.partial(well, _mode))
+
+
+@promises("the job completes, nothing is printed into it, and its timeline has stacks")
+def stacks_of_passing_threads():
+    """The Python stacks of all launches are wanted, and threads that launch live for a moment."""
+    job = work("passing_threads", env={"XPU_TIMER_DUMP_STACK_COUNT": "1000000", "XPU_TIMER_BRACKET": "all"})
+    registered(2)
+
+    def stacks():
+        """The ranks whose timeline names the function that launches."""
+        http_get("/timeline?seconds=60", method="POST", headers=authorized())
+        return {path.name for path in TIMELINE.rglob("*.ops") if b"launches_briefly" in path.read_bytes()}
+
+    wait_for("both timelines have stacks", lambda: job.ended() or len(stacks()) == 2, 30)
+    must(len(stacks()) == 2, f"stacks are missing: {tail(job.err())}")
+    ends_well(job)
 
 
 @promises("no rank is ended for a hang that resolves between the timeout and the verdict")

@@ -253,6 +253,27 @@ def threads(rank):
 
 
 @mode
+def passing_threads(rank):
+    """Launches kernels of many names from threads that live for a moment, while others start and
+    end."""
+    kernels = [cuda.Kernel(f"kind_{number}", 10) for number in range(200)]
+    streams = [cuda.Stream() for _ in range(4)]
+
+    def launches_briefly(number, stream):
+        kernels[number % len(kernels)].launch(stream)
+
+    started = 0
+    for _ in rank.left():
+        passing = [threading.Thread(target=launches_briefly, args=(started + place, stream)) for place, stream in enumerate(streams)]
+        passing += [threading.Thread(target=int) for _ in streams]
+        for thread in passing:
+            thread.start()
+        for thread in passing:
+            thread.join()
+        started += len(streams)
+
+
+@mode
 def forks(rank):
     """Starts short processes all the time."""
     for _ in rank.left():
