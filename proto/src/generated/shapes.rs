@@ -207,14 +207,23 @@ static SERVER_PY_SPY_FRAME: [(u32, Field); 3] = [
 impl Shaped for crate::server::PySpyFrame {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME;
 }
-static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 4] = [
+static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 5] = [
     (3, Field::Text),
     (7, Field::Message(&SERVER_PY_SPY_FRAME)),
     (100, Field::Text),
     (102, Field::Message(&SERVER_PY_EXCEPTION)),
+    (103, Field::Message(&SERVER_PY_SUSPENDED)),
 ];
 impl Shaped for crate::server::PySpyStacktrace {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_STACKTRACE;
+}
+static SERVER_PY_SUSPENDED: [(u32, Field); 3] = [
+    (2, Field::Text),
+    (3, Field::Message(&SERVER_PY_SPY_FRAME)),
+    (4, Field::Text),
+];
+impl Shaped for crate::server::PySuspended {
+    const SHAPE: &'static Shape = &SERVER_PY_SUSPENDED;
 }
 static SERVER_PY_EXCEPTION: [(u32, Field); 3] = [
     (1, Field::Text),

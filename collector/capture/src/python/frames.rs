@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use xpu_timer_proto::{
     ring::FrameLayout,
-    server::{PyException, PySpyFrame},
+    server::{PyException, PySpyFrame, PySuspended},
 };
 
 use crate::{
@@ -189,6 +189,8 @@ pub(crate) struct Stack {
     pub(super) collects: bool,
     /// The exceptions that the thread is handling, innermost first.
     pub(super) exceptions: Vec<PyException>,
+    /// Its tasks and greenlets that wait.
+    pub(super) suspended: Vec<PySuspended>,
     /// Why the stack is incomplete.
     pub problem: Option<String>,
     /// Whether inner frames are missing because they changed during the read.
@@ -230,6 +232,7 @@ impl Stack {
         after.is_cut = left_out > 0 || kept < before.raw_frames.len();
         // A thread that has left its block handles another exception, or none.
         after.exceptions.retain(|exception| before.exceptions.contains(exception));
+        after.suspended.retain(|suspended| before.suspended.contains(suspended));
         (after.held_gil, after.collects) = match after.held_gil {
             Some(_) => (after.held_gil, after.collects),
             None => (before.held_gil, before.collects),

@@ -2,7 +2,10 @@
 
 use std::{collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
-use xpu_timer_proto::{procfs, server::PySpyStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
+};
 
 use crate::{
     cpython::{
@@ -148,6 +151,7 @@ impl PythonReader {
             stack.entries[first..].reverse();
             problem = problem.or(chain.problem);
         }
+        stack.suspended = thread.states().flat_map(|state| self.pending_tasks(memory, codes, state, &stack)).collect();
         self.add_awaits(memory, codes, &mut stack);
         let states = thread.states();
         stack.exceptions = states.flat_map(|state| exceptions::handled(memory, layout, codes, state)).collect();
@@ -168,15 +172,36 @@ impl PythonReader {
     fn add_awaits(&self, memory: &mut Snapshot, codes: &mut CodeCache, stack: &mut Stack) {
         let layout = &self.location.layout;
         let awaits = tasks::awaits(memory, layout, &stack.frames, &stack.raw_frames);
-        let shown = |frame: InterpreterFrame| {
-            let code = codes.get(memory, layout, frame.code).ok()?;
-            Some((code.frame(layout, frame.code, frame.instruction)?, frame))
-        };
-        let (frames, raw_frames): (Vec<_>, Vec<_>) = awaits.into_iter().filter_map(shown).unzip();
+        let (frames, raw_frames): (Vec<_>, Vec<_>) =
+            awaits.into_iter().filter_map(|frame| Some((shown(memory, layout, codes, frame)?, frame))).unzip();
         stack.entries.splice(..0, frames.iter().map(|_| false));
         stack.frames.splice(..0, frames);
         stack.raw_frames.splice(..0, raw_frames);
     }
+
+    /// The tasks that wait in the event loops of a thread with this stack.
+    fn pending_tasks(
+        &self,
+        memory: &mut Snapshot,
+        codes: &mut CodeCache,
+        thread: &ThreadState,
+        stack: &Stack,
+    ) -> Vec<PySuspended> {
+        let layout = &self.location.layout;
+        let tasks = tasks::pending(memory, layout, thread, &stack.frames, &stack.raw_frames);
+        let message = |task: tasks::PendingTask| PySuspended {
+            kind: PySuspendedKind::Task.into(),
+            name: task.name,
+            frames: task.frames.into_iter().filter_map(|frame| shown(memory, layout, codes, frame)).collect(),
+            awaits: task.awaits,
+        };
+        tasks.into_iter().map(message).collect()
+    }
+}
+
+/// A frame of a coroutine. `None` if its code cannot be read or is in no file.
+fn shown(memory: &mut Snapshot, layout: &Layout, codes: &mut CodeCache, frame: InterpreterFrame) -> Option<PySpyFrame> {
+    codes.get(memory, layout, frame.code).ok()?.frame(layout, frame.code, frame.instruction)
 }
 
 /// The threads of a process by their ids in its PID namespace.
@@ -212,6 +237,7 @@ impl PythonThread {
             collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
             frames: self.stack.frames,
             exceptions: self.stack.exceptions,
+            suspended: self.stack.suspended,
         };
         (trace, self.stack.entries)
     }

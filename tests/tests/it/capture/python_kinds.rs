@@ -443,13 +443,12 @@ async def middle(queue):
     await leaf(queue)
 async def top():
     print('ready', flush=True)
-    task = asyncio.create_task(middle(asyncio.Queue()))
+    task = asyncio.create_task(middle(asyncio.Queue()), name='inner')
     await ";
 
 #[test]
-fn coroutines_that_wait_in_an_event_loop() {
-    // The versions in which each way is followed.
-    for (waits, minors) in [("task", 11..=14), ("asyncio.gather(task)", 11..=13)] {
+fn tasks_and_coroutines_that_wait_in_an_event_loop() {
+    for (waits, awaited) in [("task", "task 'inner'"), ("asyncio.gather(task)", "the tasks of a gather")] {
         let text = format!("{WAITS}{waits}\nasyncio.run(top())\n");
         let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(&text, wanted)));
         let awaits = [
@@ -458,7 +457,8 @@ fn coroutines_that_wait_in_an_event_loop() {
             place("top", &format!("await {waits}")),
             place("<module>", "asyncio.run"),
         ];
-        for python in python::all().into_iter().filter(|python| minors.contains(&python.minor)) {
+        let tasks = [("Task-1", awaited, &awaits[2..3]), ("inner", "a future", &awaits[..2])];
+        for python in python::all() {
             let version = format!("3.{}", python.minor);
             let script = python.start(&text, &[]);
             let captured = capture_until(script.pid, &version, |sample| {
@@ -468,6 +468,15 @@ fn coroutines_that_wait_in_an_event_loop() {
                 is_idle && found == awaits
             });
             assert_merged(&version, &captured);
+            let suspended = &captured.sample.py_stacktrace[0].suspended;
+            for (name, awaited, places) in tasks {
+                let task = suspended.iter().find(|task| task.name == name);
+                let task = task.unwrap_or_else(|| panic!("{version}: no task {name}: {suspended:?}"));
+                let frames = PySpyStacktrace { frames: task.frames.clone(), ..PySpyStacktrace::default() };
+                let mut found = frames_of(&frames);
+                found.retain(|(_, place)| place.starts_with("script.py"));
+                assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}");
+            }
         }
     }
 }
