@@ -23,7 +23,7 @@ use super::{
     code::{self, CodeCache},
     exceptions,
     frames::{self, Chain, InterpreterFrame, Stack},
-    tasks,
+    greenlets, tasks,
     threads::{self, ThreadState},
 };
 
@@ -199,7 +199,64 @@ impl PythonReader {
     }
 }
 
-/// A frame of a coroutine. `None` if its code cannot be read or is in no file.
+/// Parts of the paths of the libraries that switch between greenlets. One of them is on the stack of
+/// a thread that does.
+const GREENLET_FILES: [&str; 3] = ["/gevent/", "/eventlet/", "/greenlet/"];
+/// The name of the greenlet in which a thread started, and the class of such a greenlet.
+const MAIN_GREENLET: &str = "main";
+const GREENLET_CLASS: &str = "greenlet";
+
+impl PythonReader {
+    /// Adds the suspended greenlets of the process to the first thread that switches between
+    /// greenlets. If its hub waits, the code for which it waits is added to its stack.
+    pub fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
+        let layout = &self.location.layout;
+        let switches = |thread: &&mut PythonThread| {
+            let file = |frame: &PySpyFrame| GREENLET_FILES.iter().any(|file| frame.file_name.contains(file));
+            thread.stack.frames.iter().any(file)
+        };
+        let Some(thread) = threads.iter_mut().find(switches) else { return };
+        let mut memory = Snapshot::new(self.live_tid);
+        let Some(collector) = thread
+            .states()
+            .next()
+            .and_then(|state| threads::collector_of(&mut memory, layout, self.location.address, state))
+        else {
+            return;
+        };
+        let mut codes = CodeCache::default();
+        let mut mains = Vec::new();
+        for greenlet in greenlets::suspended(self.live_tid, layout, collector, deadline) {
+            let frames = greenlet.frames.into_iter();
+            let (frames, raw_frames): (Vec<_>, Vec<_>) =
+                frames.filter_map(|frame| Some((shown(&mut memory, layout, &mut codes, frame)?, frame))).unzip();
+            let is_main = greenlet.class == GREENLET_CLASS
+                && frames.last().is_some_and(|root: &PySpyFrame| root.func_name == "<module>");
+            if is_main {
+                mains.push((frames.clone(), raw_frames));
+            }
+            let name = if is_main { MAIN_GREENLET.into() } else { greenlet.class };
+            let kind = PySuspendedKind::Greenlet.into();
+            thread.stack.suspended.push(PySuspended { kind, name, frames, awaits: String::new() });
+        }
+        let root = thread.stack.frames.last().map_or("", |root| &root.file_name);
+        if root.contains("hub")
+            && GREENLET_FILES.iter().any(|file| root.contains(file))
+            && let [(frames, raw_frames)] = &mut mains[..]
+        {
+            // Both are at the place of the hub's own frames in the native stack: the outermost frame
+            // of the two is the one that C code entered.
+            if let Some(root) = thread.stack.entries.last_mut() {
+                *root = false;
+            }
+            thread.stack.entries.extend((1..=frames.len()).map(|number| number == frames.len()));
+            thread.stack.frames.append(frames);
+            thread.stack.raw_frames.append(raw_frames);
+        }
+    }
+}
+
+/// A frame of a coroutine or greenlet. `None` if its code cannot be read or is in no file.
 fn shown(memory: &mut Snapshot, layout: &Layout, codes: &mut CodeCache, frame: InterpreterFrame) -> Option<PySpyFrame> {
     codes.get(memory, layout, frame.code).ok()?.frame(layout, frame.code, frame.instruction)
 }

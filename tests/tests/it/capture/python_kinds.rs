@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
 use xpu_timer_capture::{Capturer, Frame, Options, ProcessCapture, merge};
 use xpu_timer_proto::server::{ProcessSample, PySpyFrame, PySpyStacktrace};
-use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
+use xpu_timer_tests::{PATIENCE, Process, compile_c, gevent_python, python_version, skip};
 
 use super::{
     capture_until, describe,
@@ -478,6 +478,66 @@ fn tasks_and_coroutines_that_wait_in_an_event_loop() {
                 assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}");
             }
         }
+    }
+}
+
+const GREENLETS: &str = "\
+import gevent, greenlet
+from gevent.event import Event
+from gevent.queue import Queue
+pages = Queue()
+def fetch_page():
+    return pages.get()
+def worker():
+    while True:
+        fetch_page()
+def collect():
+    Event().wait()
+raw = greenlet.greenlet(lambda: greenlet.getcurrent().parent.switch())
+raw.switch()
+for _ in range(3): gevent.spawn(worker)
+gevent.spawn(lambda: gevent.sleep(100000))
+gevent.sleep(0.01)
+print('ready', flush=True)
+collect()
+";
+
+/// Needs gevent from PyPI, which takes a minute for each version: `XPU_TIMER_TEST_LONG=1`.
+#[test]
+fn greenlets_that_are_switched_away_from() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(GREENLETS, wanted)));
+    let fetches = vec![place("fetch_page", "pages.get"), place("worker", "    fetch_page")];
+    let main = ["collect", "<module>"].map(str::to_string);
+    for version in ["3.9", "3.11", "3.12", "3.13"] {
+        let Some(program) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let program = gevent_python(&program, version).expect("gevent");
+        let script = Python { minor: 0, program, root: None }.start(GREENLETS, &[]);
+        let captured = capture_until(script.pid, version, |sample| {
+            sample.py_stacktrace.first().is_some_and(|thread| thread.suspended.len() == 6)
+        });
+        assert_merged(version, &captured);
+        let thread = &captured.sample.py_stacktrace[0];
+        // The thread is in its hub, which runs on behalf of the main greenlet.
+        let names: Vec<String> = frames_of(thread).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, [&["run".to_string()], &*main].concat(), "{version}");
+        let count = |name: &str, wanted: &[(String, String)]| {
+            let suspended = thread.suspended.iter().filter(|greenlet| greenlet.name == name);
+            let frames =
+                suspended.map(|greenlet| PySpyStacktrace { frames: greenlet.frames.clone(), ..Default::default() });
+            frames.filter(|trace| wanted.is_empty() || frames_of(trace) == wanted).count()
+        };
+        assert_eq!(
+            (count("Greenlet", &fetches), count("Greenlet", &[]), count("greenlet", &[]), count("main", &[])),
+            (3, 4, 1, 1),
+            "{version}: {:?}",
+            thread.suspended
+        );
     }
 }
 
