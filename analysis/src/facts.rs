@@ -15,6 +15,7 @@ use xpu_timer_proto::{
 use crate::{
     known_defects,
     stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper, ThreadWait},
+    suspended,
     verdict::{Activity, Location},
 };
 
@@ -165,6 +166,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
             waiting: waiting as u64,
         }),
         compiler: stacks::compiler_child(dump),
+        suspended: suspended::facts(dump),
         awaited,
         thread_waits: thread_waits
             .into_iter()

@@ -467,7 +467,7 @@ static V1_FAILURE: [(u32, Field); 5] = [
 impl Shaped for crate::v1::Failure {
     const SHAPE: &'static Shape = &V1_FAILURE;
 }
-static V1_HOST_FACTS: [(u32, Field); 18] = [
+static V1_HOST_FACTS: [(u32, Field); 19] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -486,9 +486,17 @@ static V1_HOST_FACTS: [(u32, Field); 18] = [
     (30, Field::Message(&SERVER_LIBRARY)),
     (31, Field::Text),
     (32, Field::Text),
+    (33, Field::Message(&V1_HOST_SUSPENDED)),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
+}
+static V1_HOST_SUSPENDED: [(u32, Field); 2] = [
+    (2, Field::Text),
+    (3, Field::Text),
+];
+impl Shaped for crate::v1::HostSuspended {
+    const SHAPE: &'static Shape = &V1_HOST_SUSPENDED;
 }
 static V1_HOST_THREAD_WAIT: [(u32, Field); 1] = [
     (1, Field::Message(&SERVER_AWAITED)),
