@@ -13,7 +13,7 @@ use crate::{cpython::Layout, memory::Snapshot};
 
 use super::{
     builtins::{MIN_ADDRESS, class_name, type_name},
-    frames::{FrameWords, InterpreterFrame},
+    frames::{self, InterpreterFrame},
 };
 
 /// The newest version whose garbage collector has the lists that are read here.
@@ -26,8 +26,6 @@ const MAX_TIME: Duration = Duration::from_millis(50);
 const OBJECTS_OF_A_COPY: usize = 8192;
 /// Maximum number of base classes of a class.
 const MAX_BASES: usize = 16;
-/// Maximum number of frames of a greenlet.
-const MAX_FRAMES: usize = 1024;
 
 /// Generations, from the youngest on: bytes before the statistics of the collector, the size of
 /// one, and their number.
@@ -121,15 +119,7 @@ fn greenlet(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<Green
     if layout.minor >= 11 {
         address = memory.read_u64(GREENLET, frame.wrapping_add(FRAME_OF_OBJECT)).ok()?;
     }
-    let mut frames = Vec::new();
-    let mut bytes = vec![0; layout.frame_size as usize];
-    while address >= MIN_ADDRESS && frames.len() < MAX_FRAMES && memory.copy(address, &mut bytes) {
-        let FrameWords { code, instruction, previous, is_from_c, .. } = FrameWords::parse(layout, &bytes);
-        if !is_from_c {
-            frames.push(InterpreterFrame { address, code, instruction, previous, entry: false });
-        }
-        address = previous;
-    }
+    let frames = frames::chain_from(memory, layout, address).frames;
     let class = class.rsplit('.').next().unwrap_or_default().to_string();
     Some(Greenlet { class, frames })
 }

@@ -244,12 +244,7 @@ impl PythonReader {
             && GREENLET_FILES.iter().any(|file| root.contains(file))
             && let [(frames, raw_frames)] = &mut mains[..]
         {
-            // Both are at the place of the hub's own frames in the native stack: the outermost frame
-            // of the two is the one that C code entered.
-            if let Some(root) = thread.stack.entries.last_mut() {
-                *root = false;
-            }
-            thread.stack.entries.extend((1..=frames.len()).map(|number| number == frames.len()));
+            thread.stack.entries.extend(raw_frames.iter().map(|frame: &InterpreterFrame| frame.entry));
             thread.stack.frames.append(frames);
             thread.stack.raw_frames.append(raw_frames);
         }
