@@ -71,8 +71,7 @@ pub(super) fn suspended(tid: i32, layout: &Layout, collector: u64, deadline: Ins
     for generation in 0..GENERATIONS {
         let list = first.wrapping_add(generation * GENERATION);
         let mut head = list;
-        loop {
-            let Ok(previous) = memory.read_u64(OBJECT, head.wrapping_add(PREVIOUS)) else { break };
+        while let Ok(previous) = memory.read_u64(OBJECT, head.wrapping_add(PREVIOUS)) {
             head = previous & !MARKS;
             seen += 1;
             let is_over = seen % 1024 == 0 && Instant::now() >= deadline;
