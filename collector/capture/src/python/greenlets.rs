@@ -1,8 +1,9 @@
-//! Greenlets that are switched away from. No thread has their frames on its stack, and nothing lists
-//! them, so they are searched among the objects of the garbage collector, the newest first.
+//! Greenlets that are switched away from. No thread has their frames on its stack, and nothing
+//! lists them, so they are searched among the objects of the garbage collector, newest first.
 //!
-//! The layouts are those of the public headers of greenlet 1 to 3. Of its private state, only one
-//! thing is assumed: somewhere in it is a pointer to the frame of a suspended greenlet.
+//! The layouts are those of the public headers. Of the private state of a greenlet, only one thing
+//! is assumed: somewhere in it is a pointer to the frame of a suspended greenlet. Tested with
+//! greenlet 3; the header of version 2 is equal.
 
 use std::{
     collections::HashMap,
@@ -36,8 +37,7 @@ const GENERATIONS: u64 = 3;
 const PREVIOUS: u64 = 8;
 const MARKS: u64 = 3;
 const HEAD: u64 = 16;
-/// PyGreenlet: pointer to the private state from version 2 on; before, the state itself begins
-/// there or earlier.
+/// PyGreenlet: pointer to the private state.
 const STATE: u64 = 32;
 /// Number of words of a state that are examined.
 const STATE_WORDS: u64 = 24;
@@ -108,11 +108,9 @@ fn derives_from_greenlet(memory: &mut Snapshot, layout: &Layout, mut class: u64)
 fn greenlet(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<Greenlet> {
     let class = class_name(memory, layout, object)?;
     let state = memory.read_u64(GREENLET, object.wrapping_add(STATE)).ok()?;
-    let frame = [state, object].into_iter().find_map(|state| {
-        (0..STATE_WORDS).find_map(|index| {
-            let word = memory.read_u64(GREENLET, state.wrapping_add(index * 8)).ok()?;
-            class_name(memory, layout, word).filter(|name| name == "frame").map(|_| word)
-        })
+    let frame = (0..STATE_WORDS).find_map(|index| {
+        let word = memory.read_u64(GREENLET, state.wrapping_add(index * 8)).ok()?;
+        class_name(memory, layout, word).filter(|name| name == "frame").map(|_| word)
     })?;
     let mut address = frame;
     if layout.minor >= 11 {

@@ -199,8 +199,8 @@ impl PythonReader {
     }
 }
 
-/// Parts of the paths of the libraries that switch between greenlets. One of them is on the stack of
-/// a thread that does.
+/// Parts of the paths of the libraries that switch between greenlets. A thread that does has one of
+/// them on its stack.
 const GREENLET_FILES: [&str; 3] = ["/gevent/", "/eventlet/", "/greenlet/"];
 /// The name of the greenlet in which a thread started, and the class of such a greenlet.
 const MAIN_GREENLET: &str = "main";
