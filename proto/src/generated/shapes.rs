@@ -207,14 +207,23 @@ static SERVER_PY_SPY_FRAME: [(u32, Field); 3] = [
 impl Shaped for crate::server::PySpyFrame {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME;
 }
-static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 4] = [
+static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 5] = [
     (3, Field::Text),
     (7, Field::Message(&SERVER_PY_SPY_FRAME)),
     (100, Field::Text),
     (102, Field::Message(&SERVER_PY_EXCEPTION)),
+    (103, Field::Message(&SERVER_PY_SUSPENDED)),
 ];
 impl Shaped for crate::server::PySpyStacktrace {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_STACKTRACE;
+}
+static SERVER_PY_SUSPENDED: [(u32, Field); 3] = [
+    (2, Field::Text),
+    (3, Field::Message(&SERVER_PY_SPY_FRAME)),
+    (4, Field::Text),
+];
+impl Shaped for crate::server::PySuspended {
+    const SHAPE: &'static Shape = &SERVER_PY_SUSPENDED;
 }
 static SERVER_PY_EXCEPTION: [(u32, Field); 3] = [
     (1, Field::Text),
@@ -458,7 +467,7 @@ static V1_FAILURE: [(u32, Field); 5] = [
 impl Shaped for crate::v1::Failure {
     const SHAPE: &'static Shape = &V1_FAILURE;
 }
-static V1_HOST_FACTS: [(u32, Field); 18] = [
+static V1_HOST_FACTS: [(u32, Field); 19] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -477,9 +486,17 @@ static V1_HOST_FACTS: [(u32, Field); 18] = [
     (30, Field::Message(&SERVER_LIBRARY)),
     (31, Field::Text),
     (32, Field::Text),
+    (33, Field::Message(&V1_HOST_SUSPENDED)),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
+}
+static V1_HOST_SUSPENDED: [(u32, Field); 2] = [
+    (2, Field::Text),
+    (3, Field::Text),
+];
+impl Shaped for crate::v1::HostSuspended {
+    const SHAPE: &'static Shape = &V1_HOST_SUSPENDED;
 }
 static V1_HOST_THREAD_WAIT: [(u32, Field); 1] = [
     (1, Field::Message(&SERVER_AWAITED)),

@@ -141,6 +141,24 @@ pub struct PySpyStacktrace {
     /// The exceptions that the thread is handling, innermost `except` first.
     #[prost(message, repeated, tag = "102")]
     pub exceptions: ::prost::alloc::vec::Vec<PyException>,
+    /// Code of the thread that waits without being on its stack.
+    #[prost(message, repeated, tag = "103")]
+    pub suspended: ::prost::alloc::vec::Vec<PySuspended>,
+}
+/// A task of asyncio that waits, or a greenlet that is switched away from.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PySuspended {
+    #[prost(enumeration = "PySuspendedKind", tag = "1")]
+    pub kind: i32,
+    /// The name of the task; for a greenlet, the name of its class.
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// Leaf first: from the innermost coroutine to that of the task.
+    #[prost(message, repeated, tag = "3")]
+    pub frames: ::prost::alloc::vec::Vec<PySpyFrame>,
+    /// What it waits for, such as `a future` or `task 'Task-7'`; empty when unknown.
+    #[prost(string, tag = "4")]
+    pub awaits: ::prost::alloc::string::String,
 }
 /// An exception of a thread.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -425,6 +443,35 @@ impl AwaitedKind {
             "AWAITED_KIND_SHARED_MEMORY" => Some(Self::SharedMemory),
             "AWAITED_KIND_SEMAPHORE" => Some(Self::Semaphore),
             "AWAITED_KIND_MESSAGE_QUEUE" => Some(Self::MessageQueue),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum PySuspendedKind {
+    Unspecified = 0,
+    Task = 1,
+    Greenlet = 2,
+}
+impl PySuspendedKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "PY_SUSPENDED_KIND_UNSPECIFIED",
+            Self::Task => "PY_SUSPENDED_KIND_TASK",
+            Self::Greenlet => "PY_SUSPENDED_KIND_GREENLET",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "PY_SUSPENDED_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "PY_SUSPENDED_KIND_TASK" => Some(Self::Task),
+            "PY_SUSPENDED_KIND_GREENLET" => Some(Self::Greenlet),
             _ => None,
         }
     }

@@ -9,7 +9,7 @@ mod eintr;
 mod hard;
 mod native;
 mod odd;
-mod python;
+pub mod python;
 mod python_kinds;
 mod stuck;
 

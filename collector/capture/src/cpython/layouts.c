@@ -20,6 +20,7 @@
 #endif
 #if PY_VERSION_HEX >= 0x030e0000
 #include "internal/pycore_interpframe_structs.h"
+#include "internal/pycore_tstate.h"
 #endif
 #ifdef Py_GIL_DISABLED
 #error "free-threaded builds have other structures"
@@ -149,6 +150,11 @@ int main(void) {
     AT("thread_frame", PyThreadState, frame);
     NONE("cframe_frame");
     NONE("thread_chunk");
+#endif
+#if PY_VERSION_HEX >= 0x030e0000
+    SOME("thread_tasks", _PyThreadStateImpl, asyncio_tasks_head);
+#else
+    NONE("thread_tasks");
 #endif
     NUMBER("frame_size", offsetof(Frame, FRAME_INSTRUCTION) + 24);
     AT("frame_previous", Frame, FRAME_PREVIOUS);

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use serde_json::value::RawValue;
 use xpu_timer_proto::{
     printable,
-    server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace},
+    server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
 };
 
 use crate::stacks::{CodeLocation, Function, Stacks, View, check_match, is_loop_name};
@@ -186,6 +186,19 @@ struct Python<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     unmerged: Option<String>,
     frames: List<'a, PySpyFrame, PythonFrame<'a>>,
+    /// Its tasks and greenlets that wait.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    suspended: Vec<Suspended<'a>>,
+}
+
+#[derive(Serialize)]
+struct Suspended<'a> {
+    /// `task` or `greenlet`.
+    kind: &'static str,
+    name: &'a str,
+    /// What it waits for.
+    awaits: &'a str,
+    frames: List<'a, PySpyFrame, PythonFrame<'a>>,
 }
 
 #[derive(Serialize)]
@@ -211,10 +224,19 @@ fn pythons(process: &Stacks, view: View) -> Vec<Python<'_>> {
         .collect()
 }
 
+fn python_frame(frame: &PySpyFrame) -> PythonFrame<'_> {
+    PythonFrame { func_name: &frame.func_name, file_name: &frame.file_name }
+}
+
+fn suspended(suspended: &PySuspended) -> Suspended<'_> {
+    let kind = match suspended.kind() {
+        PySuspendedKind::Greenlet => "greenlet",
+        PySuspendedKind::Task | PySuspendedKind::Unspecified => "task",
+    };
+    Suspended { kind, name: &suspended.name, awaits: &suspended.awaits, frames: List(&suspended.frames, python_frame) }
+}
+
 fn python(thread: &PySpyStacktrace, unmerged: Option<String>) -> Python<'_> {
-    fn frame(frame: &PySpyFrame) -> PythonFrame<'_> {
-        PythonFrame { func_name: &frame.func_name, file_name: &frame.file_name }
-    }
     Python {
         thread_id: thread.thread_id,
         thread_name: &thread.thread_name,
@@ -223,6 +245,7 @@ fn python(thread: &PySpyStacktrace, unmerged: Option<String>) -> Python<'_> {
         owns_gil: thread.owns_gil,
         incomplete: &thread.incomplete,
         unmerged,
-        frames: List(&thread.frames, frame),
+        frames: List(&thread.frames, python_frame),
+        suspended: thread.suspended.iter().map(suspended).collect(),
     }
 }

@@ -1,14 +1,14 @@
-//! The dump as text for a person: one block for each thread. Threads with equal stacks share one
-//! block.
+//! The dump as text for a person: one block for each thread, task and greenlet. Those with equal
+//! stacks share one block.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     io::{self, Write},
 };
 
 use xpu_timer_proto::{
     printable::line,
-    server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
+    server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspendedKind},
 };
 
 use crate::stacks::{Frame, ProcessCapture, View, merge};
@@ -80,21 +80,8 @@ fn print_process(
     for (index, thread) in sample.py_stacktrace.iter().enumerate() {
         python.insert(thread.os_thread_id, index);
     }
-    // Distinct blocks with the titles of their threads, in the order of their first threads.
-    let mut blocks: Vec<(Vec<String>, Vec<String>)> = Vec::new();
-    let mut block_indices: HashMap<Vec<String>, usize> = HashMap::new();
+    let mut blocks = Blocks::default();
     let mut shown = vec![false; sample.py_stacktrace.len()];
-    let mut add = |title: String, body: Vec<String>, foldable: bool| {
-        if foldable && let Some(index) = block_indices.get(&body) {
-            let titles: &mut Vec<String> = &mut blocks[*index].1;
-            titles.push(title);
-            return;
-        }
-        if foldable {
-            block_indices.insert(body.clone(), blocks.len());
-        }
-        blocks.push((body, vec![title]));
-    };
     for thread in &sample.stacktrace {
         let index = python.get(&thread.pid).copied();
         let trace = index.map(|index| &sample.py_stacktrace[index]);
@@ -108,28 +95,71 @@ fn print_process(
         let body = body(thread, trace, entries, view, paint);
         // The holder of the GIL and running threads always have a block of their own.
         let foldable = !thread.state.starts_with('R') && trace.is_none_or(|trace| !trace.owns_gil);
-        add(title(thread, trace, paint), body, foldable);
+        blocks.add(THREAD, title(thread, trace, paint), body, foldable);
+        if view != View::Native {
+            trace.iter().for_each(|trace| add_suspended(&mut blocks, trace, paint));
+        }
     }
     for (trace, _) in sample.py_stacktrace.iter().zip(&shown).filter(|(_, shown)| !**shown) {
         let title = format!("Python thread {:#x} {}", trace.thread_id, quoted(&trace.thread_name));
         let body = trace.frames.iter().map(|frame| python_line(frame, paint)).collect();
-        add(format!("{title}{}", gil(trace, paint)), body, false);
+        blocks.add(THREAD, format!("{title}{}", gil(trace, paint)), body, false);
+        add_suspended(&mut blocks, trace, paint);
     }
-    write_blocks(out, &blocks, paint)
+    write_blocks(out, &blocks.list, paint)
 }
 
-/// Writes blocks, each with the titles of its threads.
-fn write_blocks(out: &mut impl Write, blocks: &[(Vec<String>, Vec<String>)], paint: Paint) -> io::Result<()> {
-    for (body, titles) in blocks {
+const THREAD: &str = "thread";
+
+/// One stack, and the titles of the threads, tasks or greenlets that have it.
+struct Block {
+    noun: &'static str,
+    body: Vec<String>,
+    titles: Vec<String>,
+}
+
+/// Distinct blocks, in the order of their first titles.
+#[derive(Default)]
+struct Blocks {
+    list: Vec<Block>,
+    indices: HashMap<(&'static str, Vec<String>), usize>,
+}
+
+impl Blocks {
+    fn add(&mut self, noun: &'static str, title: String, body: Vec<String>, foldable: bool) {
+        if foldable {
+            match self.indices.entry((noun, body.clone())) {
+                Entry::Occupied(index) => return self.list[*index.get()].titles.push(title),
+                Entry::Vacant(index) => drop(index.insert(self.list.len())),
+            }
+        }
+        self.list.push(Block { noun, body, titles: vec![title] });
+    }
+}
+
+/// Adds the tasks and greenlets of a thread that wait.
+fn add_suspended(blocks: &mut Blocks, trace: &PySpyStacktrace, paint: Paint) {
+    for suspended in &trace.suspended {
+        let (noun, shown) = match suspended.kind() {
+            PySuspendedKind::Greenlet => ("greenlet", "Greenlet"),
+            PySuspendedKind::Task | PySuspendedKind::Unspecified => ("task", "Task"),
+        };
+        let awaits =
+            if suspended.awaits.is_empty() { String::new() } else { format!(" awaits {}", line(&suspended.awaits)) };
+        let title = format!("{shown} {} of {}{awaits}", quoted(&suspended.name), quoted(&trace.thread_name));
+        let body = fold(suspended.frames.iter().map(|frame| python_line(frame, paint)).collect(), paint);
+        blocks.add(noun, title, body, true);
+    }
+}
+
+/// Writes blocks, each with its titles.
+fn write_blocks(out: &mut impl Write, blocks: &[Block], paint: Paint) -> io::Result<()> {
+    for Block { noun, body, titles } in blocks {
         writeln!(out)?;
         match titles.as_slice() {
             [title] => writeln!(out, "{}", paint.with(BOLD, title))?,
             titles => {
-                writeln!(
-                    out,
-                    "{}",
-                    paint.with(BOLD, format!("{} with the same stack", count(titles.len(), "thread")))
-                )?;
+                writeln!(out, "{}", paint.with(BOLD, format!("{} with the same stack", count(titles.len(), noun))))?;
                 for title in titles.iter().take(MAX_NAMED) {
                     writeln!(out, "  {title}")?;
                 }

@@ -202,6 +202,9 @@ impl Capture<'_> {
         if let (Some(python), Some(python_threads), false) = (&python, &python_threads, moving.is_empty()) {
             find_unnamed_part(python, python_threads, &threads, &space);
         }
+        if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
+            python.add_greenlets(python_threads, self.deadline);
+        }
         self.store_python(&threads, python_threads.unwrap_or_default());
         self.store(threads, Some(&space));
         Ok(())

@@ -15,6 +15,8 @@ const INLINE_VALUES: u64 = 1 << 2;
 const MANAGED_DICT: u64 = 1 << 4;
 /// Offset of the pointer to a managed dictionary, before the object.
 const MANAGED_DICT_OFFSET: u64 = 3 * 8;
+/// Bytes in a class from its name to the size of its objects.
+const SIZE_AFTER_NAME: u64 = 8;
 /// Bits of one digit of an integer.
 const DIGIT_BITS: u32 = 30;
 
@@ -303,8 +305,15 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
                 0
             }
         }
-        // After the object's header, unless a dictionary has taken over the values.
-        13.. if flags & INLINE_VALUES != 0 && managed == 0 => object.wrapping_add(layout.object_size),
+        // After the object's header, or from 3.14 on after all that its base class has, unless a
+        // dictionary has taken over the values.
+        13.. if flags & INLINE_VALUES != 0 && managed == 0 => {
+            let size = match layout.minor {
+                13 => layout.object_size,
+                _ => memory.read_u64(TYPE, class.wrapping_add(layout.type_name + SIZE_AFTER_NAME))?,
+            };
+            object.wrapping_add(size)
+        }
         13.. => 0,
     };
     if values == 0 {

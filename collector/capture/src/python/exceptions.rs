@@ -26,9 +26,8 @@ const EXCEPTION: &str = "an exception";
 /// Offsets that only the search for exceptions needs; from `Include/cpython/pystate.h` and
 /// `pyerrors.h`, `traceback.h` and `Include/internal/pycore_frame.h` of each version.
 struct Offsets {
-    /// PyThreadState: the innermost _PyErr_StackItem. `None` where the version has no known place
-    /// for it.
-    exc_info: Option<u64>,
+    /// PyThreadState: the innermost _PyErr_StackItem, which may be that of a generator.
+    exc_info: u64,
     /// _PyErr_StackItem.
     value: u64,
     previous: u64,
@@ -47,29 +46,15 @@ const INSTRUCTION: u64 = 32;
 impl Offsets {
     fn of(minor: u8) -> Self {
         let exc_info = match minor {
-            8..=10 => Some(144),
-            11 | 13 => Some(120),
-            12 => Some(104),
-            _ => None,
+            0..=10 => 144,
+            12 => 104,
+            11..=14 => 120,
+            15.. => 144,
         };
         match minor {
             0..=10 => Offsets { exc_info, value: 8, previous: 24, arguments: 24, traceback: 32, frame: 32 },
             _ => Offsets { exc_info, value: 0, previous: 8, arguments: 24, traceback: 40, frame: 24 },
         }
-    }
-
-    /// The innermost _PyErr_StackItem of a thread. A thread state contains one, to which it refers
-    /// while no generator runs; that shows where a version without a known offset has the pointer.
-    fn first_item(&self, memory: &mut Snapshot, layout: &Layout, thread: u64) -> Option<u64> {
-        let mut word = |address: u64| memory.read_u64(EXCEPTION, address).ok();
-        if let Some(offset) = self.exc_info {
-            return word(thread.wrapping_add(offset));
-        }
-        let inside = thread + 8..thread + layout.thread_size;
-        (thread + 8..thread + layout.thread_size).step_by(8).find_map(|address| {
-            let item = word(address).filter(|item| inside.contains(item) && *item > address)?;
-            (word(item.wrapping_add(self.previous))? == 0).then_some(item)
-        })
     }
 }
 
@@ -82,7 +67,7 @@ pub(super) fn handled(
 ) -> Vec<PyException> {
     let offsets = Offsets::of(layout.minor);
     let mut found = Vec::new();
-    let mut next = offsets.first_item(memory, layout, thread.address);
+    let mut next = memory.read_u64(EXCEPTION, thread.address.wrapping_add(offsets.exc_info)).ok();
     for _ in 0..MAX_ITEMS {
         let Some(item) = next.filter(|item| *item >= MIN_ADDRESS) else { break };
         let value = memory.read_u64(EXCEPTION, item.wrapping_add(offsets.value)).unwrap_or(0);

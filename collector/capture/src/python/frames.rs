@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use xpu_timer_proto::{
     ring::FrameLayout,
-    server::{PyException, PySpyFrame},
+    server::{PyException, PySpyFrame, PySuspended},
 };
 
 use crate::{
@@ -118,7 +118,19 @@ pub(super) fn fetch<'a>(
 /// Follows the chain of one thread.
 pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Chain {
     let mut chain = Chain::default();
-    chain.problem = follow(memory, layout, thread, &mut chain).err();
+    chain.problem =
+        first_frame(memory, layout, thread, &mut chain).and_then(|()| follow(memory, layout, &mut chain)).err();
+    finish(layout, chain)
+}
+
+/// Follows the chain that begins with this frame.
+pub(super) fn chain_from(memory: &mut Snapshot, layout: &Layout, first: u64) -> Chain {
+    let mut chain = Chain { top: first, first, ..Chain::default() };
+    chain.problem = follow(memory, layout, &mut chain).err();
+    finish(layout, chain)
+}
+
+fn finish(layout: &Layout, mut chain: Chain) -> Chain {
     // C code entered the root frame.
     if layout.minor >= 12
         && let Some(root) = chain.frames.last_mut()
@@ -128,13 +140,22 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState
     chain
 }
 
-fn follow(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState, chain: &mut Chain) -> Result<(), ReadError> {
+fn first_frame(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    thread: &ThreadState,
+    chain: &mut Chain,
+) -> Result<(), ReadError> {
     chain.top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
-    let mut frame = match layout.cframe_frame {
+    chain.first = match layout.cframe_frame {
         Some(offset) => memory.read_u64(THREAD, chain.top.wrapping_add(offset))?,
         None => chain.top,
     };
-    chain.first = frame;
+    Ok(())
+}
+
+fn follow(memory: &mut Snapshot, layout: &Layout, chain: &mut Chain) -> Result<(), ReadError> {
+    let mut frame = chain.first;
     let mut bytes = vec![0; layout.frame_size as usize];
     for _ in 0..MAX_FRAMES {
         if frame == 0 {
@@ -189,6 +210,8 @@ pub(crate) struct Stack {
     pub(super) collects: bool,
     /// The exceptions that the thread is handling, innermost first.
     pub(super) exceptions: Vec<PyException>,
+    /// Its tasks and greenlets that wait.
+    pub(super) suspended: Vec<PySuspended>,
     /// Why the stack is incomplete.
     pub problem: Option<String>,
     /// Whether inner frames are missing because they changed during the read.
@@ -230,6 +253,7 @@ impl Stack {
         after.is_cut = left_out > 0 || kept < before.raw_frames.len();
         // A thread that has left its block handles another exception, or none.
         after.exceptions.retain(|exception| before.exceptions.contains(exception));
+        after.suspended.retain(|suspended| before.suspended.contains(suspended));
         (after.held_gil, after.collects) = match after.held_gil {
             Some(_) => (after.held_gil, after.collects),
             None => (before.held_gil, before.collects),

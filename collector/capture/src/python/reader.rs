@@ -2,7 +2,10 @@
 
 use std::{collections::HashMap, rc::Rc, sync::Arc, time::Instant};
 
-use xpu_timer_proto::{procfs, server::PySpyStacktrace};
+use xpu_timer_proto::{
+    procfs,
+    server::{PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
+};
 
 use crate::{
     cpython::{
@@ -20,7 +23,7 @@ use super::{
     code::{self, CodeCache},
     exceptions,
     frames::{self, Chain, InterpreterFrame, Stack},
-    tasks,
+    greenlets, tasks,
     threads::{self, ThreadState},
 };
 
@@ -148,6 +151,7 @@ impl PythonReader {
             stack.entries[first..].reverse();
             problem = problem.or(chain.problem);
         }
+        stack.suspended = thread.states().flat_map(|state| self.pending_tasks(memory, codes, state, &stack)).collect();
         self.add_awaits(memory, codes, &mut stack);
         let states = thread.states();
         stack.exceptions = states.flat_map(|state| exceptions::handled(memory, layout, codes, state)).collect();
@@ -168,15 +172,88 @@ impl PythonReader {
     fn add_awaits(&self, memory: &mut Snapshot, codes: &mut CodeCache, stack: &mut Stack) {
         let layout = &self.location.layout;
         let awaits = tasks::awaits(memory, layout, &stack.frames, &stack.raw_frames);
-        let shown = |frame: InterpreterFrame| {
-            let code = codes.get(memory, layout, frame.code).ok()?;
-            Some((code.frame(layout, frame.code, frame.instruction)?, frame))
-        };
-        let (frames, raw_frames): (Vec<_>, Vec<_>) = awaits.into_iter().filter_map(shown).unzip();
+        let (frames, raw_frames): (Vec<_>, Vec<_>) =
+            awaits.into_iter().filter_map(|frame| Some((shown(memory, layout, codes, frame)?, frame))).unzip();
         stack.entries.splice(..0, frames.iter().map(|_| false));
         stack.frames.splice(..0, frames);
         stack.raw_frames.splice(..0, raw_frames);
     }
+
+    /// The tasks that wait in the event loops of a thread with this stack.
+    fn pending_tasks(
+        &self,
+        memory: &mut Snapshot,
+        codes: &mut CodeCache,
+        thread: &ThreadState,
+        stack: &Stack,
+    ) -> Vec<PySuspended> {
+        let layout = &self.location.layout;
+        let tasks = tasks::pending(memory, layout, thread, &stack.frames, &stack.raw_frames);
+        let message = |task: tasks::PendingTask| PySuspended {
+            kind: PySuspendedKind::Task.into(),
+            name: task.name,
+            frames: task.frames.into_iter().filter_map(|frame| shown(memory, layout, codes, frame)).collect(),
+            awaits: task.awaits,
+        };
+        tasks.into_iter().map(message).collect()
+    }
+}
+
+/// Parts of the paths of the libraries that switch between greenlets. A thread that does has one of
+/// them on its stack.
+const GREENLET_FILES: [&str; 3] = ["/gevent/", "/eventlet/", "/greenlet/"];
+/// The name of the greenlet in which a thread started, and the class of such a greenlet.
+const MAIN_GREENLET: &str = "main";
+const GREENLET_CLASS: &str = "greenlet";
+
+impl PythonReader {
+    /// Adds the suspended greenlets of the process to the first thread that switches between
+    /// greenlets. If its hub waits, the code for which it waits is added to its stack.
+    pub fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
+        let layout = &self.location.layout;
+        let switches = |thread: &&mut PythonThread| {
+            let file = |frame: &PySpyFrame| GREENLET_FILES.iter().any(|file| frame.file_name.contains(file));
+            thread.stack.frames.iter().any(file)
+        };
+        let Some(thread) = threads.iter_mut().find(switches) else { return };
+        let mut memory = Snapshot::new(self.live_tid);
+        let Some(collector) = thread
+            .states()
+            .next()
+            .and_then(|state| threads::collector_of(&mut memory, layout, self.location.address, state))
+        else {
+            return;
+        };
+        let mut codes = CodeCache::default();
+        let mut mains = Vec::new();
+        for greenlet in greenlets::suspended(self.live_tid, layout, collector, deadline) {
+            let frames = greenlet.frames.into_iter();
+            let (frames, raw_frames): (Vec<_>, Vec<_>) =
+                frames.filter_map(|frame| Some((shown(&mut memory, layout, &mut codes, frame)?, frame))).unzip();
+            let is_main = greenlet.class == GREENLET_CLASS
+                && frames.last().is_some_and(|root: &PySpyFrame| root.func_name == "<module>");
+            if is_main {
+                mains.push((frames.clone(), raw_frames));
+            }
+            let name = if is_main { MAIN_GREENLET.into() } else { greenlet.class };
+            let kind = PySuspendedKind::Greenlet.into();
+            thread.stack.suspended.push(PySuspended { kind, name, frames, awaits: String::new() });
+        }
+        let root = thread.stack.frames.last().map_or("", |root| &root.file_name);
+        if root.contains("hub")
+            && GREENLET_FILES.iter().any(|file| root.contains(file))
+            && let [(frames, raw_frames)] = &mut mains[..]
+        {
+            thread.stack.entries.extend(raw_frames.iter().map(|frame: &InterpreterFrame| frame.entry));
+            thread.stack.frames.append(frames);
+            thread.stack.raw_frames.append(raw_frames);
+        }
+    }
+}
+
+/// A frame of a coroutine or greenlet. `None` if its code cannot be read or is in no file.
+fn shown(memory: &mut Snapshot, layout: &Layout, codes: &mut CodeCache, frame: InterpreterFrame) -> Option<PySpyFrame> {
+    codes.get(memory, layout, frame.code).ok()?.frame(layout, frame.code, frame.instruction)
 }
 
 /// The threads of a process by their ids in its PID namespace.
@@ -212,6 +289,7 @@ impl PythonThread {
             collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
             frames: self.stack.frames,
             exceptions: self.stack.exceptions,
+            suspended: self.stack.suspended,
         };
         (trace, self.stack.entries)
     }

@@ -1,20 +1,19 @@
-//! The coroutines of an event loop that waits. The thread of such a loop has no frame of the task
-//! for which it waits: the task is suspended, and its coroutines wait for each other. Like frames,
-//! they change only while the thread runs.
+//! Coroutines that are suspended: those of an event loop that waits, and all pending tasks of a
+//! loop. The thread of a loop has no frame of a task that waits: its coroutines wait for each
+//! other. Like frames, they change only while the thread runs.
 
-use std::ops::RangeInclusive;
+use std::collections::HashSet;
 
 use xpu_timer_proto::server::PySpyFrame;
 
 use crate::{cpython::Layout, memory::Snapshot};
 
 use super::{
-    builtins::{attributes, class_name, items},
-    frames::InterpreterFrame,
+    builtins::{MIN_ADDRESS, attributes, class_name, item, items, read_integer, string},
+    frames::{FrameWords, InterpreterFrame},
+    threads::ThreadState,
 };
 
-/// The minor versions in which a suspended coroutine contains its frame, with the state below.
-const MINORS: RangeInclusive<u8> = 11..=14;
 /// Maximum number of coroutines that wait for each other.
 const MAX_AWAITS: usize = 256;
 /// Maximum number of objects between two coroutines, such as tasks and futures.
@@ -24,14 +23,44 @@ const VARIABLES: u64 = 6;
 const TASK_WORDS: u64 = 32;
 /// Maximum number of tasks of one `gather` that are examined.
 const MAX_CHILDREN: u64 = 256;
-/// Bytes from the state of a coroutine to its frame.
+/// Maximum number of tasks of a thread that are examined, and that are shown.
+const MAX_TASKS: usize = 4096;
+const MAX_SHOWN: usize = 256;
+/// Maximum number of places of a set of tasks.
+const MAX_PLACES: u64 = 1 << 16;
+/// Maximum number of characters of a name.
+const MAX_NAME: usize = 200;
+/// From 3.11 on, bytes from the state of a coroutine to its frame.
 const STATE_BEFORE: u64 = 5;
-/// The state of a coroutine that waits in an `await`.
-const SUSPENDED: u8 = 0xff;
+/// Up to 3.9, whether a frame runs; in 3.10, its state.
+const FRAME_EXECUTES: u64 = 116;
+const FRAME_STATE: u64 = 108;
+/// Up to 3.9, the end of the evaluation stack of a frame that is suspended. In 3.10, its start, and
+/// the number of its items.
+const STACK_END: u64 = 72;
+const STACK_START: u64 = 64;
+const STACK_ITEMS: u64 = 80;
+/// From 3.14 on, bytes from a task to its entry in the list of its thread.
+const TASK_NODE: u64 = 152;
+/// PySetObject: the number of places less one, and the pointer to them; in all versions.
+const SET_MASK: u64 = 32;
+const SET_PLACES: u64 = 40;
+/// PyWeakReference: the object, in all versions.
+const REFERENT: u64 = 16;
 
 /// Parts of the paths of the files whose frames are on the stack of a loop that waits.
 const LOOP_FILES: [&str; 4] = ["/selectors.py:", "/asyncio/base_events.py:", "/asyncio/runners.py:", "/uvloop/"];
 const COROUTINE: &str = "a coroutine";
+const TASK: &str = "a task";
+
+/// A task whose coroutine waits.
+pub(super) struct PendingTask {
+    pub name: String,
+    /// Its coroutines, innermost first.
+    pub frames: Vec<InterpreterFrame>,
+    /// What the innermost one waits for; empty if it is to run next.
+    pub awaits: String,
+}
 
 /// The frames of the coroutines that wait for each other on a thread with these frames, leaf first.
 /// Empty if the thread does not wait in an event loop. Both lists are leaf first as well.
@@ -41,9 +70,6 @@ pub(super) fn awaits(
     frames: &[PySpyFrame],
     raw_frames: &[InterpreterFrame],
 ) -> Vec<InterpreterFrame> {
-    if !MINORS.contains(&layout.minor) {
-        return Vec::new();
-    }
     let of_loop = |frame: &&PySpyFrame| LOOP_FILES.iter().any(|file| frame.file_name.contains(file));
     let count = frames.iter().take_while(of_loop).count();
     let mut next = raw_frames[..count].iter().find_map(|frame| main_coroutine(memory, layout, frame.address));
@@ -74,45 +100,226 @@ fn is_task(name: &str) -> bool {
 
 /// The frame of a coroutine that waits in an `await`.
 fn suspended_frame(memory: &mut Snapshot, layout: &Layout, coroutine: u64) -> Option<InterpreterFrame> {
-    let address = coroutine.wrapping_add(layout.generator_frame);
-    let state = memory.read_u8(COROUTINE, address.wrapping_sub(STATE_BEFORE)).ok()?;
-    let mut field = |offset: u64| memory.read_u64(COROUTINE, address.wrapping_add(offset)).ok();
-    let (code, instruction) = (field(layout.frame_code)? & !7, field(layout.frame_instruction)?);
-    (state == SUSPENDED).then_some(InterpreterFrame { address, code, instruction, previous: 0, entry: false })
+    let inside = coroutine.wrapping_add(layout.generator_frame);
+    let address = if layout.minor <= 10 { memory.read_u64(COROUTINE, inside).ok()? } else { inside };
+    let mut state = |offset: u64| memory.read_u8(COROUTINE, address.wrapping_add(offset)).ok();
+    let is_suspended = match layout.minor {
+        ..=9 => state(FRAME_EXECUTES)? == 0 && memory.read_u64(COROUTINE, address.wrapping_add(STACK_END)).ok()? != 0,
+        10 => state(FRAME_STATE)?.cast_signed() == -1,
+        // "Suspended", which from 3.13 on means "suspended in an await".
+        11..=14 => state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed() == -1,
+        15.. => state(0u64.wrapping_sub(STATE_BEFORE))? == 2,
+    };
+    let mut bytes = vec![0; layout.frame_size as usize];
+    if !is_suspended || address < MIN_ADDRESS || !memory.copy(address, &mut bytes) {
+        return None;
+    }
+    let FrameWords { code, instruction, .. } = FrameWords::parse(layout, &bytes);
+    Some(InterpreterFrame { address, code, instruction, previous: 0, entry: false })
 }
 
-/// The object that a suspended frame waits for: the top of its evaluation stack. The top follows
-/// the instruction in the frame: up to 3.13 as a number of four bytes, later as a pointer.
+/// The object that a suspended frame waits for: the top of its evaluation stack. From 3.11 on, the
+/// top follows the instruction in the frame: up to 3.13 as a number of four bytes, later as a
+/// pointer. From 3.15 on, an empty item may be above the object.
 fn awaited(memory: &mut Snapshot, layout: &Layout, frame: u64) -> Option<u64> {
+    let mut word = |address: u64| memory.read_u64(COROUTINE, address).ok();
     let top = frame.wrapping_add(layout.frame_instruction + 8);
-    let end = if layout.minor <= 13 {
-        let length = u64::from(memory.read_u32(COROUTINE, top).ok()?);
-        frame.wrapping_add(layout.frame_locals).wrapping_add(length * 8)
-    } else {
-        memory.read_u64(COROUTINE, top).ok()?
+    let end = match layout.minor {
+        ..=9 => word(frame.wrapping_add(STACK_END))?,
+        10 => {
+            let items = word(frame.wrapping_add(STACK_ITEMS))? & u64::from(u32::MAX);
+            word(frame.wrapping_add(STACK_START))?.wrapping_add(items * 8)
+        }
+        11..=13 => {
+            let length = word(top)? & u64::from(u32::MAX);
+            frame.wrapping_add(layout.frame_locals).wrapping_add(length * 8)
+        }
+        14.. => word(top)?,
     };
-    Some(memory.read_u64(COROUTINE, end.wrapping_sub(8)).ok()? & !7)
+    let mut object = |index: u64| Some(word(end.wrapping_sub(index * 8))? & !7);
+    match object(1)? {
+        0 => object(2),
+        found => Some(found),
+    }
+}
+
+/// The coroutine that an awaited object is, or the object that is none.
+fn inner_coroutine(memory: &mut Snapshot, layout: &Layout, mut object: u64) -> Result<u64, u64> {
+    for _ in 0..MAX_BETWEEN {
+        let name = class_name(memory, layout, object).unwrap_or_default();
+        match name.as_str() {
+            "coroutine" | "async_generator" | "generator" => return Ok(object),
+            "_asyncio.FutureIter" | "FutureIter" | "async_generator_asend" | "coroutine_wrapper" => {
+                let inside = memory.read_u64(COROUTINE, object.wrapping_add(layout.object_size));
+                object = inside.map_err(|_| object)?;
+            }
+            _ => break,
+        }
+    }
+    Err(object)
 }
 
 /// The coroutine that runs behind an object which another coroutine waits for.
 fn coroutine_behind(memory: &mut Snapshot, layout: &Layout, mut object: u64) -> Option<u64> {
     for _ in 0..MAX_BETWEEN {
-        let name = class_name(memory, layout, object)?;
-        let mut word = |index: u64| memory.read_u64(COROUTINE, object + layout.object_size + index * 8).ok();
-        object = match name.as_str() {
-            "coroutine" | "async_generator" | "generator" => return Some(object),
-            "_asyncio.FutureIter" | "FutureIter" | "async_generator_asend" | "coroutine_wrapper" => word(0)?,
+        object = match inner_coroutine(memory, layout, object) {
+            Ok(coroutine) => return Some(coroutine),
+            Err(object) => object,
+        };
+        object = match class_name(memory, layout, object)?.as_str() {
             "_GatheringFuture" => unfinished_child(memory, layout, object)?,
-            name if is_task(name) => {
-                let words: Vec<u64> = (0..TASK_WORDS).map_while(word).collect();
-                let is_coroutine =
-                    |word: &u64| class_name(memory, layout, *word).is_some_and(|name| name == "coroutine");
-                words.into_iter().find(is_coroutine)?
-            }
+            name if is_task(name) => words_of_task(memory, layout, object)?.coroutine,
             _ => return None,
         };
     }
     None
+}
+
+/// The words of a task that are next to each other in all versions.
+struct TaskWords {
+    coroutine: u64,
+    name: u64,
+    event_loop: u64,
+}
+
+/// Finds the coroutine of a task, and the words around it. `None` if the task is not written in C.
+fn words_of_task(memory: &mut Snapshot, layout: &Layout, task: u64) -> Option<TaskWords> {
+    let mut word = |index: u64| memory.read_u64(TASK, task.wrapping_add(layout.object_size + index * 8)).ok();
+    let words: Vec<u64> = (0..TASK_WORDS).map_while(&mut word).collect();
+    let is_coroutine = |word: &u64| {
+        class_name(memory, layout, *word).is_some_and(|name| matches!(name.as_str(), "coroutine" | "generator"))
+    };
+    let at = words.iter().position(is_coroutine)?;
+    Some(TaskWords { coroutine: words[at], name: *words.get(at + 1)?, event_loop: words[0] })
+}
+
+/// The pending tasks of the event loops that a thread with these frames runs.
+pub(super) fn pending(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    thread: &ThreadState,
+    frames: &[PySpyFrame],
+    raw_frames: &[InterpreterFrame],
+) -> Vec<PendingTask> {
+    let of_loop =
+        frames.iter().zip(raw_frames).filter(|(frame, _)| LOOP_FILES.iter().any(|file| frame.file_name.contains(file)));
+    let mut event_loops = HashSet::new();
+    for (_, raw) in of_loop {
+        // Methods of the loop have it as their first variable, and others have its main task.
+        for index in 0..VARIABLES {
+            let variable = raw.address.wrapping_add(layout.frame_locals + index * 8);
+            let object = memory.read_u64("a frame", variable).map_or(0, |object| object & !7);
+            match class_name(memory, layout, object) {
+                Some(name) if is_task(&name) => {
+                    event_loops.extend(words_of_task(memory, layout, object).map(|words| words.event_loop));
+                }
+                Some(name) if name.ends_with("EventLoop") || name.ends_with(".Loop") => {
+                    event_loops.insert(object);
+                }
+                _ => {}
+            }
+        }
+    }
+    if event_loops.is_empty() {
+        return Vec::new();
+    }
+    let mut tasks = listed(memory, layout, thread);
+    tasks.extend(registered(memory, layout, thread).unwrap_or_default());
+    let mut seen = HashSet::new();
+    let mut found: Vec<PendingTask> = Vec::new();
+    for task in tasks.into_iter().take(MAX_TASKS).filter(|task| seen.insert(*task)) {
+        found.extend(pending_task(memory, layout, &event_loops, task));
+    }
+    // As they were numbered.
+    found.sort_by(|one, other| (one.name.len(), &one.name).cmp(&(other.name.len(), &other.name)));
+    found.truncate(MAX_SHOWN);
+    found
+}
+
+/// The task at an address, if it waits in one of these loops.
+fn pending_task(memory: &mut Snapshot, layout: &Layout, event_loops: &HashSet<u64>, task: u64) -> Option<PendingTask> {
+    class_name(memory, layout, task).filter(|name| is_task(name))?;
+    let words = words_of_task(memory, layout, task).filter(|words| event_loops.contains(&words.event_loop))?;
+    let mut frames = Vec::new();
+    let mut awaits = String::new();
+    let mut coroutine = words.coroutine;
+    while frames.len() < MAX_AWAITS {
+        let Some(frame) = suspended_frame(memory, layout, coroutine) else { break };
+        frames.push(frame);
+        let Some(object) = awaited(memory, layout, frame.address) else { break };
+        match inner_coroutine(memory, layout, object) {
+            Ok(inner) => coroutine = inner,
+            Err(object) => {
+                awaits = described(memory, layout, object);
+                break;
+            }
+        }
+    }
+    frames.reverse();
+    let name = task_name(memory, layout, words.name);
+    (!frames.is_empty()).then_some(PendingTask { name, frames, awaits })
+}
+
+/// The name of a task: a text, or the number of a task whose name nobody has asked for.
+fn task_name(memory: &mut Snapshot, layout: &Layout, name: u64) -> String {
+    match class_name(memory, layout, name).as_deref() {
+        Some("int") => read_integer(memory, layout, name).map_or_else(String::new, |number| format!("Task-{number}")),
+        Some("str") => string(memory, layout, name).unwrap_or_default().chars().take(MAX_NAME).collect(),
+        _ => String::new(),
+    }
+}
+
+/// An awaited object that is no coroutine, for people.
+fn described(memory: &mut Snapshot, layout: &Layout, object: u64) -> String {
+    match class_name(memory, layout, object) {
+        Some(name) if is_task(&name) => {
+            let words = words_of_task(memory, layout, object);
+            let name = words.map_or_else(String::new, |words| task_name(memory, layout, words.name));
+            format!("task '{name}'")
+        }
+        Some(name) if name == "_GatheringFuture" => "the tasks of a gather".into(),
+        Some(name) if name.ends_with("Future") => "a future".into(),
+        _ => String::new(),
+    }
+}
+
+/// The tasks in the list of a thread, from 3.14 on.
+fn listed(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Vec<u64> {
+    let Some(offset) = layout.thread_tasks else { return Vec::new() };
+    let head = thread.address.wrapping_add(offset);
+    let (mut found, mut before) = (Vec::new(), head);
+    while found.len() < MAX_TASKS {
+        let Ok(node) = memory.read_u64(TASK, before) else { break };
+        // The list is doubly linked, and ends where it starts.
+        if node == head || node < MIN_ADDRESS || memory.read_u64(TASK, node.wrapping_add(8)) != Ok(before) {
+            break;
+        }
+        found.push(node.wrapping_sub(TASK_NODE));
+        before = node;
+    }
+    found
+}
+
+/// The tasks in the weak set of the module asyncio. From 3.14 on, it has only tasks that are not
+/// written in C.
+fn registered(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Option<Vec<u64>> {
+    let interpreter = memory.read_u64(TASK, thread.address.wrapping_add(layout.thread_interpreter)).ok()?;
+    let modules = memory.read_u64(TASK, interpreter.wrapping_add(layout.interpreter_modules)).ok()?;
+    let module = item(memory, layout, modules, "asyncio.tasks").ok()??;
+    let names = ["_all_tasks", "_scheduled_tasks"];
+    let weak_set = attributes(memory, layout, module, names).ok()?.into_iter().flatten().next()?;
+    let [set] = attributes(memory, layout, weak_set, ["data"]).ok()?;
+    let mut word = |address: u64| memory.read_u64(TASK, address).ok();
+    let (mask, places) = (word(set?.wrapping_add(SET_MASK))?, word(set?.wrapping_add(SET_PLACES))?);
+    let mut found = Vec::new();
+    for index in 0..mask.checked_add(1)?.min(MAX_PLACES) {
+        // A place has a reference and its hash.
+        let reference = word(places.wrapping_add(index * 16))?;
+        if reference >= MIN_ADDRESS && reference % 8 == 0 {
+            found.extend(word(reference.wrapping_add(REFERENT)));
+        }
+    }
+    Some(found)
 }
 
 /// The first task of a `gather` that still waits.

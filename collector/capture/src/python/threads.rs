@@ -178,15 +178,19 @@ fn collections_of(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Res
 /// Whether the garbage collector of a thread's interpreter is running. It runs in the thread that
 /// holds the GIL, or in one that has released the GIL in a finalizer.
 pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &ThreadState) -> bool {
-    const COLLECTOR: &str = "the garbage collector";
-    let collector = match (layout.runtime_gc, layout.interpreter_gc) {
-        (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
-        (None, Some(offset)) => memory
-            .read_u64(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
-            .map(|interpreter| interpreter.wrapping_add(offset)),
-        (None, None) => return false,
-    };
-    collector.and_then(|collector| memory.read_u32(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
+    collector_of(memory, layout, runtime, thread)
+        .is_some_and(|collector| memory.read_u32(COLLECTOR, collector.wrapping_add(layout.gc_collecting)) == Ok(1))
+}
+
+const COLLECTOR: &str = "the garbage collector";
+
+/// The address of the garbage collector of a thread's interpreter.
+pub(super) fn collector_of(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &ThreadState) -> Option<u64> {
+    if let Some(offset) = layout.runtime_gc {
+        return Some(runtime.wrapping_add(offset));
+    }
+    let interpreter = memory.read_u64(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter)).ok()?;
+    Some(interpreter.wrapping_add(layout.interpreter_gc?))
 }
 
 /// How often to read the dictionaries if they seem to change during the read.

@@ -53,7 +53,7 @@ pub fn all() -> Vec<Python> {
     let mut found = Vec::new();
     for version in HOST {
         match python_version(version) {
-            Some(program) => found.push(Python { minor: minor(version), program, root: None }),
+            Some(program) => found.push(Python::here(minor(version), program)),
             None => skip(&format!("CPython {version} is not installed")),
         }
     }
@@ -69,6 +69,11 @@ pub fn all() -> Vec<Python> {
 }
 
 impl Python {
+    /// A program of this machine.
+    pub fn here(minor: u8, program: PathBuf) -> Python {
+        Python { minor, program, root: None }
+    }
+
     /// Runs a script until it prints `ready`.
     pub fn start(&self, text: &str, arguments: &[&str]) -> Script {
         let folder = match &self.root {

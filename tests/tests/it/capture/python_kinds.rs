@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
 use xpu_timer_capture::{Capturer, Frame, Options, ProcessCapture, merge};
 use xpu_timer_proto::server::{ProcessSample, PySpyFrame, PySpyStacktrace};
-use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
+use xpu_timer_tests::{PATIENCE, Process, compile_c, gevent_python, python_version, skip};
 
 use super::{
     capture_until, describe,
@@ -443,13 +443,12 @@ async def middle(queue):
     await leaf(queue)
 async def top():
     print('ready', flush=True)
-    task = asyncio.create_task(middle(asyncio.Queue()))
+    task = asyncio.create_task(middle(asyncio.Queue()), name='inner')
     await ";
 
 #[test]
-fn coroutines_that_wait_in_an_event_loop() {
-    // The versions in which each way is followed.
-    for (waits, minors) in [("task", 11..=14), ("asyncio.gather(task)", 11..=13)] {
+fn tasks_and_coroutines_that_wait_in_an_event_loop() {
+    for (waits, awaited) in [("task", "task 'inner'"), ("asyncio.gather(task)", "the tasks of a gather")] {
         let text = format!("{WAITS}{waits}\nasyncio.run(top())\n");
         let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(&text, wanted)));
         let awaits = [
@@ -458,7 +457,8 @@ fn coroutines_that_wait_in_an_event_loop() {
             place("top", &format!("await {waits}")),
             place("<module>", "asyncio.run"),
         ];
-        for python in python::all().into_iter().filter(|python| minors.contains(&python.minor)) {
+        let tasks = [("Task-1", awaited, &awaits[2..3]), ("inner", "a future", &awaits[..2])];
+        for python in python::all() {
             let version = format!("3.{}", python.minor);
             let script = python.start(&text, &[]);
             let captured = capture_until(script.pid, &version, |sample| {
@@ -468,7 +468,75 @@ fn coroutines_that_wait_in_an_event_loop() {
                 is_idle && found == awaits
             });
             assert_merged(&version, &captured);
+            let suspended = &captured.sample.py_stacktrace[0].suspended;
+            for (name, awaited, places) in tasks {
+                let task = suspended.iter().find(|task| task.name == name);
+                let task = task.unwrap_or_else(|| panic!("{version}: no task {name}: {suspended:?}"));
+                let frames = PySpyStacktrace { frames: task.frames.clone(), ..PySpyStacktrace::default() };
+                let mut found = frames_of(&frames);
+                found.retain(|(_, place)| place.starts_with("script.py"));
+                assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}");
+            }
         }
+    }
+}
+
+const GREENLETS: &str = "\
+import gevent, greenlet
+from gevent.event import Event
+from gevent.queue import Queue
+pages = Queue()
+def fetch_page():
+    return pages.get()
+def worker():
+    while True:
+        fetch_page()
+def collect():
+    Event().wait()
+raw = greenlet.greenlet(lambda: greenlet.getcurrent().parent.switch())
+raw.switch()
+for _ in range(3): gevent.spawn(worker)
+gevent.spawn(lambda: gevent.sleep(100000))
+gevent.sleep(0.01)
+print('ready', flush=True)
+collect()
+";
+
+/// Needs gevent from PyPI, which takes a minute for each version: `XPU_TIMER_TEST_LONG=1`.
+#[test]
+fn greenlets_that_are_switched_away_from() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(GREENLETS, wanted)));
+    let fetches = vec![place("fetch_page", "pages.get"), place("worker", "    fetch_page")];
+    for minor in [9, 11, 12, 13] {
+        let version = &format!("3.{minor}");
+        let Some(program) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let program = gevent_python(&program, version).expect("gevent");
+        let script = Python::here(minor, program).start(GREENLETS, &[]);
+        let captured = capture_until(script.pid, version, |sample| {
+            sample.py_stacktrace.first().is_some_and(|thread| thread.suspended.len() == 6)
+        });
+        let thread = &captured.sample.py_stacktrace[0];
+        // The thread is in its hub, which runs on behalf of the main greenlet.
+        let names: Vec<String> = frames_of(thread).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["run", "collect", "<module>"], "{version}");
+        let count = |name: &str, wanted: &[(String, String)]| {
+            let suspended = thread.suspended.iter().filter(|greenlet| greenlet.name == name);
+            let frames =
+                suspended.map(|greenlet| PySpyStacktrace { frames: greenlet.frames.clone(), ..Default::default() });
+            frames.filter(|trace| wanted.is_empty() || frames_of(trace) == wanted).count()
+        };
+        assert_eq!(
+            (count("Greenlet", &fetches), count("Greenlet", &[]), count("greenlet", &[]), count("main", &[])),
+            (3, 4, 1, 1),
+            "{version}: {:?}",
+            thread.suspended
+        );
     }
 }
 
