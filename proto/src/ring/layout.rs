@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
 /// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
@@ -63,6 +63,8 @@ pub mod header {
     pub const PANICS: usize = 21;
     /// Entries that did not fit into the communicator, stream, name or coverage table.
     pub const OVERFLOWS: usize = 22;
+    /// The next ticket of the table of [`crate::ring::span`].
+    pub const SPANS: usize = 24;
     /// The next free ticket. Threads that launch concurrently take several at once and leave some
     /// unused.
     pub const OPS: usize = 32;
@@ -428,6 +430,7 @@ pub mod lane {
 /// Byte offsets of the tables.
 pub mod offset {
     use super::{comm, coverage, fault, header, kernel, lane, name, op, stack, stderr, store_wait, stream};
+    use crate::ring::span;
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -454,8 +457,12 @@ pub mod offset {
     pub const STDERR: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
     /// Fatal signal.
     pub const FAULT: usize = STDERR + stderr::SLOTS * stderr::WORDS * 8;
+    /// Calls of traced Python functions.
+    pub const SPANS: usize = FAULT + fault::WORDS * 8;
+    /// Traced Python functions.
+    pub const TRACED: usize = SPANS + span::SLOTS * span::WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = FAULT + fault::WORDS * 8;
+    pub const END: usize = TRACED + span::function::SLOTS * span::function::WORDS * 8;
 
     const _: () = {
         let tables = [
