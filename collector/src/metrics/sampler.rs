@@ -242,6 +242,10 @@ impl Sampler {
         }
         for (rank, places) in completed {
             let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
+            if let Some(calls) = rank.ring.and_then(|ring| sampled.read_calls(ring, now).ok()) {
+                self.timeline.add_calls(rank.id, rank.job, &calls);
+                self.recording.add_calls(rank.id, &calls, now);
+            }
             let mut first_ns = u64::MAX;
             for batch in batches(&places, &slots) {
                 let operations = sampled.operations(batch.iter().map(|place| &slots[*place]), &mut self.operations);
@@ -252,9 +256,6 @@ impl Sampler {
                 if sampled.cursor.began_late {
                     first_ns = operations.iter().map(end_ns).fold(first_ns, u64::min);
                 }
-            }
-            if let Some(calls) = rank.ring.and_then(|ring| sampled.read_calls(ring, now).ok()) {
-                self.timeline.add_calls(rank.id, rank.job, &calls);
             }
             self.timeline.add_lost(rank.id, sampled.take_lost(), now.mono_ns);
             if std::mem::take(&mut sampled.cursor.began_late) {
