@@ -251,7 +251,8 @@ impl Tracing {
         messages
     }
 
-    /// Adds a pending call if it is time for one.
+    /// Adds a pending call if it is time for one. CPython 3.12 executes it when the main thread takes
+    /// the GIL the next time, later versions at once.
     fn add_call(&mut self, api: &'static Api, age_ns: u64) {
         let is_due = LOOKS_NS.get(self.calls).is_some_and(|due_ns| age_ns >= *due_ns);
         // The first call must have run, so that no more than one is in the queue.
@@ -275,6 +276,9 @@ impl Tracing {
 impl State {
     /// A line that names the functions of the user that are not traced.
     fn missing(&self) -> Option<String> {
+        if self.tool < 0 {
+            return None;
+        }
         let named = |progress: Progress, reason: &str| {
             let of_kind = self.targets.iter().filter(|(target, found)| *found == progress && target.is_wanted);
             let names: Vec<&str> = of_kind.map(|(target, _)| target.name.as_str()).collect();

@@ -13,7 +13,9 @@ use xpu_timer_proto::{
     timeline::{self, Reader},
     v1::{OpKind, Operation},
 };
-use xpu_timer_tests::{Job, PATIENCE, Process, http, python_version, skip, tree, wait_until};
+use xpu_timer_tests::{
+    Job, PATIENCE, Process, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree, wait_until,
+};
 
 use crate::metrics::{page, samples};
 
@@ -224,4 +226,273 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         let missing = "not traced: os@nothing (does not exist); not_imported@function (its module is not imported)";
         assert!(lines[1].ends_with(missing), "{logs}");
     }
+}
+
+/// Runs a program under each tool of the standard library that looks at functions, and prints what
+/// the tool saw.
+const BESIDE: &str = r#"
+import contextlib, cProfile, gc, io, json, os, pdb, pstats, sys, threading, time
+sys.path[:0] = [os.environ["EXAMPLES"]]
+import cuda
+
+def plain(number):
+    return number + 1
+
+def items(count):
+    for item in range(count):
+        yield plain(item)
+
+def fails():
+    raise ValueError("on purpose")
+
+def recursive(depth):
+    return recursive(depth - 1) if depth else 0
+
+def work():
+    total = sum(items(3)) + recursive(3)
+    try:
+        fails()
+    except ValueError as error:
+        total += len(str(error))
+    thread = threading.Thread(target=plain, args=(1,))
+    thread.start()
+    thread.join()
+    return total
+
+NAMES = {function.__name__ for function in (plain, items, fails, recursive, work)}
+
+def events_of(install):
+    seen = []
+    def see(frame, event, argument):
+        if frame.f_code.co_name in NAMES:
+            seen.append((frame.f_code.co_name, event, frame.f_lineno))
+        return see
+    install(see)
+    threading.settrace(see)
+    try:
+        total = work()
+    finally:
+        install(None)
+        threading.settrace(None)
+    return total, seen
+
+def profiled():
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    stats = pstats.Stats(profile).stats
+    return sorted((name, calls[:2]) for (_, _, name), calls in stats.items() if name in NAMES)
+
+def monitored():
+    events, seen = sys.monitoring.events, []
+    sys.monitoring.use_tool_id(sys.monitoring.COVERAGE_ID, "test")
+    kinds = events.PY_START, events.PY_RETURN, events.PY_UNWIND, events.RAISE, events.LINE
+    for kind in kinds:
+        see = lambda code, *rest, kind=kind: seen.append((kind, code.co_name)) if code.co_name in NAMES else None
+        sys.monitoring.register_callback(sys.monitoring.COVERAGE_ID, kind, see)
+    sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, sum(kinds))
+    work()
+    sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)
+    sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
+    return seen
+
+def debugged():
+    commands = io.StringIO("break plain\ncontinue\nwhere\nnext\ncontinue\ncontinue\nclear 1\ncontinue\n")
+    output = io.StringIO()
+    debugger = pdb.Pdb(stdin=commands, stdout=output, nosigint=True, readrc=False)
+    debugger.runcall(work)
+    return output.getvalue()
+
+cuda.set_device(0)
+cuda.Buffer(8)
+deadline = time.monotonic() + 30
+while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline:
+    time.sleep(0.001)
+results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), work()]
+print(json.dumps(results))
+if "WAITS" in os.environ:
+    assert sys.monitoring.get_tool(4) == "xpu_timer"
+"#;
+
+#[test]
+fn profilers_and_debuggers_see_what_they_see_without_it() {
+    for python in pythons() {
+        let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere");
+        let script = job.dir.join("beside.py");
+        fs::write(&script, BESIDE).unwrap();
+        let run = |names: &str| {
+            let mut command = job.command(&python);
+            command.arg(&script).env("EXAMPLES", tree().join("tests/examples"));
+            if !names.is_empty() {
+                command.env("LD_PRELOAD", artifacts().hook()).env("WAITS", "1").env(VARIABLE, names);
+            }
+            Process::spawn(&mut command).wait(PATIENCE)
+        };
+        let (without, with) = (run(""), run("plain,items,fails,recursive,work"));
+        assert_eq!((without.code(), without.stderr.as_str()), (0, ""));
+        assert_eq!((with.code(), with.stderr.as_str()), (0, ""), "{}", with.stdout);
+        assert_eq!(with.stdout, without.stdout);
+        let results: Value = serde_json::from_str(&with.stdout).unwrap();
+        assert!(results.as_array().unwrap().iter().all(|result| !result.is_null()) && with.stdout.len() > 2000);
+    }
+}
+
+/// Ends while the hook may be adding a pending call, or has no tool id.
+const SHORT: &str = "
+import gc, os, sys, time
+sys.path[:0] = [os.environ['EXAMPLES']]
+import cuda
+def plain():
+    pass
+for tool in os.environ.get('TAKEN', '').split():
+    sys.monitoring.use_tool_id(int(tool), 'somebody')
+cuda.set_device(0)
+cuda.Buffer(8)
+end = time.monotonic() + float(os.environ['SECONDS'])
+while time.monotonic() < end:
+    plain()
+    # CPython 3.12 looks for pending calls when a thread takes the GIL.
+    time.sleep(0)
+print(sum('xpu_timer' in repr(callback) for callback in gc.callbacks))
+";
+
+/// Runs it with a traced function. Returns its output and the lines of the hook about the variable.
+fn run_short(python: &Path, seconds: &str, taken: &str) -> (String, Vec<String>) {
+    let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere").with(VARIABLE, "plain");
+    let mut command = job.command(python);
+    command.args(["-c", SHORT]).env("EXAMPLES", tree().join("tests/examples"));
+    command.env("LD_PRELOAD", artifacts().hook()).env("SECONDS", seconds).env("TAKEN", taken);
+    let output = Process::spawn(&mut command).wait(PATIENCE);
+    assert_eq!((output.code(), output.stderr.as_str()), (0, ""));
+    let lines = job.logs().lines().filter(|line| line.contains(VARIABLE)).map(str::to_string).collect();
+    (output.stdout.trim().to_string(), lines)
+}
+
+#[test]
+fn what_cannot_be_traced_is_said_once() {
+    for python in pythons() {
+        let (callbacks, lines) = run_short(&python, "1", "3 4 5");
+        assert_eq!(callbacks, "1", "collections need no tool id");
+        assert!(lines.len() == 1 && lines[0].ends_with("no tool id of sys.monitoring is free"), "{lines:?}");
+        assert_eq!(run_short(&python, "1", "0 1 2 4"), ("1".into(), Vec::new()));
+        // The process ends at any moment of the installation.
+        for milliseconds in (0..20).step_by(4) {
+            let (_, lines) = run_short(&python, &format!("0.{milliseconds:03}"), "");
+            assert_eq!(lines, [""; 0]);
+        }
+    }
+    let Some(old) = python_version("3.11") else { return skip("there is no CPython 3.11") };
+    let (callbacks, lines) = run_short(&old, "1", "");
+    assert_eq!(callbacks, "0");
+    assert!(lines.len() == 1 && lines[0].ends_with("needs CPython 3.12 or newer, and this is 3.11"), "{lines:?}");
+}
+
+/// PyTorch's profiler with stacks, data loaders with and without workers, and torch.compile; the
+/// result of each, and the calls of traced functions on standard error.
+const TORCH: &str = r#"
+import gc, json, os, re, struct, sys, time
+import torch
+import torch.distributed
+from torch._dynamo.testing import CompileCounter
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+def step(model, batch):
+    loss = model(batch).sum()
+    torch.autograd.backward(loss)
+    return round(float(loss.detach()), 4)
+
+def helper(values):
+    return values * 2
+
+def compiled_function(values):
+    return torch.sin(values) + helper(values)
+
+def traced_calls():
+    counts = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink("/proc/self/fd/" + descriptor).startswith("/memfd:"):
+                continue
+            with open("/proc/self/fd/" + descriptor, "rb") as ring:
+                table = ring.read()[-128 * 32 * 8:]
+        except OSError:
+            continue
+        for entry in range(0, len(table), 256):
+            length, calls = struct.unpack_from("<2Q", table, entry)
+            if length and calls:
+                counts[table[entry + 24:entry + 24 + length].decode()] = calls
+    return counts
+
+def main():
+    rendezvous = "file://" + os.environ["HERE"] + "/rendezvous-" + str(os.getpid())
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    torch.distributed.all_reduce(torch.ones(4))
+    deadline = time.monotonic() + 30
+    while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline:
+        time.sleep(0.001)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    train = lambda workers: [step(model, batch) for batch in DataLoader(Numbers(), batch_size=8, num_workers=workers)]
+    results = {"alone": train(0), "workers": train(2)}
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiled:
+        results["profiled"] = train(0)
+    def names(nodes):
+        for node in nodes:
+            yield re.sub("0x[0-9a-f]+", "", node.name)
+            yield from names(node.children)
+    tree = list(names(profiled.profiler.kineto_results.experimental_event_tree()))
+    wanted = "aten::", "step", "backward", "__next__"
+    results["tree"] = [name for name in tree if any(part in name for part in wanted)]
+    counter = CompileCounter()
+    compiled = torch.compile(compiled_function, backend=counter)
+    results["compiled"] = [float(compiled(torch.ones(size)).sum()) for size in (3, 3, 5, 7)]
+    results["frames"] = counter.frame_count, counter.op_count
+    print(json.dumps(results))
+    print("calls:", json.dumps(traced_calls()), file=sys.stderr)
+
+if __name__ == "__main__":
+    main()
+"#;
+
+/// With `XPU_TIMER_TEST_LONG=1`, because it sets up a second Debian of 1.9 GB with CPython 3.14.
+#[test]
+fn pytorch_behaves_as_without_it() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let root = match forky_with_torch() {
+        Ok(root) => root,
+        Err(error) => return skip(&format!("{error:#}")),
+    };
+    let folder = tempfile::tempdir_in(root.join("tmp")).unwrap();
+    let inside = Path::new("/").join(folder.path().strip_prefix(&root).unwrap());
+    fs::write(folder.path().join("program.py"), TORCH).unwrap();
+    fs::copy(artifacts().hook(), folder.path().join("hook.so")).unwrap();
+    let run = |names: &str| {
+        // The linker of this machine must not see the variables.
+        let mut command = run_in_forky(&root, "env");
+        let inside = inside.display();
+        command.arg(format!("HERE={inside}"));
+        if !names.is_empty() {
+            command.arg(format!("LD_PRELOAD={inside}/hook.so")).arg(format!("{VARIABLE}={names}"));
+            command.arg(format!("XPU_TIMER_LOGGING_DIR={inside}")).args(["WAITS=1", "XPU_TIMER_SOCKET=/nowhere"]);
+        }
+        command.arg("python3.14").arg(format!("{inside}/program.py"));
+        let output = Process::spawn(&mut command).wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{}", output.stderr);
+        let calls = output.stderr.lines().find_map(|line| line.strip_prefix("calls: ")).unwrap().to_string();
+        (output.stdout, serde_json::from_str::<Value>(&calls).unwrap())
+    };
+    let (without, none) = run("");
+    let (with, calls) = run("step,compiled_function,helper");
+    assert_eq!(with, without);
+    assert_eq!(none, serde_json::json!({}));
+    assert_eq!((&calls["step"], &calls["torch@autograd@backward"]), (&12.into(), &12.into()), "{calls}");
+    assert_eq!(calls["torch.utils.data.dataloader@_BaseDataLoaderIter@__next__"], 15, "{calls}");
 }
