@@ -118,7 +118,8 @@ impl Store {
     }
 
     /// Adds calls of traced functions. They do not move the window: in a hang, they may go on. When
-    /// they do and need much memory, they are not kept, so that the operations before the hang stay.
+    /// they do and need much memory, they are not kept, so that the operations before the hang
+    /// stay.
     pub fn add_calls(&mut self, id: RankId, job: &JobKey, calls: &[Operation]) {
         if !self.is_on() || calls.is_empty() {
             return;

@@ -192,8 +192,8 @@ pub struct Tracing {
     has_reported: bool,
 }
 
-/// When the list is looked through again, after the start: functions of the main file appear without
-/// an import. The last time is also when the missing functions are reported.
+/// When the list is looked through again, after the start: functions of the main file appear
+/// without an import. The last time is also when the missing functions are reported.
 const LOOKS_NS: [u64; 4] = [0, 500_000_000, 2_000_000_000, 8_000_000_000];
 /// A process without an interpreter gets none later.
 const PATIENCE_NS: u64 = 30_000_000_000;
@@ -251,8 +251,8 @@ impl Tracing {
         messages
     }
 
-    /// Adds a pending call if it is time for one. CPython 3.12 executes it when the main thread takes
-    /// the GIL the next time, later versions at once.
+    /// Adds a pending call if it is time for one. CPython 3.12 executes it when the main thread
+    /// takes the GIL the next time, later versions at once.
     fn add_call(&mut self, api: &'static Api, age_ns: u64) {
         let is_due = LOOKS_NS.get(self.calls).is_some_and(|due_ns| age_ns >= *due_ns);
         // The first call must have run, so that no more than one is in the queue.

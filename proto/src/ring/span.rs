@@ -9,38 +9,7 @@ use std::io;
 use super::layout::{entries, entries_of, header, high, low, offset, text};
 use crate::v1::{GarbageCollection, OpKind, OpStatus, Operation};
 
-/// Ticket plus one, published last; 0 while the slot is overwritten.
-pub const TICKET: usize = 0;
-/// Index of the function in the table of [`function`] in the low half, thread id in the high half.
-pub const WHAT: usize = 1;
-/// When the call began, CLOCK_MONOTONIC nanoseconds.
-pub const BEGAN_NS: usize = 2;
-/// When it ended.
-pub const ENDED_NS: usize = 3;
-/// Of a garbage collection: its generation plus one; 0 for a function.
-pub const GENERATION: usize = 4;
-/// Of a garbage collection: collected objects in the low half, uncollectable ones in the high half.
-pub const OBJECTS: usize = 5;
-/// Number of words in a slot.
-pub const WORDS: usize = 8;
-/// Number of slots. The newest spans overwrite the oldest ones.
-pub const SLOTS: usize = 8192;
-
-/// Words of the entry of a traced function.
-pub mod function {
-    /// Bytes of the name, published last; 0 is a free entry.
-    pub const NAME_BYTES: usize = 0;
-    /// Number of calls that have ended.
-    pub const CALLS: usize = 1;
-    /// Their time in nanoseconds.
-    pub const TOTAL_NS: usize = 2;
-    /// First word of the name: UTF-8 bytes, zero-padded, cut at 8 x 29 bytes.
-    pub const NAME: usize = 3;
-    /// Number of words in an entry.
-    pub const WORDS: usize = 32;
-    /// Number of entries.
-    pub const SLOTS: usize = 128;
-}
+pub use super::layout::span::*;
 
 /// A traced function.
 #[derive(Debug, Clone, PartialEq, Eq)]
