@@ -298,8 +298,12 @@ impl State {
 unsafe extern "C" fn pending(_: *mut c_void) -> c_int {
     in_callback(|| {
         in_hook(|| {
-            let Some(api) = API.get().filter(|api| !api.has_exception()) else { return };
-            let Ok(mut state) = STATE.try_lock() else { return };
+            let api = API.get().filter(|api| !api.has_exception());
+            let (Some(api), Ok(mut state)) = (api, STATE.try_lock()) else {
+                // The watcher adds another call later.
+                let _ = STAGE.compare_exchange(ADDED, IDLE, Ordering::AcqRel, Ordering::Relaxed);
+                return;
+            };
             if STAGE.load(Ordering::Acquire) < INSTALLED {
                 let is_installed = guarded(|| install(api, &mut state)).flatten().is_some();
                 STAGE.store(if is_installed { INSTALLED } else { OVER }, Ordering::Release);
@@ -352,7 +356,7 @@ fn install(api: &'static Api, state: &mut State) -> Option<()> {
     ]
     .into_iter()
     .try_fold(0, |all, (event, method)| Some(all | register(event, method)?))?;
-    state.unwind = register(c"PY_UNWIND", &ON_UNWIND)?;
+    state.unwind = register(c"PY_UNWIND", &ON_END_OF_CALL)?;
     state.tool = tool;
     // The function that loads modules has an event at its end.
     let load = api.loaded_module(c"_frozen_importlib")?;
@@ -449,7 +453,6 @@ const fn method(name: &'static std::ffi::CStr, function: Native) -> Method {
 
 static ON_BEGIN: Method = method(c"xpu_timer_call_begins", on_begin);
 static ON_END_OF_CALL: Method = method(c"xpu_timer_call_ends", on_end_of_call);
-static ON_UNWIND: Method = method(c"xpu_timer_frame_is_left", on_unwind);
 static ON_COLLECTION: Method = method(c"xpu_timer_collection", on_collection);
 static ON_END: Method = method(c"xpu_timer_interpreter_ends", interpreter_ends);
 
@@ -480,13 +483,6 @@ unsafe extern "C" fn on_end_of_call(_: Reference, arguments: *const Reference, c
     // SAFETY: called by the interpreter.
     let code = unsafe { first(arguments, count) };
     in_callback(|| if code == LOADER.load(Ordering::Relaxed) { module_loaded() } else { callbacks::ended(code) });
-    none()
-}
-
-unsafe extern "C" fn on_unwind(_: Reference, arguments: *const Reference, count: isize) -> Reference {
-    // SAFETY: called by the interpreter.
-    let code = unsafe { first(arguments, count) };
-    in_callback(|| callbacks::unwound(code));
     none()
 }
 

@@ -3,7 +3,7 @@
 //!
 //! A call that ends by an exception has no event of its function alone before CPython 3.15. So the
 //! hook listens to `PY_UNWIND` of all functions, which happens only when an exception leaves a
-//! frame: functions that return cost nothing more. [`unwound`] ends at once if the thread has no
+//! frame: functions that return cost nothing more. [`ended`] returns at once if the thread has no
 //! open traced call.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -85,22 +85,15 @@ pub fn began(code: Reference) {
     thread.open_call_count.set(depth.saturating_add(1));
 }
 
-/// A traced function returns, or yields.
+/// A function returns or yields, or an exception leaves it. It may be one that is not traced.
 #[inline]
 pub fn ended(code: Reference) {
     let thread = thread_state::current();
-    if let Some(began_ns) = take(thread, code as usize)
+    if thread.open_call_count.get() != 0
         && let Some(function) = CODES.find(code as usize)
+        && let Some(began_ns) = take(thread, code as usize)
     {
         record(thread, function, began_ns, [0; 2]);
-    }
-}
-
-/// An exception leaves a function, which may be any one.
-#[inline]
-pub fn unwound(code: Reference) {
-    if thread_state::current().open_call_count.get() != 0 && CODES.find(code as usize).is_some() {
-        ended(code);
     }
 }
 
@@ -213,16 +206,16 @@ mod tests {
         alone(|| {
             assert!(CODES.add(code(1) as usize, 1) && CODES.add(code(2) as usize, 2));
             assert!(!CODES.add(code(1) as usize, 3), "it is there");
-            unwound(code(1));
+            ended(code(1));
             began(code(1));
             began(code(2));
             began(code(1));
-            unwound(code(7));
+            ended(code(7));
             assert_eq!(open(), [1, 2, 1].map(|number| code(number) as usize));
             // As a greenlet does that was switched to.
             ended(code(2));
             assert_eq!(open(), [1, 1].map(|number| code(number) as usize));
-            unwound(code(1));
+            ended(code(1));
             ended(code(1));
             ended(code(1));
             assert_eq!(open(), [0; 0]);

@@ -3,7 +3,10 @@
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 
-use crate::runtime::linker::elf::{self, Object};
+use crate::runtime::{
+    lifecycle::panics::guarded,
+    linker::elf::{self, Object},
+};
 
 /// An object of the interpreter.
 #[repr(C)]
@@ -101,12 +104,25 @@ impl Owned {
     }
 }
 
-/// The interpreter of this process, if an object exports its functions. Nothing here waits for the
-/// linker, and an interpreter whose symbols are local to its library is found too.
+/// The interpreter of this process, if an object exports its functions. An interpreter whose
+/// symbols are local to its library is found too.
 pub fn find() -> Option<Api> {
+    unsafe extern "C" fn search(_: *mut libc::dl_phdr_info, _: usize, found: *mut c_void) -> c_int {
+        // SAFETY: the place that was passed below.
+        unsafe { *found.cast::<Option<Api>>() = guarded(find_in_list).flatten() };
+        1
+    }
+    let mut found = None;
+    // No library is unloaded during the callback. The program is always there, so it is called.
+    // SAFETY: the callback gets the place that it expects, and does not keep it.
+    unsafe { libc::dl_iterate_phdr(Some(search), (&raw mut found).cast()) };
+    found
+}
+
+fn find_in_list() -> Option<Api> {
     let mut map = elf::first();
     while !map.is_null() {
-        // SAFETY: the linker's list. An object with an interpreter is never unloaded.
+        // SAFETY: the linker's list, from which nothing is removed meanwhile.
         let object = unsafe { Object::of(map) };
         let found = object.filter(|object| object.exported(c"Py_AddPendingCall").is_some());
         if let Some(api) = found.and_then(|object| Api::of(&object)) {
