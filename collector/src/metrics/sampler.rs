@@ -365,7 +365,7 @@ impl Sampled {
 
     /// Operations that were found to be missing since the last call.
     fn take_lost(&mut self) -> u64 {
-        let lost = self.cursor.missed + self.dropped + self.calls.missed;
+        let lost = self.cursor.missed.saturating_add(self.dropped).saturating_add(self.calls.missed);
         lost.saturating_sub(std::mem::replace(&mut self.lost, lost))
     }
 

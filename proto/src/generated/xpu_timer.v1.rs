@@ -392,6 +392,9 @@ pub enum Op {
     /// A memory copy or memset; its kind is KERNEL. `count` is the number of bytes, and `function` the
     /// called C function.
     Copy = 44,
+    /// A call of a traced Python function, or a garbage collection; its kind is HOST_CALL, and
+    /// `function` is its name. Only in timelines.
+    PythonCall = 45,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -423,6 +426,7 @@ impl Op {
             Self::Matmul => "OP_MATMUL",
             Self::Attention => "OP_ATTENTION",
             Self::Copy => "OP_COPY",
+            Self::PythonCall => "OP_PYTHON_CALL",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -451,6 +455,7 @@ impl Op {
             "OP_MATMUL" => Some(Self::Matmul),
             "OP_ATTENTION" => Some(Self::Attention),
             "OP_COPY" => Some(Self::Copy),
+            "OP_PYTHON_CALL" => Some(Self::PythonCall),
             _ => None,
         }
     }

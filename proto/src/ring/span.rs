@@ -7,7 +7,7 @@
 use std::io;
 
 use super::layout::{entries, entries_of, header, high, low, offset, text};
-use crate::v1::{GarbageCollection, OpKind, OpStatus, Operation};
+use crate::v1::{GarbageCollection, Op, OpKind, OpStatus, Operation};
 
 pub use super::layout::span::*;
 
@@ -59,7 +59,7 @@ impl SpanCursor {
     ) -> io::Result<Vec<Operation>> {
         let taken = read_taken(&read_at)?;
         let oldest = taken.saturating_sub(SLOTS as u64);
-        self.missed += oldest.saturating_sub(self.next);
+        self.missed = self.missed.saturating_add(oldest.saturating_sub(self.next));
         self.next = self.next.max(oldest).min(taken);
         let mut spans = Vec::new();
         while self.next < taken {
@@ -101,13 +101,14 @@ fn read_taken(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
 fn span(words: &[u64; WORDS], functions: &[TracedFunction]) -> Operation {
     let function = functions.get(low(words[WHAT]) as usize);
     let collection = (words[GENERATION] != 0).then(|| GarbageCollection {
-        generation: words[GENERATION] as u32 - 1,
+        generation: low(words[GENERATION]).wrapping_sub(1),
         collected: low(words[OBJECTS]),
         uncollectable: high(words[OBJECTS]),
     });
     Operation {
         ticket: words[TICKET] - 1,
         kind: OpKind::HostCall.into(),
+        op: Op::PythonCall.into(),
         peer: -1,
         tid: high(words[WHAT]),
         entered_ns: words[BEGAN_NS],

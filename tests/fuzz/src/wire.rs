@@ -169,6 +169,12 @@ pub fn ring(bytes: &[u8]) {
     assert!(record.operations.len() <= ring::op::SLOTS);
     reads_what_it_writes::<FlightRecord>(&record.encode_to_vec());
     let _ = (ring::read_names(read_at), ring::read_functions(read_at), ring::lane::calls(&read_at));
+    let mut cursor = ring::span::SpanCursor::default();
+    let functions = ring::span::read_functions(read_at).expect("reading memory");
+    for _ in 0..2 {
+        let calls = cursor.read(read_at, &functions).expect("reading memory");
+        assert!(calls.len() <= ring::span::SLOTS);
+    }
     for from in [0, 1, u64::MAX - 3, u64::MAX] {
         let mut slots = Vec::new();
         ring::read_slots(read_at, from, ring::op::SLOTS, &mut slots).expect("reading memory");

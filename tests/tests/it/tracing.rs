@@ -11,7 +11,7 @@ use std::{
 use serde_json::Value;
 use xpu_timer_proto::{
     timeline::{self, Reader},
-    v1::{OpKind, Operation},
+    v1::{Op, Operation},
 };
 use xpu_timer_tests::{
     Job, PATIENCE, Process, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree, wait_until,
@@ -171,11 +171,32 @@ fn calls_in(file: &Path) -> BTreeMap<String, Vec<Operation>> {
     let mut calls: BTreeMap<String, Vec<Operation>> = BTreeMap::new();
     while let Some(block) = reader.next_block().unwrap() {
         let all = timeline::operations(&block).unwrap();
-        for call in all.filter(|one| one.kind() == OpKind::HostCall && one.op == 0 && !one.function.is_empty()) {
+        for call in all.filter(|one| one.op() == Op::PythonCall) {
             calls.entry(call.function.clone()).or_default().push(call);
         }
     }
     calls
+}
+
+/// The folder of a dump on demand.
+fn dumped(job: &Job) -> PathBuf {
+    let (status, answer) = http("POST", job.port, "/dump").expect("the collector answers");
+    assert_eq!(status, 200, "{answer}");
+    job.wait_incident(1, PATIENCE).path
+}
+
+/// The trace of rank 0 for the tools of PyTorch's profiles.
+fn chrome_trace(folder: &Path) -> Value {
+    let out = tempfile::tempdir().unwrap();
+    let mut command = Command::new(artifacts().bin("xpu_timer_gen_trace_timeline"));
+    command.arg("--path").arg(folder).arg("--output").arg(out.path().join("job")).arg("--chrome");
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let perfetto = fs::read(out.path().join("trace_job.bin")).unwrap();
+    assert!(perfetto.windows(24).any(|part| part == b"__main__@Loader@__next__"), "a slice in Perfetto");
+    let packed = out.path().join("chrome_job/rank00000.json.gz");
+    let text = Command::new("gzip").arg("-dc").arg(packed).output().unwrap().stdout;
+    serde_json::from_slice(&text).unwrap()
 }
 
 fn listed() -> String {
@@ -210,6 +231,14 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         assert_eq!(threads.len(), 5, "each thread has its own track");
         let collection = calls["GC"].last().and_then(|call| call.collection).expect("a collection");
         assert!(collection.generation == 2 && collection.collected >= 1, "{collection:?}");
+        let incident = dumped(&job);
+        assert_eq!(calls_in(&incident.join("00000-00001.ops")).get("plain").map(Vec::len), Some(3));
+        let trace = chrome_trace(&incident);
+        let events = trace["traceEvents"].as_array().expect("events");
+        let drawn: Vec<&Value> = events.iter().filter(|event| event["name"] == "__main__@Loader@__next__").collect();
+        assert!(drawn.len() == 6 && drawn.iter().all(|event| event["cat"] == "python_function"), "{drawn:?}");
+        let collected = events.iter().find(|event| event["name"] == "GC").expect("a collection");
+        assert_eq!(collected["args"]["generation"], 2, "{collected}");
         for (part, least, most) in [("avg", 0.02, 1.0), ("max", 0.02, 2.0)] {
             let values = samples(&text, &format!("xpu_timer_host_function_{part}_seconds"));
             let plain = values.iter().find(|sample| sample.label("function") == "plain").expect("plain was called");
@@ -495,4 +524,45 @@ fn pytorch_behaves_as_without_it() {
     assert_eq!(none, serde_json::json!({}));
     assert_eq!((&calls["step"], &calls["torch@autograd@backward"]), (&12.into(), &12.into()), "{calls}");
     assert_eq!(calls["torch.utils.data.dataloader@_BaseDataLoaderIter@__next__"], 15, "{calls}");
+}
+
+/// coverage.py with both of its ways to measure, with `XPU_TIMER_TEST_LONG=1`: it comes from PyPI.
+#[test]
+fn coverage_measures_what_it_measures_without_it() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    for python in pythons() {
+        let packages = tempfile::tempdir().unwrap();
+        let mut pip = Command::new(&python);
+        pip.args(["-m", "pip", "install", "-q", "coverage==7.13.0", "--target"]).arg(packages.path());
+        if !pip.output().is_ok_and(|output| output.status.success()) {
+            return skip("coverage.py cannot be installed from PyPI");
+        }
+        let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere").with(VARIABLE, &listed());
+        for core in ["ctrace", "sysmon"] {
+            let run = |traced: bool, arguments: &[&str]| {
+                let mut command = program(&job, &python, false);
+                command.env("PYTHONPATH", packages.path()).env("COVERAGE_CORE", core);
+                command.env("COVERAGE_FILE", job.dir.join("coverage"));
+                if traced {
+                    command.env("LD_PRELOAD", artifacts().hook()).env("WAITS", "1");
+                    fs::write(job.dir.join("end"), "").unwrap();
+                }
+                let mut coverage = Command::new(command.get_program());
+                coverage.args(["-m", "coverage"]).args(arguments).current_dir(&job.dir);
+                coverage.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+                let output = Process::spawn(&mut coverage).wait(PATIENCE);
+                assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{}", output.stdout);
+                output.stdout
+            };
+            let report = |traced: bool| {
+                run(traced, &["run", "--include=late.py", "traced.py"]);
+                run(false, &["report", "-m"])
+            };
+            let (without, with) = (report(false), report(true));
+            assert_eq!(with, without, "{core}");
+            assert!(with.contains("late.py") && with.contains("100%"), "{with}");
+        }
+    }
 }
