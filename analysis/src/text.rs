@@ -86,6 +86,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
         Op::Matmul => "matmul",
         Op::Attention => "flash_attention",
         Op::Copy => "copy",
+        Op::PythonCall => "python_call",
     }
 }
 
@@ -119,7 +120,7 @@ pub fn communicator(id: u64) -> String {
 /// `MPI_Finalize`.
 pub(crate) fn name(operation: &Operation) -> &str {
     match operation.op() {
-        Op::Unspecified | Op::Barrier if !operation.function.is_empty() => &operation.function,
+        Op::Unspecified | Op::Barrier | Op::PythonCall if !operation.function.is_empty() => &operation.function,
         op => op_name(op),
     }
 }

@@ -75,6 +75,9 @@ pub(crate) mod overhead;
 #[allow(unsafe_code)]
 pub(crate) mod recorder;
 
+#[allow(unsafe_code)]
+pub(crate) mod tracing;
+
 /// The watcher thread: it detects hangs, and keeps the ring and the collector up to date.
 pub(crate) mod watcher {
     #[allow(unsafe_code)]

@@ -13,6 +13,7 @@
 pub mod lane;
 mod layout;
 mod read;
+pub mod span;
 
 pub use layout::{
     BOOT_ID, FrameLayout, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, fault, filtered,

@@ -283,6 +283,7 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         store_key_count,
         launch,
         direction,
+        collection,
     } = operation;
     let numbers = (*kind, *op, *communicator, *count, *dtype, *reduce_op, *peer, *stream, *tid);
     let of_shape = (
@@ -300,6 +301,7 @@ fn is_of_shape(operation: &Operation, shape: &Operation) -> bool {
         && (*tag, *store_key_count, *direction) == (shape.tag, shape.store_key_count, shape.direction)
         && *matmul == shape.matmul
         && *launch == shape.launch
+        && *collection == shape.collection
         && is_same_text(function, &shape.function)
         && *store_keys == shape.store_keys
 }

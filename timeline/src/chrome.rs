@@ -9,7 +9,7 @@ use xpu_timer_analysis::throughput::{algorithm, operation_name};
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{CopyDirection, DataType, Op, Operation, TimelineBlock},
+    v1::{CopyDirection, DataType, GarbageCollection, Op, Operation, TimelineBlock},
 };
 
 use crate::{
@@ -25,7 +25,8 @@ const FIRST_STREAM: u64 = 7;
 struct Template {
     /// `"ph": "X", "cat": …, "name": …, "pid": …, "tid": …` of the kernel.
     kernel: String,
-    /// Its arguments without the correlation.
+    /// The arguments of the kernel without the correlation, or those of the host function with a
+    /// comma at the end.
     arguments: String,
     /// The same of the call that launched it, or of the host function.
     host: String,
@@ -142,6 +143,15 @@ impl<'a, W: Write> RankJson<'a, W> {
             add("Group size", group.size.into());
             add("Process Group Ranks", Value::from(ranks).to_string().into());
         }
+        if let Some(of) = shape.collection {
+            arguments.clear();
+            let GarbageCollection { generation, collected, uncollectable } = of;
+            arguments.push_str(&format!(
+                "\"generation\": {generation}, \"collected\": {collected}, \"uncollectable\": {uncollectable}, "
+            ));
+        } else if is_host {
+            arguments.clear();
+        }
         Template {
             kernel: format!(
                 "\"ph\": \"X\", \"cat\": \"{category}\", \"name\": {}, \"pid\": {device}, \"tid\": {stream}",
@@ -172,7 +182,8 @@ impl<'a, W: Write> RankJson<'a, W> {
             let (from, until) = (us(time.entered_ns), us(time.returned_ns));
             begin(out)?;
             write!(out, "{{{}, \"ts\": {from:.3}, \"dur\": {:.3}, ", template.host, until - from)?;
-            write!(out, "\"args\": {{\"correlation\": {correlation}}}}}")?;
+            let arguments = if template.is_host { &*template.arguments } else { "" };
+            write!(out, "\"args\": {{{arguments}\"correlation\": {correlation}}}}}")?;
         }
         if template.is_host || !is_completed(time.status, time.completed_ns) {
             return Ok(());

@@ -208,6 +208,7 @@ impl<'a, R: Read> Reader<'a, R> {
         let timed = self.timed(trace.start_us, trace.dur_us);
         Ok(Operation {
             kind: OpKind::HostCall.into(),
+            op: Op::PythonCall.into(),
             entered_ns: timed.started_ns,
             returned_ns: timed.completed_ns,
             started_ns: 0,

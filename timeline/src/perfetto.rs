@@ -87,7 +87,7 @@ const COUNTER_STEP_NS: u64 = 100_000_000;
 const TRACK_BITS: u32 = 16;
 
 /// Names of the annotations. The interned id is the index plus one.
-const ANNOTATIONS: [&str; 24] = [
+const ANNOTATIONS: [&str; 27] = [
     "seq",
     "bytes",
     "dtype",
@@ -112,6 +112,9 @@ const ANNOTATIONS: [&str; 24] = [
     "error",
     "ticket",
     "root_cause",
+    "generation",
+    "collected",
+    "uncollectable",
 ];
 
 fn annotation_iid(name: &str) -> u64 {
@@ -531,6 +534,11 @@ impl<'a> RankTrace<'a> {
         }
         if !shape.function.is_empty() && shape.function != meaning.name {
             self.annotate_text(&mut out, "function", &shape.function);
+        }
+        if let Some(of) = &shape.collection {
+            [("generation", of.generation), ("collected", of.collected), ("uncollectable", of.uncollectable)]
+                .into_iter()
+                .for_each(|(name, value)| annotate_uint(&mut out, name, value.into()));
         }
         if let Some(of) = &shape.launch {
             self.annotate_text(&mut out, "grid", &format!("{} {} {}", of.grid_x, of.grid_y, of.grid_z));

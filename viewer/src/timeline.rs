@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread;
 
 use xpu_timer_analysis::{Verdict, operation_shape};
-use xpu_timer_proto::v1::{OpStatus, Operation};
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 use xpu_timer_proto::{printable, timeline};
 use xpu_timer_timeline::cli;
 use xpu_timer_timeline::clocks::ClockMap;
@@ -134,19 +134,16 @@ pub fn last_operations(job: &Job, pair: Pair, width: Option<usize>) -> Option<St
 }
 
 /// The operations that completed last, and those that are pending, by the time at which they were
-/// called: at most `count`.
+/// called: at most `count`. Calls of traced Python functions are left out: there may be very many.
 fn last_of(rank: &Rank, count: usize) -> io::Result<Vec<Operation>> {
     let (mut last, mut blocks) = (VecDeque::new(), rank.file.blocks()?);
     while let Some(block) = blocks.next_block()? {
-        last.push_back(block);
-        while last.iter().skip(1).map(|block| block.operations as usize).sum::<usize>() >= count {
-            last.pop_front();
-        }
+        let of_job = timeline::operations(&block)?.filter(|operation| operation.op() != Op::PythonCall);
+        last.extend(of_job);
+        last.drain(..last.len().saturating_sub(timeline::BLOCK_OPERATIONS.max(count)));
     }
     let mut operations = rank.head.pending.clone();
-    for block in &last {
-        operations.extend(timeline::operations(block)?);
-    }
+    operations.extend(last);
     operations.sort_by_key(|operation| operation.entered_ns);
     operations.drain(..operations.len().saturating_sub(count));
     Ok(operations)

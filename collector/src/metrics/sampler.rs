@@ -15,14 +15,23 @@ use std::{
 use tracing::{debug, warn};
 use xpu_timer_capture::{Counter, Counts, NamedStack};
 use xpu_timer_proto::{
-    ring::{self, FrameLayout, RawStack, header, lane},
+    ring::{
+        self, FrameLayout, RawStack, header, lane,
+        span::{self, SpanCursor},
+    },
     timeline,
     v1::{Communicator, CommunicatorPace, HookedFunction, MemoryReading, Operation, RankInfo},
 };
 
 use crate::{
     job::{JobKey, RankId},
-    metrics::{MetricsSettings, cursor::Cursor, meaning, pace::Recorder, series::AllSeries},
+    metrics::{
+        MetricsSettings,
+        cursor::Cursor,
+        meaning,
+        pace::Recorder,
+        series::{AllSeries, HostFunctions},
+    },
     os::{
         clock::{Now, nanoseconds},
         ring_file::{RingFile, kernel_name},
@@ -41,6 +50,8 @@ pub const PEEK: Duration = Duration::from_millis(250);
 /// A ring with so many new operations is read at once. Many small reads cost less than a large one:
 /// their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
+/// The same of calls of traced functions.
+const MANY_UNREAD_CALLS: u64 = span::SLOTS as u64 / 4;
 /// Slots for which memory is kept from one read to the next.
 const KEPT_SLOTS: usize = 4096;
 /// Number of operations that are handled together. They stay in the nearest cache, and other
@@ -96,6 +107,9 @@ pub struct Sampled {
     pub recorder: Recorder,
     /// The read position in its ring.
     pub cursor: Cursor,
+    /// Its traced Python functions.
+    pub traced: HostFunctions,
+    calls: SpanCursor,
     /// The header of its ring, including the lanes.
     pub head: Option<[u64; header::WORDS]>,
     /// The sum of its lanes.
@@ -228,6 +242,10 @@ impl Sampler {
         }
         for (rank, places) in completed {
             let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
+            if let Some(calls) = rank.ring.and_then(|ring| sampled.read_calls(ring, now).ok()) {
+                self.timeline.add_calls(rank.id, rank.job, &calls);
+                self.recording.add_calls(rank.id, &calls, now);
+            }
             let mut first_ns = u64::MAX;
             for batch in batches(&places, &slots) {
                 let operations = sampled.operations(batch.iter().map(|place| &slots[*place]), &mut self.operations);
@@ -262,6 +280,7 @@ impl Sampler {
         if looks {
             for sampled in self.ranks.values_mut() {
                 sampled.series.turn(&self.settings, now.mono_ns);
+                sampled.traced.turn(&self.settings, now.mono_ns);
                 sampled.recorder.forget(now.mono_ns);
             }
             self.timeline.turn(now, |id| ids.contains(&id));
@@ -307,9 +326,28 @@ fn members_here(living: &[RankView<'_>], ranks: &BTreeMap<RankId, Sampled>) -> H
 }
 
 impl Sampled {
-    /// Whether the ring has many operations that were not read.
+    /// Whether the ring has many operations or calls that were not read.
     fn fills(&self, ring: &RingFile) -> bool {
         ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
+            || self.is_traced()
+                && ring.word(header::SPANS).is_ok_and(|tickets| self.calls.unread(tickets) >= MANY_UNREAD_CALLS)
+    }
+
+    /// Whether Python functions of the rank are traced, as of the last look.
+    fn is_traced(&self) -> bool {
+        self.head.is_some_and(|head| head[header::SPANS] > 0)
+    }
+
+    /// Reads the calls of traced functions that have ended.
+    fn read_calls(&mut self, ring: &RingFile, now: Now) -> io::Result<Vec<Operation>> {
+        if !self.is_traced() {
+            return Ok(Vec::new());
+        }
+        let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
+        let functions = span::read_functions(read_at)?;
+        let calls = self.calls.read(read_at, &functions)?;
+        self.traced.add(functions, &calls, now.mono_ns);
+        Ok(calls)
     }
 
     /// The device memory at this moment, when the lanes were read. `None` if no allocation was
@@ -327,7 +365,7 @@ impl Sampled {
 
     /// Operations that were found to be missing since the last call.
     fn take_lost(&mut self) -> u64 {
-        let lost = self.cursor.missed + self.dropped;
+        let lost = self.cursor.missed.saturating_add(self.dropped).saturating_add(self.calls.missed);
         lost.saturating_sub(std::mem::replace(&mut self.lost, lost))
     }
 

@@ -1,7 +1,10 @@
 //! The series of one rank: the operations completed within the window, the published values, and
-//! the expiry of a series. The caller passes in the time.
+//! the expiry of a series; and the calls of its traced Python functions. The caller passes in the
+//! time.
 
 use std::collections::{BTreeMap, VecDeque};
+
+use xpu_timer_proto::{ring::span::TracedFunction, v1::Operation};
 
 use crate::{
     metrics::{
@@ -104,6 +107,74 @@ fn values(family: Family, done: &VecDeque<Measurement>) -> Option<Values> {
     })
 }
 
+/// The calls of one traced function.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct HostFunction {
+    /// Its name, as the user lists it.
+    pub name: String,
+    /// Number of calls that have ended.
+    pub calls: u64,
+    /// Their time in nanoseconds.
+    pub total_ns: u64,
+    /// Average and maximum of the calls of the last interval that had some, in nanoseconds.
+    pub latency_ns: Option<(f64, u64)>,
+    /// `calls` and `total_ns` at the last publication.
+    published: (u64, u64),
+    /// The longest call since then, of those that were not overwritten.
+    max_ns: u64,
+    heard_ns: u64,
+}
+
+/// The traced Python functions of one rank.
+#[derive(Debug, Default)]
+pub struct HostFunctions {
+    functions: Vec<HostFunction>,
+    published_ns: u64,
+}
+
+impl HostFunctions {
+    /// Takes over the counters of the functions, and the calls that were read since the last time.
+    pub fn add(&mut self, read: Vec<TracedFunction>, calls: &[Operation], now_ns: u64) {
+        self.functions.resize_with(read.len(), HostFunction::default);
+        for (function, read) in self.functions.iter_mut().zip(read) {
+            if read.calls > function.calls {
+                function.heard_ns = now_ns;
+            }
+            (function.name, function.calls, function.total_ns) = (read.name, read.calls, read.total_ns);
+        }
+        for call in calls {
+            if let Some(function) = self.functions.iter_mut().find(|function| function.name == call.function) {
+                function.max_ns = function.max_ns.max(call.returned_ns.saturating_sub(call.entered_ns));
+            }
+        }
+    }
+
+    /// Publishes the functions if it is time, and removes the latencies of silent ones.
+    pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
+        if self.published_ns != 0 && now_ns < self.published_ns.saturating_add(nanoseconds(settings.publish)) {
+            return;
+        }
+        self.published_ns = now_ns;
+        for function in &mut self.functions {
+            let (calls, total_ns) = (function.calls, function.total_ns);
+            let new = calls.saturating_sub(function.published.0);
+            if new > 0 {
+                let average = total_ns.saturating_sub(function.published.1) as f64 / new as f64;
+                // The counters run ahead of the calls that were read.
+                function.latency_ns = Some((average, function.max_ns.max(average as u64)));
+            } else if now_ns.saturating_sub(function.heard_ns) > nanoseconds(settings.silence) {
+                function.latency_ns = None;
+            }
+            (function.published, function.max_ns) = ((calls, total_ns), 0);
+        }
+    }
+
+    /// The functions that were called.
+    pub fn called(&self) -> impl Iterator<Item = &HostFunction> {
+        self.functions.iter().filter(|function| function.calls > 0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use xpu_timer_proto::env::Source;
@@ -182,5 +253,28 @@ mod tests {
         }
         series.turn(&settings(), SECOND);
         assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, MAX_OPERATIONS));
+    }
+
+    #[test]
+    fn a_traced_function_has_the_latency_of_its_last_interval() {
+        let mut functions = HostFunctions::default();
+        let read = |calls: u64, total_ns: u64| vec![TracedFunction { name: "GC".into(), calls, total_ns }];
+        let call =
+            |ns: u64| Operation { function: "GC".into(), entered_ns: 5, returned_ns: 5 + ns, ..Default::default() };
+        let latency = |functions: &HostFunctions| functions.called().next().and_then(|function| function.latency_ns);
+        functions.add(read(0, 0), &[], 0);
+        assert_eq!(functions.called().count(), 0);
+        functions.add(read(3, 60), &[call(10), call(30), call(20)], SECOND);
+        functions.turn(&settings(), SECOND);
+        assert_eq!(latency(&functions), Some((20.0, 30)));
+        functions.add(read(5, 160), &[call(60)], 5 * SECOND);
+        functions.turn(&settings(), 5 * SECOND);
+        assert_eq!(latency(&functions), Some((20.0, 30)), "it is published every ten seconds");
+        functions.turn(&settings(), 11 * SECOND);
+        assert_eq!(latency(&functions), Some((50.0, 60)));
+        functions.turn(&settings(), 305 * SECOND);
+        assert_eq!(latency(&functions), Some((50.0, 60)), "nothing new, so the last values stay");
+        functions.turn(&settings(), 316 * SECOND);
+        assert_eq!((latency(&functions), functions.called().count()), (None, 1));
     }
 }

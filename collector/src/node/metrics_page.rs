@@ -15,7 +15,7 @@ use crate::{
         Labels, Page,
         meaning::{Family, Key},
         sampler::Sampled,
-        series::Values,
+        series::{HostFunction, Values},
     },
     node::{registry::Rank, state::NodeState},
     os::clock::Now,
@@ -31,6 +31,7 @@ pub fn text(state: &NodeState, now: Now) -> String {
     let sampled = |(labels, rank): &(Labels, &Rank)| Some((labels.clone(), state.sampler.of(rank.id)?));
     let seen: Vec<(Labels, &Sampled)> = alive.iter().filter_map(sampled).collect();
     kernels(&mut page, &seen);
+    host_functions(&mut page, &seen);
     memory(&mut page, &seen);
     slow(&mut page, state, &alive);
     hook(&mut page, &seen);
@@ -119,6 +120,41 @@ fn kernels(page: &mut Page, seen: &[(Labels, &Sampled)]) {
                 for (key, values) in sampled.series.published().filter(|(key, _)| key.family == family) {
                     page.sample(&name, &with(labels, key), rounded(value(&values)));
                 }
+            }
+        }
+    }
+}
+
+/// Traced Python functions. Without any, the page has no such family.
+fn host_functions(page: &mut Page, seen: &[(Labels, &Sampled)]) {
+    type Value = fn(&HostFunction) -> Option<f64>;
+    const FAMILIES: [(&str, &str, &str, Value); 4] = [
+        (
+            "xpu_timer_host_function_calls_total",
+            "counter",
+            "Calls of a traced Python function that have ended.",
+            |of| Some(of.calls as f64),
+        ),
+        ("xpu_timer_host_function_seconds_total", "counter", "Time of these calls.", |of| {
+            Some(of.total_ns as f64 / 1e9)
+        }),
+        ("xpu_timer_host_function_avg_seconds", "gauge", "Average time of these calls.", |of| {
+            Some(of.latency_ns?.0 / 1e9)
+        }),
+        ("xpu_timer_host_function_max_seconds", "gauge", "Longest of these calls.", |of| {
+            Some(of.latency_ns?.1 as f64 / 1e9)
+        }),
+    ];
+    if seen.iter().all(|(_, sampled)| sampled.traced.called().next().is_none()) {
+        return;
+    }
+    for (name, kind, help, value) in FAMILIES {
+        page.family(name, kind, help);
+        for (labels, sampled) in seen {
+            for function in sampled.traced.called() {
+                let Some(value) = value(function) else { continue };
+                let labels: Labels = labels.iter().cloned().chain([("function", function.name.clone())]).collect();
+                page.sample(name, &labels, value);
             }
         }
     }

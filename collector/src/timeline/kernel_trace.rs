@@ -12,8 +12,8 @@ use xpu_timer_analysis::throughput;
 use xpu_timer_proto::{
     Message as _,
     hook::{
-        FaDebugData, KernelTrace, KernelTraces, MatmulDebugData, MemoryDebugData, NcclDebugData,
-        kernel_trace::DebugData,
+        FaDebugData, GcDebugData, HostTrace, KernelTrace, KernelTraces, MatmulDebugData, MemoryDebugData,
+        NcclDebugData, host_trace, kernel_trace::DebugData,
     },
     ring::detail,
     server::PythonStackInTimeline,
@@ -90,6 +90,8 @@ struct RankTraces {
     codes: HashMap<String, u32>,
     // The number of operations of each code.
     counts: Vec<u64>,
+    host_traces: Vec<HostTrace>,
+    host_counts: BTreeMap<String, u32>,
     is_finished: bool,
 }
 
@@ -167,6 +169,27 @@ impl Recording {
         }
     }
 
+    /// Adds calls of traced functions of a rank, as many as operations at most.
+    pub fn add_calls(&mut self, id: RankId, calls: &[Operation], now: Now) {
+        let State::Recording(request, ranks) = &mut self.state else { return };
+        let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
+        let unix_ns = |mono_ns: u64| now.unix_ns.wrapping_add(mono_ns.wrapping_sub(now.mono_ns));
+        let room = request.count.saturating_sub(recorded.host_traces.len());
+        for call in calls.iter().filter(|call| unix_ns(call.entered_ns) >= request.since_unix_ns).take(room) {
+            let count = recorded.host_counts.entry(call.function.clone()).or_default();
+            let collection =
+                call.collection.map(|of| GcDebugData { collected: of.collected, uncollectable: of.uncollectable });
+            recorded.host_traces.push(HostTrace {
+                start_us: unix_ns(call.entered_ns) / 1000,
+                dur_us: (call.returned_ns.saturating_sub(call.entered_ns) / 1000).min(u32::MAX.into()) as u32,
+                name: call.function.clone(),
+                count: *count,
+                debug_data: collection.map(host_trace::DebugData::GcDebug),
+            });
+            *count += 1;
+        }
+    }
+
     /// There are no more operations of a rank. `known` are its communicators and stacks.
     pub fn end(
         &mut self,
@@ -218,12 +241,16 @@ impl RankTraces {
             let _ = writeln!(lines, "{code},{name}");
             lines
         });
+        let lines = self.host_counts.keys().fold(lines, |mut lines, name| {
+            let _ = writeln!(lines, "xpu_timer_host_trace,{name}");
+            lines
+        });
         Some(Files {
             folder: request.path.clone(),
             name: format!("{rank:05}-{:05}", info.world_size),
             traces: KernelTraces {
                 traces: std::mem::take(&mut self.traces),
-                host_traces: Vec::new(),
+                host_traces: std::mem::take(&mut self.host_traces),
                 pid: info.pid.max(0) as u32,
                 rank: rank as u32,
             },
@@ -409,7 +436,7 @@ fn dtype(dtype: DataType) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::env::Source;
+    use xpu_timer_proto::{env::Source, v1::GarbageCollection};
 
     use super::*;
 
@@ -540,5 +567,24 @@ mod tests {
         ] {
             assert_eq!(is_inside(Path::new(path), roots.iter()), good, "{path}");
         }
+    }
+
+    #[test]
+    fn calls_of_traced_functions_are_host_traces() {
+        let mut rig = Rig::new("1");
+        rig.recording.start(request("/t", 1, 0), 0..1);
+        let call = |at_us: u64| Operation {
+            function: "GC".into(),
+            returned_ns: NOW.mono_ns + at_us * 1000 + 9000,
+            collection: Some(GarbageCollection { generation: 2, collected: 5, uncollectable: 1 }),
+            ..all_reduce(at_us)
+        };
+        rig.recording.add_calls(0, &[Operation { entered_ns: 0, ..call(0) }, call(5), call(6)], NOW);
+        let files = rig.add(0, &[all_reduce(10)], false).pop().unwrap();
+        assert!(files.names.is_some_and(|names| names.ends_with("\nxpu_timer_host_trace,GC\n")));
+        let [trace] = &files.traces.host_traces[..] else { panic!("one, because one operation is wanted") };
+        assert_eq!((trace.start_us, trace.dur_us, trace.count), (NOW.unix_ns / 1000 + 5, 9, 0));
+        let collected = GcDebugData { collected: 5, uncollectable: 1 };
+        assert_eq!(trace.debug_data, Some(host_trace::DebugData::GcDebug(collected)));
     }
 }

@@ -49,6 +49,8 @@ struct Recorded {
     // When the first and the last operation in `open` ended.
     open_ended_ns: (u64, u64),
     blocks: VecDeque<Block>,
+    // When the newest operation ended, without calls of traced functions.
+    newest_ns: u64,
     // When operations were found missing, and how many.
     lost: VecDeque<(u64, u64)>,
     // All operations that ended up to this time have left.
@@ -110,6 +112,28 @@ impl Store {
         if !self.is_on() || operations.is_empty() {
             return;
         }
+        let rank = self.ranks.entry(id).or_default();
+        rank.newest_ns = operations.iter().map(end_ns).fold(rank.newest_ns, u64::max);
+        self.push(id, job, operations);
+    }
+
+    /// Adds calls of traced functions. They do not move the window: in a hang, they may go on. When
+    /// they do and need much memory, they are not kept, so that the operations before the hang
+    /// stay.
+    pub fn add_calls(&mut self, id: RankId, job: &JobKey, calls: &[Operation]) {
+        if !self.is_on() || calls.is_empty() {
+            return;
+        }
+        let newest_ns = self.ranks.get(&id).map_or(0, |rank| rank.newest_ns);
+        let end = newest_ns.saturating_add(self.window_ns);
+        if newest_ns != 0 && self.bytes > self.limit_bytes / 2 && calls.iter().any(|call| end_ns(call) > end) {
+            self.add_lost(id, calls.len() as u64, end);
+            return;
+        }
+        self.push(id, job, calls);
+    }
+
+    fn push(&mut self, id: RankId, job: &JobKey, operations: &[Operation]) {
         let longest_ns = self.window_ns / BLOCKS_IN_WINDOW;
         let rank = self.ranks.entry(id).or_default();
         if rank.job.as_ref() != Some(job) {
@@ -252,6 +276,9 @@ impl Store {
 
 impl Recorded {
     fn newest_ns(&self) -> u64 {
+        if self.newest_ns != 0 {
+            return self.newest_ns;
+        }
         let open_ns = if self.open.is_empty() { 0 } else { self.open_ended_ns.1 };
         self.blocks.iter().map(|block| block.ended_ns.1).max().unwrap_or(0).max(open_ns)
     }

@@ -102,14 +102,20 @@ static V1_RANK_INFO: [(u32, Field); 6] = [
 impl Shaped for crate::v1::RankInfo {
     const SHAPE: &'static Shape = &V1_RANK_INFO;
 }
-static V1_OPERATION: [(u32, Field); 4] = [
+static V1_OPERATION: [(u32, Field); 5] = [
     (19, Field::Text),
     (21, Field::Message(&V1_MATMUL)),
     (23, Field::Text),
     (25, Field::Message(&V1_LAUNCH_CONFIG)),
+    (27, Field::Message(&V1_GARBAGE_COLLECTION)),
 ];
 impl Shaped for crate::v1::Operation {
     const SHAPE: &'static Shape = &V1_OPERATION;
+}
+static V1_GARBAGE_COLLECTION: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::GarbageCollection {
+    const SHAPE: &'static Shape = &V1_GARBAGE_COLLECTION;
 }
 static V1_LAUNCH_CONFIG: [(u32, Field); 0] = [
 ];

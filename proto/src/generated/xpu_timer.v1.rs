@@ -113,6 +113,21 @@ pub struct Operation {
     /// Only for OP_COPY.
     #[prost(enumeration = "CopyDirection", tag = "26")]
     pub direction: i32,
+    /// Only for a host call that is a garbage collection of Python.
+    #[prost(message, optional, tag = "27")]
+    pub collection: ::core::option::Option<GarbageCollection>,
+}
+/// A garbage collection of Python.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GarbageCollection {
+    #[prost(uint32, tag = "1")]
+    pub generation: u32,
+    /// Objects that were freed.
+    #[prost(uint32, tag = "2")]
+    pub collected: u32,
+    /// Objects that could not be freed.
+    #[prost(uint32, tag = "3")]
+    pub uncollectable: u32,
 }
 /// The launch configuration of a kernel. Each dimension is clamped to 65,535 (`grid_x`: 2^31 - 1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -316,8 +331,8 @@ pub enum OpKind {
     Collective = 1,
     GraphLaunch = 2,
     Kernel = 3,
-    /// A host call that blocks until all peers have called it (communicator init, split, finalize). It
-    /// has no events.
+    /// A host call that blocks until all peers have called it (communicator init, split, finalize). In
+    /// a timeline, also a call of a traced Python function. It has no events.
     HostCall = 4,
 }
 impl OpKind {
@@ -377,6 +392,9 @@ pub enum Op {
     /// A memory copy or memset; its kind is KERNEL. `count` is the number of bytes, and `function` the
     /// called C function.
     Copy = 44,
+    /// A call of a traced Python function, or a garbage collection; its kind is HOST_CALL, and
+    /// `function` is its name. Only in timelines.
+    PythonCall = 45,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -408,6 +426,7 @@ impl Op {
             Self::Matmul => "OP_MATMUL",
             Self::Attention => "OP_ATTENTION",
             Self::Copy => "OP_COPY",
+            Self::PythonCall => "OP_PYTHON_CALL",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -436,6 +455,7 @@ impl Op {
             "OP_MATMUL" => Some(Self::Matmul),
             "OP_ATTENTION" => Some(Self::Attention),
             "OP_COPY" => Some(Self::Copy),
+            "OP_PYTHON_CALL" => Some(Self::PythonCall),
             _ => None,
         }
     }

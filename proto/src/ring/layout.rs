@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
 /// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
@@ -63,6 +63,8 @@ pub mod header {
     pub const PANICS: usize = 21;
     /// Entries that did not fit into the communicator, stream, name or coverage table.
     pub const OVERFLOWS: usize = 22;
+    /// The next ticket of the table of [`crate::ring::span`].
+    pub const SPANS: usize = 24;
     /// The next free ticket. Threads that launch concurrently take several at once and leave some
     /// unused.
     pub const OPS: usize = 32;
@@ -425,9 +427,47 @@ pub mod lane {
     pub const COPY_KINDS: [&str; 5] = ["H2H", "H2D", "D2H", "D2D", "Unknown"];
 }
 
+/// Words of a call of a traced function, and of the function itself: see [`super::span`].
+pub mod span {
+    /// Ticket plus one, published last; 0 while the slot is overwritten.
+    pub const TICKET: usize = 0;
+    /// Index of the function among those of [`function`] in the low half, thread id in the high
+    /// half.
+    pub const WHAT: usize = 1;
+    /// When the call began, CLOCK_MONOTONIC nanoseconds.
+    pub const BEGAN_NS: usize = 2;
+    /// When it ended.
+    pub const ENDED_NS: usize = 3;
+    /// Of a garbage collection: its generation plus one; 0 for a function.
+    pub const GENERATION: usize = 4;
+    /// Of a garbage collection: collected objects in the low half, uncollectable ones in the high
+    /// half.
+    pub const OBJECTS: usize = 5;
+    /// Number of words in a slot.
+    pub const WORDS: usize = 8;
+    /// Number of slots. The newest spans overwrite the oldest ones.
+    pub const SLOTS: usize = 8192;
+
+    /// Words of the entry of a traced function.
+    pub mod function {
+        /// Bytes of the name, published last; 0 is a free entry.
+        pub const NAME_BYTES: usize = 0;
+        /// Number of calls that have ended.
+        pub const CALLS: usize = 1;
+        /// Their time in nanoseconds.
+        pub const TOTAL_NS: usize = 2;
+        /// First word of the name: UTF-8 bytes, zero-padded, cut at 8 x 29 bytes.
+        pub const NAME: usize = 3;
+        /// Number of words in an entry.
+        pub const WORDS: usize = 32;
+        /// Number of entries.
+        pub const SLOTS: usize = 128;
+    }
+}
+
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, fault, header, kernel, lane, name, op, stack, stderr, store_wait, stream};
+    use super::{comm, coverage, fault, header, kernel, lane, name, op, span, stack, stderr, store_wait, stream};
     /// Lanes.
     pub const LANES: usize = header::WORDS * 8;
     /// Operations.
@@ -454,8 +494,12 @@ pub mod offset {
     pub const STDERR: usize = STACKS + stack::SLOTS * stack::WORDS * 8;
     /// Fatal signal.
     pub const FAULT: usize = STDERR + stderr::SLOTS * stderr::WORDS * 8;
+    /// Calls of traced Python functions.
+    pub const SPANS: usize = FAULT + fault::WORDS * 8;
+    /// Traced Python functions.
+    pub const TRACED: usize = SPANS + span::SLOTS * span::WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = FAULT + fault::WORDS * 8;
+    pub const END: usize = TRACED + span::function::SLOTS * span::function::WORDS * 8;
 
     const _: () = {
         let tables = [

@@ -373,6 +373,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         store_key_count: 0,
         launch: if op == Op::Kernel { launch_of(words) } else { None },
         direction: CopyDirection::try_from(low(direction) as i32).unwrap_or_default().into(),
+        collection: None,
     }
 }
 

@@ -12,16 +12,22 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, idle_library, python, tree};
+use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, idle_library, python, python_version, tree};
 
 use crate::report::{Report, median, ms, time};
 
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Options {
+    /// Only these parts
+    #[arg(long, value_enum, value_delimiter = ',')]
+    parts: Vec<Part>,
     /// Rounds of each thread; the figure of a call is their median
     #[arg(long, default_value = "100")]
     rounds: usize,
+    /// Number of Python processes with and without traced functions, for each version
+    #[arg(long, default_value = "8")]
+    traced: usize,
     /// Number of process starts, with and without the hook
     #[arg(long, default_value = "200")]
     starts: usize,
@@ -32,12 +38,35 @@ pub struct Options {
     write: bool,
 }
 
+/// The parts of the benchmark.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// Calls of hooked functions
+    Calls,
+    /// Python functions that are traced, and the others
+    Traced,
+    /// A training loop
+    Training,
+    /// The start of a process
+    Start,
+    /// Memory
+    Memory,
+}
+
+const PARTS: [Part; 5] = [Part::Calls, Part::Traced, Part::Training, Part::Start, Part::Memory];
+
 /// Numbers of threads that call concurrently.
 const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 80.0;
 const QUESTION_LIMIT_NS: f64 = 50.0;
 const DETAILED_LIMIT_NS: f64 = 120.0;
+const TRACED_LIMIT_NS: f64 = 300.0;
+/// What a call of another function may take longer than without the variable, in nanoseconds: the
+/// noise between two processes.
+const UNTRACED_LIMIT_NS: f64 = 1.5;
+/// CPythons whose functions are traced.
+const PYTHONS: [&str; 2] = ["3.12", "3.13"];
 /// Launches of a rank while every kernel is recorded in detail.
 const DETAILED_LAUNCHES_PER_SECOND: f64 = 10_000.0;
 /// Maximum time for the rounds of one figure.
@@ -55,11 +84,18 @@ pub fn run(options: &Options) -> Result<bool> {
     artifacts.link_sim()?;
     let bench = Bench::set_up(&artifacts)?;
     let mut report = Report::new();
-    calls(&bench, options, &mut report);
-    questions(&bench, options, &mut report);
-    training::training(&bench.hook, &options.training, &mut report);
-    start(&bench, options, &mut report);
-    memory(&bench, &mut report);
+    for part in if options.parts.is_empty() { &PARTS[..] } else { &options.parts[..] } {
+        match part {
+            Part::Calls => {
+                calls(&bench, options, &mut report);
+                questions(&bench, options, &mut report);
+            }
+            Part::Traced => traced(&bench, &artifacts, options, &mut report),
+            Part::Training => training::training(&bench.hook, &options.training, &mut report),
+            Part::Start => start(&bench, options, &mut report),
+            Part::Memory => memory(&bench, &mut report),
+        }
+    }
     if options.write {
         report.write(&tree().join("docs/benchmarks.md"), "## The hook")?;
     }
@@ -300,6 +336,99 @@ fn questions(bench: &Bench, options: &Options, report: &mut Report) {
             }
             Err(error) => report.failed(&line, &error),
         }
+    }
+}
+
+/// Prints the nanoseconds of a call of a traced function, of another function, and of a frame that
+/// an exception leaves, each from the fastest of many loops.
+const TRACED: &str = "
+import os, sys, time
+sys.path[:0] = [os.environ['EXAMPLES']]
+import cuda
+error = ValueError()
+def traced():
+    pass
+def other():
+    pass
+def raises():
+    raise error
+def through_1(): raises()
+def through_2(): through_1()
+def through_3(): through_2()
+def through_4(): through_3()
+def calls(function, count=20000):
+    numbers = range(count)
+    began = time.perf_counter_ns()
+    for _ in numbers:
+        function()
+    return (time.perf_counter_ns() - began) / count
+def failures(function, count=4000):
+    numbers = range(count)
+    began = time.perf_counter_ns()
+    for _ in numbers:
+        try:
+            function()
+        except ValueError:
+            error.__traceback__ = None
+    return (time.perf_counter_ns() - began) / count
+cuda.set_device(0)
+cuda.Buffer(8)
+time.sleep(1)
+fastest = lambda measure, function: min(measure(function) for _ in range(40))
+frames = (fastest(failures, through_4) - fastest(failures, raises)) / 4
+print(fastest(calls, traced), fastest(calls, other), frames)
+";
+
+/// Figures without and with a traced function.
+type Pair = ([f64; 3], [f64; 3]);
+
+/// Python functions that are traced, and the others.
+fn traced(bench: &Bench, artifacts: &Artifacts, options: &Options, report: &mut Report) {
+    report.section("Hook: time of Python calls with a traced function");
+    for version in PYTHONS {
+        let Some(python) = python_version(version) else {
+            report.note(&format!("CPython {version}"), "not installed");
+            continue;
+        };
+        let run = |function: &str| -> Result<[f64; 3]> {
+            let mut command = Command::new(&python);
+            command.args(["-c", TRACED]).env("EXAMPLES", tree().join("tests/examples"));
+            command.env("LD_LIBRARY_PATH", artifacts.sim()).env("LD_PRELOAD", &bench.hook);
+            command.env("XPU_TIMER_SOCKET", "/nowhere").env("XPU_TIMER_LOGGING_DIR", bench.folder.path());
+            command.env("XPU_TIMER_HOST_TRACING_FUNC", function);
+            let output = command.stderr(Stdio::inherit()).output()?;
+            ensure!(output.status.success(), "{}: {}", python.display(), output.status);
+            let text = String::from_utf8_lossy(&output.stdout);
+            let figures = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+            <[f64; 3]>::try_from(figures).map_err(|_| anyhow::anyhow!("it printed {text:?}"))
+        };
+        let pairs = (0..options.traced).map(|_| Ok((run("")?, run("traced")?))).collect::<Result<Vec<_>>>();
+        let pairs = match pairs {
+            Ok(pairs) => pairs,
+            Err(error) => {
+                report.failed(&format!("CPython {version}"), &error);
+                continue;
+            }
+        };
+        let middle = |of: &dyn Fn(&Pair) -> f64| {
+            let mut values: Vec<f64> = pairs.iter().map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+        };
+        let [call, other, frame] = [0, 1, 2].map(|index| {
+            (
+                middle(&|pair| pair.0[index]),
+                middle(&|pair| pair.1[index]),
+                middle(&|pair| pair.1[index] - pair.0[index]),
+            )
+        });
+        let line = |what: &str| format!("CPython {version}: {what}");
+        let figure = |(without, with, added): (f64, f64, f64)| format!("{added:+.1} ns ({without:.1} to {with:.1})");
+        let met = call.2 <= TRACED_LIMIT_NS;
+        report.check(&line("call of the traced function"), figure(call), &limit(TRACED_LIMIT_NS), met);
+        let met = other.2 <= UNTRACED_LIMIT_NS;
+        report.check(&line("call of another function"), figure(other), &limit(UNTRACED_LIMIT_NS), met);
+        report.note(&line("frame of another function that an exception leaves"), figure(frame));
     }
 }
 

@@ -177,6 +177,12 @@ pub fn ring(bytes: &[u8]) {
         let last = ring::read_last_text(read_at, entry).expect("reading memory");
         assert!(last.is_none_or(|last| last.text.len() <= ring::stderr::TEXT_BYTES));
     }
+    let mut cursor = ring::span::SpanCursor::default();
+    let functions = ring::span::read_functions(read_at).expect("reading memory");
+    for _ in 0..2 {
+        let calls = cursor.read(read_at, &functions).expect("reading memory");
+        assert!(calls.len() <= ring::span::SLOTS);
+    }
     for from in [0, 1, u64::MAX - 3, u64::MAX] {
         let mut slots = Vec::new();
         ring::read_slots(read_at, from, ring::op::SLOTS, &mut slots).expect("reading memory");

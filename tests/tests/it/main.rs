@@ -29,5 +29,6 @@ mod text_of_others;
 mod timeline;
 mod torch;
 mod traces;
+mod tracing;
 mod viewer;
 mod walk;

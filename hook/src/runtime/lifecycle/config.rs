@@ -56,6 +56,8 @@ pub struct Config {
     pub bracket: Bracket,
     /// Number of launches that are looked at for Python stacks.
     pub stack_launches: u32,
+    /// `XPU_TIMER_HOST_TRACING_FUNC`, empty for none.
+    pub traced_functions: String,
     /// All streams of the program share one hardware queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`.
     pub has_one_queue: bool,
     /// The hook must do nothing.
@@ -146,6 +148,7 @@ impl Config {
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
         let stack_launches: u64 = source.number("XPU_TIMER_DUMP_STACK_COUNT").unwrap_or(0);
         let stack_launches = u32::try_from(stack_launches).unwrap_or(u32::MAX);
+        let traced_functions = source.text("XPU_TIMER_HOST_TRACING_FUNC").unwrap_or_default();
         let disabled = source.flag("XPU_TIMER_DISABLE");
         // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
@@ -160,6 +163,7 @@ impl Config {
             log_mode,
             bracket,
             stack_launches,
+            traced_functions,
             has_one_queue,
             disabled,
             hello,

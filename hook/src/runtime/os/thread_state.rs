@@ -76,11 +76,28 @@ pub struct ThreadState {
     /// As above.
     pub clock_counter: Cell<u64>,
     pub tid: Cell<u32>,
+    /// Number of open calls of traced Python functions; see `tracing::callbacks`. It may be larger
+    /// than the number of places in `open_calls`.
+    pub open_call_count: Cell<u32>,
+    /// The outermost ones of them, oldest first.
+    pub open_calls: [Cell<OpenCall>; OPEN_CALLS],
     errno: Cell<Option<&'static Cell<c_int>>>,
 }
 
 /// Size of [`ThreadState::comms`].
 pub const COMMS: usize = 16;
+
+/// Size of [`ThreadState::open_calls`].
+pub const OPEN_CALLS: usize = 8;
+
+/// A call of a traced Python function that has not ended.
+#[derive(Debug, Clone, Copy)]
+pub struct OpenCall {
+    /// Address of its code object.
+    pub code: usize,
+    /// When it began, CLOCK_MONOTONIC.
+    pub began_ns: u64,
+}
 
 // A new thread's state is all zero.
 core::arch::global_asm!(

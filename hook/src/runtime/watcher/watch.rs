@@ -24,6 +24,7 @@ use crate::runtime::{
         process, seccomp, sys, thread_state, wakeup,
     },
     recorder::{Recorder, host_operations},
+    tracing::{self, Tracing},
     watcher::{
         connection::Connection,
         coverage,
@@ -64,6 +65,7 @@ pub struct Watcher {
     /// Time of the last check for other threads.
     thread_check_ns: u64,
     coverage: coverage::CoverageUpdater,
+    tracing: Tracing,
 }
 
 /// Interval of the check for other threads.
@@ -71,7 +73,9 @@ const THREAD_CHECK_INTERVAL_NS: u64 = 1_000_000_000;
 
 impl Watcher {
     pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
-        let config = Config::read(environment);
+        let mut config = Config::read(environment);
+        let (traced, problems) = tracing::parse(&config.traced_functions);
+        config.problems.extend(problems);
         recorder.bracketed.set_mode(config.bracket);
         let mut tracker = Tracker::new(recorder);
         tracker.has_one_queue = config.has_one_queue;
@@ -88,6 +92,7 @@ impl Watcher {
             events_ns: 0,
             thread_check_ns: 0,
             coverage: coverage::CoverageUpdater::new(),
+            tracing: Tracing::new(recorder, traced),
             config,
         }
     }
@@ -155,6 +160,9 @@ impl Watcher {
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
         self.running_time.mark_driver(clock::now_ns());
         if is_last {
+            if seccomp::watcher_may_call() {
+                guarded(|| self.trace(true));
+            }
             exit::final_turn_done();
         }
         if !seccomp::watcher_may_call() {
@@ -165,6 +173,7 @@ impl Watcher {
         guarded(|| self.check_for_hang());
         guarded(|| self.exchange_messages());
         guarded(|| self.do_housekeeping());
+        guarded(|| self.trace(false));
         guarded(|| host_operations::expire_polled(self.recorder));
         moved
     }
@@ -226,6 +235,13 @@ impl Watcher {
             self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
         }
         self.coverage.turn(self.recorder, now);
+    }
+
+    /// Traces Python functions, if the user asks for that.
+    fn trace(&mut self, is_last: bool) {
+        for message in self.tracing.turn(is_last) {
+            self.log.write_line(&message);
+        }
     }
 
     /// Takes rank and world size from the largest communicator so far when no scheduler has set

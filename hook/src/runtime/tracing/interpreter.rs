@@ -1,0 +1,306 @@
+//! The C functions of the interpreter in this process, found at run time: the hook links no
+//! libpython, and one library serves all versions.
+
+use std::ffi::{CStr, c_char, c_int, c_long, c_void};
+
+use crate::runtime::{
+    lifecycle::panics::guarded,
+    linker::elf::{self, Object},
+};
+
+/// An object of the interpreter.
+#[repr(C)]
+pub struct PyObject {
+    _private: [u8; 0],
+}
+
+/// A borrowed or new reference; null for none.
+pub type Reference = *mut PyObject;
+
+/// A native function as the interpreter calls it: itself, its arguments and their number.
+pub type Native = unsafe extern "C" fn(Reference, *const Reference, isize) -> Reference;
+
+/// `PyMethodDef`, whose layout is part of the stable ABI.
+#[repr(C)]
+pub struct Method {
+    pub name: *const c_char,
+    pub function: Native,
+    pub flags: c_int,
+    pub doc: *const c_char,
+}
+
+// SAFETY: it is constant, and its strings are static.
+unsafe impl Sync for Method {}
+
+/// `METH_FASTCALL`: a vector of arguments without keywords.
+pub const FASTCALL: c_int = 0x80;
+/// `Py_TPFLAGS_TYPE_SUBCLASS`.
+const IS_TYPE: std::ffi::c_ulong = 1 << 31;
+
+macro_rules! api {
+    ($($(#[$attribute:meta])* $field:ident = $name:literal: $type:ty;)*) => {
+        /// The functions.
+        pub struct Api {
+            $($(#[$attribute])* pub $field: $type,)*
+        }
+
+        impl Api {
+            /// The functions of the interpreter that `object` exports. `None` if one is missing.
+            fn of(object: &Object) -> Option<Self> {
+                Some(Api {
+                    $($field: {
+                        let found = object.exported($name)?;
+                        // SAFETY: the function of this name has had this type since Python 3.8.
+                        unsafe { std::mem::transmute::<*mut c_void, $type>(found.address as *mut c_void) }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+api! {
+    version = c"Py_GetVersion": unsafe extern "C" fn() -> *const c_char;
+    is_initialized = c"Py_IsInitialized": unsafe extern "C" fn() -> c_int;
+    add_pending = c"Py_AddPendingCall": unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void) -> c_int, *mut c_void) -> c_int;
+    system = c"PySys_GetObject": unsafe extern "C" fn(*const c_char) -> Reference;
+    import = c"PyImport_ImportModule": unsafe extern "C" fn(*const c_char) -> Reference;
+    modules = c"PyImport_GetModuleDict": unsafe extern "C" fn() -> Reference;
+    attribute = c"PyObject_GetAttrString": unsafe extern "C" fn(Reference, *const c_char) -> Reference;
+    item = c"PyMapping_GetItemString": unsafe extern "C" fn(Reference, *const c_char) -> Reference;
+    type_of = c"PyObject_Type": unsafe extern "C" fn(Reference) -> Reference;
+    type_flags = c"PyType_GetFlags": unsafe extern "C" fn(Reference) -> std::ffi::c_ulong;
+    tuple_size = c"PyTuple_Size": unsafe extern "C" fn(Reference) -> isize;
+    tuple_item = c"PyTuple_GetItem": unsafe extern "C" fn(Reference, isize) -> Reference;
+    text = c"PyUnicode_AsUTF8": unsafe extern "C" fn(Reference) -> *const c_char;
+    to_long = c"PyLong_AsLong": unsafe extern "C" fn(Reference) -> c_long;
+    from_long = c"PyLong_FromLong": unsafe extern "C" fn(c_long) -> Reference;
+    from_text = c"PyUnicode_FromString": unsafe extern "C" fn(*const c_char) -> Reference;
+    call = c"PyObject_CallFunctionObjArgs": unsafe extern "C" fn(Reference, ...) -> Reference;
+    build = c"Py_BuildValue": unsafe extern "C" fn(*const c_char, ...) -> Reference;
+    native = c"PyCFunction_NewEx": unsafe extern "C" fn(*const Method, Reference, Reference) -> Reference;
+    release = c"Py_DecRef": unsafe extern "C" fn(Reference);
+    keep = c"Py_IncRef": unsafe extern "C" fn(Reference);
+    occurred = c"PyErr_Occurred": unsafe extern "C" fn() -> Reference;
+    clear = c"PyErr_Clear": unsafe extern "C" fn();
+}
+
+/// A reference that is owned, and not null.
+pub struct Owned(pub Reference, &'static Api);
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: owned, and the thread holds the GIL, as everywhere in this file.
+        unsafe { (self.1.release)(self.0) }
+    }
+}
+
+impl Owned {
+    /// Gives the reference away: it is never released.
+    pub fn leak(self) -> Reference {
+        let reference = self.0;
+        std::mem::forget(self);
+        reference
+    }
+}
+
+/// The interpreter of this process, if an object exports its functions. An interpreter whose
+/// symbols are local to its library is found too.
+pub fn find() -> Option<Api> {
+    unsafe extern "C" fn search(_: *mut libc::dl_phdr_info, _: usize, found: *mut c_void) -> c_int {
+        // SAFETY: the place that was passed below.
+        unsafe { *found.cast::<Option<Api>>() = guarded(find_in_list).flatten() };
+        1
+    }
+    let mut found = None;
+    // No library is unloaded during the callback. The program is always there, so it is called.
+    // SAFETY: the callback gets the place that it expects, and does not keep it.
+    unsafe { libc::dl_iterate_phdr(Some(search), (&raw mut found).cast()) };
+    found
+}
+
+fn find_in_list() -> Option<Api> {
+    let mut map = elf::first();
+    while !map.is_null() {
+        // SAFETY: the linker's list, from which nothing is removed meanwhile.
+        let object = unsafe { Object::of(map) };
+        let found = object.filter(|object| object.exported(c"Py_AddPendingCall").is_some());
+        if let Some(api) = found.and_then(|object| Api::of(&object)) {
+            return Some(api);
+        }
+        // SAFETY: as above.
+        map = unsafe { (*map).next };
+    }
+    None
+}
+
+/// The functions below need the GIL. They leave no exception behind, and return `None` instead.
+impl Api {
+    /// Its version: `(3, 12)`.
+    pub fn version(&self) -> (u32, u32) {
+        // SAFETY: a static string, which needs no GIL.
+        let text = unsafe { CStr::from_ptr((self.version)()) }.to_string_lossy();
+        let mut parts = text.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
+        (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+    }
+
+    /// Whether the interpreter runs. Needs no GIL.
+    pub fn runs(&self) -> bool {
+        // SAFETY: may be called at any time.
+        unsafe { (self.is_initialized)() != 0 }
+    }
+
+    fn owned(&'static self, reference: Reference) -> Option<Owned> {
+        if reference.is_null() {
+            // SAFETY: the thread holds the GIL.
+            unsafe { (self.clear)() };
+            return None;
+        }
+        Some(Owned(reference, self))
+    }
+
+    /// A borrowed reference as an owned one.
+    fn kept(&'static self, reference: Reference) -> Option<Owned> {
+        if !reference.is_null() {
+            // SAFETY: a valid reference.
+            unsafe { (self.keep)(reference) };
+        }
+        self.owned(reference)
+    }
+
+    /// An attribute.
+    pub fn attribute(&'static self, of: &Owned, name: &CStr) -> Option<Owned> {
+        // SAFETY: a valid reference and a C string.
+        self.owned(unsafe { (self.attribute)(of.0, name.as_ptr()) })
+    }
+
+    /// The value of a key of a dictionary or a mapping.
+    pub fn item(&'static self, of: &Owned, key: &CStr) -> Option<Owned> {
+        // SAFETY: as above.
+        self.owned(unsafe { (self.item)(of.0, key.as_ptr()) })
+    }
+
+    /// An attribute that is a number.
+    pub fn number(&'static self, of: &Owned, name: &CStr) -> Option<c_long> {
+        self.to_number(&self.attribute(of, name)?)
+    }
+
+    /// A number.
+    pub fn to_number(&'static self, value: &Owned) -> Option<c_long> {
+        // SAFETY: a valid reference.
+        let number = unsafe { (self.to_long)(value.0) };
+        (number != -1 || !self.failed()).then_some(number)
+    }
+
+    /// The number of a key of a dictionary that is a borrowed argument.
+    pub fn number_in(&'static self, dictionary: Reference, key: &CStr) -> Option<c_long> {
+        let value = self.item(&self.kept(dictionary)?, key)?;
+        self.to_number(&value)
+    }
+
+    fn failed(&self) -> bool {
+        // SAFETY: the thread holds the GIL.
+        let failed = unsafe { !(self.occurred)().is_null() };
+        if failed {
+            // SAFETY: as above.
+            unsafe { (self.clear)() };
+        }
+        failed
+    }
+
+    /// Whether the thread handles an exception, which must not be disturbed.
+    pub fn has_exception(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { !(self.occurred)().is_null() }
+    }
+
+    /// A text that is a borrowed argument.
+    pub fn text_of(&'static self, value: Reference) -> Option<&'static str> {
+        // SAFETY: a valid reference. The text lives as long as the object, which the caller of the
+        // caller owns.
+        let text = unsafe { (self.text)(value) };
+        if text.is_null() {
+            self.failed();
+            return None;
+        }
+        // SAFETY: as above; the bytes are UTF-8.
+        unsafe { CStr::from_ptr(text) }.to_str().ok()
+    }
+
+    /// A loaded module. Nothing is imported.
+    pub fn loaded_module(&'static self, name: &CStr) -> Option<Owned> {
+        // SAFETY: the thread holds the GIL.
+        let modules = self.kept(unsafe { (self.modules)() })?;
+        self.item(&modules, name)
+    }
+
+    /// A module of the interpreter itself.
+    pub fn builtin_module(&'static self, name: &CStr) -> Option<Owned> {
+        // SAFETY: as above, and a C string.
+        self.owned(unsafe { (self.import)(name.as_ptr()) })
+    }
+
+    /// An object of `sys`.
+    pub fn system(&'static self, name: &CStr) -> Option<Owned> {
+        // SAFETY: as above.
+        self.kept(unsafe { (self.system)(name.as_ptr()) })
+    }
+
+    /// `None`, which lives for ever from Python 3.12 on.
+    pub fn none(&self) -> Reference {
+        // SAFETY: the thread holds the GIL, and an empty format takes no arguments.
+        unsafe { (self.build)(c"".as_ptr()) }
+    }
+
+    /// A number as an object.
+    pub fn of_number(&'static self, value: c_long) -> Option<Owned> {
+        // SAFETY: the thread holds the GIL.
+        self.owned(unsafe { (self.from_long)(value) })
+    }
+
+    /// A text as an object.
+    pub fn of_text(&'static self, value: &CStr) -> Option<Owned> {
+        // SAFETY: as above, and a C string.
+        self.owned(unsafe { (self.from_text)(value.as_ptr()) })
+    }
+
+    /// A native function as an object. `method` is used as long as the interpreter runs.
+    pub fn of_native(&'static self, method: &'static Method) -> Option<Owned> {
+        // SAFETY: the definition is static, and the function neither has a self nor a module.
+        self.owned(unsafe { (self.native)(method, std::ptr::null_mut(), std::ptr::null_mut()) })
+    }
+
+    /// Calls a method with up to three arguments.
+    pub fn call(&'static self, of: &Owned, name: &CStr, arguments: &[&Owned]) -> Option<Owned> {
+        let method = self.attribute(of, name)?;
+        let argument = |index: usize| arguments.get(index).map_or(std::ptr::null_mut(), |argument| argument.0);
+        let end: Reference = std::ptr::null_mut();
+        // SAFETY: the list of arguments ends with a null pointer.
+        self.owned(unsafe { (self.call)(method.0, argument(0), argument(1), argument(2), end) })
+    }
+
+    /// Whether it is a class.
+    pub fn is_class(&'static self, value: &Owned) -> bool {
+        // SAFETY: valid references.
+        self.owned(unsafe { (self.type_of)(value.0) })
+            .is_some_and(|class| unsafe { (self.type_flags)(class.0) } & IS_TYPE != 0)
+    }
+
+    /// Name of the class of an object.
+    pub fn class_name(&'static self, value: &Owned) -> Option<String> {
+        // SAFETY: a valid reference.
+        let class = self.owned(unsafe { (self.type_of)(value.0) })?;
+        let name = self.attribute(&class, c"__name__")?;
+        self.text_of(name.0).map(str::to_string)
+    }
+
+    /// The items of a tuple.
+    pub fn items(&'static self, tuple: &Owned) -> impl Iterator<Item = Owned> {
+        // SAFETY: a valid reference; -1 if it is no tuple.
+        let count = unsafe { (self.tuple_size)(tuple.0) };
+        self.failed();
+        let tuple = tuple.0;
+        // SAFETY: as above, and an index of the tuple.
+        (0..count).filter_map(move |index| self.kept(unsafe { (self.tuple_item)(tuple, index) }))
+    }
+}
