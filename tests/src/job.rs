@@ -13,11 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{SigSet, Signal},
-    unistd::Pid,
-};
+use nix::{sys::signal::Signal, unistd::Pid};
 use serde_json::Value;
+use signal_hook::iterator::Signals;
 use xpu_timer_proto::{procfs, timeline::PENDING};
 
 use crate::artifacts::artifacts;
@@ -248,22 +246,22 @@ impl Job {
 }
 
 /// Ends the processes of all jobs of this process, and then this process, on SIGINT, SIGTERM or
-/// SIGHUP. Call it before any other thread exists.
+/// SIGHUP. It blocks no signal: the programs of the jobs would inherit that.
 ///
 /// # Panics
-/// The signals cannot be blocked.
+/// The signals cannot be handled.
 pub fn end_jobs_on_signal() {
-    let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
-    signals.thread_block().expect("signals can be blocked");
+    let signals = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].map(|signal| signal as i32);
+    let mut signals = Signals::new(signals).expect("signals can be handled");
     std::thread::spawn(move || {
-        let Ok(signal) = signals.wait() else { return };
+        let Some(signal) = signals.forever().next() else { return };
         let marker = format!("{LAUNCHED_BY}={}-", std::process::id());
         let is_ours = |pid: &i32| {
             let environ = procfs::environ(*pid).unwrap_or_default();
             environ.split(|byte| *byte == 0).any(|entry| entry.starts_with(marker.as_bytes()))
         };
         end_all(|| procfs::pids().filter(is_ours).collect());
-        std::process::exit(128 + signal as i32);
+        std::process::exit(128 + signal);
     });
 }
 

@@ -45,9 +45,9 @@ const MOST_TEXT_BYTES: u64 = 64 << 20;
 
 /// Turns the timelines of all ranks into one trace for ui.perfetto.dev.
 ///
-/// Reads the RANK-WORLD.ops files of a folder, the RANK-WORLD.timeline files of DLRover's xpu_timer, and
-/// the RANK-WORLD.samples files of recorded stacks. Writes trace_NAME.bin, matmul_NAME.bin,
-/// breakdown_NAME.json and clocks.json.
+/// Reads the RANK-WORLD.ops files of a folder, the RANK-WORLD.timeline files of DLRover's
+/// xpu_timer, and the RANK-WORLD.samples files of recorded stacks. Writes trace_NAME.bin,
+/// matmul_NAME.bin, breakdown_NAME.json and clocks.json.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_gen_trace_timeline", version, after_help = EXIT_CODES)]
 pub struct GenArgs {
@@ -120,8 +120,8 @@ pub fn finish(name: &str, run: impl FnOnce(&mut dyn Write, &mut dyn Write) -> an
     }
 }
 
-/// The timelines of a folder, ordered by rank. If a rank has several kinds of files, ours is taken, and
-/// its samples only if it has no other.
+/// The timelines of a folder, ordered by rank. If a rank has several kinds of files, ours is taken,
+/// and its samples only if it has no other.
 ///
 /// # Errors
 /// The folder cannot be read.

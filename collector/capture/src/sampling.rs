@@ -61,7 +61,8 @@ pub struct RecordOptions {
     pub native: bool,
     /// Whether children that the process starts are noted, which takes a read for each thread.
     pub children: bool,
-    /// Older samples are forgotten, except for as many changes of a stack as the window has samples.
+    /// Older samples are forgotten, except for as many changes of a stack as the window has
+    /// samples.
     pub window: Duration,
 }
 

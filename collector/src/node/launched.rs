@@ -206,8 +206,8 @@ impl Launched {
         &mut self.ranks
     }
 
-    /// The commands below which a rank runs that has not registered, each with the time at which the
-    /// newest of these ranks was started, CLOCK_MONOTONIC nanoseconds.
+    /// The commands below which a rank runs that has not registered, each with the time at which
+    /// the newest of these ranks was started, CLOCK_MONOTONIC nanoseconds.
     #[must_use]
     pub fn starting(&self, now_ns: u64) -> BTreeMap<ProcessId, u64> {
         let mut starting = BTreeMap::new();

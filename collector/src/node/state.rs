@@ -156,8 +156,8 @@ impl Jobs for Registry {
         } else if Jobs::is_alive(self, job, attempt) {
             DEATH_GRACE_NS
         } else {
-            // The launcher needs time to notice the end of its ranks, and to start others. Those that
-            // it has started connect at their first device call.
+            // The launcher needs time to notice the end of its ranks, and to start others. Those
+            // that it has started connect at their first device call.
             let timeouts = if self.is_restarted(job, attempt) { ENDING_TIMEOUTS } else { 1 };
             nanoseconds(timeout * timeouts).max(DEATH_GRACE_NS)
         }

@@ -190,8 +190,8 @@ pub fn ring(bytes: &[u8]) {
     }
 }
 
-/// The last text of a process, and an error file of torchelastic, show failures whose texts are short
-/// and safe to print.
+/// The last text of a process, and an error file of torchelastic, show failures whose texts are
+/// short and safe to print.
 pub fn failure(bytes: &[u8]) {
     let mut failures = failures::of_text(&String::from_utf8_lossy(bytes), 0, Exit::of("exit code 1"), &[]);
     assert!(failures.len() <= 2, "{failures:?}");

@@ -55,8 +55,8 @@ fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &Samp
     }
 }
 
-/// When a slice ends: a sample stands for its period, and for the next one if that follows late: each is taken at a
-/// random moment of its period.
+/// When a slice ends: a sample stands for its period, and for the next one if that follows late,
+/// because each is taken at a random moment of its period.
 #[must_use]
 pub fn end_of(slice: &Slice, period_ns: u64) -> u64 {
     slice.last_ns.saturating_add(period_ns.saturating_mul(2))

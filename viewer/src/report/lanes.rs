@@ -129,8 +129,8 @@ struct Bar {
     seq: u64,
 }
 
-/// The lanes of a job. `None` if it has no timeline, or if nothing is in the window. `samples` reads
-/// the sampled stacks of a rank.
+/// The lanes of a job. `None` if it has no timeline, or if nothing is in the window. `samples`
+/// reads the sampled stacks of a rank.
 #[must_use]
 pub fn lanes(
     job: &Job,

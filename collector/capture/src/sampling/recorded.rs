@@ -97,12 +97,12 @@ impl Recorded {
         }
     }
 
-    /// Forgets slices that ended before a time, except for the newest `least` of each thread, and what
-    /// only the forgotten ones refer to. Returns whether the numbers of frames and stacks are no longer
-    /// valid.
+    /// Forgets slices that ended before a time, except for the newest `least` of each thread, and
+    /// what only the forgotten ones refer to. Returns whether the numbers of frames and stacks are
+    /// no longer valid.
     ///
-    /// A thread that hangs is in one slice, and what it did before the hang is needed even if that was
-    /// long ago.
+    /// A thread that hangs is in one slice, and what it did before the hang is needed even if that
+    /// was long ago.
     pub fn forget_before(&mut self, ns: u64, least: usize) -> bool {
         // Most of so many threads have ended.
         let least = if self.threads.len() > MOST_THREADS { 0 } else { least };
