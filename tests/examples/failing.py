@@ -170,8 +170,8 @@ def bus():
 
 
 def overflow():
-    """Recursion through C code, which Python does not limit. It is libffi that reaches the end of the
-    stack, because the copy of the argument takes nearly all of it."""
+    """Recursion through C code, which Python does not limit. It is libffi that reaches the end of
+    the stack, because the copy of the argument takes nearly all of it."""
     sys.setrecursionlimit(1 << 30)
 
     class Large(ctypes.Structure):

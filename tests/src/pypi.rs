@@ -224,8 +224,8 @@ fn environment_of(python: impl AsRef<OsStr>, folder: &Path) -> Result<impl Fn() 
     })
 }
 
-/// The Python of an environment with gevent for the CPython `python` of this version, such as `3.11`.
-/// Sets it up within about a minute if it does not exist.
+/// The Python of an environment with gevent for the CPython `python` of this version, such as
+/// `3.11`. Sets it up within about a minute if it does not exist.
 ///
 /// # Errors
 /// PyPI is not reachable; one line.

@@ -1,5 +1,5 @@
 //! Serves a router on a listener, with or without TLS, within the limits and deadlines of
-//! [`watch`](super::watch).
+//! [`watch`].
 
 use std::{convert::Infallible, io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
