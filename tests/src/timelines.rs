@@ -114,7 +114,7 @@ impl Timelines {
     /// They cannot be written.
     pub fn write_samples(&self, folder: &Path, rank: u32, evaluates_from_ns: u64) -> Result<()> {
         const PERIOD_NS: u64 = 500_000_000;
-        let until_ns = self.head(rank).until_ns;
+        let TimelineHead { rank: info, clock, until_ns, .. } = self.head(rank);
         let shown = |job_ns: u64| self.shown(rank, job_ns);
         let frame = |func_name: &str, file_name: &str| PySpyFrame {
             func_name: func_name.into(),
@@ -134,6 +134,8 @@ impl Timelines {
         };
         let samples = StackSamples {
             format: samples::FORMAT,
+            rank: info,
+            clock,
             from_ns: first,
             until_ns,
             period_ns: PERIOD_NS,
