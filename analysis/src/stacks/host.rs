@@ -259,6 +259,7 @@ pub(super) fn movement(
         }),
         main_ran: runs.is_some_and(|runs| runs > 0),
         main_ran_seldom: runs.is_some_and(|runs| (runs as f64) < SELDOM * seconds),
+        runnable: [&first.process_state, &dump.process_state].iter().all(|state| state.starts_with('R')),
         ..Movement::default()
     })
 }

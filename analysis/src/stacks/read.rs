@@ -70,7 +70,6 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
     let waits_for_helpers = may_wait_for_helpers(observed.activity);
     let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
-    let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
@@ -78,8 +77,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         helper_busy: work.busy,
         helper_progressed: work.progressed || work.reached_line,
         helper_may_loop: work.reached_line && !work.progressed,
-        runnable,
-        library_progressed: (runnable || moved.is_busy())
+        library_progressed: moved.is_busy()
             && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
