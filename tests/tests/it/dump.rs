@@ -3,10 +3,12 @@
 
 use std::{
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
 };
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use xpu_timer_proto::{Message, server::Stacktrace};
 use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, lacks, python, skip, wait_until};
@@ -343,6 +345,32 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
     // The samples of an earlier recording are not mixed with those of a new one.
     let again = record(&[&stays], &["--seconds", "0.1"], &output);
     assert!(again.code() == 1 && again.stderr.contains("another recording"), "{}", again.stderr);
+}
+
+/// A second interrupt is for the viewer, which draws what was recorded until the first one.
+#[test]
+fn an_interrupt_ends_a_recording_and_leaves_no_signal_blocked() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let dump = folder.path().join("xpu_timer_dump");
+    fs::copy(artifacts().bin("xpu_timer_dump"), &dump).expect("the program can be copied");
+    let viewer = folder.path().join("xpu_timer_stacktrace_viewer");
+    // Some shells unblock all signals when they start.
+    let program = format!("#!{}\nprint(open('/proc/self/status').read())\n", python().display());
+    fs::write(&viewer, program).expect("own folder");
+    fs::set_permissions(&viewer, fs::Permissions::from_mode(0o700)).expect("own folder");
+    let stays = script(STAYS);
+    let mut command = Command::new(dump);
+    command.args(["record", "--seconds", "600", "--pid", &stays.pid().to_string(), "--output"]);
+    let output = folder.path().join("record");
+    let recording = Process::spawn(command.arg(&output));
+    wait_until(PATIENCE, "it records", || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", recording.pid()));
+        tasks.is_ok_and(|tasks| tasks.count() > 1)
+    });
+    recording.signal(Signal::SIGINT);
+    let ended = recording.wait(PATIENCE);
+    assert!(output.join("00000-00001.samples").exists(), "{}", ended.stderr);
+    assert!(ended.stdout.contains("SigBlk:\t0000000000000000"), "{}", ended.stdout);
 }
 
 #[test]

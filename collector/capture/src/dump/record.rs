@@ -96,7 +96,9 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         window: Duration::MAX,
     };
     // Blocked before the threads start, so that only `wait` receives them.
-    let signals = signals().context("cannot receive signals")?;
+    let stops: SigSet = [Signal::SIGINT, Signal::SIGTERM].into_iter().collect();
+    stops.thread_block().context("cannot receive signals")?;
+    let signals = SignalFd::new(&stops).context("cannot receive signals")?;
     // Commands and ranks of processes that end meanwhile are known.
     let about: Vec<RankInfo> = pids.iter().map(|pid| info(*pid)).collect();
     let begin = clock_reading();
@@ -125,6 +127,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
             StackSamples { rank: Some(rank), clock, ..samples }.encode_to_vec()
         })?;
     }
+    // The viewer would inherit the mask, and no key would end it.
+    stops.thread_unblock().context("cannot receive signals")?;
     let drawn = draw(&folder)?;
     Ok(if failed || !drawn { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -162,15 +166,6 @@ fn info(pid: i32) -> RankInfo {
     }
 }
 
-/// SIGINT and SIGTERM as a descriptor.
-fn signals() -> nix::Result<SignalFd> {
-    let mut set = SigSet::empty();
-    set.add(Signal::SIGINT);
-    set.add(Signal::SIGTERM);
-    set.thread_block()?;
-    SignalFd::new(&set)
-}
-
 /// Waits until the time is over, all processes have ended, or the user has seen enough.
 fn wait(time: Duration, recordings: &[ProcessRecording], signals: &SignalFd) {
     let end = Instant::now().checked_add(time);
@@ -181,6 +176,8 @@ fn wait(time: Duration, recordings: &[ProcessRecording], signals: &SignalFd) {
         }
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
         if poll(&mut [PollFd::new(signals.as_fd(), PollFlags::POLLIN)], timeout).is_ok_and(|ready| ready > 0) {
+            // Read, so that it is not delivered later. There is nothing to do if that fails.
+            let _ = signals.read_signal();
             return;
         }
     }
