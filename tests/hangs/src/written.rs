@@ -28,6 +28,7 @@ const PROGRAMS: &[(&str, Program)] = &[
     ("engines", Program::Spawning("engines.py")),
     ("idle", Program::Spawning("idle.py")),
     ("servers", Program::Spawning("servers.py")),
+    ("troupe", Program::Spawning("troupe.py")),
     ("waits", Program::Spawning("waits.py")),
     ("waits-gloo", Program::SpawningTorch("waits_gloo.py")),
 ];
