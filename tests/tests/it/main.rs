@@ -4,7 +4,6 @@
 mod capture;
 mod cluster;
 mod collector;
-mod cost;
 mod coverage;
 mod dump;
 mod end_to_end;

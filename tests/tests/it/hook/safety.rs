@@ -17,7 +17,7 @@ use xpu_timer_tests::{
     FakeCollector, Job, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, idle_library, tree, wait_until,
 };
 
-use crate::cost::{hooked_program, idle_device, idle_libraries};
+use crate::guest::{hooked_program, idle_device, idle_libraries};
 
 const SOURCE: &str = include_str!("safety.c");
 
