@@ -16,7 +16,7 @@ mod transfers;
 
 use builder::{Builder, ResourceWait};
 pub(crate) use builder::{Event, Suspect};
-pub(crate) use processes::{Mutual, ProcessWait, ToCome};
+pub(crate) use processes::{Mutual, MutualFault, ProcessWait, ToCome};
 pub(crate) use transfers::tags_meet;
 
 use crate::{matching::Comm, world::World};

@@ -50,6 +50,10 @@ pub use prost::Message;
 /// capture writes it, and the judge reads it.
 pub const LISTENS: &str = "anybody who connects";
 
+/// Maximum number of tasks of a thread that the capture shows. The judge knows that there may be
+/// more if there are so many.
+pub const MAX_SUSPENDED: usize = 256;
+
 /// Start of the name of an awaited datagram socket of which a process expects a reply. The path
 /// follows.
 pub const REPLIES: &str = "a reply from";

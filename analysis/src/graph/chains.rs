@@ -45,7 +45,7 @@ pub(super) enum End {
 }
 
 /// Processes that wait one for the next.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
     /// As indices; the process that the rank waits for comes first.
     pub processes: Vec<usize>,
@@ -192,6 +192,7 @@ impl Chains<'_, '_> {
         }
         // The only other process that shares a lock for which a member waits.
         let mut held = None;
+        let mut before_current = None;
         loop {
             let host = self.host(current);
             let is_first = current == start && before.is_empty();
@@ -218,8 +219,13 @@ impl Chains<'_, '_> {
                 }
                 Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => {
                     let candidates = self.of_threads(current);
+                    let is_locked = self.has_locked_request(current, before_current);
+                    let locked = is_locked.then(|| Chain { is_served: true, is_certain: false, ..chain.clone() });
                     let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
-                    return any.unwrap_or(End::AtRest);
+                    return match (any.unwrap_or(End::AtRest), locked) {
+                        (End::AtRest, Some(chain)) => End::Process(chain),
+                        (end, _) => end,
+                    };
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
@@ -254,6 +260,7 @@ impl Chains<'_, '_> {
                 }
                 Member::Process(index) => chain.processes.push(index),
             }
+            before_current = Some(current);
             current = next;
         }
     }
@@ -297,9 +304,10 @@ impl Chains<'_, '_> {
                 self.back(parent.unwrap_or(current), chain, &HashSet::new(), seen)
             }
             None => {
-                let waits_for_lock = matches!(self.state(current), ProcessState::WaitsForLock)
-                    || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock);
-                chain.is_closed = waits_for_lock && self.is_closed(current, &inside) || host.stands_in_storage();
+                let waits_inside = matches!(self.state(current), ProcessState::WaitsForLock)
+                    || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock)
+                    || host.waits_for_itself();
+                chain.is_closed = waits_inside && self.is_closed(current, &inside) || host.stands_in_storage();
                 End::Process(chain)
             }
         }
@@ -361,6 +369,21 @@ impl Chains<'_, '_> {
         let host = self.host(member);
         let is_message = |awaited: &Awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue);
         host.awaited.as_ref().is_some_and(is_message) && !host.location.native.as_deref().is_some_and(stacks::is_send)
+    }
+
+    /// Whether the main thread of a process sends to another one.
+    pub fn sends(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let is_stream = host.awaited.as_ref().is_some_and(|awaited| is_stream(awaited.kind()));
+        is_stream && host.location.native.as_deref().is_some_and(stacks::is_send)
+    }
+
+    /// Whether a process that waits for clients has taken the request of `client` and cannot answer
+    /// it: none of its threads waits for a message of this client, and one waits for a lock.
+    fn has_locked_request(&self, member: Member, client: Option<Member>) -> bool {
+        let threads = self.of_threads(member);
+        let reads = |client: Member| threads.iter().any(|candidate| candidate.member == client);
+        self.host(member).has_locked_thread && client.is_some_and(|client| !reads(client))
     }
 
     /// Whether the main thread of a process waits for the end of a child.

@@ -43,6 +43,18 @@ pub(crate) struct Mutual {
     pub rank: bool,
     /// Processes of the chain, as indices.
     pub processes: Vec<usize>,
+    pub fault: MutualFault,
+}
+
+/// Why members of a cycle are to blame for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MutualFault {
+    /// They wait for each other, and nothing sets one of them apart.
+    Alike,
+    /// They wait for the end of a process that needs something first.
+    ExpectsEnd,
+    /// They do not receive what another member sends to them.
+    LeavesUnread,
 }
 
 impl ProcessWait {
@@ -138,16 +150,26 @@ impl ProcessWait {
 
 impl Mutual {
     /// Who is to blame in a cycle from this position of a chain on, or from the rank on. A process
-    /// that waits for the end of another one must not expect that it ends while it needs something.
+    /// that waits for the end of another one must not expect that it ends while it needs something,
+    /// and a process must receive what another one sends before it waits for an answer.
     fn of(chains: &Chains<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
-        let inside = &chain.processes[from.unwrap_or(0)..];
-        let parents: Vec<usize> =
-            inside.iter().copied().filter(|index| chains.waits_for_child(Member::Process(*index))).collect();
-        let is_parent = from.is_none() && chains.waits_for_child(Member::Rank(waiter));
-        if is_parent || !parents.is_empty() {
-            return Mutual { rank: is_parent, processes: parents };
-        }
-        Mutual { rank: from.is_none(), processes: inside.to_vec() }
+        let inside = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
+        let members: Vec<Member> = from.is_none().then_some(Member::Rank(waiter)).into_iter().chain(inside).collect();
+        let parents = members.iter().copied().filter(|member| chains.waits_for_child(*member)).collect();
+        let next = members.iter().cycle().skip(1);
+        let leaves_unread =
+            |(one, next): (&Member, &Member)| (chains.sends(*one) && !chains.sends(*next)).then_some(*next);
+        let unread: Vec<Member> = members.iter().zip(next).filter_map(leaves_unread).collect();
+        let choices =
+            [(MutualFault::ExpectsEnd, parents), (MutualFault::LeavesUnread, unread), (MutualFault::Alike, members)];
+        let found = choices.into_iter().find(|(_, blamed): &(_, Vec<Member>)| !blamed.is_empty());
+        let (fault, blamed) = found.unwrap_or((MutualFault::Alike, Vec::new()));
+        let process = |member: &Member| match member {
+            Member::Process(index) => Some(*index),
+            Member::Rank(_) => None,
+        };
+        let processes: Vec<usize> = blamed.iter().filter_map(process).collect();
+        Mutual { rank: processes.len() < blamed.len(), processes, fault }
     }
 }
 

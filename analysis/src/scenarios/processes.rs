@@ -9,7 +9,10 @@ use crate::{
     verdict::Activity,
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, Stacktrace, TcpConnection},
+    server::{
+        Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, PySuspended, PySuspendedKind, Stacktrace,
+        TcpConnection,
+    },
     v1::{Op, OpKind, TriggerKind},
 };
 
@@ -1264,4 +1267,171 @@ fn a_barrier_over_the_store_belongs_to_a_creation_only_if_a_creation_calls_it() 
     let alone = Stack::new(&[("_store_based_barrier", file), ("main", "/job/train.py:5")], native);
     let job = behind(1, alone);
     assert!(!job.judge().sentence.contains("creation of a communicator"), "{}", job.judge().sentence);
+}
+
+/// A task of asyncio, innermost frame first. It awaits a future, unless `awaits` says more.
+fn task(name: &str, awaits: &str, frames: &[(&'static str, &str)]) -> PySuspended {
+    let frames: Vec<_> = frames.iter().map(|(function, file)| (*function, (*file).to_owned())).collect();
+    PySuspended {
+        kind: PySuspendedKind::Task.into(),
+        name: name.into(),
+        frames: python_thread(1, "", &frames).frames,
+        awaits: if awaits.is_empty() { "a future".into() } else { awaits.into() },
+    }
+}
+
+const LOCK: (&str, &str) = ("Lock.acquire", "/usr/lib/python3.11/asyncio/locks.py:114");
+const ENTERS: (&str, &str) = ("_ContextManagerMixin.__aenter__", "/usr/lib/python3.11/asyncio/locks.py:15");
+const SEMAPHORE: (&str, &str) = ("Semaphore.acquire", "/usr/lib/python3.11/asyncio/locks.py:387");
+const EVENT: (&str, &str) = ("Event.wait", "/usr/lib/python3.11/asyncio/locks.py:213");
+const GET: (&str, &str) = ("Queue.get", "/usr/lib/python3.11/asyncio/queues.py:158");
+const JOIN: (&str, &str) = ("Queue.join", "/usr/lib/python3.11/asyncio/queues.py:215");
+const READ: (&str, &str) = ("StreamReader.readline", "/usr/lib/python3.11/asyncio/streams.py:545");
+const SERVES: (&str, &str) = ("Server.serve_forever", "/usr/lib/python3.11/asyncio/base_events.py:372");
+const INSERT: (&str, &str) = ("insert", "/srv/gateway.py:31");
+
+/// Rank 2, or all ranks of an idle job, wait for a server whose event loop has these tasks.
+fn behind_event_loop(idle: bool, tasks: &[PySuspended], timed: bool) -> Verdict {
+    let mut job = if idle { Job::with_world(4, 30) } else { behind(2, Stack::sleep()) };
+    if idle {
+        job.trigger(TriggerKind::Idle);
+    }
+    for rank in if idle { 0..4 } else { 2..3 } {
+        awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+    }
+    let poll = [("select", "/usr/lib/python3.11/selectors.py:468"), ("main", "/srv/gateway.py:90")];
+    let dump = job.process(50, "python3 /srv/gateway.py", Stack::new(&poll, &["epoll_wait"]));
+    dump.stacktrace[0].timed = Some(timed);
+    dump.py_stacktrace[0].suspended = tasks.to_vec();
+    dump.first_sample.as_mut().expect("two samples").py_stacktrace[0].suspended = tasks.to_vec();
+    chained(&mut job, 0, AwaitedKind::Several, "anybody who connects to 127.0.0.1:8000", &[]);
+    job.judge()
+}
+
+#[test]
+fn a_server_whose_tasks_wait_only_for_each_other_is_the_culprit() {
+    let main = task("Task-1", "", &[SERVES, ("main", "/srv/gateway.py:90")]);
+    let locked = task("Task-2", "", &[LOCK, ENTERS, INSERT]);
+    let waits = task("Task-3", "task 'publish'", &[("reshard", "/srv/gateway.py:50")]);
+    let publish = task("publish", "", &[EVENT, ("publish", "/srv/gateway.py:60")]);
+    for idle in [false, true] {
+        let verdict = behind_event_loop(idle, &[main.clone(), locked.clone(), waits.clone(), publish.clone()], false);
+        assert_eq!((verdict.cause, culprits(&verdict)), (Cause::HostLock, vec![(None, 1050)]), "{}", verdict.to_text());
+        let told = "waits for a lock at gateway.py:31 in insert (C function epoll_wait), \
+                    while its tasks of asyncio wait only for each other";
+        assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    }
+    for stuck in [&[SEMAPHORE, INSERT][..], &[EVENT, JOIN, INSERT], &[JOIN, INSERT]] {
+        let verdict = behind_event_loop(true, &[main.clone(), task("Task-2", "", stuck)], false);
+        assert_eq!(culprits(&verdict), [(None, 1050)], "{stuck:?} {}", verdict.to_text());
+    }
+}
+
+#[test]
+fn a_server_with_a_task_that_something_outside_may_wake_proves_no_hang() {
+    let main = task("Task-1", "", &[SERVES, ("main", "/srv/gateway.py:90")]);
+    let locked = task("Task-2", "", &[LOCK, ENTERS, INSERT]);
+    let semaphore = task("Task-2", "", &[SEMAPHORE, INSERT]);
+    let mut next = task("Task-3", "", &[("fetch", "/srv/gateway.py:70")]);
+    next.awaits = String::new();
+    for tasks in [
+        vec![],
+        vec![main.clone()],
+        vec![main.clone(), task("Task-3", "", &[GET, ("work", "/srv/gateway.py:70")])],
+        // It waits for a client or for a thread, or runs next.
+        vec![locked.clone(), task("Task-3", "", &[READ, ("serve", "/srv/gateway.py:20")])],
+        vec![locked.clone(), task("Task-3", "", &[("fetch", "/srv/gateway.py:70")])],
+        vec![locked.clone(), next],
+        // A producer that waits until somebody takes what it has made, and a worker without orders.
+        vec![semaphore, task("Task-3", "", &[GET, ("work", "/srv/gateway.py:70")])],
+        // There may be others.
+        vec![locked.clone(); 256],
+    ] {
+        let verdict = behind_event_loop(true, &tasks, false);
+        assert_eq!((culprits(&verdict), verdict.hang), (vec![], crate::HangEvidence::None), "{}", verdict.to_text());
+    }
+    // A timer may wake it.
+    let timed = behind_event_loop(true, &[main, locked], true);
+    assert_eq!((culprits(&timed), timed.hang), (vec![], crate::HangEvidence::None), "{}", timed.to_text());
+}
+
+#[test]
+fn a_server_that_waits_for_an_answer_from_itself_is_the_culprit() {
+    let judged = |native: &'static str, holder: i32, timed: bool| {
+        let mut job = Job::with_world(4, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..4 {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+        }
+        let stack = Stack::new(&[("fetch", "/srv/metadata.py:12")], &[native]);
+        job.process(50, "python3 /srv/metadata.py", stack).stacktrace[0].timed = Some(timed);
+        chained(&mut job, 0, AwaitedKind::Socket, "127.0.0.1:8000", &[holder]);
+        job.judge()
+    };
+    let verdict = judged("recv", 1050, false);
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::MissingRank, vec![(None, 1050)]), "{}", verdict.to_text());
+    let told = "waits for an answer from itself at metadata.py:12 in fetch (C function recv)";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    for (native, holder, timed) in [("recv", 1050, true), ("recv", 1099, false), ("epoll_wait", 1050, false)] {
+        let verdict = judged(native, holder, timed);
+        assert_eq!((culprits(&verdict), verdict.hang), (vec![], crate::HangEvidence::None), "{}", verdict.to_text());
+    }
+}
+
+#[test]
+fn a_process_that_leaves_unread_what_another_one_sends_to_it_is_the_culprit() {
+    let mut job = behind(2, Stack::sleep());
+    awaits(&mut job, 2, "read", AwaitedKind::Pipe, &[1050]);
+    let warns = Stack::new(&[("warn", "/srv/simulate.py:9")], &["write"]).with(|stack| stack.syscall = Some(1));
+    job.process(50, "python3 /srv/simulate.py", warns).parent_pid = 1002;
+    chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
+    let verdict = job.judge();
+    assert_eq!(
+        (verdict.cause, culprits(&verdict)),
+        (Cause::MissingRank, vec![(Some(2), 1002)]),
+        "{}",
+        verdict.to_text()
+    );
+    let told = "Rank 2 at train.py:7 in fetch_index (C function read) waits for process 1050 (python3 simulate.py), \
+                which sends to it at simulate.py:9 in warn (C function write); it does not receive that";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    // Both send.
+    awaits(&mut job, 2, "write", AwaitedKind::Pipe, &[1050]);
+    assert_eq!(culprits(&job.judge()), [(Some(2), 1002), (None, 1050)]);
+}
+
+#[test]
+fn a_server_with_a_thread_for_each_client_is_behind_if_one_waits_for_a_lock_and_none_reads() {
+    let judged = |place: &'static str, reads: &[i32]| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
+        let accept = Stack::new(&[("serve", "/srv/replay.py:90")], &["accept4"]);
+        job.process(50, "python3 /srv/replay.py", accept);
+        chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to replay.sock", &[]);
+        let dump = job.evidence.processes[0].dump.as_mut().expect("a dump");
+        let mut add = |tid: u32, native: &'static str, function: &'static str, holders: &[i32]| {
+            let mut thread = native_thread(tid, &[native], "S (sleeping)", "", None, 9);
+            let holder = |pid: &i32| Holder { pid: *pid, ..Default::default() };
+            thread.awaited = (!holders.is_empty()).then(|| Awaited {
+                kind: AwaitedKind::Socket.into(),
+                name: "replay.sock".into(),
+                holders: holders.iter().map(holder).collect(),
+                ..Default::default()
+            });
+            let python = python_thread(tid, "serve", &[(function, place.to_owned()), ("serve", "/srv/a.py:1".into())]);
+            let first = dump.first_sample.as_mut().expect("two samples");
+            first.stacktrace.push(thread.clone());
+            first.py_stacktrace.push(python.clone());
+            dump.stacktrace.push(thread);
+            dump.py_stacktrace.push(python);
+        };
+        add(1051, "sem_wait", "wait", &[]);
+        reads.iter().enumerate().for_each(|(index, pid)| add(1060 + index as u32, "recv", "serve", &[*pid]));
+        culprits(&job.judge())
+    };
+    const CONDITION: &str = "/usr/lib/python3.11/threading.py:327";
+    assert_eq!(judged(CONDITION, &[]), [(None, 1050)]);
+    assert_eq!(judged(CONDITION, &[1003]), [(None, 1050)]);
+    assert_eq!(judged(CONDITION, &[1002]), [(Some(2), 1002)], "it waits for the next request");
+    assert_eq!(judged("/usr/lib/python3.11/queue.py:171", &[]), [(Some(2), 1002)], "it waits for orders");
 }

@@ -1,6 +1,9 @@
 //! The activity of a thread, by the names on its stacks.
 
-use xpu_timer_proto::server::{Holder, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::{
+    MAX_SUSPENDED,
+    server::{Holder, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
+};
 
 use super::{
     host::ObservedActivity,
@@ -37,6 +40,7 @@ pub(super) fn classify_without(
         (Activity::Io, reads_or_writes),
         (Activity::Sleep, sleeps),
         (Activity::Lock, locks),
+        (Activity::Lock, locks_in_tasks),
         (Activity::Running, runs),
     ];
     let thread = Thread { native, python };
@@ -364,6 +368,64 @@ fn locks(thread: &Thread<'_>) -> Option<String> {
     })
 }
 
+fn locks_in_tasks(thread: &Thread<'_>) -> Option<String> {
+    let polls = thread.leaves().any(is_poll);
+    let stuck = thread.python.filter(|_| polls).and_then(stuck_task);
+    stuck.map(|_| TASK_LOCK.to_owned())
+}
+
+/// The witness of a thread whose event loop waits for locks of asyncio only.
+pub(super) const TASK_LOCK: &str = "a lock of asyncio";
+
+/// What a task of asyncio waits for.
+#[derive(Clone, Copy, PartialEq)]
+enum TaskWait {
+    /// Another task, or the end of a server.
+    Other,
+    /// An event or a queue. A task at rest waits for these too.
+    Rest,
+    /// A lock or a semaphore.
+    Lock,
+    /// A lock or a semaphore in a `with` statement, or the end of what is in a queue: work has begun.
+    Work,
+}
+
+/// The task that holds up an event loop in which no task waits for anything outside of the process:
+/// all of them wait for each other, and at least one has begun work that it cannot end.
+pub(super) fn stuck_task(python: &PySpyStacktrace) -> Option<&PySuspended> {
+    let tasks = python.suspended.iter().filter(|one| one.kind() == PySuspendedKind::Task);
+    let waits: Vec<(TaskWait, &PySuspended)> =
+        tasks.map(|task| Some((task_wait(task)?, task))).collect::<Option<_>>()?;
+    let of = |wanted: TaskWait| waits.iter().find(|(wait, _)| *wait == wanted).map(|(_, task)| *task);
+    // A task that waits for a semaphore may be a producer at rest, if others wait for orders.
+    let stuck = of(TaskWait::Work).or_else(|| of(TaskWait::Lock).filter(|_| of(TaskWait::Rest).is_none()));
+    stuck.filter(|_| python.suspended.len() < MAX_SUSPENDED)
+}
+
+/// `None` if a task waits for something else.
+fn task_wait(task: &PySuspended) -> Option<TaskWait> {
+    if task.awaits.starts_with("task ") || task.awaits.starts_with("the tasks ") {
+        return Some(TaskWait::Other);
+    }
+    let at = |place: usize, functions: &[&str], file: &str| {
+        let is =
+            |frame: &PySpyFrame| functions.contains(&unqualified(&frame.func_name)) && frame.file_name.contains(file);
+        task.awaits == "a future" && task.frames.get(place).is_some_and(is)
+    };
+    let (locks, queues) = (patterns::TASK_LOCK_FILE, patterns::TASK_QUEUE_FILE);
+    // The end of a queue is an event.
+    let joins = at(0, &["join"], queues) || at(1, &["join"], queues);
+    let acquires = at(0, &["acquire"], locks);
+    let rests = at(0, &["wait"], locks) || at(0, &["get", "put"], queues);
+    let serves = at(0, &["serve_forever", "wait_closed"], patterns::TASK_SERVER_FILE);
+    match () {
+        () if joins || acquires && at(1, &["__aenter__"], locks) => Some(TaskWait::Work),
+        () if acquires => Some(TaskWait::Lock),
+        () if rests => Some(TaskWait::Rest),
+        () => serves.then_some(TaskWait::Other),
+    }
+}
+
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
     // The outermost match is the function that the program called. The inner ones are its
     // implementation.
@@ -430,6 +492,11 @@ pub(crate) fn is_message_wait(function: &str) -> bool {
 /// Whether a function of the C library hands bytes to another process.
 pub(crate) fn is_send(function: &str) -> bool {
     patterns::SEND_NATIVE.contains(&strip_variant(function))
+}
+
+/// Whether a function waits for any of several descriptors.
+pub(super) fn is_poll(function: &str) -> bool {
+    patterns::POLL_NATIVE.contains(&strip_variant(function))
 }
 
 /// Whether a function waits for the end of a thread.

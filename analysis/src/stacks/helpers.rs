@@ -8,7 +8,7 @@ use xpu_timer_proto::server::{
 };
 
 use super::{
-    classify::{classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
+    classify::{TASK_LOCK, classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
     host::{
         BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, ThreadStacks, bytes_between, of_process, reporting_threads,
         samples,
@@ -85,6 +85,10 @@ pub(crate) const NO_OTHER_THREAD: &str = "no other Python thread";
 pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<String> {
     let (_, last) = samples(dump);
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
+    let (native, python) = reporting_threads(last, dump.pid, training);
+    if classify(native, python).witness == TASK_LOCK {
+        return Some("tasks of asyncio wait only for each other".to_owned());
+    }
     let python = |thread: &PySpyStacktrace| {
         let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
         let is_own = thread.frames.iter().any(|frame| !is_library(&frame.file_name));

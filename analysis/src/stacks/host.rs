@@ -1,11 +1,15 @@
 //! The two samples of a dump, what is known of a process and its main thread, and what moved
 //! between the samples.
 
-use xpu_timer_proto::server::{
-    Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
+use xpu_timer_proto::{
+    LISTENS,
+    server::{
+        Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
+    },
 };
 
 use super::{
+    classify::is_poll,
     names::{file, is_library, own_frame, strip_variant},
     patterns,
 };
@@ -163,6 +167,8 @@ pub(crate) struct Host {
     pub timed: Option<bool>,
     /// The main thread waits for the result of a task that it gave to a pool or an executor.
     pub awaits_result: bool,
+    /// Another thread of the program waits for a lock, at one place in both samples.
+    pub has_locked_thread: bool,
     /// Its TCP connections to other machines.
     pub connections: Vec<TcpConnection>,
 }
@@ -205,6 +211,19 @@ impl Host {
         let in_file = |awaited: &Awaited| moves && !opens && is_storage(awaited, self.pid);
         let stands = self.moved.is_some_and(|moved| !moved.is_progress());
         stands && (self.awaited.as_ref().is_some_and(in_file) || self.has_thread_in_storage())
+    }
+
+    /// The main thread waits for a message that only its own threads can send. An event loop polls
+    /// a pair of sockets of its own all the time.
+    pub fn waits_for_itself(&self) -> bool {
+        let is_own = |awaited: &Awaited| {
+            matches!(awaited.kind(), AwaitedKind::Socket | AwaitedKind::Pipe)
+                && !awaited.name.starts_with(LISTENS)
+                && !awaited.holders.is_empty()
+                && awaited.holders.iter().all(|holder| holder.pid == self.pid)
+        };
+        let polls = self.location.native.as_deref().is_none_or(is_poll);
+        !polls && self.awaited.as_ref().is_some_and(is_own)
     }
 
     /// Nothing proves that it makes progress.

@@ -185,8 +185,18 @@ pub(super) const COMPILE_PATHS: &[&str] = &[
 ];
 /// Functions in those files that also run a compiled graph and therefore prove nothing.
 pub(super) const COMPILE_NOT: &[&str] = &["runner", "call", "run", "__call__"];
-/// Native functions of compilers inside the process.
-pub(super) const COMPILE_NATIVE: &[&str] = &["nvrtcCompileProgram", "nvPTXCompilerCompile", "llvm::", "mlir::"];
+/// Native functions of compilers inside the process, with that of Python itself.
+pub(super) const COMPILE_NATIVE: &[&str] = &[
+    "nvrtcCompileProgram",
+    "nvPTXCompilerCompile",
+    "llvm::",
+    "mlir::",
+    "builtin_compile",
+    "Py_CompileString",
+    "PyParser_AST",
+    "PyPegen_run_parser",
+    "PyAST_Compile",
+];
 /// Names of compiler programs.
 pub(super) const COMPILERS: &[&str] = &[
     "nvcc", "cicc", "ptxas", "cc1plus", "cc1", "ninja", "g++", "gcc", "c++", "cc", "clang", "clang++", "ld", "hipcc",
@@ -494,3 +504,11 @@ pub(super) const PACKAGE_PATHS: &[&str] = &["site-packages/", "dist-packages/"];
 /// Files of the standard library that start a script or a thread.
 pub(super) const STARTERS: &[&str] =
     &["runpy.py", "threading.py", "importlib", "<frozen", "<string>", "multiprocessing/"];
+
+/// Parts of the paths of the files of asyncio whose functions wait for another task.
+pub(super) const TASK_LOCK_FILE: &str = "/asyncio/locks.py";
+pub(super) const TASK_QUEUE_FILE: &str = "/asyncio/queues.py";
+pub(super) const TASK_SERVER_FILE: &str = "/asyncio/base_events.py";
+/// Functions of the C library in which an event loop waits.
+pub(super) const POLL_NATIVE: &[&str] =
+    &["poll", "ppoll", "select", "pselect", "epoll_wait", "epoll_pwait", "epoll_pwait2"];

@@ -1,17 +1,17 @@
 //! Combines the samples of a dump into what is known of a process, and finds the thread that
 //! represents it: the main thread, or the training thread while the main thread only waits for it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, Stacktrace, TcpConnection},
+    server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace, TcpConnection},
     v1::{FlightRecord, OpKind, Operation},
 };
 
 use super::{
     classify::{
-        awaits_result, classify, classify_without, in_queue, joins_thread, receives, waits_for_network,
-        waits_for_signal,
+        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, receives, stuck_task,
+        waits_for_network, waits_for_signal,
     },
     helpers,
     host::{
@@ -19,7 +19,7 @@ use super::{
         movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
-    names::{base_name, frame_label, is_library, stored_command},
+    names::{base_name, frame_label, is_library, own_place, stored_command},
     patterns::{self, FREEZER_WCHAN},
 };
 use crate::verdict::Activity;
@@ -70,6 +70,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
     let waits_for_helpers = may_wait_for_helpers(observed.activity);
     let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
+    let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
+    let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
@@ -90,13 +92,15 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         stack: has_frames(main),
         state: state.to_owned(),
         same_in_both,
-        location: locate(main.0, main.1, &observed, program(readable.native)),
+        location: locate(main.0, stuck.as_ref().or(main.1), &observed, program(readable.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
-        awaited: awaited(before.and_then(|before| before.0), main.0),
+        // A loop whose tasks wait for each other serves nobody, whatever it polls.
+        awaited: awaited(before.and_then(|before| before.0), main.0).filter(|_| stuck.is_none()),
         thread_waits,
         timed,
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
+        has_locked_thread: first.is_some_and(|first| has_locked_thread([first, last], main)),
         connections: connections(dump),
         observed,
     }
@@ -210,6 +214,22 @@ fn waits_of_threads(
         }
     }
     (waits, timed)
+}
+
+/// Whether a Python thread of the program other than the main thread waits for a lock, at one place
+/// in both samples. A thread in a queue waits for its tasks.
+fn has_locked_thread(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> bool {
+    let locked = |sample: Sample<'_>| -> HashSet<(u32, Option<String>)> {
+        let others =
+            sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main.map(|main| main.os_thread_id));
+        let is_locked = |thread: &&PySpyStacktrace| {
+            let native = sample.native.iter().find(|native| native.pid == thread.os_thread_id);
+            !in_queue(&thread.frames) && classify(native, Some(thread)).activity == Activity::Lock
+        };
+        others.filter(is_locked).map(|thread| (thread.os_thread_id, own_place(&thread.frames))).collect()
+    };
+    let [first, last] = samples.map(locked);
+    first.intersection(&last).any(|(_, place)| place.is_some())
 }
 
 /// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such

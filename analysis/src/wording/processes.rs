@@ -4,7 +4,7 @@ use super::{Number, Ranks, Statement, hosts, phrases};
 use crate::{
     case::{Behind, Case, Position},
     explanation::ProcessFault,
-    graph::Mutual,
+    graph::{Mutual, MutualFault},
     stacks::{self, ProcessState},
     text,
     verdict::EvidenceLine,
@@ -37,6 +37,7 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
             Some(awaited) => format!("is stuck in I/O on {}{place}", stacks::base_name(&awaited.name)),
             None => format!("is stuck in I/O{place}"),
         },
+        ProcessState::Elsewhere if host.waits_for_itself() => format!("waits for an answer from itself{place}"),
         ProcessState::Elsewhere => format!("does not answer; it is{place}"),
     }
 }
@@ -133,6 +134,9 @@ fn mutual_wait(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual) -> String
     };
     let in_rank = mutual.rank.then_some(rank_text.clone());
     let members: Vec<String> = in_rank.into_iter().chain(mutual.processes.iter().map(process)).collect();
+    if mutual.fault == MutualFault::LeavesUnread {
+        return unread(case, fault, mutual, &members);
+    }
     if let [only] = &members[..] {
         let child = fault.before.first().filter(|_| mutual.rank).unwrap_or(&fault.end);
         return format!("{} waits for the end of {}, which waits for it", text::capital(only), name(case, *child));
@@ -142,6 +146,19 @@ fn mutual_wait(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual) -> String
         sentence.push_str(&format!("; {rank_text} waits for them"));
     }
     sentence
+}
+
+/// The sentence about the member of a cycle that does not receive what another member sends:
+/// `Rank 1 at a.py:7 in ask waits for process 4242 (simulate), which sends to it at b.py:9 in warn;
+/// it does not receive that`.
+fn unread(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual, blamed: &[String]) -> String {
+    let all = fault.before.iter().chain([&fault.end]);
+    let sender = all.copied().find(|index| !mutual.processes.contains(index));
+    let sends = sender.map_or_else(String::new, |index| {
+        let place = phrases::place(Position::of(&case.world.processes[index].host.location));
+        format!(" waits for {}, which sends to it{place}; it does not receive that", name(case, index))
+    });
+    format!("{}{sends}", text::capital(&blamed.join(" and ")))
 }
 
 /// The line of evidence about a process.

@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use xpu_timer_proto::server::PySpyFrame;
+use xpu_timer_proto::{MAX_SUSPENDED, server::PySpyFrame};
 
 use crate::{cpython::Layout, memory::Snapshot};
 
@@ -23,9 +23,8 @@ const VARIABLES: u64 = 6;
 const TASK_WORDS: u64 = 32;
 /// Maximum number of tasks of one `gather` that are examined.
 const MAX_CHILDREN: u64 = 256;
-/// Maximum number of tasks of a thread that are examined, and that are shown.
+/// Maximum number of tasks of a thread that are examined.
 const MAX_TASKS: usize = 4096;
-const MAX_SHOWN: usize = 256;
 /// Maximum number of places of a set of tasks.
 const MAX_PLACES: u64 = 1 << 16;
 /// Maximum number of characters of a name.
@@ -232,7 +231,7 @@ pub(super) fn pending(
     }
     // As they were numbered.
     found.sort_by(|one, other| (one.name.len(), &one.name).cmp(&(other.name.len(), &other.name)));
-    found.truncate(MAX_SHOWN);
+    found.truncate(MAX_SUSPENDED);
     found
 }
 
