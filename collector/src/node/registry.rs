@@ -607,6 +607,23 @@ impl Registry {
         }
     }
 
+    /// The process without a rank and without communicators that failed first of those with the
+    /// parent and the command of a new one: its parent has started this one in its place.
+    fn replaced_alone(&self, new: &Rank) -> Option<RankId> {
+        let is_equal = |old: &Rank| (old.parent(), &old.info.command) == (new.parent(), &new.info.command);
+        let is_alone = |rank: &Rank| rank.info.rank < 0 && rank.communicators.is_empty();
+        let is_replaced = |old: &&Rank| {
+            old.id != new.id
+                && old.presence == Presence::Dead
+                && old.ended_ns <= new.registered_ns
+                && is_alone(old)
+                && is_equal(old)
+        };
+        let knows_both = is_alone(new) && new.parent().is_some() && !new.info.command.is_empty();
+        let failed = self.ranks.values().filter(|_| knows_both).filter(is_replaced);
+        failed.min_by_key(|old| old.ended_ns).map(|old| old.id)
+    }
+
     /// Compares a new or changed entry with the others of its job, and marks those that it
     /// supersedes.
     fn settle(&mut self, id: RankId, now_ns: u64) -> Registered {
@@ -647,6 +664,7 @@ impl Registry {
                 result.superseded.push(old.id);
             }
         }
+        result.superseded.extend(self.replaced_alone(new));
         if new.job.is_of_process() && new.info.rank >= 0 {
             result.remark = Some(format!(
                 "{} belongs to another job than the earlier processes with this job name; set XPU_TIMER_JOB to name each job",

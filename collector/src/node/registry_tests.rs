@@ -115,6 +115,45 @@ fn an_attempt_with_another_port_supersedes_the_one_before_it() {
 }
 
 #[test]
+fn a_process_without_a_rank_that_is_started_again_supersedes_the_one_that_failed() {
+    let sleepers: Vec<Sleeper> = (0..5).map(|_| Sleeper::new()).collect();
+    let worker = |command: &str| {
+        let rank = RankInfo { rank: -1, job: "j".into(), command: command.into(), ..Default::default() };
+        Hello { rank: Some(rank), ..Default::default() }
+    };
+    let mut registry = Registry::default();
+    let mut add = |index: usize, agent: i32, command: &str, at_ns: u64, fails: bool| {
+        let process = of_agent(&sleepers[index], agent, "1");
+        let connection = index as u64 + 1;
+        let added = registry.hello(connection, process, (&worker(command), None), &settings(), &mut [], at_ns);
+        if fails {
+            assert!(registry.ended(added.id, Some("exit code 1".into()), at_ns + 1));
+        }
+        (added.id, added.superseded)
+    };
+    let (failed, _) = add(0, 5, "worker 1", 1, true);
+    assert!(add(1, 5, "worker 2", 3, false).1.is_empty(), "it has another command");
+    assert!(add(2, 6, "worker 1", 3, false).1.is_empty(), "it has another parent");
+    let (again, superseded) = add(3, 5, "worker 1", 4, true);
+    assert_eq!(superseded, [failed]);
+    assert_eq!(add(4, 5, "worker 1", 6, false).1, [again], "only one that nothing has replaced yet");
+    assert!(registry.get(failed).unwrap().is_past());
+}
+
+#[test]
+fn a_member_of_a_communicator_is_not_superseded_by_a_process_with_its_command() {
+    let sleepers = [Sleeper::new(), Sleeper::new()];
+    let rank = RankInfo { rank: -1, job: "j".into(), command: "worker".into(), ..Default::default() };
+    let hello = Hello { rank: Some(rank), ..Default::default() };
+    let mut registry = Registry::default();
+    let old = registry.hello(1, of_agent(&sleepers[0], 5, "1"), (&hello, None), &settings(), &mut [], 1).id;
+    registry.set_communicators(old, vec![CommunicatorRank { id: 7, size: 2, rank: 0, unique: true }]);
+    registry.ended(old, None, 2);
+    let new = registry.hello(2, of_agent(&sleepers[1], 5, "1"), (&hello, None), &settings(), &mut [], 3);
+    assert!(new.superseded.is_empty(), "its peers may wait for it");
+}
+
+#[test]
 fn ranks_that_a_launcher_has_started_since_the_end_of_others_count_before_they_register() {
     let sleeper = Sleeper::new();
     let mut registry = Registry::default();
