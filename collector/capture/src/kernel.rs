@@ -8,7 +8,11 @@ pub(crate) mod permission;
 pub mod sock_diag;
 pub mod tcp_sockets;
 
+use std::{sync::Arc, thread, time::Instant};
+
 use xpu_timer_proto::procfs::Parents;
+
+use crate::pool;
 
 /// The tables of the kernel that are read at most once for all processes of a capture.
 #[derive(Default)]
@@ -16,4 +20,18 @@ pub(crate) struct Tables {
     pub open_files: open_files::OpenFiles,
     pub tcp_sockets: tcp_sockets::TcpSockets,
     pub parents: Parents,
+}
+
+impl Tables {
+    /// Begins to read the table of open files on a thread of its own, while the stacks are read:
+    /// nearly every process has a thread that waits for a descriptor. Without a second processor,
+    /// the table is read when it is needed.
+    pub fn read_ahead(self: &Arc<Self>, deadline: Instant) {
+        if pool::cpus() > 1 {
+            let tables = Arc::clone(self);
+            let read = move || tables.open_files.read(deadline);
+            // Without the thread, the table is read when it is needed as well.
+            let _ = thread::Builder::new().name("xpu_open_files".into()).spawn(read);
+        }
+    }
 }

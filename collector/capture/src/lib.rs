@@ -39,6 +39,7 @@ use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use xpu_timer_proto::procfs;
 
+use kernel::Tables;
 use objects::Images;
 use process::{Job, worker};
 use symbols::Symbolizer;
@@ -108,7 +109,8 @@ impl Capturer {
         let deadline = Instant::now() + options.deadline;
         let requested: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
-        let tables = Arc::default();
+        let tables: Arc<Tables> = Arc::default();
+        tables.read_ahead(deadline);
         let mut descendants = Vec::new();
         for pid in pids {
             let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };

@@ -280,6 +280,21 @@ impl Snapshot {
         });
     }
 
+    /// Copies numbers of eight bytes without the pages around them: of many objects, one field
+    /// often decides which of them to read. `None` for those that were not read.
+    pub fn words(&self, addresses: &[u64]) -> Vec<Option<u64>> {
+        let mut words = vec![None; addresses.len()];
+        if self.fetches == 0 {
+            return words;
+        }
+        let ranges: Vec<(u64, usize)> = addresses.iter().map(|address| (*address, 8)).collect();
+        let mut bytes = Vec::new();
+        let read = read_scattered(self.tid, &ranges, &mut bytes).unwrap_or(0);
+        let numbers = bytes[..read].chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+        words.iter_mut().zip(numbers).for_each(|(word, number)| *word = Some(number));
+        words
+    }
+
     /// Offset in `bytes` of a page.
     fn page(&mut self, page: u64) -> Option<usize> {
         if self.last.0 == page {
@@ -457,6 +472,17 @@ mod tests {
         std::hint::black_box(&mut text).fill(2);
         snapshot.fill();
         assert_eq!((snapshot.read_u8("text", page), snapshot.read_u8("text", page + PAGE)), (Ok(2), Ok(2)));
+    }
+
+    #[test]
+    fn words_are_read_up_to_the_first_that_cannot_be_read() {
+        let numbers = [7u64, 8, 9];
+        let at = |index: usize| &raw const numbers[index] as u64;
+        let mut snapshot = Snapshot::new(own());
+        assert_eq!(snapshot.words(&[at(2), at(0), 16, at(1)]), [Some(9), Some(7), None, None]);
+        assert!(snapshot.pages().is_empty(), "no page is kept");
+        snapshot.freeze();
+        assert_eq!(snapshot.words(&[at(0)]), [None]);
     }
 
     #[test]

@@ -80,6 +80,7 @@ fn print_process(
     for (index, thread) in sample.py_stacktrace.iter().enumerate() {
         python.insert(thread.os_thread_id, index);
     }
+    let mut lines = Lines::new(paint);
     let mut blocks = Blocks::default();
     let mut shown = vec![false; sample.py_stacktrace.len()];
     for thread in &sample.stacktrace {
@@ -92,29 +93,78 @@ fn print_process(
             continue;
         }
         let entries = index.and_then(|index| process.python_entries.get(index)).map_or(&[][..], Vec::as_slice);
-        let body = body(thread, trace, entries, view, paint);
+        let body = body(&mut lines, thread, trace, entries, view);
         // The holder of the GIL and running threads always have a block of their own.
         let foldable = !thread.state.starts_with('R') && trace.is_none_or(|trace| !trace.owns_gil);
         blocks.add(THREAD, title(thread, trace, paint), body, foldable);
         if view != View::Native {
-            trace.iter().for_each(|trace| add_suspended(&mut blocks, trace, paint));
+            trace.iter().for_each(|trace| add_suspended(&mut blocks, &mut lines, trace));
         }
     }
     for (trace, _) in sample.py_stacktrace.iter().zip(&shown).filter(|(_, shown)| !**shown) {
         let title = format!("Python thread {:#x} {}", trace.thread_id, quoted(&trace.thread_name));
-        let body = trace.frames.iter().map(|frame| python_line(frame, paint)).collect();
+        let body = trace.frames.iter().map(|frame| lines.python(frame)).collect();
         blocks.add(THREAD, format!("{title}{}", gil(trace, paint)), body, false);
-        add_suspended(&mut blocks, trace, paint);
+        add_suspended(&mut blocks, &mut lines, trace);
     }
-    write_blocks(out, &blocks.list, paint)
+    write_blocks(out, &blocks.list, &lines)
 }
 
 const THREAD: &str = "thread";
 
+/// Distinct lines of text. Thousands of frames of a process share a few dozen lines.
+struct Lines<'a> {
+    paint: Paint,
+    texts: Vec<String>,
+    ids: HashMap<String, LineId>,
+    /// By what distinguishes their frames.
+    native: HashMap<(u64, &'a str, bool), LineId>,
+    python: HashMap<(&'a str, &'a str), LineId>,
+}
+
+/// Index of a line in [`Lines`]. Equal lines have equal indices.
+type LineId = usize;
+
+impl<'a> Lines<'a> {
+    fn new(paint: Paint) -> Self {
+        Lines { paint, texts: Vec::new(), ids: HashMap::new(), native: HashMap::new(), python: HashMap::new() }
+    }
+
+    fn add(&mut self, text: String) -> LineId {
+        match self.ids.entry(text) {
+            Entry::Occupied(id) => *id.get(),
+            Entry::Vacant(entry) => {
+                self.texts.push(entry.key().clone());
+                *entry.insert(self.texts.len() - 1)
+            }
+        }
+    }
+
+    fn native(&mut self, frame: &'a PstackFrame) -> LineId {
+        let key = (frame.pc, frame.func_name.as_str(), frame.inlined);
+        if let Some(id) = self.native.get(&key) {
+            return *id;
+        }
+        let id = self.add(native_line(frame, self.paint));
+        self.native.insert(key, id);
+        id
+    }
+
+    fn python(&mut self, frame: &'a PySpyFrame) -> LineId {
+        let key = (frame.func_name.as_str(), frame.file_name.as_str());
+        if let Some(id) = self.python.get(&key) {
+            return *id;
+        }
+        let id = self.add(python_line(frame, self.paint));
+        self.python.insert(key, id);
+        id
+    }
+}
+
 /// One stack, and the titles of the threads, tasks or greenlets that have it.
 struct Block {
     noun: &'static str,
-    body: Vec<String>,
+    body: Vec<LineId>,
     titles: Vec<String>,
 }
 
@@ -122,11 +172,11 @@ struct Block {
 #[derive(Default)]
 struct Blocks {
     list: Vec<Block>,
-    indices: HashMap<(&'static str, Vec<String>), usize>,
+    indices: HashMap<(&'static str, Vec<LineId>), usize>,
 }
 
 impl Blocks {
-    fn add(&mut self, noun: &'static str, title: String, body: Vec<String>, foldable: bool) {
+    fn add(&mut self, noun: &'static str, title: String, body: Vec<LineId>, foldable: bool) {
         if foldable {
             match self.indices.entry((noun, body.clone())) {
                 Entry::Occupied(index) => return self.list[*index.get()].titles.push(title),
@@ -138,7 +188,7 @@ impl Blocks {
 }
 
 /// Adds the tasks and greenlets of a thread that wait.
-fn add_suspended(blocks: &mut Blocks, trace: &PySpyStacktrace, paint: Paint) {
+fn add_suspended<'a>(blocks: &mut Blocks, lines: &mut Lines<'a>, trace: &'a PySpyStacktrace) {
     for suspended in &trace.suspended {
         let (noun, shown) = match suspended.kind() {
             PySuspendedKind::Greenlet => ("greenlet", "Greenlet"),
@@ -147,13 +197,15 @@ fn add_suspended(blocks: &mut Blocks, trace: &PySpyStacktrace, paint: Paint) {
         let awaits =
             if suspended.awaits.is_empty() { String::new() } else { format!(" awaits {}", line(&suspended.awaits)) };
         let title = format!("{shown} {} of {}{awaits}", quoted(&suspended.name), quoted(&trace.thread_name));
-        let body = fold(suspended.frames.iter().map(|frame| python_line(frame, paint)).collect(), paint);
+        let body = suspended.frames.iter().map(|frame| lines.python(frame)).collect();
+        let body = fold(body, lines);
         blocks.add(noun, title, body, true);
     }
 }
 
 /// Writes blocks, each with its titles.
-fn write_blocks(out: &mut impl Write, blocks: &[Block], paint: Paint) -> io::Result<()> {
+fn write_blocks(out: &mut impl Write, blocks: &[Block], lines: &Lines<'_>) -> io::Result<()> {
+    let paint = lines.paint;
     for Block { noun, body, titles } in blocks {
         writeln!(out)?;
         match titles.as_slice() {
@@ -169,7 +221,7 @@ fn write_blocks(out: &mut impl Write, blocks: &[Block], paint: Paint) -> io::Res
             }
         }
         for line in body {
-            writeln!(out, "{line}")?;
+            writeln!(out, "{}", lines.texts[*line])?;
         }
     }
     Ok(())
@@ -203,50 +255,53 @@ fn gil(trace: &PySpyStacktrace, paint: Paint) -> String {
     format!(" {}", paint.with(YELLOW, said))
 }
 
-fn body(
-    thread: &PstackStacktrace,
-    trace: Option<&PySpyStacktrace>,
+fn body<'a>(
+    lines: &mut Lines<'a>,
+    thread: &'a PstackStacktrace,
+    trace: Option<&'a PySpyStacktrace>,
     entries: &[bool],
     view: View,
-    paint: Paint,
-) -> Vec<String> {
+) -> Vec<LineId> {
+    let paint = lines.paint;
     let python = trace.map_or(&[][..], |trace| trace.frames.as_slice());
-    let python_lines = || python.iter().map(|frame| python_line(frame, paint));
     if view == View::Python {
-        let mut lines = fold(python_lines().collect(), paint);
-        lines.extend(doubt(trace, paint));
-        return lines;
+        let body = python.iter().map(|frame| lines.python(frame)).collect();
+        let mut body = fold(body, lines);
+        body.extend(doubt(trace, paint).map(|text| lines.add(text)));
+        return body;
     }
-    let native_lines = || thread.frames.iter().map(|frame| native_line(frame, paint));
-    let mut lines: Vec<String> = Vec::new();
+    let mut body: Vec<LineId> = Vec::with_capacity(thread.frames.len());
     if view == View::Native || python.is_empty() {
-        lines.extend(native_lines());
+        body.extend(thread.frames.iter().map(|frame| lines.native(frame)));
     } else {
         match merge(&thread.frames, python, entries) {
-            Ok(merged) => lines.extend(merged.iter().map(|frame| match frame {
-                Frame::Native(frame) => native_line(frame, paint),
-                Frame::Python(frame) => python_line(frame, paint),
+            Ok(merged) => body.extend(merged.iter().map(|frame| match frame {
+                Frame::Native(frame) => lines.native(frame),
+                Frame::Python(frame) => lines.python(frame),
             })),
             Err(mismatch) => {
-                lines.push(format!("  {}", paint.with(DIM, line(&format!("two stacks, not merged: {mismatch}")))));
-                lines.push(format!("  {}", paint.with(DIM, "Python:")));
-                lines.extend(python_lines());
-                lines.push(format!("  {}", paint.with(DIM, "native:")));
-                lines.extend(native_lines());
+                let mut heading = |text: &str| lines.add(format!("  {}", paint.with(DIM, line(text))));
+                body.push(heading(&format!("two stacks, not merged: {mismatch}")));
+                body.push(heading("Python:"));
+                body.extend(python.iter().map(|frame| lines.python(frame)));
+                body.push(lines.add(format!("  {}", paint.with(DIM, "native:"))));
+                body.extend(thread.frames.iter().map(|frame| lines.native(frame)));
             }
         }
     }
-    let mut lines = fold(lines, paint);
+    let mut body = fold(body, lines);
     if view == View::Merged {
-        lines.extend(doubt(trace, paint));
+        body.extend(doubt(trace, paint).map(|text| lines.add(text)));
     }
     if !thread.incomplete.is_empty() {
-        lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", line(&thread.incomplete)))));
+        let text = format!("not whole: {}", line(&thread.incomplete));
+        body.push(lines.add(format!("    {}", paint.with(RED, text))));
     }
     if thread.capture() == CaptureMethod::KernelOnly || thread.frames.is_empty() {
-        lines.extend(thread.kernel_stack.iter().map(|function| format!("    {} [kernel]", line(function))));
+        let functions = thread.kernel_stack.iter();
+        body.extend(functions.map(|function| lines.add(format!("    {} [kernel]", line(function)))));
     }
-    lines
+    body
 }
 
 /// Why a Python stack may be wrong.
@@ -257,17 +312,11 @@ fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
 
 /// Folds recursion, which repeats the same frames hundreds of times: a repeated run is printed
 /// once, with the number of repetitions.
-fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
-    let mut numbers: HashMap<&str, usize> = HashMap::new();
-    let mut ids = Vec::with_capacity(lines.len());
-    for line in &lines {
-        let next = numbers.len();
-        ids.push(*numbers.entry(line).or_insert(next));
-    }
-    let mut folded = Vec::with_capacity(lines.len());
+fn fold(body: Vec<LineId>, lines: &mut Lines<'_>) -> Vec<LineId> {
+    let mut folded = Vec::with_capacity(body.len());
     let mut at = 0;
-    while at < lines.len() {
-        let rest = &ids[at..];
+    while at < body.len() {
+        let rest = &body[at..];
         // How often the run of this length repeats at this position.
         let times = |length: usize| rest.chunks_exact(length).take_while(|chunk| *chunk == &rest[..length]).count();
         let longest = MAX_RUN.min(rest.len() / MIN_REPETITIONS);
@@ -275,11 +324,11 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
         // The run that hides the most lines; among equals, the shortest.
         let best = runs.max_by_key(|(length, times)| (length * (times - 1), std::cmp::Reverse(*length)));
         let (length, times) = best.filter(|(length, times)| length * (times - 1) >= MIN_SAVED_LINES).unwrap_or((1, 1));
-        folded.extend_from_slice(&lines[at..at + length]);
+        folded.extend_from_slice(&rest[..length]);
         if times > 1 {
             let what = if length == 1 { "frame".into() } else { format!("{length} frames") };
             let more = format!("... the {what} above {} more times", times - 1);
-            folded.push(format!("    {}", paint.with(DIM, more)));
+            folded.push(lines.add(format!("    {}", lines.paint.with(DIM, more))));
         }
         at += length * times;
     }
@@ -319,8 +368,9 @@ mod tests {
     use super::*;
 
     fn fold_text(text: &str) -> String {
-        let lines = text.split(' ').map(str::to_string).collect();
-        fold(lines, Paint { colour: false }).iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
+        let mut lines = Lines::new(Paint { colour: false });
+        let body = text.split(' ').map(|line| lines.add(line.to_owned())).collect();
+        fold(body, &mut lines).iter().map(|line| lines.texts[*line].trim()).collect::<Vec<_>>().join(" ")
     }
 
     #[test]

@@ -197,16 +197,25 @@ pub(super) fn pairs_up_to(
 
 /// The value of a dictionary for a key that is ASCII text.
 pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
-    /// Number of keys whose memory is copied at once.
-    const BATCH_KEYS: usize = 64;
     let pairs = pairs(memory, layout, dict)?;
-    for some in pairs.chunks(BATCH_KEYS) {
-        memory.fetch(some.iter().map(|(key, _)| (*key, layout.unicode_compact_data)));
-        if let Some((_, value)) = some.iter().find(|(found, _)| is_text(memory, layout, *found, key)) {
-            return Ok(Some(*value));
-        }
+    let found = with_lengths_of(memory, layout, pairs, &[key]).into_iter();
+    Ok(found.filter(|(found, _)| is_text(memory, layout, *found, key)).map(|(_, value)| value).next())
+}
+
+/// Of pairs whose keys are strings, those whose keys are as long as one of these texts. The keys of
+/// a large dictionary lie on many pages, of which hardly any has to be copied. Of a small
+/// dictionary, all are returned.
+fn with_lengths_of(memory: &Snapshot, layout: &Layout, pairs: Vec<(u64, u64)>, texts: &[&str]) -> Vec<(u64, u64)> {
+    /// Objects of one class have the same keys, whose pages are copied once.
+    const FEW_KEYS: usize = 32;
+    if pairs.len() <= FEW_KEYS {
+        return pairs;
     }
-    Ok(None)
+    let lengths: Vec<u64> = pairs.iter().map(|(key, _)| key.wrapping_add(layout.unicode_length)).collect();
+    let lengths = memory.words(&lengths);
+    let may_be =
+        |length: &Option<u64>| length.is_none_or(|length| texts.iter().any(|text| text.len() as u64 == length));
+    pairs.into_iter().zip(lengths).filter(|(_, length)| may_be(length)).map(|(pair, _)| pair).collect()
 }
 
 /// The values of the first `most` attributes of an object, without those of its class.
@@ -229,8 +238,8 @@ pub(super) fn attributes<const N: usize>(
 ) -> Result<[Option<u64>; N], ReadError> {
     let entries = attribute_entries(memory, layout, object)?;
     let mut found = [None; N];
-    for index in 0..entries.count {
-        let Some((key, value)) = entries.get(memory, index) else { continue };
+    let pairs = (0..entries.count).filter_map(|index| entries.get(memory, index)).collect();
+    for (key, value) in with_lengths_of(memory, layout, pairs, &names) {
         if let Some(position) = names.iter().position(|name| is_text(memory, layout, key, name)) {
             found[position] = Some(value);
         }
