@@ -10,6 +10,8 @@ use std::{
 };
 
 use xpu_timer_proto::{
+    WATCHER_THREAD,
+    procfs::{self, Syscall},
     ring::{self, filtered, header},
     v1::{FlightRecord, Op, OpStatus},
 };
@@ -490,6 +492,20 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
 /// Only the collector detects a filter that is installed without the C library, within a second.
 /// Until then, a job in its steady state makes no system call for the hook. A thread that launches
 /// in a burst makes one when it overtakes the watcher.
+/// Waits until the watcher thread of a process stays in one wait for a futex.
+fn wait_until_watcher_sleeps(pid: i32) {
+    const SAMPLES: usize = 5;
+    let is_watcher = |tid: &i32| procfs::thread_stat(pid, *tid).is_some_and(|stat| stat.name == WATCHER_THREAD);
+    let mut seen = 0;
+    wait_until(PATIENCE, "the watcher sleeps", || {
+        let watcher = procfs::threads(pid).unwrap_or_default().into_iter().find(is_watcher);
+        let call = watcher.and_then(|tid| procfs::syscall(pid, tid).ok());
+        let sleeps = matches!(call, Some(Syscall::Blocked { number: libc::SYS_futex, .. }));
+        seen = if sleeps { seen + 1 } else { 0 };
+        seen == SAMPLES
+    });
+}
+
 #[test]
 fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
     let stops = "its hook stops reporting, so only its peers show a hang of this rank";
@@ -508,6 +524,9 @@ fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
         let mut process = Process::spawn(command.env_remove("LD_LIBRARY_PATH"));
         let logged = |text: &str| wait_until(PATIENCE, text, || job.logs().contains(text));
         logged("registered");
+        // The watcher still handles the welcome when the collector logs that. A filter that ends
+        // the process at any other call must find it asleep.
+        wait_until_watcher_sleeps(process.pid());
         fs::write(job.dir.join("go"), "").unwrap();
         wait_until(PATIENCE, words, || {
             assert_eq!(process.try_wait(), None, "{how} {action}: it ended\n{}", job.logs());
