@@ -47,7 +47,8 @@ const GET: usize = 34;
 /// Their number on CPython 3.11.
 const CLASS_WORDS: usize = 51;
 
-/// Has a vector call; is collected; is a method when it is found in a class.
+/// Flags of a class whose instances have such a pointer, are collected, and become methods when they
+/// are found in a class.
 const HAS_VECTORCALL: usize = 1 << 11;
 const HAS_GC: usize = 1 << 14;
 const IS_METHOD: usize = 1 << 17;
@@ -205,7 +206,7 @@ fn subclass(api: &'static Api, class: &Owned, pointer: usize) -> Option<usize> {
     words[REFERENCES] = 1;
     words[NAME] = c"function".as_ptr() as usize;
     words[OFFSET] = pointer;
-    words[FLAGS] = HAS_VECTORCALL | HAS_GC | IS_METHOD;
+    words[FLAGS] = HAS_VECTORCALL | IS_METHOD;
     words[METHODS] = (&raw const PICKLED) as usize;
     words[BASE] = class.0 as usize;
     // A class that was made ready is never freed.
@@ -218,8 +219,9 @@ fn subclass(api: &'static Api, class: &Owned, pointer: usize) -> Option<usize> {
     let is_equal = [SIZE, DEALLOCATE, OFFSET, CALL, TRAVERSE, GET]
         .iter()
         .all(|index| of(traced, *index) == of(class.0 as usize, *index));
+    let differing = of(traced, FLAGS) ^ of(class.0 as usize, FLAGS);
     let dictionary = of(traced, DICTIONARY) as Reference;
     // What a class has of its own, and what an instance says of its class.
     let is_set = api.set_item(dictionary, c"__doc__", &own_doc) && api.set_item(dictionary, c"__class__", class);
-    (is_equal && is_set && of(traced, FLAGS) & HAS_VECTORCALL != 0).then_some(traced)
+    (is_equal && is_set && differing & (HAS_VECTORCALL | HAS_GC | IS_METHOD) == 0).then_some(traced)
 }
