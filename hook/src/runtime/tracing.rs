@@ -631,6 +631,29 @@ mod tests {
     }
 
     #[test]
+    fn the_end_of_the_interpreter_waits_for_a_slow_watcher_but_not_for_ever() {
+        let ends = || {
+            let began = std::time::Instant::now();
+            // SAFETY: it looks at no argument.
+            unsafe { interpreter_ends(std::ptr::null_mut(), std::ptr::null(), 0) };
+            began.elapsed()
+        };
+        IS_ADDING.store(true, Ordering::SeqCst);
+        let waited = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+                IS_ADDING.store(false, Ordering::SeqCst);
+            });
+            ends()
+        });
+        assert!(waited.as_millis() >= 4, "{waited:?}");
+        IS_ADDING.store(true, Ordering::SeqCst);
+        assert!(ends().as_nanos() as u64 >= ADDING_TIMEOUT_NS);
+        IS_ADDING.store(false, Ordering::SeqCst);
+        IS_ENDING.store(false, Ordering::SeqCst);
+    }
+
+    #[test]
     fn what_cannot_be_a_function_is_named() {
         let (targets, problems) = parse("a@,@f,1a@f,a b@f,a@f-g,good@f,a\0@f");
         assert_eq!(targets.iter().filter(|target| target.is_wanted).count(), 1);
