@@ -423,28 +423,34 @@ fn profilers_and_debuggers_see_what_they_see_without_it() {
 
 /// Ends while the hook may be adding a pending call, or has no tool id.
 const SHORT: &str = "
-import ctypes, gc, os, sys, time
+import atexit, ctypes, gc, os, sys, time
 cuda = ctypes.CDLL('libcudart.so.13')
 def plain():
     pass
+def begin():
+    cuda.cudaSetDevice(0)
+    cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(8))
+    end = time.monotonic() + float(os.environ['SECONDS'])
+    while time.monotonic() < end:
+        plain()
+        # CPython 3.12 looks for pending calls when a thread takes the GIL.
+        time.sleep(0)
 for tool in os.environ.get('TAKEN', '').split():
     sys.monitoring.use_tool_id(int(tool), 'somebody')
-cuda.cudaSetDevice(0)
-cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(8))
-end = time.monotonic() + float(os.environ['SECONDS'])
-while time.monotonic() < end:
-    plain()
-    # CPython 3.12 looks for pending calls when a thread takes the GIL.
-    time.sleep(0)
+if os.environ.get('AT') == 'exit':
+    # The end of the interpreter has begun. CPython 3.8 accepts no pending calls any more.
+    atexit.register(begin)
+else:
+    begin()
 print(sum('xpu_timer' in repr(callback) for callback in gc.callbacks))
 ";
 
 /// Runs it with a traced function. Returns its output and the lines of the hook about the variable.
-fn run_short(python: &Path, seconds: &str, taken: &str) -> (String, Vec<String>) {
+fn run_short(python: &Path, seconds: &str, variable: (&str, &str)) -> (String, Vec<String>) {
     let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere").with(VARIABLE, "plain");
     let mut command = job.command(python);
     command.args(["-c", SHORT]);
-    command.env("LD_PRELOAD", artifacts().hook()).env("SECONDS", seconds).env("TAKEN", taken);
+    command.env("LD_PRELOAD", artifacts().hook()).env("SECONDS", seconds).env(variable.0, variable.1);
     let output = Process::spawn(&mut command).wait(PATIENCE);
     assert_eq!((output.code(), output.stderr.as_str()), (0, ""));
     let lines = job.logs().lines().filter(|line| line.contains(VARIABLE)).map(str::to_string).collect();
@@ -455,19 +461,21 @@ fn run_short(python: &Path, seconds: &str, taken: &str) -> (String, Vec<String>)
 fn what_cannot_be_traced_is_said_once() {
     for (python, is_old) in pythons() {
         if !is_old {
-            let (callbacks, lines) = run_short(&python, "1", "3 4 5");
+            let (callbacks, lines) = run_short(&python, "1", ("TAKEN", "3 4 5"));
             assert_eq!(callbacks, "1", "collections need no tool id");
             assert!(lines.len() == 1 && lines[0].ends_with("no tool id of sys.monitoring is free"), "{lines:?}");
-            assert_eq!(run_short(&python, "1", "0 1 2 4"), ("1".into(), Vec::new()));
+            assert_eq!(run_short(&python, "1", ("TAKEN", "0 1 2 4")), ("1".into(), Vec::new()));
         }
         // The process ends at any moment of the installation.
         for milliseconds in (0..20).step_by(4) {
-            let (_, lines) = run_short(&python, &format!("0.{milliseconds:03}"), "");
+            let (_, lines) = run_short(&python, &format!("0.{milliseconds:03}"), ("TAKEN", ""));
             assert_eq!(lines, [""; 0]);
         }
+        // The process begins to use the device when it ends.
+        assert_eq!(run_short(&python, "0.3", ("AT", "exit")), ("0".into(), Vec::new()));
     }
     let Some(old) = python_version("3.7") else { return skip("there is no CPython 3.7") };
-    let (callbacks, lines) = run_short(&old, "1", "");
+    let (callbacks, lines) = run_short(&old, "1", ("TAKEN", ""));
     assert_eq!(callbacks, "0");
     assert!(lines.len() == 1 && lines[0].ends_with("needs CPython 3.8 or newer, and this is 3.7"), "{lines:?}");
 }

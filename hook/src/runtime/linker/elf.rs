@@ -469,4 +469,11 @@ mod tests {
         assert!(names.iter().any(|name| name == "__tls_get_addr"), "{names:?}");
         assert!(!names.iter().any(|name| name == "malloc"));
     }
+
+    #[test]
+    fn functions_and_variables_are_told_apart() {
+        let libc = libc_object();
+        assert!(libc.variable(c"stdout").is_some() && libc.exported(c"stdout").is_none());
+        assert!(libc.variable(c"qsort").is_none() && libc.exported(c"qsort").is_some());
+    }
 }

@@ -9,10 +9,7 @@
 //!
 //! Nothing is touched if the interpreter says that its objects have another layout.
 
-use std::{
-    ffi::c_long,
-    sync::atomic::{AtomicU32, AtomicUsize, Ordering},
-};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use crate::runtime::tracing::{
     callbacks::{self, in_callback},
@@ -67,6 +64,13 @@ pub struct Functions {
     inlines: bool,
 }
 
+/// Offset of the pointer, if this is the layout of this version: the sizes of a function that its
+/// class tells and has, the offset, and the flags of the class.
+fn known_pointer(minor: u32, sizes: [usize; 2], offset: usize, flags: usize) -> Option<usize> {
+    let known = LAYOUTS.iter().find(|layout| layout.0 == minor)?;
+    (sizes == [known.1; 2] && offset == known.2 && flags & HAS_VECTORCALL != 0).then_some(offset)
+}
+
 /// The word of an object.
 ///
 /// # Safety
@@ -84,23 +88,17 @@ impl Functions {
     pub fn new(api: &'static Api, sample: &Owned) -> Result<Self, &'static str> {
         const OTHER: &str = "the objects of this CPython have an unexpected layout";
         let (_, minor) = api.version();
-        let layout = LAYOUTS.iter().find(|layout| layout.0 == minor);
-        let &(_, size, pointer) = layout.ok_or(OTHER)?;
         let class = api.class_of(sample).ok_or(OTHER)?;
-        let said = api.number(&class, c"__basicsize__");
+        let said = api.number(&class, c"__basicsize__").ok_or(OTHER)?;
         let (sample, address) = (sample.0 as usize, class.0 as usize);
         // SAFETY: every version has these words of an object and a class.
-        let [in_object, in_class, offset, flags] =
-            [(sample, CLASS), (address, SIZE), (address, OFFSET), (address, FLAGS)]
-                .map(|(object, index)| unsafe { word(object, index) }.load(Ordering::Relaxed));
-        if said != Some(size as c_long)
-            || (in_object, in_class, offset) != (address, size, pointer)
-            || flags & HAS_VECTORCALL == 0
-        {
+        let of = |object, index| unsafe { word(object, index) }.load(Ordering::Relaxed);
+        let sizes = [said as usize, of(address, SIZE)];
+        let pointer = known_pointer(minor, sizes, of(address, OFFSET), of(address, FLAGS)).ok_or(OTHER)?;
+        if of(sample, CLASS) != address {
             return Err(OTHER);
         }
-        // SAFETY: the size of a function was checked.
-        let original = unsafe { word(sample, pointer / size_of::<usize>()) }.load(Ordering::Relaxed);
+        let original = of(sample, pointer / size_of::<usize>());
         if original == 0 {
             return Err(OTHER);
         }
@@ -224,4 +222,27 @@ fn subclass(api: &'static Api, class: &Owned, pointer: usize) -> Option<usize> {
     // What a class has of its own, and what an instance says of its class.
     let is_set = api.set_item(dictionary, c"__doc__", &own_doc) && api.set_item(dictionary, c"__class__", class);
     (is_equal && is_set && differing & (HAS_VECTORCALL | HAS_GC | IS_METHOD) == 0).then_some(traced)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_layout_is_refused() {
+        assert_eq!(known_pointer(8, [120; 2], 112, HAS_VECTORCALL), Some(112));
+        assert_eq!(known_pointer(11, [136; 2], 120, HAS_VECTORCALL | HAS_GC), Some(120));
+        for (minor, sizes, offset, flags) in [
+            (12, [144; 2], 128, HAS_VECTORCALL),
+            (7, [120; 2], 112, HAS_VECTORCALL),
+            (10, [120; 2], 112, HAS_VECTORCALL),
+            // With `--with-trace-refs`, objects begin with two more words.
+            (10, [144, 0], 128, HAS_VECTORCALL),
+            (11, [136, 152], 120, HAS_VECTORCALL),
+            (11, [136; 2], 0, HAS_VECTORCALL),
+            (11, [136; 2], 120, HAS_GC),
+        ] {
+            assert_eq!(known_pointer(minor, sizes, offset, flags), None, "{minor} {sizes:?} {offset} {flags:x}");
+        }
+    }
 }
