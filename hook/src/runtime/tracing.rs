@@ -367,8 +367,8 @@ fn install(api: &'static Api, state: &mut State) -> Option<()> {
 }
 
 impl Monitoring {
-    /// Registers the native functions, and listens to the end of `loader`. `None` if the interpreter
-    /// fails.
+    /// Registers the native functions, and listens to the end of `loader`. `None` if the
+    /// interpreter fails.
     fn register(api: &'static Api, loader: &Owned) -> Option<Result<Self, &'static str>> {
         let monitoring = api.system(c"monitoring")?;
         let name = api.of_text(c"xpu_timer")?;
@@ -486,8 +486,8 @@ fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
 /// Decorators are followed to so many functions.
 const MOST_WRAPPERS: usize = 16;
 
-/// A function, or the function that it decorates: the code of a decorator is shared by all functions
-/// that it decorates. `None` if it is no Python function.
+/// A function, or the function that it decorates: the code of a decorator is shared by all
+/// functions that it decorates. `None` if it is no Python function.
 fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
     if depth > MOST_WRAPPERS {
         return None;

@@ -44,8 +44,8 @@ const GET: usize = 34;
 /// Their number on CPython 3.11.
 const CLASS_WORDS: usize = 51;
 
-/// Flags of a class whose instances have such a pointer, are collected, and become methods when they
-/// are found in a class.
+/// Flags of a class whose instances have such a pointer, are collected, and become methods when
+/// they are found in a class.
 const HAS_VECTORCALL: usize = 1 << 11;
 const HAS_GC: usize = 1 << 14;
 const IS_METHOD: usize = 1 << 17;
