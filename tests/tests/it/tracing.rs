@@ -1,5 +1,5 @@
-//! Traced Python functions: on CPythons with and without `sys.monitoring`, through a real collector,
-//! and beside the tools that also look at Python functions.
+//! Traced Python functions: on CPythons with and without `sys.monitoring`, through a real
+//! collector, and beside the tools that also look at Python functions.
 
 use std::{
     collections::BTreeMap,
