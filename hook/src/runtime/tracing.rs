@@ -3,18 +3,20 @@
 //!
 //! The watcher finds the interpreter and adds a pending call. The main thread of the program
 //! executes it between two instructions, with the GIL, and registers native functions: with
-//! `sys.monitoring` for events on the code of the listed functions alone, and in `gc.callbacks`.
-//! Functions of modules that come later are found when `importlib` has loaded a module: the hook
-//! traces the function that loads it, so there is no import hook.
+//! `sys.monitoring` for events on the code of the listed functions alone, or before CPython 3.12 as
+//! the pointers through which these functions are called, and in `gc.callbacks`. Functions of
+//! modules that come later are found when `importlib` has loaded a module: the hook traces the
+//! function that loads it, so there is no import hook.
 //!
 //! Architecture Invariant: the interpreter never sees a failure of this code, and runs nothing but
 //! native functions of it.
 
 pub(crate) mod callbacks;
 pub(crate) mod interpreter;
+pub(crate) mod vectorcall;
 
 use std::{
-    ffi::{CString, c_int, c_void},
+    ffi::{CStr, CString, c_int, c_long, c_void},
     sync::{
         Mutex,
         atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicU32, Ordering},
@@ -25,11 +27,15 @@ use xpu_timer_proto::ring::span;
 
 use crate::runtime::{
     lifecycle::{exit, panics::guarded},
-    os::{clock, leaked_once::LeakedOnce, sys, thread_state::in_hook},
+    os::{
+        clock, sys,
+        thread_state::{self, in_hook},
+    },
     recorder::Recorder,
     tracing::{
         callbacks::{CODES, in_callback},
-        interpreter::{Api, FASTCALL, Method, Native, Owned, Reference},
+        interpreter::{API, Api, Method, Owned, Reference},
+        vectorcall::Functions,
     },
 };
 
@@ -145,7 +151,6 @@ static IS_ENDING: AtomicBool = AtomicBool::new(false);
 /// The watcher is adding a pending call.
 static IS_ADDING: AtomicBool = AtomicBool::new(false);
 
-static API: LeakedOnce<Api> = LeakedOnce::new();
 static STATE: Mutex<State> = Mutex::new(State::new());
 static NONE: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_mut());
 /// Index of the garbage collections, -1 if they are not traced.
@@ -154,14 +159,28 @@ static COLLECTIONS_INDEX: AtomicI64 = AtomicI64::new(-1);
 /// What the watcher and the callbacks share. Neither waits for the other.
 struct State {
     targets: Vec<(Target, Progress)>,
+    /// `None` before the installation, and if functions cannot be traced.
+    way: Option<Way>,
+    /// Lines for the log.
+    messages: Vec<String>,
+}
+
+/// How the hook sees the calls of a function.
+enum Way {
+    /// CPython 3.12 and newer.
+    Events(Monitoring),
+    /// CPython 3.8 to 3.11.
+    Pointers(Functions),
+}
+
+/// The hook among the tools of `sys.monitoring`.
+struct Monitoring {
     tool: i64,
     /// The events of a traced function.
     events: i64,
     /// `PY_UNWIND`.
     unwind: i64,
     listens_to_unwinding: bool,
-    /// Lines for the log.
-    messages: Vec<String>,
 }
 
 /// What is known of a function.
@@ -173,13 +192,15 @@ enum Progress {
     Absent,
     /// It is no Python function.
     Native,
+    /// Its call only creates a generator or a coroutine, and nothing shows when that one runs.
+    Generator,
     /// It is traced, or another name of a function that is.
     Traced,
 }
 
 impl State {
     const fn new() -> Self {
-        State { targets: Vec::new(), tool: -1, events: 0, unwind: 0, listens_to_unwinding: false, messages: Vec::new() }
+        State { targets: Vec::new(), way: None, messages: Vec::new() }
     }
 }
 
@@ -225,10 +246,10 @@ impl Tracing {
             _ if is_last => {}
             Some(api) => self.add_call(api, age_ns),
             None => match interpreter::find() {
-                Some(api) if api.version() < (3, 12) => {
+                Some(api) if api.version() < (3, 8) => {
                     let (major, minor) = api.version();
                     self.is_on = false;
-                    messages.push(format!("{VARIABLE} needs CPython 3.12 or newer, and this is {major}.{minor}"));
+                    messages.push(format!("{VARIABLE} needs CPython 3.8 or newer, and this is {major}.{minor}"));
                 }
                 Some(api) => _ = API.get_or_init(|| api),
                 None if age_ns > PATIENCE_NS => {
@@ -260,7 +281,7 @@ impl Tracing {
             return;
         }
         IS_ADDING.store(true, Ordering::SeqCst);
-        if !IS_ENDING.load(Ordering::SeqCst) && api.runs() {
+        if !IS_ENDING.load(Ordering::SeqCst) && api.accepts_calls() {
             let _ = STAGE.compare_exchange(IDLE, ADDED, Ordering::AcqRel, Ordering::Relaxed);
             // SAFETY: any thread may call it while the interpreter runs: its end waits for this
             // thread, see `interpreter_ends`.
@@ -276,9 +297,7 @@ impl Tracing {
 impl State {
     /// A line that names the functions of the user that are not traced.
     fn missing(&self) -> Option<String> {
-        if self.tool < 0 {
-            return None;
-        }
+        self.way.as_ref()?;
         let named = |progress: Progress, reason: &str| {
             let of_kind = self.targets.iter().filter(|(target, found)| *found == progress && target.is_wanted);
             let names: Vec<&str> = of_kind.map(|(target, _)| target.name.as_str()).collect();
@@ -288,6 +307,7 @@ impl State {
             named(Progress::Absent, "does not exist"),
             named(Progress::NoModule, "its module is not imported"),
             named(Progress::Native, "no Python function"),
+            named(Progress::Generator, "a generator or coroutine, which needs CPython 3.12"),
         ];
         let parts: Vec<String> = parts.into_iter().flatten().collect();
         (!parts.is_empty()).then(|| format!("{VARIABLE}: not traced: {}", parts.join("; ")))
@@ -329,44 +349,107 @@ fn install(api: &'static Api, state: &mut State) -> Option<()> {
     }
     let at_exit = api.builtin_module(c"atexit")?;
     api.call(&at_exit, c"register", &[&api.of_native(&ON_END)?])?;
-    let monitoring = api.system(c"monitoring")?;
-    let name = api.of_text(c"xpu_timer")?;
-    // 0, 1 and 2 are those of debuggers, coverage tools and profilers, which a program may start
-    // later.
-    let tool = [4, 3, 5].into_iter().find(|tool| {
-        api.of_number(*tool).is_some_and(|tool| api.call(&monitoring, c"use_tool_id", &[&tool, &name]).is_some())
-    });
-    let Some(tool) = tool else {
-        state.messages.push(format!("{VARIABLE}: functions are not traced: no tool id of sys.monitoring is free"));
-        return Some(());
+    // The function that loads modules shows when others appear.
+    let loader = api.attribute(&api.loaded_module(c"_frozen_importlib")?, c"_find_and_load")?;
+    let way = if api.version() < (3, 12) {
+        Functions::new(api, &loader).map(|functions| {
+            functions.replace(loader, load);
+            Way::Pointers(functions)
+        })
+    } else {
+        Monitoring::register(api, &loader)?.map(Way::Events)
     };
-    let events = api.attribute(&monitoring, c"events")?;
-    let number = api.of_number(tool)?;
-    let register = |event, method: &'static Method| {
-        let event = api.number(&events, event)?;
-        let function = api.of_native(method)?;
-        api.call(&monitoring, c"register_callback", &[&number, &api.of_number(event)?, &function])?;
-        Some(event)
-    };
-    state.events = [
-        (c"PY_START", &ON_BEGIN),
-        (c"PY_RESUME", &ON_BEGIN),
-        (c"PY_RETURN", &ON_END_OF_CALL),
-        (c"PY_YIELD", &ON_END_OF_CALL),
-    ]
-    .into_iter()
-    .try_fold(0, |all, (event, method)| Some(all | register(event, method)?))?;
-    state.unwind = register(c"PY_UNWIND", &ON_END_OF_CALL)?;
-    state.tool = tool;
-    // The function that loads modules has an event at its end.
-    let load = api.loaded_module(c"_frozen_importlib")?;
-    let load = api.attribute(&api.attribute(&load, c"_find_and_load")?, c"__code__")?;
-    LOADER.store(load.0, Ordering::Release);
-    let returns = api.number(&events, c"PY_RETURN")?;
-    let arguments = [&number, &load, &api.of_number(returns)?];
-    api.call(&monitoring, c"set_local_events", &arguments)?;
-    load.leak();
+    match way {
+        Ok(way) => state.way = Some(way),
+        Err(reason) => state.messages.push(format!("{VARIABLE}: functions are not traced: {reason}")),
+    }
     Some(())
+}
+
+impl Monitoring {
+    /// Registers the native functions, and listens to the end of `loader`. `None` if the
+    /// interpreter fails.
+    fn register(api: &'static Api, loader: &Owned) -> Option<Result<Self, &'static str>> {
+        let monitoring = api.system(c"monitoring")?;
+        let name = api.of_text(c"xpu_timer")?;
+        // 0, 1 and 2 are those of debuggers, coverage tools and profilers, which a program may
+        // start later.
+        let tool = [4, 3, 5].into_iter().find(|tool| {
+            api.of_number(*tool).is_some_and(|tool| api.call(&monitoring, c"use_tool_id", &[&tool, &name]).is_some())
+        });
+        let Some(tool) = tool else { return Some(Err("no tool id of sys.monitoring is free")) };
+        let events = api.attribute(&monitoring, c"events")?;
+        let number = api.of_number(tool)?;
+        let register = |event, method: &'static Method| {
+            let event = api.number(&events, event)?;
+            let function = api.of_native(method)?;
+            api.call(&monitoring, c"register_callback", &[&number, &api.of_number(event)?, &function])?;
+            Some(event)
+        };
+        let all = [
+            (c"PY_START", &ON_BEGIN),
+            (c"PY_RESUME", &ON_BEGIN),
+            (c"PY_RETURN", &ON_END_OF_CALL),
+            (c"PY_YIELD", &ON_END_OF_CALL),
+        ];
+        let all = all.into_iter().try_fold(0, |all, (event, method)| Some(all | register(event, method)?))?;
+        let unwind = register(c"PY_UNWIND", &ON_END_OF_CALL)?;
+        let registered = Monitoring { tool, events: all, unwind, listens_to_unwinding: false };
+        let code = api.attribute(loader, c"__code__")?;
+        LOADER.store(code.0, Ordering::Release);
+        registered.set_events(api, c"set_local_events", &[&code], api.number(&events, c"PY_RETURN")?)?;
+        code.leak();
+        Some(Ok(registered))
+    }
+
+    /// Sets the events of all functions, or of one.
+    fn set_events(&self, api: &'static Api, method: &CStr, code: &[&Owned], events: i64) -> Option<()> {
+        let monitoring = api.system(c"monitoring")?;
+        let (tool, events) = (api.of_number(self.tool)?, api.of_number(events)?);
+        let arguments: Vec<&Owned> = [&tool].into_iter().chain(code.iter().copied()).chain([&events]).collect();
+        api.call(&monitoring, method, &arguments).map(drop)
+    }
+
+    /// Traces a function.
+    fn trace(&mut self, api: &'static Api, function: &Owned, index: usize) -> Option<()> {
+        let code = api.attribute(function, c"__code__")?;
+        if !std::mem::replace(&mut self.listens_to_unwinding, true) {
+            self.set_events(api, c"set_events", &[], self.unwind);
+        }
+        if CODES.add(code.0 as usize, index) {
+            self.set_events(api, c"set_local_events", &[&code], self.events);
+            code.leak();
+        }
+        Some(())
+    }
+}
+
+impl Way {
+    /// Traces a function.
+    fn trace(&mut self, api: &'static Api, function: Owned, index: usize) -> Progress {
+        /// `CO_GENERATOR`, `CO_COROUTINE` and `CO_ASYNC_GENERATOR`.
+        const IS_GENERATOR: c_long = 0x20 | 0x80 | 0x200;
+        match self {
+            Way::Events(monitoring) => {
+                monitoring.trace(api, &function, index).map_or(Progress::Native, |()| Progress::Traced)
+            }
+            Way::Pointers(functions) => {
+                let flags = api.attribute(&function, c"__code__").and_then(|code| api.number(&code, c"co_flags"));
+                match flags {
+                    Some(flags) if functions.can_trace(&function) => {
+                        if flags & IS_GENERATOR != 0 {
+                            return Progress::Generator;
+                        }
+                        if CODES.add(function.0 as usize, index) {
+                            functions.trace(function);
+                        }
+                        Progress::Traced
+                    }
+                    _ => Progress::Native,
+                }
+            }
+        }
+    }
 }
 
 /// The code object of the function that loads modules.
@@ -374,41 +457,18 @@ static LOADER: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_
 
 /// Looks for the functions that are not traced yet.
 fn resolve(api: &'static Api, state: &mut State) {
-    if state.tool < 0 {
-        return;
-    }
-    let State { targets, tool, events, unwind, listens_to_unwinding, .. } = state;
+    let State { targets, way: Some(way), .. } = state else { return };
     for (index, (target, progress)) in targets.iter_mut().enumerate() {
-        if matches!(progress, Progress::Traced | Progress::Native) {
+        if matches!(progress, Progress::Traced | Progress::Native | Progress::Generator) {
             continue;
         }
         let Some(module) = api.loaded_module(&target.module) else { continue };
-        *progress = match find(api, module, &target.path) {
+        *progress = match find(api, module, &target.path).map(|found| function_of(api, found, 0)) {
             None => Progress::Absent,
-            Some(function) => match code_of(api, function, 0) {
-                None => Progress::Native,
-                Some(code) => {
-                    if !std::mem::replace(listens_to_unwinding, true) {
-                        set_events(api, c"set_events", *tool, &[], *unwind);
-                    }
-                    let address = code.0 as usize;
-                    if CODES.add(address, index) {
-                        set_events(api, c"set_local_events", *tool, &[&code], *events);
-                        code.leak();
-                    }
-                    Progress::Traced
-                }
-            },
+            Some(None) => Progress::Native,
+            Some(Some(function)) => way.trace(api, function, index),
         };
     }
-}
-
-/// Sets the events of all functions, or of one.
-fn set_events(api: &'static Api, method: &std::ffi::CStr, tool: i64, code: &[&Owned], events: i64) -> Option<()> {
-    let monitoring = api.system(c"monitoring")?;
-    let (tool, events) = (api.of_number(tool)?, api.of_number(events)?);
-    let arguments: Vec<&Owned> = [&tool].into_iter().chain(code.iter().copied()).chain([&events]).collect();
-    api.call(&monitoring, method, &arguments).map(drop)
 }
 
 /// Follows names from a module. Nothing but dictionaries is looked at, so no code of the program
@@ -426,18 +486,18 @@ fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
 /// Decorators are followed to so many functions.
 const MOST_WRAPPERS: usize = 16;
 
-/// The code object of a function, or of the function that it decorates: the code of a decorator is
-/// shared by all functions that it decorates. `None` if it is no Python function.
-fn code_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
+/// A function, or the function that it decorates: the code of a decorator is shared by all
+/// functions that it decorates. `None` if it is no Python function.
+fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
     if depth > MOST_WRAPPERS {
         return None;
     }
-    let inner = |of: &Owned, name| code_of(api, api.attribute(of, name)?, depth + 1);
+    let inner = |of: &Owned, name| function_of(api, api.attribute(of, name)?, depth + 1);
     match api.class_name(&function)?.as_str() {
         "function" => {
             let is_decorator = api.item(&api.attribute(&function, c"__dict__")?, c"__wrapped__").is_some();
             let decorated = if is_decorator { inner(&function, c"__wrapped__") } else { None };
-            decorated.or_else(|| api.attribute(&function, c"__code__"))
+            decorated.or(Some(function))
         }
         "staticmethod" | "classmethod" | "method" => inner(&function, c"__func__"),
         "property" => inner(&function, c"fget"),
@@ -447,19 +507,24 @@ fn code_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
     }
 }
 
-const fn method(name: &'static std::ffi::CStr, function: Native) -> Method {
-    Method { name: name.as_ptr(), function, flags: FASTCALL, doc: std::ptr::null() }
-}
+static ON_BEGIN: Method = Method::new(c"xpu_timer_call_begins", on_begin);
+static ON_END_OF_CALL: Method = Method::new(c"xpu_timer_call_ends", on_end_of_call);
+static ON_COLLECTION: Method = Method::new(c"xpu_timer_collection", on_collection);
+static ON_END: Method = Method::new(c"xpu_timer_interpreter_ends", interpreter_ends);
 
-static ON_BEGIN: Method = method(c"xpu_timer_call_begins", on_begin);
-static ON_END_OF_CALL: Method = method(c"xpu_timer_call_ends", on_end_of_call);
-static ON_COLLECTION: Method = method(c"xpu_timer_collection", on_collection);
-static ON_END: Method = method(c"xpu_timer_interpreter_ends", interpreter_ends);
-
-/// The result of each callback.
+/// The result of a callback of `sys.monitoring`. CPython 3.12 does not count references to it.
 #[inline]
 fn none() -> Reference {
     NONE.load(Ordering::Relaxed)
+}
+
+/// The result of a callback of any version: a new reference.
+fn counted_none() -> Reference {
+    if let Some(api) = API.get() {
+        // SAFETY: the interpreter calls, and the hook holds a reference.
+        unsafe { (api.keep)(none()) };
+    }
+    none()
 }
 
 /// The first argument of an event: the code object. Null if there is none.
@@ -484,6 +549,19 @@ unsafe extern "C" fn on_end_of_call(_: Reference, arguments: *const Reference, c
     let code = unsafe { first(arguments, count) };
     in_callback(|| if code == LOADER.load(Ordering::Relaxed) { module_loaded() } else { callbacks::ended(code) });
     none()
+}
+
+/// The function that loads modules, before CPython 3.12.
+unsafe extern "C-unwind" fn load(
+    loader: Reference,
+    arguments: *const Reference,
+    count: usize,
+    names: Reference,
+) -> Reference {
+    // SAFETY: called by the interpreter.
+    let module = unsafe { vectorcall::original(loader, arguments, count, names) };
+    in_callback(module_loaded);
+    module
 }
 
 /// A module was loaded, with all that it imports.
@@ -515,21 +593,23 @@ unsafe extern "C" fn on_collection(_: Reference, arguments: *const Reference, co
             _ => {}
         }
     });
-    none()
+    counted_none()
 }
+
+/// How long the end of the interpreter waits for the watcher.
+const ADDING_TIMEOUT_NS: u64 = 20_000_000;
 
 /// An exit handler of the interpreter. From now on the watcher adds no pending call: the
 /// interpreter may be gone when it does.
 unsafe extern "C" fn interpreter_ends(_: Reference, _: *const Reference, _: isize) -> Reference {
     IS_ENDING.store(true, Ordering::SeqCst);
-    // The watcher takes a lock of the interpreter for some nanoseconds.
-    for _ in 0..1000 {
-        if !IS_ADDING.load(Ordering::SeqCst) {
-            break;
-        }
+    // The watcher takes a lock of the interpreter for some nanoseconds, but may lose its processor.
+    let thread = thread_state::current();
+    let deadline = clock::burst_now_ns(thread) + ADDING_TIMEOUT_NS;
+    while IS_ADDING.load(Ordering::SeqCst) && clock::burst_now_ns(thread) < deadline {
         sys::relax();
     }
-    none()
+    counted_none()
 }
 
 #[cfg(test)]
@@ -548,6 +628,29 @@ mod tests {
         assert_eq!(read[..5], ["a.b C f", "a.b f", "__main__ main", "torch.distributed all_gather", " "]);
         assert_eq!((targets.len(), read[6].as_str()), (5 + DEFAULTS.len() - 1, "torch cuda synchronize"));
         assert_eq!(parse(" , "), (Vec::new(), Vec::new()), "nothing is wanted");
+    }
+
+    #[test]
+    fn the_end_of_the_interpreter_waits_for_a_slow_watcher_but_not_for_ever() {
+        let ends = || {
+            let began = std::time::Instant::now();
+            // SAFETY: it looks at no argument.
+            unsafe { interpreter_ends(std::ptr::null_mut(), std::ptr::null(), 0) };
+            began.elapsed()
+        };
+        IS_ADDING.store(true, Ordering::SeqCst);
+        let waited = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+                IS_ADDING.store(false, Ordering::SeqCst);
+            });
+            ends()
+        });
+        assert!(waited.as_millis() >= 4, "{waited:?}");
+        IS_ADDING.store(true, Ordering::SeqCst);
+        assert!(ends().as_nanos() as u64 >= ADDING_TIMEOUT_NS);
+        IS_ADDING.store(false, Ordering::SeqCst);
+        IS_ENDING.store(false, Ordering::SeqCst);
     }
 
     #[test]

@@ -66,7 +66,7 @@ const TRACED_LIMIT_NS: f64 = 300.0;
 /// noise between two processes.
 const UNTRACED_LIMIT_NS: f64 = 1.5;
 /// CPythons whose functions are traced.
-const PYTHONS: [&str; 2] = ["3.12", "3.13"];
+const PYTHONS: [&str; 6] = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
 /// Launches of a rank while every kernel is recorded in detail.
 const DETAILED_LAUNCHES_PER_SECOND: f64 = 10_000.0;
 /// Maximum time for the rounds of one figure.

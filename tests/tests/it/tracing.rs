@@ -1,5 +1,5 @@
-//! Traced Python functions: on every CPython that has `sys.monitoring`, through a real collector,
-//! and beside the tools that also look at Python functions.
+//! Traced Python functions: on CPythons with and without `sys.monitoring`, through a real
+//! collector, and beside the tools that also look at Python functions.
 
 use std::{
     collections::BTreeMap,
@@ -14,21 +14,28 @@ use xpu_timer_proto::{
     v1::{Op, Operation},
 };
 use xpu_timer_tests::{
-    Job, PATIENCE, Process, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree, wait_until,
+    Job, PATIENCE, Process, PypiTorch, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree,
+    wait_until,
 };
 
 use crate::metrics::{page, samples};
 
 const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
-/// CPythons with `sys.monitoring`.
-const VERSIONS: [&str; 2] = ["3.12", "3.13"];
+/// CPythons without `sys.monitoring`, of which 3.11 executes calls in its own way, and with it.
+const VERSIONS: [&str; 4] = ["3.8", "3.11", "3.12", "3.13"];
+/// Those without.
+const OLD: [&str; 2] = ["3.8", "3.11"];
 
-/// Functions of `traced.py` and `late.py`, and how often they are called.
-const CALLS: [(&str, u64); 9] = [
+/// Functions of `traced.py`, `late.py` and `later.py`, and how often they are called.
+const CALLS: [(&str, u64); 14] = [
     ("plain", 3),
     // Three items and the end.
     ("__main__@items", 4),
+    ("hot", 7),
+    ("from_c", 4),
+    ("__main__@Loader@made", 2),
+    ("endless", 0),
     ("__main__@Loader@__next__", 6),
     ("fails", 2),
     ("decorated", 1),
@@ -36,6 +43,7 @@ const CALLS: [(&str, u64); 9] = [
     ("in_thread", 5),
     ("late@function", 2),
     ("late@Class@static", 1),
+    ("later@function", 1),
 ];
 
 /// Calls within `recursive` that are beyond the number of open calls of a thread.
@@ -52,7 +60,7 @@ class Class:
 ";
 
 const TRACED: &str = r#"
-import functools, gc, os, sys, threading, time
+import functools, gc, importlib, os, sys, threading, time
 sys.path[:0] = [os.environ["EXAMPLES"], os.environ["HERE"]]
 import cuda
 
@@ -63,8 +71,25 @@ def items(count):
     for item in range(count):
         yield item
 
+def hot():
+    pass
+
+def loop(count):
+    for _ in range(count):
+        hot()
+
+def from_c(number):
+    return number
+
+def endless():
+    while True:
+        time.sleep(0.0005)
+
 class Loader:
     left = 5
+    @classmethod
+    def made(cls):
+        return cls()
     def __iter__(self):
         return self
     def __next__(self):
@@ -105,6 +130,8 @@ def forked():
     return os.waitpid(child, 0)[1]
 
 gc.disable()
+# The interpreter specializes the call for this function before it is traced.
+loop(100)
 cuda.set_device(0)
 cuda.Buffer(8)
 # The main thread runs Python code, so a pending call is executed soon.
@@ -114,7 +141,10 @@ while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline
 for _ in range(3):
     plain(0.02)
 assert list(items(3)) == [0, 1, 2]
-assert list(Loader()) == [4, 3, 2, 1, 0]
+assert list(Loader.made()) == [4, 3, 2, 1, 0]
+loop(7)
+assert sorted(map(from_c, range(3))) + sorted([3], key=from_c) == [0, 1, 2, 3]
+Loader().made()
 for function in fails, untraced:
     try:
         function()
@@ -130,6 +160,7 @@ import late
 late.function()
 late.function()
 late.Class.static()
+importlib.import_module("later").function()
 garbage = []
 garbage.append(garbage)
 del garbage
@@ -137,23 +168,28 @@ gc.collect()
 print("done", flush=True)
 while "WAITS" in os.environ and not os.path.exists(os.path.join(os.environ["HERE"], "end")):
     time.sleep(0.005)
+# The interpreter ends while a thread is inside of a traced call.
+threading.Thread(target=endless, daemon=True).start()
 "#;
 
 /// A folder with the programs, and a command that runs the first one.
 fn program(job: &Job, python: &Path, launched: bool) -> Command {
     fs::write(job.dir.join("traced.py"), TRACED).unwrap();
-    fs::write(job.dir.join("late.py"), LATE).unwrap();
+    for module in ["late.py", "later.py"] {
+        fs::write(job.dir.join(module), LATE).unwrap();
+    }
     let mut command = if launched { job.launch(python) } else { job.command(python) };
     command.arg(job.dir.join("traced.py")).env("EXAMPLES", tree().join("tests/examples")).env("HERE", &job.dir);
     command.env("PYTHONWARNINGS", "ignore").env("RANK", "0").env("WORLD_SIZE", "1").env("LOCAL_RANK", "0");
     command
 }
 
-/// The CPythons that are there.
-fn pythons() -> Vec<PathBuf> {
-    let found: Vec<PathBuf> = VERSIONS.iter().filter_map(|version| python_version(version)).collect();
+/// The CPythons that are there, and whether each is without `sys.monitoring`.
+fn pythons() -> Vec<(PathBuf, bool)> {
+    let known = VERSIONS.iter().filter_map(|version| Some((python_version(version)?, OLD.contains(version))));
+    let found: Vec<(PathBuf, bool)> = known.collect();
     if found.len() < VERSIONS.len() {
-        skip("CPython 3.12 or 3.13 is missing (pyenv)");
+        skip(&format!("one of CPython {} is missing (pyenv)", VERSIONS.join(", ")));
     }
     found
 }
@@ -206,7 +242,7 @@ fn listed() -> String {
 
 #[test]
 fn every_call_is_in_the_timeline_and_the_metrics() {
-    for python in pythons() {
+    for (python, is_old) in pythons() {
         let job = Job::new().with("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL", "1").with(VARIABLE, &listed());
         let mut process = Process::spawn(program(&job, &python, true).env("WAITS", "1"));
         process.wait_for("done", PATIENCE);
@@ -214,7 +250,11 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
             let counted = samples(text, "xpu_timer_host_function_calls_total");
             counted.iter().find(|sample| sample.label("function") == name).map_or(0, |sample| sample.value as u64)
         };
-        let expected = |name: &str, calls: u64| if name == "recursive" { calls - TOO_DEEP } else { calls };
+        let expected = |name: &str, calls: u64| match name {
+            "recursive" => calls - TOO_DEEP,
+            "__main__@items" if is_old => 0,
+            _ => calls,
+        };
         let mut text = String::new();
         wait_until(PATIENCE, "every function is on the page", || {
             text = page(&job);
@@ -252,19 +292,24 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         let lines: Vec<&str> = logs.lines().filter(|line| line.contains(VARIABLE)).collect();
         assert_eq!(lines.len(), 2, "{logs}");
         assert!(lines[0].contains("\"bad-name\" cannot be used"), "{logs}");
-        let missing = "not traced: os@nothing (does not exist); not_imported@function (its module is not imported)";
-        assert!(lines[1].ends_with(missing), "{logs}");
+        let mut missing =
+            "not traced: os@nothing (does not exist); not_imported@function (its module is not imported)".to_string();
+        if is_old {
+            missing += "; __main__@items (a generator or coroutine, which needs CPython 3.12)";
+        }
+        assert!(lines[1].ends_with(&missing), "{logs}");
     }
 }
 
 /// Runs a program under each tool of the standard library that looks at functions, and prints what
 /// the tool saw.
 const BESIDE: &str = r#"
-import contextlib, cProfile, gc, io, json, os, pdb, pstats, sys, threading, time
+import copy, cProfile, gc, inspect, io, json, os, pdb, pickle, pstats, sys, threading, time, types
 sys.path[:0] = [os.environ["EXAMPLES"]]
 import cuda
 
 def plain(number):
+    "adds one"
     return number + 1
 
 def items(count):
@@ -278,7 +323,7 @@ def recursive(depth):
     return recursive(depth - 1) if depth else 0
 
 def work():
-    total = sum(items(3)) + recursive(3)
+    total = sum(items(3)) + recursive(3) + sum(map(plain, range(2)))
     try:
         fails()
     except ValueError as error:
@@ -312,6 +357,8 @@ def profiled():
     return sorted((name, calls[:2]) for (_, _, name), calls in stats.items() if name in NAMES)
 
 def monitored():
+    if not hasattr(sys, "monitoring"):
+        return []
     events, seen = sys.monitoring.events, []
     sys.monitoring.use_tool_id(sys.monitoring.COVERAGE_ID, "test")
     kinds = events.PY_START, events.PY_RETURN, events.PY_UNWIND, events.RAISE, events.LINE
@@ -323,6 +370,15 @@ def monitored():
     sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)
     sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
     return seen
+
+def described():
+    same = [pickle.loads(dumps(plain)) for dumps in (pickle.dumps, pickle._dumps)] + [copy.copy(plain), copy.deepcopy(plain)]
+    values = {name: getattr(plain, name) for name in dir(plain) if name not in ("__globals__", "__code__")}
+    values = {name: repr(value) for name, value in values.items() if not callable(value)}
+    kinds = isinstance(plain, types.FunctionType), plain.__class__ is types.FunctionType, repr(type(plain))
+    made = type(plain)(plain.__code__, globals())(1)
+    texts = str(inspect.signature(plain)), inspect.getdoc(plain), inspect.isfunction(plain)
+    return [other is plain for other in same], values, kinds, made, texts
 
 def debugged():
     commands = io.StringIO("break plain\ncontinue\nwhere\nnext\ncontinue\ncontinue\nclear 1\ncontinue\n")
@@ -336,15 +392,15 @@ cuda.Buffer(8)
 deadline = time.monotonic() + 30
 while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline:
     time.sleep(0.001)
-results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), work()]
+results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), described(), work()]
 print(json.dumps(results))
-if "WAITS" in os.environ:
+if "WAITS" in os.environ and hasattr(sys, "monitoring"):
     assert sys.monitoring.get_tool(4) == "xpu_timer"
 "#;
 
 #[test]
 fn profilers_and_debuggers_see_what_they_see_without_it() {
-    for python in pythons() {
+    for (python, _) in pythons() {
         let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere");
         let script = job.dir.join("beside.py");
         fs::write(&script, BESIDE).unwrap();
@@ -367,29 +423,34 @@ fn profilers_and_debuggers_see_what_they_see_without_it() {
 
 /// Ends while the hook may be adding a pending call, or has no tool id.
 const SHORT: &str = "
-import gc, os, sys, time
-sys.path[:0] = [os.environ['EXAMPLES']]
-import cuda
+import atexit, ctypes, gc, os, sys, time
+cuda = ctypes.CDLL('libcudart.so.13')
 def plain():
     pass
+def begin():
+    cuda.cudaSetDevice(0)
+    cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(8))
+    end = time.monotonic() + float(os.environ['SECONDS'])
+    while time.monotonic() < end:
+        plain()
+        # CPython 3.12 looks for pending calls when a thread takes the GIL.
+        time.sleep(0)
 for tool in os.environ.get('TAKEN', '').split():
     sys.monitoring.use_tool_id(int(tool), 'somebody')
-cuda.set_device(0)
-cuda.Buffer(8)
-end = time.monotonic() + float(os.environ['SECONDS'])
-while time.monotonic() < end:
-    plain()
-    # CPython 3.12 looks for pending calls when a thread takes the GIL.
-    time.sleep(0)
+if os.environ.get('AT') == 'exit':
+    # The end of the interpreter has begun. CPython 3.8 accepts no pending calls any more.
+    atexit.register(begin)
+else:
+    begin()
 print(sum('xpu_timer' in repr(callback) for callback in gc.callbacks))
 ";
 
 /// Runs it with a traced function. Returns its output and the lines of the hook about the variable.
-fn run_short(python: &Path, seconds: &str, taken: &str) -> (String, Vec<String>) {
+fn run_short(python: &Path, seconds: &str, variable: (&str, &str)) -> (String, Vec<String>) {
     let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere").with(VARIABLE, "plain");
     let mut command = job.command(python);
-    command.args(["-c", SHORT]).env("EXAMPLES", tree().join("tests/examples"));
-    command.env("LD_PRELOAD", artifacts().hook()).env("SECONDS", seconds).env("TAKEN", taken);
+    command.args(["-c", SHORT]);
+    command.env("LD_PRELOAD", artifacts().hook()).env("SECONDS", seconds).env(variable.0, variable.1);
     let output = Process::spawn(&mut command).wait(PATIENCE);
     assert_eq!((output.code(), output.stderr.as_str()), (0, ""));
     let lines = job.logs().lines().filter(|line| line.contains(VARIABLE)).map(str::to_string).collect();
@@ -398,21 +459,25 @@ fn run_short(python: &Path, seconds: &str, taken: &str) -> (String, Vec<String>)
 
 #[test]
 fn what_cannot_be_traced_is_said_once() {
-    for python in pythons() {
-        let (callbacks, lines) = run_short(&python, "1", "3 4 5");
-        assert_eq!(callbacks, "1", "collections need no tool id");
-        assert!(lines.len() == 1 && lines[0].ends_with("no tool id of sys.monitoring is free"), "{lines:?}");
-        assert_eq!(run_short(&python, "1", "0 1 2 4"), ("1".into(), Vec::new()));
+    for (python, is_old) in pythons() {
+        if !is_old {
+            let (callbacks, lines) = run_short(&python, "1", ("TAKEN", "3 4 5"));
+            assert_eq!(callbacks, "1", "collections need no tool id");
+            assert!(lines.len() == 1 && lines[0].ends_with("no tool id of sys.monitoring is free"), "{lines:?}");
+            assert_eq!(run_short(&python, "1", ("TAKEN", "0 1 2 4")), ("1".into(), Vec::new()));
+        }
         // The process ends at any moment of the installation.
         for milliseconds in (0..20).step_by(4) {
-            let (_, lines) = run_short(&python, &format!("0.{milliseconds:03}"), "");
+            let (_, lines) = run_short(&python, &format!("0.{milliseconds:03}"), ("TAKEN", ""));
             assert_eq!(lines, [""; 0]);
         }
+        // The process begins to use the device when it ends.
+        assert_eq!(run_short(&python, "0.3", ("AT", "exit")), ("0".into(), Vec::new()));
     }
-    let Some(old) = python_version("3.11") else { return skip("there is no CPython 3.11") };
-    let (callbacks, lines) = run_short(&old, "1", "");
+    let Some(old) = python_version("3.7") else { return skip("there is no CPython 3.7") };
+    let (callbacks, lines) = run_short(&old, "1", ("TAKEN", ""));
     assert_eq!(callbacks, "0");
-    assert!(lines.len() == 1 && lines[0].ends_with("needs CPython 3.12 or newer, and this is 3.11"), "{lines:?}");
+    assert!(lines.len() == 1 && lines[0].ends_with("needs CPython 3.8 or newer, and this is 3.7"), "{lines:?}");
 }
 
 /// PyTorch's profiler with stacks, data loaders with and without workers, and torch.compile; the
@@ -489,6 +554,30 @@ if __name__ == "__main__":
     main()
 "#;
 
+/// With `XPU_TIMER_TEST_LONG=1`, because it installs PyTorch from PyPI, 2.4 GB.
+#[test]
+fn pytorch_of_pypi_behaves_as_without_it() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let torch = match PypiTorch::set_up() {
+        Ok(torch) => torch,
+        Err(error) => return skip(&format!("{error:#}")),
+    };
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("program.py"), TORCH).unwrap();
+    pytorch_is_unchanged(|names| {
+        let mut command = Command::new(torch.python());
+        command.arg(folder.path().join("program.py")).env("HERE", folder.path());
+        command.env("LD_LIBRARY_PATH", torch.library_path().unwrap());
+        if !names.is_empty() {
+            command.env("LD_PRELOAD", artifacts().hook()).env(VARIABLE, names).env("WAITS", "1");
+            command.env("XPU_TIMER_LOGGING_DIR", folder.path()).env("XPU_TIMER_SOCKET", "/nowhere");
+        }
+        command
+    });
+}
+
 /// With `XPU_TIMER_TEST_LONG=1`, because it sets up a second Debian of 1.9 GB with CPython 3.14.
 #[test]
 fn pytorch_behaves_as_without_it() {
@@ -503,7 +592,7 @@ fn pytorch_behaves_as_without_it() {
     let inside = Path::new("/").join(folder.path().strip_prefix(&root).unwrap());
     fs::write(folder.path().join("program.py"), TORCH).unwrap();
     fs::copy(artifacts().hook(), folder.path().join("hook.so")).unwrap();
-    let run = |names: &str| {
+    pytorch_is_unchanged(|names| {
         // The linker of this machine must not see the variables.
         let mut command = run_in_forky(&root, "env");
         let inside = inside.display();
@@ -513,7 +602,14 @@ fn pytorch_behaves_as_without_it() {
             command.arg(format!("XPU_TIMER_LOGGING_DIR={inside}")).args(["WAITS=1", "XPU_TIMER_SOCKET=/nowhere"]);
         }
         command.arg("python3.14").arg(format!("{inside}/program.py"));
-        let output = Process::spawn(&mut command).wait(PATIENCE);
+        command
+    });
+}
+
+/// Runs [`TORCH`] without and with traced functions.
+fn pytorch_is_unchanged(program: impl Fn(&str) -> Command) {
+    let run = |names: &str| {
+        let output = Process::spawn(&mut program(names)).wait(PATIENCE);
         assert_eq!(output.code(), 0, "{}", output.stderr);
         let calls = output.stderr.lines().find_map(|line| line.strip_prefix("calls: ")).unwrap().to_string();
         (output.stdout, serde_json::from_str::<Value>(&calls).unwrap())
@@ -532,7 +628,11 @@ fn coverage_measures_what_it_measures_without_it() {
     if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
         return;
     }
-    for python in pythons() {
+    for (python, is_old) in pythons() {
+        // coverage.py of today needs CPython 3.10.
+        if python.ends_with("python3.8") {
+            continue;
+        }
         let packages = tempfile::tempdir().unwrap();
         let mut pip = Command::new(&python);
         pip.args(["-m", "pip", "install", "-q", "coverage==7.13.0", "--target"]).arg(packages.path());
@@ -540,7 +640,7 @@ fn coverage_measures_what_it_measures_without_it() {
             return skip("coverage.py cannot be installed from PyPI");
         }
         let job = Job::new().with("XPU_TIMER_SOCKET", "/nowhere").with(VARIABLE, &listed());
-        for core in ["ctrace", "sysmon"] {
+        for core in if is_old { &["ctrace"][..] } else { &["ctrace", "sysmon"] } {
             let run = |traced: bool, arguments: &[&str]| {
                 let mut command = program(&job, &python, false);
                 command.env("PYTHONPATH", packages.path()).env("COVERAGE_CORE", core);

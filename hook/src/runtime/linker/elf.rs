@@ -188,8 +188,18 @@ impl Object {
 
     /// The function that it exports under `name`.
     pub fn exported(&self, name: &CStr) -> Option<Symbol> {
+        self.function(self.symbol(name)?)
+    }
+
+    /// The variable that it exports under `name`.
+    pub fn variable(&self, name: &CStr) -> Option<Symbol> {
+        const VARIABLE: u8 = 1;
+        self.defined(self.symbol(name)?, VARIABLE)
+    }
+
+    fn symbol(&self, name: &CStr) -> Option<&libc::Elf64_Sym> {
         if self.hash.is_null() {
-            return self.exported_by_old_hash(name);
+            return self.symbol_by_old_hash(name);
         }
         let hash = gnu_hash(name.to_bytes());
         // SAFETY: the table of DT_GNU_HASH: four words, the filter, the buckets, the chains; all
@@ -212,7 +222,7 @@ impl Object {
                 let found = *chain.add((index - first) as usize);
                 let symbol = &*self.symbols.add(index as usize);
                 if found | 1 == hash | 1 && CStr::from_ptr(self.strings.add(symbol.st_name as usize)) == name {
-                    return self.function(symbol);
+                    return Some(symbol);
                 }
                 if found & 1 == 1 {
                     return None;
@@ -224,7 +234,7 @@ impl Object {
     }
 
     /// The same lookup in the older table, which contains the number of symbols.
-    fn exported_by_old_hash(&self, name: &CStr) -> Option<Symbol> {
+    fn symbol_by_old_hash(&self, name: &CStr) -> Option<&libc::Elf64_Sym> {
         // SAFETY: null, or the table of DT_HASH: how many buckets, how many symbols.
         let count = unsafe { self.old_hash.as_ref().map_or(0, |_| *self.old_hash.add(1)) };
         (1..count as usize).find_map(|index| {
@@ -234,7 +244,7 @@ impl Object {
                 (symbol, CStr::from_ptr(self.strings.add(symbol.st_name as usize)))
             };
             const LOCAL: u8 = 0;
-            if symbol.st_info >> 4 != LOCAL && own == name { self.function(symbol) } else { None }
+            (symbol.st_info >> 4 != LOCAL && own == name).then_some(symbol)
         })
     }
 
@@ -257,9 +267,14 @@ impl Object {
     /// The symbol as a function that this object defines.
     pub fn function(&self, symbol: &libc::Elf64_Sym) -> Option<Symbol> {
         const FUNCTION: u8 = 2;
-        let is_code = symbol.st_info & 0xf == FUNCTION && symbol.st_shndx != 0 && symbol.st_value != 0;
+        self.defined(symbol, FUNCTION)
+    }
+
+    /// The symbol if it has this type and this object defines it.
+    fn defined(&self, symbol: &libc::Elf64_Sym, wanted: u8) -> Option<Symbol> {
+        let is_here = symbol.st_info & 0xf == wanted && symbol.st_shndx != 0 && symbol.st_value != 0;
         let address = self.base.wrapping_add(symbol.st_value as usize);
-        is_code.then_some(Symbol { address, size: symbol.st_size as usize })
+        is_here.then_some(Symbol { address, size: symbol.st_size as usize })
     }
 
     /// The symbols that it imports from other objects.
@@ -453,5 +468,12 @@ mod tests {
             libc_object().imported().map(|(name, _)| name.to_string_lossy().into_owned()).collect();
         assert!(names.iter().any(|name| name == "__tls_get_addr"), "{names:?}");
         assert!(!names.iter().any(|name| name == "malloc"));
+    }
+
+    #[test]
+    fn functions_and_variables_are_told_apart() {
+        let libc = libc_object();
+        assert!(libc.variable(c"stdout").is_some() && libc.exported(c"stdout").is_none());
+        assert!(libc.variable(c"qsort").is_none() && libc.exported(c"qsort").is_some());
     }
 }

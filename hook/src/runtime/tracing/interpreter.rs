@@ -1,11 +1,15 @@
 //! The C functions of the interpreter in this process, found at run time: the hook links no
 //! libpython, and one library serves all versions.
 
-use std::ffi::{CStr, c_char, c_int, c_long, c_void};
+use std::{
+    ffi::{CStr, c_char, c_int, c_long, c_void},
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use crate::runtime::{
     lifecycle::panics::guarded,
     linker::elf::{self, Object},
+    os::leaked_once::LeakedOnce,
 };
 
 /// An object of the interpreter.
@@ -32,16 +36,32 @@ pub struct Method {
 // SAFETY: it is constant, and its strings are static.
 unsafe impl Sync for Method {}
 
+impl Method {
+    /// A function that takes no names of arguments.
+    pub const fn new(name: &'static CStr, function: Native) -> Self {
+        Method { name: name.as_ptr(), function, flags: FASTCALL, doc: std::ptr::null() }
+    }
+}
+
 /// `METH_FASTCALL`: a vector of arguments without keywords.
-pub const FASTCALL: c_int = 0x80;
+const FASTCALL: c_int = 0x80;
 /// `Py_TPFLAGS_TYPE_SUBCLASS`.
 const IS_TYPE: std::ffi::c_ulong = 1 << 31;
+/// Offset of `ceval.pending.finishing` in the `_PyRuntime` of CPython 3.8.
+const FINISHING: usize = 600;
+
+/// The interpreter of this process, once it was found.
+pub static API: LeakedOnce<Api> = LeakedOnce::new();
 
 macro_rules! api {
     ($($(#[$attribute:meta])* $field:ident = $name:literal: $type:ty;)*) => {
         /// The functions.
         pub struct Api {
             $($(#[$attribute])* pub $field: $type,)*
+            /// Its code checks assertions.
+            pub has_assertions: bool,
+            /// Address of its variables, if it exports them.
+            runtime: Option<usize>,
         }
 
         impl Api {
@@ -53,6 +73,8 @@ macro_rules! api {
                         // SAFETY: the function of this name has had this type since Python 3.8.
                         unsafe { std::mem::transmute::<*mut c_void, $type>(found.address as *mut c_void) }
                     },)*
+                    has_assertions: object.imported().any(|(name, _)| name == c"__assert_fail"),
+                    runtime: object.variable(c"_PyRuntime").map(|found| found.address),
                 })
             }
         }
@@ -83,6 +105,8 @@ api! {
     keep = c"Py_IncRef": unsafe extern "C" fn(Reference);
     occurred = c"PyErr_Occurred": unsafe extern "C" fn() -> Reference;
     clear = c"PyErr_Clear": unsafe extern "C" fn();
+    make_ready = c"PyType_Ready": unsafe extern "C" fn(Reference) -> c_int;
+    set_item = c"PyDict_SetItemString": unsafe extern "C" fn(Reference, *const c_char, Reference) -> c_int;
 }
 
 /// A reference that is owned, and not null.
@@ -144,10 +168,16 @@ impl Api {
         (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
     }
 
-    /// Whether the interpreter runs. Needs no GIL.
-    pub fn runs(&self) -> bool {
+    /// Whether the interpreter runs and accepts pending calls. Needs no GIL. CPython 3.8 accepts
+    /// none once its end has begun, before it calls the exit handlers, and prints an error.
+    pub fn accepts_calls(&self) -> bool {
+        let is_finishing = || {
+            let address = self.runtime.filter(|_| self.version() == (3, 8))? + FINISHING;
+            // SAFETY: an `int` among the variables of this version.
+            Some(unsafe { AtomicU32::from_ptr(address as *mut u32) }.load(Ordering::SeqCst) == 1)
+        };
         // SAFETY: may be called at any time.
-        unsafe { (self.is_initialized)() != 0 }
+        unsafe { (self.is_initialized)() != 0 && is_finishing() != Some(true) }
     }
 
     fn owned(&'static self, reference: Reference) -> Option<Owned> {
@@ -246,7 +276,7 @@ impl Api {
         self.kept(unsafe { (self.system)(name.as_ptr()) })
     }
 
-    /// `None`, which lives for ever from Python 3.12 on.
+    /// A reference to `None`, which lives for ever from Python 3.12 on.
     pub fn none(&self) -> Reference {
         // SAFETY: the thread holds the GIL, and an empty format takes no arguments.
         unsafe { (self.build)(c"".as_ptr()) }
@@ -279,18 +309,41 @@ impl Api {
         self.owned(unsafe { (self.call)(method.0, argument(0), argument(1), argument(2), end) })
     }
 
+    /// The class of an object.
+    pub fn class_of(&'static self, value: &Owned) -> Option<Owned> {
+        // SAFETY: a valid reference.
+        self.owned(unsafe { (self.type_of)(value.0) })
+    }
+
+    /// Makes a class in static memory ready for use. Returns whether it is.
+    pub fn make_ready(&self, class: Reference) -> bool {
+        // SAFETY: a class whose words are set, and the thread holds the GIL.
+        let is_ready = unsafe { (self.make_ready)(class) == 0 };
+        is_ready || {
+            self.failed();
+            false
+        }
+    }
+
+    /// Sets an item of a dictionary. Returns whether it is set.
+    pub fn set_item(&self, dictionary: Reference, key: &CStr, value: &Owned) -> bool {
+        // SAFETY: valid references and a C string.
+        let is_set = unsafe { (self.set_item)(dictionary, key.as_ptr(), value.0) == 0 };
+        is_set || {
+            self.failed();
+            false
+        }
+    }
+
     /// Whether it is a class.
     pub fn is_class(&'static self, value: &Owned) -> bool {
-        // SAFETY: valid references.
-        self.owned(unsafe { (self.type_of)(value.0) })
-            .is_some_and(|class| unsafe { (self.type_flags)(class.0) } & IS_TYPE != 0)
+        // SAFETY: a valid reference.
+        self.class_of(value).is_some_and(|class| unsafe { (self.type_flags)(class.0) } & IS_TYPE != 0)
     }
 
     /// Name of the class of an object.
     pub fn class_name(&'static self, value: &Owned) -> Option<String> {
-        // SAFETY: a valid reference.
-        let class = self.owned(unsafe { (self.type_of)(value.0) })?;
-        let name = self.attribute(&class, c"__name__")?;
+        let name = self.attribute(&self.class_of(value)?, c"__name__")?;
         self.text_of(name.0).map(str::to_string)
     }
 
