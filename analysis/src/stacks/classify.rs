@@ -8,7 +8,7 @@ use xpu_timer_proto::{
 use super::{
     host::ObservedActivity,
     names::{
-        base_name, contains_any, frame_label, in_c_library, is_library, is_named, strip_variant, unqualified,
+        base_name, contains_any, frame_label, in_c_library, is_library, is_named, is_poll, strip_variant, unqualified,
         unqualified_native,
     },
     patterns,
@@ -492,11 +492,6 @@ pub(crate) fn is_message_wait(function: &str) -> bool {
 /// Whether a function of the C library hands bytes to another process.
 pub(crate) fn is_send(function: &str) -> bool {
     patterns::SEND_NATIVE.contains(&strip_variant(function))
-}
-
-/// Whether a function waits for any of several descriptors.
-pub(super) fn is_poll(function: &str) -> bool {
-    patterns::POLL_NATIVE.contains(&strip_variant(function))
 }
 
 /// Whether a function waits for the end of a thread.

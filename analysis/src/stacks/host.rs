@@ -9,8 +9,7 @@ use xpu_timer_proto::{
 };
 
 use super::{
-    classify::is_poll,
-    names::{file, is_library, own_frame, strip_variant},
+    names::{file, is_library, is_poll, own_frame, strip_variant},
     patterns,
 };
 use crate::{

@@ -38,6 +38,11 @@ pub(super) fn unqualified(function: &str) -> &str {
     function.rsplit('.').next().unwrap_or(function)
 }
 
+/// Whether a function waits for any of several descriptors.
+pub(super) fn is_poll(function: &str) -> bool {
+    patterns::POLL_NATIVE.contains(&strip_variant(function))
+}
+
 /// A function of the C library without the affixes of its variants: `__libc_read` is `read`,
 /// `__GI___clock_nanosleep` is `clock_nanosleep`, `read@plt` is `read`.
 pub(super) fn strip_variant(function: &str) -> &str {
