@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use xpu_timer_proto::server::PySpyFrame;
+use xpu_timer_proto::{FUTURE, server::PySpyFrame};
 
 use crate::{cpython::Layout, memory::Snapshot};
 
@@ -278,7 +278,7 @@ fn described(memory: &mut Snapshot, layout: &Layout, object: u64) -> String {
             format!("task '{name}'")
         }
         Some(name) if name == "_GatheringFuture" => "the tasks of a gather".into(),
-        Some(name) if name.ends_with("Future") => "a future".into(),
+        Some(name) if name.ends_with("Future") => FUTURE.into(),
         _ => String::new(),
     }
 }
