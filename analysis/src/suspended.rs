@@ -16,7 +16,8 @@ const MAX_OF_PROCESS: usize = 4;
 /// Lines of a verdict.
 const MOST_LINES: usize = 8;
 /// Functions that wait for a timer, with parts of the paths of their files.
-const TIMERS: [(&str, &str); 2] = [("sleep", "/asyncio/tasks.py"), ("sleep", "/gevent/hub.py")];
+const TIMERS: [(&str, &str); 3] =
+    [("sleep", "/asyncio/tasks.py"), ("sleep", "/gevent/hub.py"), ("sleep", "/eventlet/greenthread.py")];
 
 /// The name of one or several: if they differ, their common beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -241,15 +242,19 @@ mod tests {
         condensed.ranks[0] = crate::condense(&evidence.ranks[0], 1);
         assert_eq!(super::lines(&condensed, &[1]), lines);
         // A pool of equal workers is one line.
-        let pool: Vec<PySuspended> = (9..12)
-            .map(|number| task(&format!("Task-{number}"), "a future", &[("fetch", "/job/train.py:31")]))
-            .collect();
+        let worker = |number| task(&format!("Task-{number}"), "a future", &[("fetch", "/job/train.py:31")]);
+        let mut pool: Vec<PySuspended> = (9..12).map(worker).collect();
+        // Greenlets of eventlet that sleep are no line.
+        let sleeps =
+            task("GreenThread", "", &[("sleep", "/v/eventlet/greenthread.py:38"), ("beat", "/job/train.py:9")]);
+        pool.push(PySuspended { kind: PySuspendedKind::Greenlet.into(), ..sleeps });
         let dump = Stacktrace { py_stacktrace: threads(&pool), ..Default::default() };
         let rank = RankEvidence { rank: 1, dump: Some(dump), ..Default::default() };
         for rank in [crate::condense(&rank, 1), rank] {
             let evidence = Evidence { ranks: vec![rank], ..Default::default() };
-            let text = super::lines(&evidence, &[1])[0].text.clone();
-            assert_eq!(text, "3 tasks 'Task-…' of rank 1 await a future at train.py:31 in fetch");
+            let lines = super::lines(&evidence, &[1]);
+            let texts: Vec<&str> = lines.iter().map(|line| line.text.as_str()).collect();
+            assert_eq!(texts, ["3 tasks 'Task-…' of rank 1 await a future at train.py:31 in fetch"]);
         }
     }
 

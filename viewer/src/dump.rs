@@ -490,6 +490,21 @@ mod tests {
     }
 
     #[test]
+    fn tasks_before_the_frames_of_their_thread_keep_their_own() {
+        // A Python thread whose task `a` comes before the thread's frame `f`, and whose task `b`
+        // follows it.
+        let task = |name: u8, frame: u8| [0xba, 0x06, 8, 0x12, 1, name, 0x1a, 3, 0x0a, 1, frame];
+        let thread = [&task(b'a', b'g')[..], &[0x3a, 3, 0x0a, 1, b'f'], &task(b'b', b'h')].concat();
+        let file = [&[0x12, thread.len() as u8][..], &thread].concat();
+        let threads = Dump::decode(&file).unwrap().threads;
+        let frames = |range: &Range<usize>| threads.frames[range.clone()].iter().map(|frame| frame.func[0]).collect();
+        let of_tasks: Vec<(u8, Vec<u8>)> =
+            threads.suspended.iter().map(|task| (task.name[0], frames(&task.frames))).collect();
+        assert_eq!(of_tasks, [(b'a', vec![b'g']), (b'b', vec![b'h'])]);
+        assert_eq!((frames(&threads.python[0].frames), threads.python[0].suspended.clone()), (vec![b'f'], 0..2));
+    }
+
+    #[test]
     fn a_thread_name_cut_within_a_character_keeps_the_rank() {
         let thread = [0x12, 2, b'a', 0xe6];
         let mut file = vec![0x0a, thread.len() as u8];

@@ -198,6 +198,35 @@ mod tests {
     }
 
     #[test]
+    fn a_text_selects_tasks_without_the_stack_of_their_thread() {
+        let threads = || Threads {
+            python: vec![
+                Thread { name: b"loop", frames: 0..1, suspended: 0..2, ..Thread::default() },
+                Thread { name: b"other", frames: 1..2, ..Thread::default() },
+            ],
+            frames: ["select", "step", "fetch", "save"].map(|func| Frame::new(func, "t.py:1")).into(),
+            suspended: [2..3, 3..4].map(|frames| Suspended { frames, ..Suspended::default() }).into(),
+            ..Threads::default()
+        };
+        let left = |grep: &str| {
+            let mut dump = Dump { threads: threads(), ..Dump::default() };
+            Filter { grep: Some(grep.into()), ..Filter::default() }.apply(&mut dump);
+            let Threads { python, frames, suspended, .. } = dump.threads;
+            let texts =
+                |range: &Range<usize>| frames[range.clone()].iter().map(|frame| frame.text().0).collect::<String>();
+            let of_thread = |thread: &Thread<'_>| {
+                let tasks = suspended[thread.suspended.clone()].iter().map(|task| texts(&task.frames));
+                format!("{}: {} ", texts(&thread.frames), tasks.collect::<Vec<_>>().join(","))
+            };
+            python.iter().map(of_thread).collect::<String>()
+        };
+        assert_eq!(left("t.py"), "select: fetch,save step:  ");
+        assert_eq!(left("fetch"), ": fetch, ");
+        assert_eq!(left("select"), "select: , ");
+        assert_eq!(left("nowhere"), "");
+    }
+
+    #[test]
     fn a_text_selects_stacks_of_child_processes_too() {
         let thread = |name: &str, function: &str| PstackStacktrace {
             thread_name: name.into(),

@@ -153,8 +153,9 @@ fn waits_for_nobody(python: &Path, fault: &str, place: &str, line: &str, shown: 
     let is_line = |text: &&str| text.starts_with(line) && text.contains(" at train.py:");
     assert!(lines.iter().any(is_line), "no {line} in: {lines:#?}");
     let tasks = fs::read_to_string(incident.path.join("task_stack")).expect("task_stack");
-    assert!(tasks.contains(&format!("{shown}@")) && tasks.contains("@1|0"), "{tasks}");
-    assert!(!fs::read_to_string(incident.path.join("py_stack")).expect("py_stack").contains(&format!("{shown}@")));
+    assert!(tasks.contains(&format!("{shown}@")) && tasks.contains("@MainThread@1|0;"), "{tasks}");
+    let python = fs::read_to_string(incident.path.join("py_stack")).expect("py_stack");
+    assert!(!python.contains("@MainThread@"), "{python}");
     let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
     let mut viewer = Command::new(viewer);
     let summary = Process::spawn(viewer.args(["--text", "--rank=1", "--path"]).arg(&incident.path)).wait(PATIENCE);
