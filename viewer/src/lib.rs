@@ -158,17 +158,11 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
     let mut written = Vec::new();
     // The folder of a large job contains only some dumps, and the stacks of all ranks as trees.
     let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
-    let mut result = match &trees {
-        // Those trees have no tasks.
-        Some(trees) => {
-            let all = [&trees.native, &trees.python, &merged.suspended];
-            write_all(all, trees.world, output, choice, &mut written)
-        }
-        None => {
-            let all = [&merged.native, &merged.python, &merged.suspended];
-            write_all(all, listed.world, output, choice, &mut written)
-        }
+    let (native, python, world) = match &trees {
+        Some(trees) => (&trees.native, &trees.python, trees.world),
+        None => (&merged.native, &merged.python, listed.world),
     };
+    let mut result = write_all([native, python, &merged.suspended], world, output, choice, &mut written);
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
         let about = report::ReportContext {

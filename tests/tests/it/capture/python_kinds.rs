@@ -443,22 +443,35 @@ async def middle(queue):
     await leaf(queue)
 async def top():
     print('ready', flush=True)
-    task = asyncio.create_task(middle(asyncio.Queue()), name='inner')
-    await ";
+    waits = middle(asyncio.Queue())
+    ";
 
 #[test]
 fn tasks_and_coroutines_that_wait_in_an_event_loop() {
-    for (waits, awaited) in [("task", "task 'inner'"), ("asyncio.gather(task)", "the tasks of a gather")] {
+    const INNER: &str = "asyncio.create_task(waits, name='inner')";
+    let ways = [
+        (8..=u8::MAX, format!("await {INNER}"), "task 'inner'"),
+        (8..=u8::MAX, format!("await asyncio.gather({INNER})"), "the tasks of a gather"),
+        (8..=u8::MAX, format!("await asyncio.wait({{{INNER}}})"), "other tasks"),
+        (8..=11, format!("await asyncio.wait_for({INNER}, 10000)"), "other tasks"),
+        (12..=u8::MAX, format!("await asyncio.wait_for({INNER}, 10000)"), "task 'inner'"),
+        (
+            11..=u8::MAX,
+            format!("async with asyncio.TaskGroup() as group: {}", INNER.replace("asyncio", "group")),
+            "other tasks",
+        ),
+    ];
+    for (versions, waits, awaited) in ways {
         let text = format!("{WAITS}{waits}\nasyncio.run(top())\n");
         let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(&text, wanted)));
         let awaits = [
             place("leaf", "await queue"),
             place("middle", "await leaf"),
-            place("top", &format!("await {waits}")),
+            place("top", &waits),
             place("<module>", "asyncio.run"),
         ];
         let tasks = [("Task-1", awaited, &awaits[2..3]), ("inner", "a future", &awaits[..2])];
-        for python in python::all() {
+        for python in python::all().iter().filter(|python| versions.contains(&python.minor)) {
             let version = format!("3.{}", python.minor);
             let script = python.start(&text, &[]);
             let captured = capture_until(script.pid, &version, |sample| {
@@ -475,7 +488,7 @@ fn tasks_and_coroutines_that_wait_in_an_event_loop() {
                 let frames = PySpyStacktrace { frames: task.frames.clone(), ..PySpyStacktrace::default() };
                 let mut found = frames_of(&frames);
                 found.retain(|(_, place)| place.starts_with("script.py"));
-                assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}");
+                assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}: {waits}");
             }
         }
     }
