@@ -140,7 +140,7 @@ fn tasks_that_wait_have_files_of_their_own() {
 
     put(dir.path(), "1-2.stacktrace", &with_tasks);
     let summary = view_ok(dir.path()).stdout;
-    assert!(summary.contains("\n  2 tasks 'Task-…' of rank 1 await a future at t.py:5 in f\n"), "{summary}");
+    assert!(summary.contains("\n  2 tasks 'Task-…' of rank 1 await a future at q.py:7 in get\n"), "{summary}");
     assert!(summary.contains("task_stack.svg\n"), "{summary}");
     assert_eq!(fs::read(dir.path().join("py_stack")).unwrap(), python);
     let root = "task@MainThread@1|0";
