@@ -158,9 +158,8 @@ fn fact(suspended: &PySuspended) -> Option<(Waiting, String)> {
         let is = |(name, file): &(&str, &str)| frame.func_name == *name && frame.file_name.contains(file);
         TIMERS.iter().any(is)
     };
-    let innermost = suspended.frames.first()?;
     let waiting = Waiting::new(suspended.kind(), &suspended.name, &suspended.awaits);
-    if waiting.awaits_another() || is_timer(innermost) {
+    if waiting.awaits_another() || suspended.frames.iter().any(is_timer) {
         return None;
     }
     Some((waiting, own_place(&suspended.frames)?))
