@@ -108,8 +108,8 @@ impl Waiting {
         self.kind != PySuspendedKind::Greenlet && self.awaits != FUTURE
     }
 
-    /// In words: `task 'upload' of rank 1 awaits a future`, `3 greenlets 'Greenlet' of rank 1 wait`.
-    /// `of` is `rank 1`, or empty.
+    /// In words: `task 'upload' of rank 1 awaits a future`, or
+    /// `3 greenlets 'Greenlet' of rank 1 wait`. `of` is `rank 1`, or empty.
     #[must_use]
     pub fn words(&self, of: &str) -> String {
         let (noun, one) = (self.kind.noun(), self.count == 1);

@@ -148,12 +148,7 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
         })
     });
     print_warnings(&notes, &merged, err);
-    if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
-        bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
-    }
-    if merged.ranks.is_empty() {
-        bail!("{} contains no .stacktrace file that can be read", shown(&path));
-    }
+    ensure_dumps(args, &path, &merged)?;
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
     // The folder of a large job contains only some dumps, and the stacks of all ranks as trees.
@@ -197,6 +192,15 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Fails if no dump could be read.
+fn ensure_dumps(args: &Args, path: &Path, merged: &Merged) -> anyhow::Result<()> {
+    match &args.filter.rank {
+        _ if !merged.ranks.is_empty() => Ok(()),
+        Some(ranks) => bail!("{} contains no dump of {} that can be read", shown(path), summary::ranks_of(ranks)),
+        None => bail!("{} contains no .stacktrace file that can be read", shown(path)),
+    }
 }
 
 /// Says that timelines are still coming into the folder.

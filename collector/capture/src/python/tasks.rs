@@ -51,8 +51,8 @@ const REFERENT: u64 = 16;
 
 /// Parts of the paths of the files whose frames are on the stack of a loop that waits.
 const LOOP_FILES: [&str; 4] = ["/selectors.py:", "/asyncio/base_events.py:", "/asyncio/runners.py:", "/uvloop/"];
-/// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by a
-/// future of their own, and have the tasks in their variables.
+/// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by
+/// a future of their own, and have the tasks in their variables.
 const WAITER_FILES: [&str; 2] = ["/asyncio/tasks.py", "/asyncio/taskgroups.py"];
 /// What they wait for, in words.
 const OTHER_TASKS: &str = "other tasks";
