@@ -30,7 +30,7 @@ pub mod stay;
 pub mod step_parts;
 mod store;
 pub mod stragglers;
-mod suspended;
+pub mod suspended;
 #[cfg(test)]
 mod testing;
 mod text;

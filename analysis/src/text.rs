@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+pub(crate) use xpu_timer_proto::printable::capital;
 use xpu_timer_proto::{
     printable,
     v1::{DataType, Matmul, Op, Operation},
@@ -52,12 +53,6 @@ pub(crate) fn ranks(ranks: &[u32]) -> String {
         [one] => format!("rank {one}"),
         many => format!("ranks {}", runs(many)),
     }
-}
-
-/// The text with its first letter in upper case.
-pub(crate) fn capital(text: &str) -> String {
-    let mut letters = text.chars();
-    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
 /// The name of an operation, such as `all_reduce`.

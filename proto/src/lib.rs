@@ -40,6 +40,17 @@ pub mod v1 {
     include!("generated/xpu_timer.v1.rs");
 }
 
+impl server::PySuspendedKind {
+    /// The word for what waits: `task` or `greenlet`.
+    #[must_use]
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Greenlet => "greenlet",
+            Self::Task | Self::Unspecified => "task",
+        }
+    }
+}
+
 mod shapes {
     include!("generated/shapes.rs");
 }
@@ -57,6 +68,10 @@ pub const MAX_SUSPENDED: usize = 256;
 /// Start of the name of an awaited datagram socket of which a process expects a reply. The path
 /// follows.
 pub const REPLIES: &str = "a reply from";
+
+/// What a task of asyncio awaits if it is no other task. The capture writes it, and the judge reads
+/// it.
+pub const FUTURE: &str = "a future";
 
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.
 pub const WATCHER_THREAD: &str = "xpu_timer_watch";

@@ -47,6 +47,13 @@ pub fn is_unsafe(character: char) -> bool {
         || u32::from(character) & 0xfffe == 0xfffe
 }
 
+/// The text with its first letter in upper case.
+#[must_use]
+pub fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
 /// The replacement of a character: a space for line breaks and tabs, [`REPLACEMENT`] for all other
 /// unsafe characters.
 #[must_use]

@@ -15,10 +15,13 @@ Faults (on --fault-rank, at each --fault-step):
              job hangs at its end, where the others wait for one more collective than this rank has
     op       the rank broadcasts where the others sum
     size     the rank sums half as many elements
+    task     the rank awaits tasks of asyncio, which await a future that nobody sets
+    greenlet the rank joins greenlets of gevent, which wait for an event that nobody sets
 Faults of the device and of the network come from XPU_SIM_FAULT.
 """
 
 import argparse
+import asyncio
 import os
 import queue
 import random
@@ -108,6 +111,32 @@ class Trainer:
             raise ArithmeticError(f"sum of the gradients is {total}, not {expected}")
 
 
+async def receive_labels(arrived):
+    """Waits for labels that nobody sends."""
+    await arrived
+
+
+async def gather_labels():
+    arrived = asyncio.get_running_loop().create_future()
+    await asyncio.gather(*[asyncio.create_task(receive_labels(arrived), name=f"labels-{shard}") for shard in range(3)])
+
+
+def join_labels():
+    """As gather_labels, with greenlets."""
+    import gevent.event
+
+    def beat():
+        while True:  # gevent ends a program in which nothing can happen any more
+            gevent.sleep(0.1)
+
+    def receive(arrived):
+        arrived.wait()
+
+    gevent.spawn(beat)
+    arrived = gevent.event.Event()
+    gevent.joinall([gevent.spawn(receive, arrived) for _ in range(3)])
+
+
 def save_model(rank):
     """Rank 0 writes the model and the others wait for it."""
     model = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "model")
@@ -125,7 +154,7 @@ def parse():
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
     parser.add_argument("--jitter", type=float, default=0.0, help="share of it by which the time of a step varies at random")
-    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size"])
+    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size", "task", "greenlet"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, nargs="+", default=[30])
     parser.add_argument("--pause", type=float, default=10.0)
@@ -152,6 +181,10 @@ def main():
                 os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "raise":
                 raise ValueError("a bad sample")
+            if fault == "task":
+                asyncio.run(gather_labels())
+            if fault == "greenlet":
+                join_labels()
         total = trainer.train_step(batch, fault if step in options.fault_step else None)
         if options.fault != "skip":    # as in real training, where the right sum is unknown
             trainer.check(batch, total)

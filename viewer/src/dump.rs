@@ -41,8 +41,8 @@ pub struct Thread<'a> {
     pub name: &'a [u8],
     /// Its frames, leaf first: a range of [`Threads::frames`].
     pub frames: Range<usize>,
-    /// Such as `S (sleeping)`. This field and all below except `owns_gil` are set for native
-    /// threads only.
+    /// Such as `S (sleeping)`. This field and all below are set for native threads only,
+    /// except the last two.
     pub state: &'a [u8],
     /// Kernel function in which it sleeps.
     pub wchan: &'a [u8],
@@ -56,6 +56,21 @@ pub struct Thread<'a> {
     pub incomplete: &'a [u8],
     /// Whether it holds the GIL; Python threads only.
     pub owns_gil: bool,
+    /// Its tasks and greenlets that wait: a range of [`Threads::suspended`]; Python threads only.
+    pub suspended: Range<usize>,
+}
+
+/// A task of asyncio that waits, or a greenlet that is switched away from.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Suspended<'a> {
+    /// A number of `PySuspendedKind`.
+    pub kind: i32,
+    /// Its name.
+    pub name: &'a [u8],
+    /// Its frames, leaf first: a range of [`Threads::frames`].
+    pub frames: Range<usize>,
+    /// What it waits for.
+    pub awaits: &'a [u8],
 }
 
 /// The threads of one process at one moment.
@@ -65,8 +80,10 @@ pub struct Threads<'a> {
     pub native: Vec<Thread<'a>>,
     /// Python threads.
     pub python: Vec<Thread<'a>>,
-    /// The frames of all threads.
+    /// The frames of all threads, tasks and greenlets.
     pub frames: Vec<Frame<'a>>,
+    /// The tasks and greenlets of all threads.
+    pub suspended: Vec<Suspended<'a>>,
 }
 
 /// The contents of one file.
@@ -234,17 +251,42 @@ impl<'a> Threads<'a> {
     fn python_thread(&mut self, mut reader: Reader<'a>) -> Result<Thread<'a>, DecodeError> {
         let begin = self.frames.len();
         let mut thread = Thread::default();
+        let mut suspended = Vec::new();
         while let Some(field) = reader.next_field()? {
             match (field.number, field.wire) {
                 (7, _) => self.frames.push(frame(reader.message(field)?)?),
                 (4, _) => thread.tid = reader.varint(field)? as u32,
                 (3, _) => thread.name = reader.bytes(field)?,
                 (6, VARINT) => thread.owns_gil = reader.varint(field)? != 0,
+                // Their frames follow those of the thread, wherever they are in the file.
+                (103, BYTES) => suspended.push(reader.message(field)?),
                 _ => reader.skip(field)?,
             }
         }
         thread.frames = begin..self.frames.len();
+        let begin = self.suspended.len();
+        for message in suspended {
+            let suspended = self.one_suspended(message)?;
+            self.suspended.push(suspended);
+        }
+        thread.suspended = begin..self.suspended.len();
         Ok(thread)
+    }
+
+    fn one_suspended(&mut self, mut reader: Reader<'a>) -> Result<Suspended<'a>, DecodeError> {
+        let begin = self.frames.len();
+        let mut suspended = Suspended::default();
+        while let Some(field) = reader.next_field()? {
+            match field.number {
+                1 => suspended.kind = reader.varint(field)? as i32,
+                2 => suspended.name = reader.bytes(field)?,
+                3 => self.frames.push(frame(reader.message(field)?)?),
+                4 => suspended.awaits = reader.bytes(field)?,
+                _ => reader.skip(field)?,
+            }
+        }
+        suspended.frames = begin..self.frames.len();
+        Ok(suspended)
     }
 }
 
@@ -445,6 +487,21 @@ mod tests {
         );
         assert_eq!(Dump::decode(&[0x58, 2]), Err(DecodeError::WrongType { field: 11, offset: 0 }));
         assert_eq!(Dump::decode(&[0x5a, 200, 1]), Err(DecodeError::Truncated { offset: 0 }));
+    }
+
+    #[test]
+    fn tasks_before_the_frames_of_their_thread_keep_their_own() {
+        // A Python thread whose task `a` comes before the thread's frame `f`, and whose task `b`
+        // follows it.
+        let task = |name: u8, frame: u8| [0xba, 0x06, 8, 0x12, 1, name, 0x1a, 3, 0x0a, 1, frame];
+        let thread = [&task(b'a', b'g')[..], &[0x3a, 3, 0x0a, 1, b'f'], &task(b'b', b'h')].concat();
+        let file = [&[0x12, thread.len() as u8][..], &thread].concat();
+        let threads = Dump::decode(&file).unwrap().threads;
+        let frames = |range: &Range<usize>| threads.frames[range.clone()].iter().map(|frame| frame.func[0]).collect();
+        let of_tasks: Vec<(u8, Vec<u8>)> =
+            threads.suspended.iter().map(|task| (task.name[0], frames(&task.frames))).collect();
+        assert_eq!(of_tasks, [(b'a', vec![b'g']), (b'b', vec![b'h'])]);
+        assert_eq!((frames(&threads.python[0].frames), threads.python[0].suspended.clone()), (vec![b'f'], 0..2));
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Selects some ranks, some threads, or the stacks that contain a text.
 
-use crate::dump::{Child, Dump, Frame, Thread, Threads};
+use crate::dump::{Child, Dump, Frame, Suspended, Thread, Threads};
 use crate::folder::DumpFile;
 use crate::merge::main_threads;
 use std::collections::HashSet;
+use std::ops::Range;
 use xpu_timer_analysis::main_thread;
 use xpu_timer_analysis::rank_set::RankSet;
 
@@ -59,19 +60,28 @@ impl Filter {
     /// Removes the threads that are not selected. `named` holds, for each native and each Python
     /// thread, whether its name or id selects it.
     fn select(&self, threads: &mut Threads<'_>, named: Option<&(Vec<bool>, Vec<bool>)>) {
-        let Threads { native, python, frames } = threads;
-        let greps = |thread: &Thread<'_>| {
+        let Threads { native, python, frames, suspended } = threads;
+        let greps = |stack: &Range<usize>| {
             let holds_it = |text: &String| {
-                frames[thread.frames.clone()].iter().any(|frame| holds(frame.func, text) || holds(frame.file, text))
+                frames[stack.clone()].iter().any(|frame| holds(frame.func, text) || holds(frame.file, text))
             };
             self.grep.as_ref().is_none_or(holds_it)
         };
+        // A thread stays for its tasks, without its own stack if only they have the text.
+        for suspended in suspended.iter_mut().filter(|suspended| !greps(&suspended.frames)) {
+            suspended.frames = 0..0;
+        }
         for (threads, of_native) in [(native, true), (python, false)] {
             let mut place = 0;
-            threads.retain(|thread| {
+            threads.retain_mut(|thread| {
                 let is_named = named.is_none_or(|both| (if of_native { &both.0 } else { &both.1 })[place]);
                 place += 1;
-                is_named && greps(thread)
+                if !greps(&thread.frames) {
+                    thread.frames = 0..0;
+                }
+                let mut tasks = suspended[thread.suspended.clone()].iter();
+                let stays = greps(&thread.frames) || tasks.any(|suspended| !suspended.frames.is_empty());
+                is_named && stays
             });
         }
     }
@@ -87,13 +97,20 @@ const CHILD: &[u8] = b"child process";
 
 /// Appends threads, each with `root` as its outermost frame.
 fn append<'a>(threads: &mut Threads<'a>, others: Threads<'a>, root: Frame<'a>) {
-    let Threads { native, python, frames } = others;
+    let Threads { native, python, frames, suspended } = others;
+    let before = threads.suspended.len();
+    for suspended in suspended {
+        let begin = threads.frames.len();
+        threads.frames.extend_from_slice(&frames[suspended.frames.clone()]);
+        threads.suspended.push(Suspended { frames: begin..threads.frames.len(), ..suspended });
+    }
     for (list, more) in [(&mut threads.native, native), (&mut threads.python, python)] {
         for thread in more {
             let begin = threads.frames.len();
             threads.frames.extend_from_slice(&frames[thread.frames.clone()]);
             threads.frames.push(root);
-            list.push(Thread { frames: begin..threads.frames.len(), ..thread });
+            let suspended = before + thread.suspended.start..before + thread.suspended.end;
+            list.push(Thread { frames: begin..threads.frames.len(), suspended, ..thread });
         }
     }
 }
@@ -152,6 +169,7 @@ mod tests {
                 Frame::new("step", "t.py:1"),
                 Frame::new("put", "q.py:1"),
             ],
+            ..Threads::default()
         };
         let left = |thread: Option<&str>, grep: Option<&str>, pid| {
             let mut dump = Dump { threads: threads(), pid, first_sample: Some(b""), ..Dump::default() };
@@ -177,6 +195,35 @@ mod tests {
         assert_eq!(left(None, Some("libc"), 7), "python3 pool7");
         assert_eq!(left(None, Some("nowhere"), 7), "");
         assert_eq!(left(Some("nobody"), None, 7), "");
+    }
+
+    #[test]
+    fn a_text_selects_tasks_without_the_stack_of_their_thread() {
+        let threads = || Threads {
+            python: vec![
+                Thread { name: b"loop", frames: 0..1, suspended: 0..2, ..Thread::default() },
+                Thread { name: b"other", frames: 1..2, ..Thread::default() },
+            ],
+            frames: ["select", "step", "fetch", "save"].map(|func| Frame::new(func, "t.py:1")).into(),
+            suspended: [2..3, 3..4].map(|frames| Suspended { frames, ..Suspended::default() }).into(),
+            ..Threads::default()
+        };
+        let left = |grep: &str| {
+            let mut dump = Dump { threads: threads(), ..Dump::default() };
+            Filter { grep: Some(grep.into()), ..Filter::default() }.apply(&mut dump);
+            let Threads { python, frames, suspended, .. } = dump.threads;
+            let texts =
+                |range: &Range<usize>| frames[range.clone()].iter().map(|frame| frame.text().0).collect::<String>();
+            let of_thread = |thread: &Thread<'_>| {
+                let tasks = suspended[thread.suspended.clone()].iter().map(|task| texts(&task.frames));
+                format!("{}: {} ", texts(&thread.frames), tasks.collect::<Vec<_>>().join(","))
+            };
+            python.iter().map(of_thread).collect::<String>()
+        };
+        assert_eq!(left("t.py"), "select: fetch,save step:  ");
+        assert_eq!(left("fetch"), ": fetch, ");
+        assert_eq!(left("select"), "select: , ");
+        assert_eq!(left("nowhere"), "");
     }
 
     #[test]

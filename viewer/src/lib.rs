@@ -32,7 +32,7 @@ use xpu_timer_timeline::picture::Picture;
 use xpu_timer_timeline::profile::RankSamples;
 
 /// Merges the stacks of all ranks into cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
-/// report.html.
+/// report.html. Tasks of asyncio and greenlets that wait are in task_stack and task_stack.svg.
 ///
 /// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents
 /// ($XPU_TIMER_TIMELINE_PATH), it takes the latest one. Each frame is labelled
@@ -74,10 +74,10 @@ pub struct FileChoice {
     /// Print the summary; write only the files that are chosen
     #[arg(long)]
     pub text: bool,
-    /// Write cpp_stack and py_stack
+    /// Write cpp_stack and py_stack, and task_stack if there are tasks or greenlets that wait
     #[arg(long)]
     pub folded: bool,
-    /// Write cpp_stack.svg and py_stack.svg
+    /// Write cpp_stack.svg and py_stack.svg, and task_stack.svg if there are any
     #[arg(long)]
     pub svg: bool,
     /// Write report.html
@@ -148,20 +148,16 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
         })
     });
     print_warnings(&notes, &merged, err);
-    if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
-        bail!("{} contains no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
-    }
-    if merged.ranks.is_empty() {
-        bail!("{} contains no .stacktrace file that can be read", shown(&path));
-    }
+    ensure_dumps(args, &path, &merged)?;
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
     // The folder of a large job contains only some dumps, and the stacks of all ranks as trees.
     let trees = folder::merged_trees(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
-    let mut result = match &trees {
-        Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
-        None => write_all([&merged.native, &merged.python], listed.world, output, choice, &mut written),
+    let (native, python, world) = match &trees {
+        Some(trees) => (&trees.native, &trees.python, trees.world),
+        None => (&merged.native, &merged.python, listed.world),
     };
+    let mut result = write_all([native, python, &merged.suspended], world, output, choice, &mut written);
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
         let about = report::ReportContext {
@@ -196,6 +192,15 @@ fn draw_dumps(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::
     };
     // The summary is useful even if the folder is not writable.
     write_stdout(&text, out).and(result)
+}
+
+/// Fails if no dump could be read.
+fn ensure_dumps(args: &Args, path: &Path, merged: &Merged) -> anyhow::Result<()> {
+    match &args.filter.rank {
+        _ if !merged.ranks.is_empty() => Ok(()),
+        Some(ranks) => bail!("{} contains no dump of {} that can be read", shown(path), summary::ranks_of(ranks)),
+        None => bail!("{} contains no .stacktrace file that can be read", shown(path)),
+    }
 }
 
 /// Says that timelines are still coming into the folder.
@@ -298,10 +303,18 @@ pub fn merge_files_with(
     merger.finish()
 }
 
-/// Writes the chosen folded stacks and pictures, of native and Python stacks, and appends their
-/// paths to `written`.
+/// The names of the files of each tree, and the titles of their pictures.
+const TREES: [(&str, &str); 3] = [
+    ("cpp_stack", "merge stack in cpp"),
+    ("py_stack", "merge stack in py"),
+    ("task_stack", "tasks and greenlets that wait"),
+];
+
+/// Writes the chosen folded stacks and pictures, and appends their paths to `written`. The trees
+/// are of native stacks, of Python stacks, and of tasks and greenlets. The last one has files only
+/// if it has stacks.
 pub fn write_all(
-    [native, python]: [&PrefixTree; 2],
+    trees: [&PrefixTree; 3],
     world: u32,
     output: &Path,
     choice: FileChoice,
@@ -311,20 +324,23 @@ pub fn write_all(
         std::fs::create_dir_all(output).with_context(|| format!("cannot create the folder {}", shown(output)))?;
     }
     let failed = |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
-    for (name, tree) in [("cpp", native), ("py", python)] {
-        if !choice.folded && !choice.svg {
+    if !choice.folded && !choice.svg {
+        return Ok(());
+    }
+    for ((name, title), tree) in TREES.into_iter().zip(trees) {
+        let svg = format!("{name}.svg");
+        if name == TREES[2].0 && tree.nodes().is_empty() {
+            // Files of an earlier run would show tasks that no dump has.
+            let _ = [name, &svg].map(|file| std::fs::remove_file(output.join(file)));
             continue;
         }
         let picture = Picture::new(tree, world);
         if choice.folded {
-            let text = format!("{name}_stack");
-            let path = folder::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
-            written.push(path.with_context(|| failed(&text))?);
+            let path = folder::write_file(output, name, |out| out.write_all(picture.folded().as_bytes()));
+            written.push(path.with_context(|| failed(name))?);
         }
         if choice.svg {
-            let svg = format!("{name}_stack.svg");
-            let title = format!("merge stack in {name}");
-            let path = folder::write_file(output, &svg, |out| picture.write_svg(&title, out));
+            let path = folder::write_file(output, &svg, |out| picture.write_svg(title, out));
             written.push(path.with_context(|| failed(&svg))?);
         }
     }

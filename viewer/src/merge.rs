@@ -12,11 +12,14 @@ use xpu_timer_analysis::{
     folded::{self, DROPPED_FROM, STATE},
     groups,
     main_thread::{self, Candidate},
+    own_place,
     prefix_tree::{NodeId, PrefixTree, WordId, WordTable},
     rank_set::RankSet,
+    suspended::Waiting,
 };
+use xpu_timer_proto::server::{PySpyFrame, PySuspendedKind};
 
-use crate::dump::{Dump, Frame, Thread, Threads};
+use crate::dump::{Dump, Frame, Suspended, Thread, Threads};
 
 pub use xpu_timer_analysis::groups::{Group, Mode, StackLocation};
 
@@ -31,6 +34,13 @@ pub struct Merged {
     pub native_ends: Vec<StackEnd>,
     /// Where each Python stack ends.
     pub python_ends: Vec<StackEnd>,
+    /// Tree of the tasks and greenlets that wait. The root of each stack is what waits, and the
+    /// name of its thread.
+    pub suspended: PrefixTree,
+    /// Where each of these stacks ends.
+    pub suspended_ends: Vec<StackEnd>,
+    /// Tasks and greenlets that wait, those alike together.
+    pub waiting: Vec<WaitingRanks>,
     /// Ranks that have a dump.
     pub ranks: RankSet,
     /// `ranks` in groups, largest group first.
@@ -43,11 +53,29 @@ pub struct Merged {
     pub capture_errors: BTreeMap<(&'static str, String), RankSet>,
 }
 
+/// Tasks or greenlets that wait at one place in threads with equal stacks.
+#[derive(Clone, Debug)]
+pub struct WaitingRanks {
+    /// Python stack of their thread; `None` if no frame of it is drawn.
+    pub thread: Option<StackId>,
+    /// Their stack, in [`Merged::suspended`].
+    pub stack: StackId,
+    /// What waits, for what, and how many.
+    pub waiting: Waiting,
+    /// The innermost line of the user's own code: `train.py:31 in fetch`.
+    pub place: String,
+    /// The ranks that have them.
+    pub ranks: RankSet,
+}
+
 /// Adds dumps one by one.
 #[derive(Debug, Default)]
 pub struct Merger {
     native: Stacks,
     python: Stacks,
+    suspended: Stacks,
+    /// By the stack of the thread, and their own.
+    waiting: BTreeMap<(Option<StackId>, StackId), Vec<WaitingRanks>>,
     ranks: RankSet,
     main: BTreeMap<Option<(Mode, StackId)>, RankSet>,
     states: BTreeMap<String, RankSet>,
@@ -64,6 +92,8 @@ pub struct Interned {
     pub native: Vec<Option<StackId>>,
     /// Of the Python threads.
     pub python: Vec<Option<StackId>>,
+    /// Of the tasks and greenlets, in the order of [`Threads::suspended`].
+    pub suspended: Vec<Option<StackId>>,
     /// Index of the main thread in the Python threads, else in the native threads.
     pub main: Option<(Mode, usize)>,
 }
@@ -72,6 +102,27 @@ impl Interned {
     fn stack(&self, (mode, place): (Mode, usize)) -> Option<StackId> {
         *(if mode == Mode::Native { &self.native } else { &self.python }).get(place)?
     }
+
+    /// The tasks and greenlets of a Python thread that wait, with the number of their stack and an
+    /// index in [`Threads::suspended`]. Those that are alike come together.
+    pub fn waiting(&self, threads: &Threads<'_>, thread: &Thread<'_>) -> Vec<(StackId, Waiting, usize)> {
+        let mut all: Vec<(StackId, Waiting, usize)> = Vec::new();
+        for index in thread.suspended.clone() {
+            let Some(stack) = self.suspended[index] else { continue };
+            let suspended = &threads.suspended[index];
+            let [name, awaits] = [suspended.name, suspended.awaits].map(String::from_utf8_lossy);
+            let waiting = Waiting::new(kind_of(suspended), &name, &awaits);
+            match all.iter_mut().find(|known| known.0 == stack && known.1.is_like(&waiting)) {
+                Some(known) => known.1.add(&waiting),
+                None => all.push((stack, waiting, index)),
+            }
+        }
+        all
+    }
+}
+
+fn kind_of(suspended: &Suspended<'_>) -> PySuspendedKind {
+    PySuspendedKind::try_from(suspended.kind).unwrap_or_default()
 }
 
 impl Merger {
@@ -86,6 +137,7 @@ impl Merger {
                 stacks.add(id, rank);
             }
         }
+        self.add_waiting(rank, &dump.threads, &last);
         let main = last.main.and_then(|(mode, place)| Some((mode, last.stack((mode, place))?)));
         self.last = last;
         self.ranks.insert(rank);
@@ -97,6 +149,27 @@ impl Merger {
         for (field, text) in [("pstack_stderr", &dump.pstack_stderr), ("pyspy_stderr", &dump.pyspy_stderr)] {
             if !text.trim().is_empty() {
                 self.capture_errors.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
+            }
+        }
+    }
+
+    fn add_waiting(&mut self, rank: u32, threads: &Threads<'_>, ids: &Interned) {
+        for (thread, of_thread) in threads.python.iter().zip(&ids.python) {
+            for (stack, waiting, index) in ids.waiting(threads, thread) {
+                self.suspended.add(stack, rank);
+                let all = self.waiting.entry((*of_thread, stack)).or_default();
+                if let Some(known) = all.iter_mut().find(|known| known.waiting.is_like(&waiting)) {
+                    known.waiting.add(&waiting);
+                    known.ranks.insert(rank);
+                    continue;
+                }
+                let frames = threads.frames[threads.suspended[index].frames.clone()].iter().map(|frame| {
+                    let (func, file) = frame.text();
+                    PySpyFrame { func_name: func.into(), file_name: file.into(), ..PySpyFrame::default() }
+                });
+                let place = own_place(&frames.collect::<Vec<_>>()).unwrap_or_default();
+                let ranks = RankSet::from_iter([rank]);
+                all.push(WaitingRanks { thread: *of_thread, stack, waiting, place, ranks });
             }
         }
     }
@@ -124,10 +197,28 @@ impl Merger {
                 ids.push(stacks.intern(threads.frames_of(thread)));
             }
         }
+        ids.suspended.clear();
+        ids.suspended.resize(threads.suspended.len(), None);
+        for thread in &threads.python {
+            for index in thread.suspended.clone() {
+                ids.suspended[index] = self.intern_suspended(threads, thread, &threads.suspended[index]);
+            }
+        }
         let (native, python) = main_threads(threads, pid);
         // The main thread's Python stack is more useful to a reader.
         let python = python.map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
         ids.main = python.or_else(|| native.map(|place| (Mode::Native, place)));
+    }
+
+    fn intern_suspended(
+        &mut self,
+        threads: &Threads<'_>,
+        thread: &Thread<'_>,
+        suspended: &Suspended<'_>,
+    ) -> Option<StackId> {
+        let frames = &threads.frames[suspended.frames.clone()];
+        let root = Frame { func: kind_of(suspended).noun().as_bytes(), file: thread.name };
+        if frames.is_empty() { None } else { self.suspended.intern(&[frames, &[root]].concat()) }
     }
 
     /// Builds the trees and groups.
@@ -137,12 +228,16 @@ impl Merger {
         let paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
         let (native, native_ends) = self.native.into_tree();
         let (python, python_ends) = self.python.into_tree();
+        let (suspended, suspended_ends) = self.suspended.into_tree();
         let groups = groups::groups(paths, &native, &python);
         Merged {
             native,
             python,
             native_ends,
             python_ends,
+            suspended,
+            suspended_ends,
+            waiting: self.waiting.into_values().flatten().collect(),
             ranks: self.ranks,
             groups,
             states: self.states,

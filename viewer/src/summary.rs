@@ -2,11 +2,13 @@
 //! missing, and which files were written.
 
 use crate::absent_ranks::AbsentRanks;
-use crate::merge::{Group, Merged, Mode, StackEnd};
+use crate::merge::{Group, Merged, Mode, StackEnd, StackId, WaitingRanks};
 use serde_json::{Map, Value, json};
+use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::printable::{self, line};
 
@@ -21,6 +23,10 @@ const RUNS_SHOWN: usize = 12;
 
 /// Number of stacks that are shown; the rest is counted.
 const STACKS_SHOWN: usize = 40;
+
+/// Number of lines about tasks and greenlets that wait, and of their stacks below the stack of a
+/// thread; the rest is counted.
+const WAITING_SHOWN: usize = 8;
 
 /// What stdout can show: its width and whether it understands colours. The default is plain text of
 /// any width.
@@ -129,6 +135,9 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) 
     } else {
         let _ = writeln!(text, "{head} {}", grouped(merged));
         push_groups(&mut text, merged, &culprits, terminal);
+        if !about.stacks {
+            push_waiting(&mut text, merged, &culprits, terminal);
+        }
     }
     push_absent(&mut text, merged, &about.absent(), prose);
     if let Some(operations) = about.operations {
@@ -188,6 +197,31 @@ fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, terminal:
         let groups = if left_out == 1 { "group" } else { "groups" };
         let ranks = if of_ranks == 1 { "rank" } else { "ranks" };
         let _ = writeln!(text, "  and {left_out} more {groups} with {of_ranks} {ranks}");
+    }
+}
+
+/// Tasks or greenlets that wait, in words, with their ranks.
+fn waiting_text(of: &WaitingRanks) -> String {
+    line(&of.waiting.words(&ranks_of(&of.ranks))).into_owned()
+}
+
+/// Adds the tasks and greenlets that wait: first those of culprits, then those that wait for no
+/// other task.
+fn push_waiting(text: &mut String, merged: &Merged, culprits: &RankSet, terminal: Terminal) {
+    let mut all: Vec<&WaitingRanks> = merged.waiting.iter().collect();
+    let is_culprit = |of: &WaitingRanks| !of.ranks.intersection(culprits).is_empty();
+    all.sort_by_key(|of| (!is_culprit(of), of.waiting.awaits_another(), Reverse(of.waiting.count)));
+    if !all.is_empty() {
+        text.push_str("\nTasks and greenlets that wait:\n");
+    }
+    for of in all.iter().take(WAITING_SHOWN) {
+        let style = TerminalStyle(terminal.colour);
+        let words = waiting_text(of);
+        let words = if is_culprit(of) { style.red(&words) } else { words };
+        let _ = writeln!(text, "  {words} at {}", line(&of.place));
+    }
+    if all.len() > WAITING_SHOWN {
+        let _ = writeln!(text, "  and {} more groups; --json shows all", all.len() - WAITING_SHOWN);
     }
 }
 
@@ -259,53 +293,109 @@ pub fn json(merged: &Merged, about: &SummaryContext<'_>, folder: &str) -> serde_
     if about.stacks {
         let stacks = stacks_of(merged).into_iter();
         value["stacks"] = stacks
-            .map(|(mode, ranks, words)| {
+            .map(|Stack { mode, ranks, words, .. }| {
                 let mode = if mode == Mode::Python { "python" } else { "native" };
                 json!({"mode": mode, "ranks": ranks.to_string(), "leaf_first": words})
+            })
+            .collect();
+    }
+    if !merged.waiting.is_empty() {
+        let waiting = merged.waiting.iter();
+        value["waiting"] = waiting
+            .map(|of| {
+                let WaitingRanks { waiting, place, ranks, .. } = of;
+                json!({
+                    "kind": waiting.kind.noun(), "name": waiting.name(), "count": waiting.count,
+                    "awaits": waiting.awaits(), "place": place, "ranks": ranks.to_string(),
+                    "leaf_first": suspended_words(merged, of),
+                })
             })
             .collect();
     }
     Ok(printable::json(&serde_json::to_string_pretty(&value)?).into_owned() + "\n")
 }
 
-/// All stacks: Python, then native, those of most ranks first. The words of each are leaf first.
-fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
+/// One stack of a summary.
+struct Stack<'a> {
+    mode: Mode,
+    /// Its number among the stacks of this mode.
+    number: usize,
+    ranks: &'a RankSet,
+    /// Leaf first.
+    words: Vec<&'a str>,
+}
+
+/// All stacks: Python, then native, those of most ranks first.
+fn stacks_of(merged: &Merged) -> Vec<Stack<'_>> {
     let mut stacks = Vec::new();
     for (mode, tree, ends) in
         [(Mode::Python, &merged.python, &merged.python_ends), (Mode::Native, &merged.native, &merged.native_ends)]
     {
-        for end in ends {
+        for (number, end) in ends.iter().enumerate() {
             let StackEnd::Drawn(end) = *end else { continue };
-            let mut words = Vec::new();
-            let mut at = Some(end);
-            while let Some(id) = at {
-                words.push(tree.text(id));
-                at = tree.node(id).parent;
-            }
+            let words = words_of(tree, end);
             // The process state is drawn as a stack of one frame, but it is not a stack.
             if !matches!(words[..], [word] if word.starts_with("State@")) {
-                stacks.push((mode, &tree.node(end).ranks, words));
+                stacks.push(Stack { mode, number, ranks: &tree.node(end).ranks, words });
             }
         }
     }
-    stacks.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.len().cmp(&a.1.len())).then_with(|| a.2.cmp(&b.2)));
+    stacks.sort_by(|a, b| {
+        a.mode.cmp(&b.mode).then_with(|| b.ranks.len().cmp(&a.ranks.len())).then_with(|| a.words.cmp(&b.words))
+    });
     stacks
+}
+
+/// The words of the stack that ends at a node, leaf first.
+fn words_of(tree: &PrefixTree, end: NodeId) -> Vec<&str> {
+    let nodes = std::iter::successors(Some(end), |id| tree.node(*id).parent);
+    nodes.map(|id| tree.text(id)).collect()
+}
+
+/// The words of the stack of tasks or greenlets, leaf first.
+fn suspended_words<'a>(merged: &'a Merged, of: &WaitingRanks) -> Vec<&'a str> {
+    let StackEnd::Drawn(end) = merged.suspended_ends[of.stack.index()] else { return Vec::new() };
+    let mut words = words_of(&merged.suspended, end);
+    // The root names what waits.
+    words.pop();
+    words
 }
 
 fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     let stacks = stacks_of(merged);
-    if stacks.is_empty() {
+    if stacks.is_empty() && merged.waiting.is_empty() {
         text.push_str("\nNo stack matches --rank, --thread and --grep.\n");
     }
-    for (mode, ranks, words) in stacks.iter().take(STACKS_SHOWN) {
+    for Stack { mode, number, ranks, words } in stacks.iter().take(STACKS_SHOWN) {
         let kind = if *mode == Mode::Python { "Python" } else { "Native" };
-        let _ = writeln!(text, "\n{kind} stack of {}, leaf first", ranks_of(ranks));
-        for word in words {
-            let _ = writeln!(text, "  {}", shown(word, width.map(|width| width.saturating_sub(2))));
+        push_stack(text, &format!("{kind} stack of {}", ranks_of(ranks)), words, width);
+        if *mode == Mode::Python {
+            push_waiting_stacks(text, merged, Some(*number), width);
         }
     }
+    push_waiting_stacks(text, merged, None, width);
     if stacks.len() > STACKS_SHOWN {
         let _ = writeln!(text, "\nand {} more stacks; --json shows all", stacks.len() - STACKS_SHOWN);
+    }
+}
+
+fn push_stack(text: &mut String, title: &str, words: &[&str], width: Option<usize>) {
+    let _ = writeln!(text, "\n{title}, leaf first");
+    for word in words {
+        let _ = writeln!(text, "  {}", shown(word, width.map(|width| width.saturating_sub(2))));
+    }
+}
+
+/// Adds the tasks and greenlets of the threads with a Python stack of this number, or with none.
+fn push_waiting_stacks(text: &mut String, merged: &Merged, number: Option<usize>, width: Option<usize>) {
+    let of_thread = |of: &&WaitingRanks| of.thread.map(StackId::index) == number;
+    let all: Vec<&WaitingRanks> = merged.waiting.iter().filter(of_thread).collect();
+    for of in all.iter().take(WAITING_SHOWN) {
+        push_stack(text, &waiting_text(of), &suspended_words(merged, of), width);
+    }
+    if all.len() > WAITING_SHOWN {
+        let _ =
+            writeln!(text, "\nand {} more groups of tasks or greenlets; --json shows all", all.len() - WAITING_SHOWN);
     }
 }
 

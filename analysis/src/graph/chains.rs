@@ -219,13 +219,9 @@ impl Chains<'_, '_> {
                 }
                 Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => {
                     let candidates = self.of_threads(current);
-                    let is_locked = self.has_locked_request(current, before_current);
-                    let locked = is_locked.then(|| Chain { is_served: true, is_certain: false, ..chain.clone() });
+                    let locked = self.has_locked_request(current, before_current).then(|| chain.clone());
                     let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
-                    return match (any.unwrap_or(End::AtRest), locked) {
-                        (End::AtRest, Some(chain)) => End::Process(chain),
-                        (end, _) => end,
-                    };
+                    return any.unwrap_or(End::AtRest).or_served(locked);
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
@@ -686,6 +682,14 @@ impl Branches {
 }
 
 impl End {
+    /// This end, or that of the chain to a server that is not at rest.
+    fn or_served(self, chain: Option<Chain>) -> End {
+        match (self, chain) {
+            (End::AtRest, Some(chain)) => End::Process(Chain { is_served: true, is_certain: false, ..chain }),
+            (end, _) => end,
+        }
+    }
+
     /// This end, reached through a chain and a branch.
     fn after(self, mut chain: Chain) -> End {
         match self {

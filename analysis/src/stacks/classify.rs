@@ -1,7 +1,7 @@
 //! The activity of a thread, by the names on its stacks.
 
 use xpu_timer_proto::{
-    MAX_SUSPENDED,
+    FUTURE, MAX_SUSPENDED,
     server::{Holder, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
 };
 
@@ -386,7 +386,7 @@ enum TaskWait {
     Rest,
     /// A lock or a semaphore.
     Lock,
-    /// A lock or a semaphore in a `with` statement, or the end of what is in a queue: work has begun.
+    /// A lock or a semaphore in a `with` statement, or the end of a queue: work has begun.
     Work,
 }
 
@@ -404,13 +404,13 @@ pub(super) fn stuck_task(python: &PySpyStacktrace) -> Option<&PySuspended> {
 
 /// `None` if a task waits for something else.
 fn task_wait(task: &PySuspended) -> Option<TaskWait> {
-    if task.awaits.starts_with("task ") || task.awaits.starts_with("the tasks ") {
-        return Some(TaskWait::Other);
+    if task.awaits != FUTURE {
+        return (!task.awaits.is_empty()).then_some(TaskWait::Other);
     }
     let at = |place: usize, functions: &[&str], file: &str| {
         let is =
             |frame: &PySpyFrame| functions.contains(&unqualified(&frame.func_name)) && frame.file_name.contains(file);
-        task.awaits == "a future" && task.frames.get(place).is_some_and(is)
+        task.frames.get(place).is_some_and(is)
     };
     let (locks, queues) = (patterns::TASK_LOCK_FILE, patterns::TASK_QUEUE_FILE);
     // The end of a queue is an event.

@@ -1105,20 +1105,25 @@ pub struct HostFacts {
     /// What another thread does that may hold a lock for which the main thread waits.
     #[prost(string, optional, tag = "32")]
     pub other_thread: ::core::option::Option<::prost::alloc::string::String>,
-    /// Tasks and greenlets that wait at one place in both samples, and not for a timer.
+    /// Tasks and greenlets that wait at one place in both samples, and not for a timer. Those at equal
+    /// places are one.
     #[prost(message, repeated, tag = "33")]
     pub suspended: ::prost::alloc::vec::Vec<HostSuspended>,
 }
-/// A task of asyncio or a greenlet that waits.
+/// A task of asyncio or a greenlet that waits, or several.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct HostSuspended {
     #[prost(enumeration = "super::server::PySuspendedKind", tag = "1")]
     pub kind: i32,
+    /// The name; of several, the common beginning of their names and `…`.
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
     /// `train.py:31 in fetch`.
     #[prost(string, tag = "3")]
     pub place: ::prost::alloc::string::String,
+    /// Number of tasks or greenlets, if more than one.
+    #[prost(uint32, tag = "4")]
+    pub count: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HostThreadWait {

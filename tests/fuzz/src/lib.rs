@@ -7,13 +7,14 @@
 mod wire;
 
 use std::convert::Infallible;
+use std::ops::Range;
 
 use xpu_timer_analysis::folded;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
-use xpu_timer_proto::server::{PstackFrame, PySpyFrame, Stacktrace};
+use xpu_timer_proto::server::{PstackFrame, PySpyFrame, PySuspended, Stacktrace};
 use xpu_timer_proto::{Message, lenient};
 use xpu_timer_timeline::picture::Picture;
-use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
+use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Suspended, Thread, Threads};
 use xpu_timer_viewer::merge::Merger;
 use xpu_timer_viewer::report;
 
@@ -123,29 +124,41 @@ pub fn planted(bytes: &[u8]) {
     assert!(!matches!(bytes, [b'p', b'l', b'a', b'n', b't', b'e', b'd', b'!', ..]), "the planted word was found");
 }
 
-/// The drawn parts of a dump: process id, state, and the frames of the native and the Python
-/// threads.
-type Drawn = (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>);
+type Frames = Vec<(String, String)>;
+
+/// The drawn parts of a dump: process id, state, the frames of the native and the Python threads,
+/// and for each Python thread the tasks and greenlets: kind, name, what it awaits, frames.
+type Drawn = (i32, String, Vec<Frames>, Vec<Frames>, Vec<Vec<(i32, String, String, Frames)>>);
 
 fn drawn_by_prost(message: &Stacktrace) -> Drawn {
     let native = |frame: &PstackFrame| (frame.func_name.clone(), frame.file_name.clone());
     let python = |frame: &PySpyFrame| (frame.func_name.clone(), frame.file_name.clone());
+    let suspended =
+        |of: &PySuspended| (of.kind, of.name.clone(), of.awaits.clone(), of.frames.iter().map(python).collect());
     (
         message.pid,
         message.process_state.clone(),
         message.stacktrace.iter().map(|thread| thread.frames.iter().map(native).collect()).collect(),
         message.py_stacktrace.iter().map(|thread| thread.frames.iter().map(python).collect()).collect(),
+        message.py_stacktrace.iter().map(|thread| thread.suspended.iter().map(suspended).collect()).collect(),
     )
 }
 
 fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
     let dump = Dump::decode(file)?;
-    let texts = |thread: &Thread<'_>| -> Vec<(String, String)> {
-        let frames = dump.threads.frames_of(thread).iter();
-        frames.map(|frame| frame.text()).map(|(func, file)| (func.into_owned(), file.into_owned())).collect()
+    let Threads { native, python, frames, suspended } = &dump.threads;
+    let texts = |range: &Range<usize>| -> Frames {
+        let frames = frames[range.clone()].iter().map(|frame| frame.text());
+        frames.map(|(func, file)| (func.into_owned(), file.into_owned())).collect()
     };
-    let (native, python) = (dump.threads.native.iter().map(texts), dump.threads.python.iter().map(texts));
-    Ok((dump.pid, dump.process_state.to_string(), native.collect(), python.collect()))
+    let of_threads = |threads: &[Thread<'_>]| threads.iter().map(|thread| texts(&thread.frames)).collect();
+    let one_suspended = |of: &Suspended<'_>| {
+        let [name, awaits] = [of.name, of.awaits].map(|text| String::from_utf8_lossy(text).into_owned());
+        (of.kind, name, awaits, texts(&of.frames))
+    };
+    let suspended = |thread: &Thread<'_>| suspended[thread.suspended.clone()].iter().map(one_suspended).collect();
+    let suspended = python.iter().map(suspended).collect();
+    Ok((dump.pid, dump.process_state.to_string(), of_threads(native), of_threads(python), suspended))
 }
 
 /// Number of frames in a picture, without the frame of all stacks, according to an XML parser.
@@ -201,6 +214,12 @@ mod tests {
                 os_thread_id: 9,
                 thread_name: "MainThread".into(),
                 frames: vec![PySpyFrame { func_name: "f".into(), file_name: "x.py:3".into(), module: "m".into() }],
+                suspended: vec![PySuspended {
+                    kind: 2,
+                    name: "Greenlet".into(),
+                    frames: vec![PySpyFrame { func_name: "g".into(), ..Default::default() }; 2],
+                    awaits: "a future".into(),
+                }],
                 ..Default::default()
             }],
             pid: -5,

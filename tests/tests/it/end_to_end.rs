@@ -2,7 +2,9 @@
 //! folder with the right verdict.
 
 use std::{
-    fs,
+    env, fs,
+    path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -11,7 +13,7 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::{Value, json};
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, gevent_python, python, tree, wait_until};
 
 const RANKS: u32 = 4;
 
@@ -130,6 +132,50 @@ fn a_killed_rank() {
 #[test]
 fn a_stopped_rank() {
     expect(Job::new(), &["--fault=stopped"], "process_stopped", &[2]);
+}
+
+/// The verdict on two ranks of which rank 1 waits for a task or a greenlet, and what the viewer
+/// prints about rank 1.
+fn waits_for_nobody(python: &Path, fault: &str, place: &str, line: &str, shown: &str) {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
+    let examples = tree().join("tests/examples");
+    let mut command = job.launch(python);
+    command.arg(examples.join("run_ranks.py")).arg("--nproc=2").arg(examples.join("train.py"));
+    let _ranks = Process::spawn(command.args(["--fault-rank=1", "--fault-step=10"]).arg(format!("--fault={fault}")));
+    let incident = job.wait_incident(1, PATIENCE);
+    let text = text(&incident);
+    assert_eq!(culprits(&incident), &json!([1]), "{text}");
+    assert_eq!(incident.verdict["cause"], "missing_rank", "{text}");
+    let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+    assert!(sentence.contains(place), "no {place} in: {sentence}");
+    let lines = incident.verdict["evidence"].as_array().expect("a list");
+    let lines: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
+    let is_line = |text: &&str| text.starts_with(line) && text.contains(" at train.py:");
+    assert!(lines.iter().any(is_line), "no {line} in: {lines:#?}");
+    let tasks = fs::read_to_string(incident.path.join("task_stack")).expect("task_stack");
+    assert!(tasks.contains(&format!("{shown}@")) && tasks.contains("@MainThread@1|0;"), "{tasks}");
+    let python = fs::read_to_string(incident.path.join("py_stack")).expect("py_stack");
+    assert!(!python.contains("@MainThread@"), "{python}");
+    let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
+    let mut viewer = Command::new(viewer);
+    let summary = Process::spawn(viewer.args(["--text", "--rank=1", "--path"]).arg(&incident.path)).wait(PATIENCE);
+    assert!(summary.stdout.contains(&format!("\n{line}")), "{}", summary.stdout);
+}
+
+#[test]
+fn a_rank_that_awaits_a_future_of_asyncio() {
+    let line = "3 tasks 'labels-…' of rank 1 await a future";
+    waits_for_nobody(python().as_ref(), "task", "in receive_labels", line, "receive_labels");
+}
+
+/// Needs gevent from PyPI: `XPU_TIMER_TEST_LONG=1`.
+#[test]
+fn a_rank_that_joins_greenlets_of_gevent() {
+    if env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let program = gevent_python(python().as_ref(), "default").expect("gevent");
+    waits_for_nobody(&program, "greenlet", "in join_labels", "3 greenlets 'Greenlet' of rank 1 wait", "receive");
 }
 
 #[test]

@@ -186,6 +186,47 @@ fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
 }
 
 #[test]
+fn tasks_and_greenlets_that_wait_are_shown_with_their_rank() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::tasks(folder.path());
+    browser.open(&report_of(folder.path()).0);
+    browser.click("#cell-1");
+    let panel = browser.text("#panel");
+    for text in [
+        "Tasks and greenlets that wait",
+        "12 tasks 'Task-…' await a future\nfetch",
+        "Task 'beat' awaits a future · not in the first sample\nbeat",
+        "Task 'Task-1' awaits the tasks of a gather\nrollout",
+        "2 greenlets 'Greenlet' wait",
+    ] {
+        assert!(panel.contains(text), "no {text:?} in {panel}");
+    }
+    assert_eq!(browser.count("#panel .main details.suspended"), 3);
+    browser.click("#panel .main details.suspended:nth-of-type(2) summary");
+    let shown = || browser.text("#panel .main details.suspended[open]").contains("queues.py:158");
+    wait_until(PATIENCE, "the stack of the tasks is shown", shown);
+    browser.click("#tab-suspended");
+    assert_eq!(browser.count("#flame .node[title^='task@MainThread@1|0']"), 1);
+    assert_eq!(browser.count("#flame .node[title^='greenlet@']"), 0, "only main threads are shown");
+    browser.click("#main-only");
+    assert_eq!(browser.count("#flame .node[title^='greenlet@heartbeat@1|0']"), 1);
+    check_no_complaints(&browser);
+    take_pictures(&browser, "tasks");
+    let summary = summary_of(folder.path());
+    let lines: Vec<&str> = summary.lines().filter(|line| line.contains(" of rank 1 ")).collect();
+    assert_eq!(
+        lines,
+        [
+            "  12 tasks 'Task-…' of rank 1 await a future at client.py:31 in fetch",
+            "  2 greenlets 'Greenlet' of rank 1 wait at pages.py:9 in serve",
+            "  task 'beat' of rank 1 awaits a future at train.py:12 in beat",
+            "  task 'Task-1' of rank 1 awaits the tasks of a gather at train.py:88 in rollout",
+        ]
+    );
+}
+
+#[test]
 fn everything_can_be_done_with_the_keyboard() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -10,7 +10,7 @@ use std::{
 
 use xpu_timer_proto::{
     Message as _, lenient, printable,
-    server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
+    server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, Stacktrace},
     v1::{Evidence, StackTree, StackTrees, TreeNode},
 };
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, wait_until};
@@ -73,6 +73,12 @@ fn hostile_dump(name: &str) -> Stacktrace {
         thread_name: text(),
         os_thread_id: 7,
         frames: vec![PySpyFrame { func_name: text(), file_name: text(), module: text() }],
+        suspended: vec![PySuspended {
+            name: text(),
+            awaits: text(),
+            frames: vec![PySpyFrame { func_name: text(), file_name: text(), module: text() }],
+            ..Default::default()
+        }],
         ..Default::default()
     };
     Stacktrace {
@@ -180,7 +186,8 @@ fn the_viewer_on_a_folder_of_others() {
             assert!(shown.contains("forged"), "{arguments:?}: {shown}");
         }
         let names = assert_files_are_harmless(Path::new(&output));
-        assert_eq!(names, ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg", "report.html"]);
+        let expected = ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg", "report.html"];
+        assert_eq!(names, [&expected[..], &["task_stack", "task_stack.svg"]].concat());
     }
 }
 

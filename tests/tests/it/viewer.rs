@@ -13,7 +13,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use xpu_timer_proto::Message;
-use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{
+    PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind, Stacktrace,
+};
 use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, rank6_dumps, read_archive, skip, tree, write_files};
 
 const FILES: [&str; 4] = ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg"];
@@ -115,6 +117,51 @@ fn copy_rank6(to: &Path, reversed: bool) {
     let files = rank6_dumps().unwrap();
     let written = if reversed { write_files(to, files.iter().rev()) } else { write_files(to, &files) };
     written.unwrap();
+}
+
+#[test]
+fn tasks_that_wait_have_files_of_their_own() {
+    let task = |name: &str, stack: &str| {
+        let frames = dump("S", &[], &[stack]).py_stacktrace.remove(0).frames;
+        PySuspended { kind: PySuspendedKind::Task.into(), name: name.into(), frames, awaits: "a future".into() }
+    };
+    let plain = dump("S", &[], &["<module>@t.py:1;select@s.py:2"]);
+    let mut with_tasks = plain.clone();
+    with_tasks.py_stacktrace[0].thread_name = "MainThread".into();
+    with_tasks.py_stacktrace[0].suspended =
+        vec![task("Task-1", "f@t.py:5;get@q.py:7"), task("Task-2", "f@t.py:5;get@q.py:7"), task("Task-3", "g@t.py:9")];
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "0-2.stacktrace", &plain);
+    put(dir.path(), "1-2.stacktrace", &plain);
+    view_ok(dir.path());
+    let python = fs::read(dir.path().join("py_stack")).unwrap();
+    let files = ["task_stack", "task_stack.svg"].map(|name| dir.path().join(name));
+    assert!(files.iter().all(|file| !file.exists()));
+
+    put(dir.path(), "1-2.stacktrace", &with_tasks);
+    let summary = view_ok(dir.path()).stdout;
+    assert!(summary.contains("\n  2 tasks 'Task-…' of rank 1 await a future at q.py:7 in get\n"), "{summary}");
+    assert!(summary.contains("task_stack.svg\n"), "{summary}");
+    assert_eq!(fs::read(dir.path().join("py_stack")).unwrap(), python);
+    let root = "task@MainThread@1|0";
+    let expected = [format!("{root};f@t.py:5@1|0;get@q.py:7@1|0 1"), format!("{root};g@t.py:9@1|0 1")];
+    assert_eq!(lines(&files[0]), expected.into());
+    let mut labels = drawn(&files[1]);
+    labels.sort();
+    assert_eq!(labels, ["f@t.py:5@1|0", "g@t.py:9@1|0", "get@q.py:7@1|0", root]);
+
+    // Below the stack of their thread.
+    let text = run(&["--path".as_ref(), dir.path().as_ref(), "--rank=1".as_ref()]).stdout;
+    let stack = "Python stack of rank 1, leaf first\n  select (s.py:2)\n  <module> (t.py:1)\n\n\
+                 2 tasks 'Task-…' of rank 1 await a future, leaf first\n  get (q.py:7)\n  f (t.py:5)\n\n\
+                 task 'Task-3' of rank 1 awaits a future, leaf first\n  g (t.py:9)\n";
+    assert!(text.contains(stack), "{text}");
+    let json = run(&["--path".as_ref(), dir.path().as_ref(), "--json".as_ref()]).stdout;
+    assert!(json.contains("\"count\": 2") && json.contains("\"kind\": \"task\""), "{json}");
+
+    put(dir.path(), "1-2.stacktrace", &plain);
+    view_ok(dir.path());
+    assert!(files.iter().all(|file| !file.exists()), "no dump has tasks any more");
 }
 
 #[test]

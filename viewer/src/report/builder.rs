@@ -3,8 +3,8 @@
 
 use super::communicators::Communicators;
 use super::data::{
-    self, Child, Condition, Conditions, Group, MainRanks, Progress, Rank, Report, Sample, Table, TextId, Texts, Thread,
-    Trees, draw,
+    self, Child, Condition, Conditions, Group, MainRanks, Progress, Rank, Report, Sample, Suspended, Table, TextId,
+    Texts, Thread, Trees, draw,
 };
 use super::mixed::mix;
 use crate::absent_ranks::{Absence, AbsentRanks};
@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_analysis::suspended::Waiting;
 use xpu_timer_proto::lenient;
 use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_proto::v1::FlightRecord;
@@ -30,6 +31,7 @@ pub struct Builder {
     main_native: MainRanks,
     main_python: MainRanks,
     main_mixed: MainRanks,
+    main_suspended: MainRanks,
     /// Whether at least one native thread is also a Python thread.
     matched: bool,
     /// Until `finish`, the numbers in this table are those of stacks, not of nodes.
@@ -52,6 +54,7 @@ impl Default for Builder {
             main_native: MainRanks::new(),
             main_python: MainRanks::new(),
             main_mixed: MainRanks::new(),
+            main_suspended: MainRanks::new(),
             matched: false,
             threads: Table::new(),
             lists: Table::new(),
@@ -271,6 +274,7 @@ impl Builder {
         if let Some((python, _)) = python {
             thread.name = self.texts.bytes(python.name);
             thread.gil = python.owns_gil;
+            thread.suspended = self.suspended(input, python, main);
         }
         if let Some((native, _)) = native {
             if thread.name == 0 {
@@ -291,6 +295,19 @@ impl Builder {
         thread
     }
 
+    /// The tasks and greenlets of a Python thread that wait.
+    fn suspended(&mut self, input: &SampleInput<'_>, python: &dump::Thread<'_>, main: bool) -> Vec<Suspended> {
+        let waiting = input.stacks.waiting(input.threads, python).into_iter();
+        let number = |(stack, waiting, _): (StackId, Waiting, usize)| {
+            let stack = stack.index() as u32;
+            if let Some(rank) = input.rank.filter(|_| main) {
+                self.main_suspended.entry(stack).or_default().insert(rank);
+            }
+            Suspended { words: self.texts.number(&waiting.words("")), stack: Some(stack) }
+        };
+        waiting.map(number).collect()
+    }
+
     /// Builds the report. This adds stacks of earlier samples and child processes to the trees of
     /// `merged`, without ranks, so write all other output first.
     pub fn finish(self, about: &ReportContext<'_>, merged: &mut Merged) -> Report {
@@ -300,16 +317,22 @@ impl Builder {
         let used = |stack: fn(&Thread) -> Option<u32>| threads.items.iter().filter_map(stack);
         let native = complete(&mut merged.native, &merged.native_ends, used(|thread| thread.native));
         let python = complete(&mut merged.python, &merged.python_ends, used(|thread| thread.python));
+        let of_suspended = threads.items.iter().flat_map(|thread| &thread.suspended);
+        let used = of_suspended.filter_map(|suspended| suspended.stack);
+        let suspended = complete(&mut merged.suspended, &merged.suspended_ends, used);
         let (mixed_tree, mixed) = if matched { mixed } else { Stacks::default() }.into_tree_and_ends();
         let mixed: Vec<_> = mixed.into_iter().map(Some).collect();
         let (native, native_ends) = draw(&merged.native, &native, &self.main_native, &mut texts, &mut sets);
         let (python, python_ends) = draw(&merged.python, &python, &self.main_python, &mut texts, &mut sets);
         let (mixed, mixed_ends) = draw(&mixed_tree, &mixed, &self.main_mixed, &mut texts, &mut sets);
+        let (suspended, suspended_ends) =
+            draw(&merged.suspended, &suspended, &self.main_suspended, &mut texts, &mut sets);
         for thread in &mut threads.items {
             let place = |stack: Option<u32>, ends: &[Option<u32>]| ends.get(stack? as usize).copied().flatten();
             thread.native = place(thread.native, &native_ends);
             thread.python = place(thread.python, &python_ends);
             thread.mixed = place(thread.mixed, &mixed_ends);
+            thread.suspended.iter_mut().for_each(|of| of.stack = place(of.stack, &suspended_ends));
         }
         let groups = merged.groups.iter().map(|group| Group {
             ranks: sets.number(&group.ranks.to_string()),
@@ -347,7 +370,7 @@ impl Builder {
             between_ms: ms(self.between_ns),
             texts: texts.0.items,
             sets: sets.items,
-            trees: Trees { python, native, mixed },
+            trees: Trees { python, native, mixed, suspended },
             groups,
             conditions,
             absent,

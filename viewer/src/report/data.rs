@@ -70,6 +70,9 @@ pub struct Trees {
     pub native: Tree,
     /// Python frames merged into the native stacks.
     pub mixed: Tree,
+    /// Tasks and greenlets that wait. The root of each stack is what waits, and the name of its
+    /// thread.
+    pub suspended: Tree,
 }
 
 /// A tree. Its nodes are in depth-first order: each node is directly followed by its subtree.
@@ -248,6 +251,19 @@ pub struct Thread {
     /// Whether it ran between the two samples.
     #[serde(skip_serializing_if = "is_false")]
     pub ran: bool,
+    /// Its tasks and greenlets that wait.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub suspended: Vec<Suspended>,
+}
+
+/// Tasks or greenlets of a thread that wait at one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Suspended {
+    /// In words: `3 tasks 'Task-…' await a future`.
+    pub words: TextId,
+    /// Where their stack ends.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stack: Option<u32>,
 }
 
 fn is_zero(number: &u32) -> bool {

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use serde_json::value::RawValue;
 use xpu_timer_proto::{
     printable,
-    server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind},
+    server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspended},
 };
 
 use crate::stacks::{CodeLocation, Function, Stacks, View, check_match, is_loop_name};
@@ -229,11 +229,12 @@ fn python_frame(frame: &PySpyFrame) -> PythonFrame<'_> {
 }
 
 fn suspended(suspended: &PySuspended) -> Suspended<'_> {
-    let kind = match suspended.kind() {
-        PySuspendedKind::Greenlet => "greenlet",
-        PySuspendedKind::Task | PySuspendedKind::Unspecified => "task",
-    };
-    Suspended { kind, name: &suspended.name, awaits: &suspended.awaits, frames: List(&suspended.frames, python_frame) }
+    Suspended {
+        kind: suspended.kind().noun(),
+        name: &suspended.name,
+        awaits: &suspended.awaits,
+        frames: List(&suspended.frames, python_frame),
+    }
 }
 
 fn python(thread: &PySpyStacktrace, unmerged: Option<String>) -> Python<'_> {

@@ -7,8 +7,8 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    printable::line,
-    server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, PySuspendedKind},
+    printable::{capital, line},
+    server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
 use crate::stacks::{Frame, ProcessCapture, View, merge};
@@ -190,13 +190,10 @@ impl Blocks {
 /// Adds the tasks and greenlets of a thread that wait.
 fn add_suspended<'a>(blocks: &mut Blocks, lines: &mut Lines<'a>, trace: &'a PySpyStacktrace) {
     for suspended in &trace.suspended {
-        let (noun, shown) = match suspended.kind() {
-            PySuspendedKind::Greenlet => ("greenlet", "Greenlet"),
-            PySuspendedKind::Task | PySuspendedKind::Unspecified => ("task", "Task"),
-        };
+        let noun = suspended.kind().noun();
         let awaits =
             if suspended.awaits.is_empty() { String::new() } else { format!(" awaits {}", line(&suspended.awaits)) };
-        let title = format!("{shown} {} of {}{awaits}", quoted(&suspended.name), quoted(&trace.thread_name));
+        let title = format!("{} {} of {}{awaits}", capital(noun), quoted(&suspended.name), quoted(&trace.thread_name));
         let body = suspended.frames.iter().map(|frame| lines.python(frame)).collect();
         let body = fold(body, lines);
         blocks.add(noun, title, body, true);

@@ -114,6 +114,11 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[Interprete
 }
 
 impl Code {
+    /// The path of its file.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
     /// The frame that runs this code. `None` for code that is in no file.
     pub fn frame(&self, layout: &Layout, address: u64, instruction: u64) -> Option<PySpyFrame> {
         let offset = match layout.code_bytes {

@@ -171,7 +171,7 @@ impl PythonReader {
     /// Adds the coroutines that wait for each other to the stack of an event loop that waits.
     fn add_awaits(&self, memory: &mut Snapshot, codes: &mut CodeCache, stack: &mut Stack) {
         let layout = &self.location.layout;
-        let awaits = tasks::awaits(memory, layout, &stack.frames, &stack.raw_frames);
+        let awaits = tasks::awaits(memory, layout, codes, &stack.frames, &stack.raw_frames);
         let (frames, raw_frames): (Vec<_>, Vec<_>) =
             awaits.into_iter().filter_map(|frame| Some((shown(memory, layout, codes, frame)?, frame))).unzip();
         stack.entries.splice(..0, frames.iter().map(|_| false));
@@ -188,7 +188,7 @@ impl PythonReader {
         stack: &Stack,
     ) -> Vec<PySuspended> {
         let layout = &self.location.layout;
-        let tasks = tasks::pending(memory, layout, thread, &stack.frames, &stack.raw_frames);
+        let tasks = tasks::pending(memory, layout, codes, thread, &stack.frames, &stack.raw_frames);
         let message = |task: tasks::PendingTask| PySuspended {
             kind: PySuspendedKind::Task.into(),
             name: task.name,

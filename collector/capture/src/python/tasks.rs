@@ -4,12 +4,13 @@
 
 use std::collections::HashSet;
 
-use xpu_timer_proto::{MAX_SUSPENDED, server::PySpyFrame};
+use xpu_timer_proto::{FUTURE, MAX_SUSPENDED, server::PySpyFrame};
 
 use crate::{cpython::Layout, memory::Snapshot};
 
 use super::{
     builtins::{MIN_ADDRESS, attributes, class_name, item, items, read_integer, string},
+    code::CodeCache,
     frames::{FrameWords, InterpreterFrame},
     threads::ThreadState,
 };
@@ -49,6 +50,11 @@ const REFERENT: u64 = 16;
 
 /// Parts of the paths of the files whose frames are on the stack of a loop that waits.
 const LOOP_FILES: [&str; 4] = ["/selectors.py:", "/asyncio/base_events.py:", "/asyncio/runners.py:", "/uvloop/"];
+/// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by
+/// a future of their own, and have the tasks in their variables.
+const WAITER_FILES: [&str; 2] = ["/asyncio/tasks.py", "/asyncio/taskgroups.py"];
+/// What they wait for, in words.
+const OTHER_TASKS: &str = "other tasks";
 const COROUTINE: &str = "a coroutine";
 const TASK: &str = "a task";
 
@@ -66,6 +72,7 @@ pub(super) struct PendingTask {
 pub(super) fn awaits(
     memory: &mut Snapshot,
     layout: &Layout,
+    codes: &mut CodeCache,
     frames: &[PySpyFrame],
     raw_frames: &[InterpreterFrame],
 ) -> Vec<InterpreterFrame> {
@@ -76,7 +83,11 @@ pub(super) fn awaits(
     while let Some(coroutine) = next.filter(|_| chain.len() < MAX_AWAITS) {
         let Some(frame) = suspended_frame(memory, layout, coroutine) else { break };
         chain.push(frame);
-        next = awaited(memory, layout, frame.address).and_then(|object| coroutine_behind(memory, layout, object));
+        let behind = awaited(memory, layout, frame.address).and_then(|object| coroutine_behind(memory, layout, object));
+        next = behind.or_else(|| {
+            let task = task_of_waiter(memory, layout, codes, frame)?;
+            coroutine_behind(memory, layout, task)
+        });
     }
     chain.reverse();
     chain
@@ -85,11 +96,49 @@ pub(super) fn awaits(
 /// The coroutine that the variables of a frame of a loop refer to, directly or through its task.
 fn main_coroutine(memory: &mut Snapshot, layout: &Layout, frame: u64) -> Option<u64> {
     (0..VARIABLES).find_map(|index| {
-        let variable = frame.wrapping_add(layout.frame_locals + index * 8);
-        let object = memory.read_u64("a frame", variable).ok()? & !7;
+        let object = variable(memory, layout, frame, index)?;
         let is_started = |name: &str| name == "coroutine" || is_task(name);
         class_name(memory, layout, object).filter(|name| is_started(name))?;
         coroutine_behind(memory, layout, object)
+    })
+}
+
+/// The object that a variable of a frame refers to.
+fn variable(memory: &mut Snapshot, layout: &Layout, frame: u64, index: u64) -> Option<u64> {
+    let variable = frame.wrapping_add(layout.frame_locals + index * 8);
+    memory.read_u64("a frame", variable).ok().map(|object| object & !7)
+}
+
+/// A task for which this frame waits, if it is one of asyncio's functions that wait for tasks by a
+/// future of their own.
+fn task_of_waiter(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    codes: &mut CodeCache,
+    frame: InterpreterFrame,
+) -> Option<u64> {
+    let code = codes.get(memory, layout, frame.code).ok()?;
+    if !WAITER_FILES.iter().any(|end| code.file().ends_with(end)) {
+        return None;
+    }
+    let mut tasks = Vec::new();
+    for index in 0..VARIABLES {
+        let Some(object) = variable(memory, layout, frame.address, index) else { break };
+        let set = match class_name(memory, layout, object).unwrap_or_default().as_str() {
+            "set" => Some(object),
+            "TaskGroup" => attributes(memory, layout, object, ["_tasks"]).ok().and_then(|[set]| set),
+            name => {
+                tasks.extend(is_task(name).then_some(object));
+                None
+            }
+        };
+        tasks.extend(set.and_then(|set| members(memory, set)).into_iter().flatten());
+    }
+    tasks.retain(|task| waits(memory, layout, *task));
+    // The first one, as they are numbered: a set has no order.
+    tasks.into_iter().min_by_key(|task| {
+        let name = words_of_task(memory, layout, *task).map(|words| task_name(memory, layout, words.name));
+        name.map(|name| (name.len(), name))
     })
 }
 
@@ -196,6 +245,7 @@ fn words_of_task(memory: &mut Snapshot, layout: &Layout, task: u64) -> Option<Ta
 pub(super) fn pending(
     memory: &mut Snapshot,
     layout: &Layout,
+    codes: &mut CodeCache,
     thread: &ThreadState,
     frames: &[PySpyFrame],
     raw_frames: &[InterpreterFrame],
@@ -206,8 +256,7 @@ pub(super) fn pending(
     for (_, raw) in of_loop {
         // Methods of the loop have it as their first variable, and others have its main task.
         for index in 0..VARIABLES {
-            let variable = raw.address.wrapping_add(layout.frame_locals + index * 8);
-            let object = memory.read_u64("a frame", variable).map_or(0, |object| object & !7);
+            let object = variable(memory, layout, raw.address, index).unwrap_or(0);
             match class_name(memory, layout, object) {
                 Some(name) if is_task(&name) => {
                     event_loops.extend(words_of_task(memory, layout, object).map(|words| words.event_loop));
@@ -227,7 +276,7 @@ pub(super) fn pending(
     let mut seen = HashSet::new();
     let mut found: Vec<PendingTask> = Vec::new();
     for task in tasks.into_iter().take(MAX_TASKS).filter(|task| seen.insert(*task)) {
-        found.extend(pending_task(memory, layout, &event_loops, task));
+        found.extend(pending_task(memory, layout, codes, &event_loops, task));
     }
     // As they were numbered.
     found.sort_by(|one, other| (one.name.len(), &one.name).cmp(&(other.name.len(), &other.name)));
@@ -236,7 +285,13 @@ pub(super) fn pending(
 }
 
 /// The task at an address, if it waits in one of these loops.
-fn pending_task(memory: &mut Snapshot, layout: &Layout, event_loops: &HashSet<u64>, task: u64) -> Option<PendingTask> {
+fn pending_task(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    codes: &mut CodeCache,
+    event_loops: &HashSet<u64>,
+    task: u64,
+) -> Option<PendingTask> {
     class_name(memory, layout, task).filter(|name| is_task(name))?;
     let words = words_of_task(memory, layout, task).filter(|words| event_loops.contains(&words.event_loop))?;
     let mut frames = Vec::new();
@@ -250,6 +305,9 @@ fn pending_task(memory: &mut Snapshot, layout: &Layout, event_loops: &HashSet<u6
             Ok(inner) => coroutine = inner,
             Err(object) => {
                 awaits = described(memory, layout, object);
+                if awaits == FUTURE && task_of_waiter(memory, layout, codes, frame).is_some() {
+                    awaits = OTHER_TASKS.into();
+                }
                 break;
             }
         }
@@ -277,7 +335,7 @@ fn described(memory: &mut Snapshot, layout: &Layout, object: u64) -> String {
             format!("task '{name}'")
         }
         Some(name) if name == "_GatheringFuture" => "the tasks of a gather".into(),
-        Some(name) if name.ends_with("Future") => "a future".into(),
+        Some(name) if name.ends_with("Future") => FUTURE.into(),
         _ => String::new(),
     }
 }
@@ -308,15 +366,19 @@ fn registered(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> O
     let names = ["_all_tasks", "_scheduled_tasks"];
     let weak_set = attributes(memory, layout, module, names).ok()?.into_iter().flatten().next()?;
     let [set] = attributes(memory, layout, weak_set, ["data"]).ok()?;
-    let mut word = |address: u64| memory.read_u64(TASK, address).ok();
-    let (mask, places) = (word(set?.wrapping_add(SET_MASK))?, word(set?.wrapping_add(SET_PLACES))?);
+    let references = members(memory, set?)?.into_iter();
+    Some(references.filter_map(|reference| memory.read_u64(TASK, reference.wrapping_add(REFERENT)).ok()).collect())
+}
+
+/// The objects in a set.
+fn members(memory: &mut Snapshot, set: u64) -> Option<Vec<u64>> {
+    let mut word = |address: u64| memory.read_u64("a set", address).ok();
+    let (mask, places) = (word(set.wrapping_add(SET_MASK))?, word(set.wrapping_add(SET_PLACES))?);
     let mut found = Vec::new();
     for index in 0..mask.checked_add(1)?.min(MAX_PLACES) {
-        // A place has a reference and its hash.
-        let reference = word(places.wrapping_add(index * 16))?;
-        if reference >= MIN_ADDRESS && reference % 8 == 0 {
-            found.extend(word(reference.wrapping_add(REFERENT)));
-        }
+        // A place has an object and its hash.
+        let object = word(places.wrapping_add(index * 16))?;
+        found.extend((object >= MIN_ADDRESS && object % 8 == 0).then_some(object));
     }
     Some(found)
 }
@@ -324,9 +386,12 @@ fn registered(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> O
 /// The first task of a `gather` that still waits.
 fn unfinished_child(memory: &mut Snapshot, layout: &Layout, gathering: u64) -> Option<u64> {
     let [children] = attributes(memory, layout, gathering, ["_children"]).ok()?;
-    items(memory, layout, children?, MAX_CHILDREN).into_iter().find(|child| {
-        class_name(memory, layout, *child).is_some_and(|name| is_task(&name))
-            && coroutine_behind(memory, layout, *child)
-                .is_some_and(|coroutine| suspended_frame(memory, layout, coroutine).is_some())
-    })
+    items(memory, layout, children?, MAX_CHILDREN).into_iter().find(|child| waits(memory, layout, *child))
+}
+
+/// Whether an object is a task that waits.
+fn waits(memory: &mut Snapshot, layout: &Layout, object: u64) -> bool {
+    class_name(memory, layout, object).is_some_and(|name| is_task(&name))
+        && coroutine_behind(memory, layout, object)
+            .is_some_and(|coroutine| suspended_frame(memory, layout, coroutine).is_some())
 }

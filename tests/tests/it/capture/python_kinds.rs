@@ -434,49 +434,77 @@ fn an_interpreter_that_is_too_old_is_named() {
     assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there all the same");
 }
 
-/// A program in which a task waits, without the way in which its main coroutine waits for the task.
+/// A program in which tasks wait, one event loop a thread. The name of a thread is the way in which
+/// the main coroutine of its loop waits for the task `inner`.
 const WAITS: &str = "\
-import asyncio
+import asyncio, threading, time
 async def leaf(queue):
     await queue.get()
 async def middle(queue):
     await leaf(queue)
-async def top():
-    print('ready', flush=True)
-    task = asyncio.create_task(middle(asyncio.Queue()), name='inner')
-    await ";
+def inner(create=asyncio.create_task):
+    return create(middle(asyncio.Queue()), name='inner')
+async def task():
+    await inner()
+async def gather():
+    await asyncio.gather(inner())
+async def wait():
+    await asyncio.wait({inner()})
+async def wait_for():
+    await asyncio.wait_for(inner(), 10000)
+async def group():
+    async with asyncio.TaskGroup() as tasks: inner(tasks.create_task)
+ways = [task, gather, wait, wait_for] + [group] * hasattr(asyncio, 'TaskGroup')
+for way in ways:
+    threading.Thread(target=asyncio.run, args=(way(),), name=way.__name__, daemon=True).start()
+print('ready', flush=True)
+time.sleep(100000)
+";
 
 #[test]
 fn tasks_and_coroutines_that_wait_in_an_event_loop() {
-    for (waits, awaited) in [("task", "task 'inner'"), ("asyncio.gather(task)", "the tasks of a gather")] {
-        let text = format!("{WAITS}{waits}\nasyncio.run(top())\n");
-        let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(&text, wanted)));
-        let awaits = [
-            place("leaf", "await queue"),
-            place("middle", "await leaf"),
-            place("top", &format!("await {waits}")),
-            place("<module>", "asyncio.run"),
+    let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(WAITS, wanted)));
+    let own = |frames: &[PySpyFrame]| {
+        let mut found = frames_of(&PySpyStacktrace { frames: frames.to_vec(), ..PySpyStacktrace::default() });
+        found.retain(|(_, place)| place.starts_with("script.py"));
+        found
+    };
+    for python in python::all() {
+        let version = format!("3.{}", python.minor);
+        let mut ways = vec![
+            ("task", "    await inner()", "task 'inner'"),
+            ("gather", "await asyncio.gather", "the tasks of a gather"),
+            ("wait", "await asyncio.wait(", "other tasks"),
+            ("wait_for", "await asyncio.wait_for(", if python.minor < 12 { "other tasks" } else { "task 'inner'" }),
         ];
-        let tasks = [("Task-1", awaited, &awaits[2..3]), ("inner", "a future", &awaits[..2])];
-        for python in python::all() {
-            let version = format!("3.{}", python.minor);
-            let script = python.start(&text, &[]);
-            let captured = capture_until(script.pid, &version, |sample| {
-                let mut found = sample.py_stacktrace.first().map(frames_of).unwrap_or_default();
-                let is_idle = found.iter().any(|(_, place)| place.starts_with("selectors.py"));
-                found.retain(|(_, place)| place.starts_with("script.py"));
-                is_idle && found == awaits
-            });
-            assert_merged(&version, &captured);
-            let suspended = &captured.sample.py_stacktrace[0].suspended;
-            for (name, awaited, places) in tasks {
-                let task = suspended.iter().find(|task| task.name == name);
-                let task = task.unwrap_or_else(|| panic!("{version}: no task {name}: {suspended:?}"));
-                let frames = PySpyStacktrace { frames: task.frames.clone(), ..PySpyStacktrace::default() };
-                let mut found = frames_of(&frames);
-                found.retain(|(_, place)| place.starts_with("script.py"));
-                assert_eq!((task.awaits.as_str(), &*found), (awaited, places), "{version}: {name}");
-            }
+        if python.minor >= 11 {
+            ways.push(("group", "async with", "other tasks"));
+        }
+        let script = python.start(WAITS, &[]);
+        let awaits =
+            |way: &str, line: &str| [place("leaf", "await queue"), place("middle", "await leaf"), place(way, line)];
+        let captured = capture_until(script.pid, &version, |sample| {
+            ways.iter().all(|(way, line, _)| {
+                let thread = sample.py_stacktrace.iter().find(|thread| thread.thread_name == *way);
+                thread.is_some_and(|thread| {
+                    let is_idle = frames_of(thread).iter().any(|(_, place)| place.starts_with("selectors.py"));
+                    is_idle && own(&thread.frames) == awaits(way, line)
+                })
+            })
+        });
+        assert_merged(&version, &captured);
+        for (way, line, awaited) in ways {
+            let thread = captured.sample.py_stacktrace.iter().find(|thread| thread.thread_name == way);
+            let mut found: Vec<_> = thread
+                .expect("it was there")
+                .suspended
+                .iter()
+                .map(|task| (task.name == "inner", task.awaits.as_str(), own(&task.frames)))
+                .collect();
+            found.sort();
+            let places = awaits(way, line);
+            let expected = [(false, awaited, places[2..].to_vec()), (true, "a future", places[..2].to_vec())];
+            assert_eq!(found, expected, "{version}: {way}");
         }
     }
 }

@@ -7,7 +7,7 @@ use xpu_timer_proto::{
     Message,
     server::{
         CaptureMethod, ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace,
-        Stacktrace,
+        PySuspended, PySuspendedKind, Stacktrace,
     },
     v1::{
         Communicator, CommunicatorState, DataType, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence,
@@ -286,6 +286,51 @@ pub fn small(folder: &Path) {
     });
     let ranks = ranks.collect();
     write_verdict(folder, 4, ranks);
+}
+
+fn suspended(kind: PySuspendedKind, name: &str, awaits: &str, frames: &[&str]) -> PySuspended {
+    PySuspended { kind: kind.into(), name: name.into(), frames: python(frames), awaits: awaits.into() }
+}
+
+/// Two ranks. Rank 1 runs an event loop in which tasks wait, one of them not yet in the first
+/// sample. A thread of it has greenlets.
+pub fn tasks(folder: &Path) {
+    const FETCH: &[&str] = &["fetch@/work/rollout/client.py:31", "Queue.get@/usr/lib/python3.12/asyncio/queues.py:158"];
+    const MAIN: &[&str] = &["rollout@/work/rollout/train.py:88"];
+    let main = || Place {
+        python: &[
+            "<module>@/work/rollout/train.py:120",
+            "run@/usr/lib/python3.12/asyncio/runners.py:195",
+            "run_forever@/usr/lib/python3.12/asyncio/base_events.py:645",
+            "select@/usr/lib/python3.12/selectors.py:468",
+        ],
+        native: &["select_epoll_poll@python3.12", "epoll_wait@libc.so.6"],
+    };
+    let ranks = (0..2).map(|rank| {
+        let mut dump = match rank {
+            0 => dump(rank, 2, &waits(), 4, 42, true),
+            _ => dump(rank, 2, &main(), 4, 41, false),
+        };
+        if rank == 1 {
+            let task = |name: &str, awaits: &str, frames| suspended(PySuspendedKind::Task, name, awaits, frames);
+            let mut all = vec![task("Task-1", "the tasks of a gather", MAIN)];
+            all.extend((2..14).map(|number| task(&format!("Task-{number}"), "a future", FETCH)));
+            let first = dump.first_sample.as_mut().expect("two samples");
+            first.py_stacktrace[0].suspended = all.clone();
+            all.push(task(
+                "beat",
+                "a future",
+                &["beat@/work/rollout/train.py:12", "sleep@/usr/lib/python3.12/asyncio/tasks.py:665"],
+            ));
+            dump.py_stacktrace[0].suspended = all;
+            let greenlet = suspended(PySuspendedKind::Greenlet, "Greenlet", "", &["serve@/work/rollout/pages.py:9"]);
+            dump.py_stacktrace[1].suspended = vec![greenlet.clone(), greenlet];
+        }
+        write(folder, rank, 2, &dump);
+        evidence(rank, dump)
+    });
+    let ranks = ranks.collect();
+    write_verdict(folder, 2, ranks);
 }
 
 /// A large job: one rank loads data, one is stopped, one in D state, one dead, one without a dump;

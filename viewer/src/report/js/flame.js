@@ -58,6 +58,7 @@ function colourOfSet(set) {
 }
 
 const MODES = { python: "Python", native: "Native", mixed: "Mixed" };
+if (D.trees.suspended.depth.length) MODES.suspended = "Tasks and greenlets";
 
 function buildFlames() {
   const section = byId("flames");

@@ -208,6 +208,9 @@ function lazy(summary, make, className) {
   return details;
 }
 
+/** Maximum number of entries of a list of threads or tasks. */
+const MOST_LISTED = 400;
+
 /** All threads of a process, the main one first and open. */
 function process(first, last) {
   const before = new Map(first ? threadsOf(first).map((thread) => [thread.tid, thread]) : []);
@@ -219,14 +222,14 @@ function process(first, last) {
   const main = pairs.filter(isMain);
   const changed = pairs.filter((pair) => !isMain(pair) && first && differs(pair));
   const others = pairs.filter((pair) => !isMain(pair) && !changed.includes(pair));
-  const nodes = main.map((pair) => el("div", { class: "thread main" }, el("h3", {}, threadTitle(pair)), threadBody(pair, Boolean(first), true)));
-  const fold = (pair) => lazy(el("summary", {}, ...threadTitle(pair), foldedLeaf(pair)), () => [threadBody(pair, Boolean(first), false)], "thread");
-  if (changed.length) nodes.push(el("h3", {}, `${capital(plural(changed.length, "other thread"))} moved`), ...changed.slice(0, 400).map(fold));
+  const nodes = main.map((pair) => el("div", { class: "thread main" }, el("h3", {}, threadTitle(pair)), threadBody(pair, Boolean(first), true), ...suspendedOf(pair)));
+  const fold = (pair) => lazy(el("summary", {}, ...threadTitle(pair), foldedLeaf(pair)), () => [threadBody(pair, Boolean(first), false), ...suspendedOf(pair)], "thread");
+  if (changed.length) nodes.push(el("h3", {}, `${capital(plural(changed.length, "other thread"))} moved`), ...changed.slice(0, MOST_LISTED).map(fold));
   if (others.length) {
     nodes.push(el("h3", {}, first ? `${capital(plural(others.length, "other thread"))} did not move` : plural(others.length, "other thread")));
-    nodes.push(...others.slice(0, 400).map(fold));
+    nodes.push(...others.slice(0, MOST_LISTED).map(fold));
   }
-  if (Math.max(changed.length, others.length) > 400) nodes.push(el("p", { class: "hint" }, "Each list ends after 400 threads."));
+  if (Math.max(changed.length, others.length) > MOST_LISTED) nodes.push(el("p", { class: "hint" }, `Each list ends after ${MOST_LISTED} threads.`));
   return nodes;
 }
 
@@ -241,6 +244,7 @@ function threadTitle({ thread, earlier }) {
   if (shown.gil) marks.push("holds the GIL");
   if (thread?.ran) marks.push("ran between the samples");
   if (!thread) marks.push("gone in the last sample");
+  if (shown.suspended && !shown.main) marks.push(`${D.texts[shown.suspended[0].words]}${shown.suspended.length > 1 ? ", …" : ""}`);
   return [
     el("b", {}, shown.main ? `Main thread (${name})` : name),
     el("span", { class: "muted" }, ` ${shown.tid || ""}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
@@ -252,6 +256,25 @@ function foldedLeaf({ thread, earlier }) {
   const shown = thread ?? earlier;
   const mode = shown.python !== undefined ? "python" : "native";
   return shown[mode] === undefined ? el("span", { class: "leaf" }, "no stack") : frameText(stackOf(mode, shown[mode])[0], "frame leaf");
+}
+
+/** The tasks and greenlets of a thread that wait, and whether they did so in the first sample. */
+function suspendedOf({ thread, earlier }) {
+  const { suspended = [] } = thread ?? earlier;
+  if (!suspended.length) return [];
+  const before = thread && earlier ? new Set(earlier.suspended?.map(({ stack }) => stack)) : null;
+  const nodes = suspended.slice(0, MOST_LISTED).map(({ words, stack }) => {
+    // The root of the stack names what waits.
+    const frames = stack === undefined ? [] : stackOf("suspended", stack).slice(0, -1);
+    const own = frames.find((word) => isOwn(splitWord(word)[1])) ?? frames[0];
+    const isNew = before && !before.has(stack);
+    return lazy(
+      el("summary", {}, el("b", {}, capital(D.texts[words])), isNew ? el("span", { class: "muted" }, " · not in the first sample") : null, own && frameText(own, "frame leaf")),
+      () => [el("ol", { class: "stack", start: "0" }, frames.map((word) => el("li", {}, frameText(word))))],
+      "suspended",
+    );
+  });
+  return [el("h4", {}, "Tasks and greenlets that wait"), ...nodes];
 }
 
 function threadBody({ thread, earlier }, two, open) {
