@@ -1,6 +1,11 @@
 //! Finds the interpreter of a process, and reads its threads and their Python stacks.
 
-use std::{collections::HashMap, rc::Rc, sync::Arc, time::Instant};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+    sync::Arc,
+    time::Instant,
+};
 
 use xpu_timer_proto::{
     procfs,
@@ -211,11 +216,14 @@ impl PythonReader {
     /// greenlets. If its hub waits, the code for which it waits is added to its stack.
     pub fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
         let layout = &self.location.layout;
-        let switches = |thread: &&mut PythonThread| {
-            let file = |frame: &PySpyFrame| GREENLET_FILES.iter().any(|file| frame.file_name.contains(file));
-            thread.stack.frames.iter().any(file)
+        // Deep stacks repeat a few functions.
+        let mut seen = HashSet::new();
+        let mut switches = |thread: &&mut PythonThread| {
+            let Stack { frames, raw_frames, .. } = &thread.stack;
+            let mut new = frames.iter().zip(raw_frames).filter(|(_, raw)| seen.insert(raw.code));
+            new.any(|(frame, _)| GREENLET_FILES.iter().any(|file| frame.file_name.contains(file)))
         };
-        let Some(thread) = threads.iter_mut().find(switches) else { return };
+        let Some(thread) = threads.iter_mut().find(&mut switches) else { return };
         let mut memory = Snapshot::new(self.live_tid);
         let Some(collector) = thread
             .states()

@@ -2,7 +2,7 @@
 //! loop. The thread of a loop has no frame of a task that waits: its coroutines wait for each
 //! other. Like frames, they change only while the thread runs.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use xpu_timer_proto::{FUTURE, MAX_SUSPENDED, server::PySpyFrame};
 
@@ -250,8 +250,13 @@ pub(super) fn pending(
     frames: &[PySpyFrame],
     raw_frames: &[InterpreterFrame],
 ) -> Vec<PendingTask> {
-    let of_loop =
-        frames.iter().zip(raw_frames).filter(|(frame, _)| LOOP_FILES.iter().any(|file| frame.file_name.contains(file)));
+    // Deep stacks repeat a few functions.
+    let mut known: HashMap<u64, bool> = HashMap::new();
+    let is_of_loop = |frame: &PySpyFrame| LOOP_FILES.iter().any(|file| frame.file_name.contains(file));
+    let of_loop = frames
+        .iter()
+        .zip(raw_frames)
+        .filter(|(frame, raw)| *known.entry(raw.code).or_insert_with(|| is_of_loop(frame)));
     let mut event_loops = HashSet::new();
     for (_, raw) in of_loop {
         // Methods of the loop have it as their first variable, and others have its main task.
