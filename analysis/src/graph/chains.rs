@@ -192,7 +192,6 @@ impl Chains<'_, '_> {
         }
         // The only other process that shares a lock for which a member waits.
         let mut held = None;
-        let mut before_current = None;
         loop {
             let host = self.host(current);
             let is_first = current == start && before.is_empty();
@@ -219,7 +218,7 @@ impl Chains<'_, '_> {
                 }
                 Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => {
                     let candidates = self.of_threads(current);
-                    let locked = self.has_locked_request(current, before_current).then(|| chain.clone());
+                    let locked = self.has_locked_requests(current).then(|| chain.clone());
                     let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
                     return any.unwrap_or(End::AtRest).or_served(locked);
                 }
@@ -256,7 +255,6 @@ impl Chains<'_, '_> {
                 }
                 Member::Process(index) => chain.processes.push(index),
             }
-            before_current = Some(current);
             current = next;
         }
     }
@@ -374,12 +372,12 @@ impl Chains<'_, '_> {
         is_stream && host.location.native.as_deref().is_some_and(stacks::is_send)
     }
 
-    /// Whether a process that waits for clients has taken the request of `client` and cannot answer
-    /// it: none of its threads waits for a message of this client, and one waits for a lock.
-    fn has_locked_request(&self, member: Member, client: Option<Member>) -> bool {
-        let threads = self.of_threads(member);
-        let reads = |client: Member| threads.iter().any(|candidate| candidate.member == client);
-        self.host(member).has_locked_thread && client.is_some_and(|client| !reads(client))
+    /// Whether a process that waits for clients has taken the requests of all its clients and
+    /// cannot answer: none of its threads waits for a message, and one waits for a lock. If a
+    /// thread waits for a message of another client, the lock may be a wait on behalf of this one,
+    /// for a key that nobody has set.
+    fn has_locked_requests(&self, member: Member) -> bool {
+        self.host(member).has_locked_thread && self.of_threads(member).is_empty()
     }
 
     /// Whether the main thread of a process waits for the end of a child.

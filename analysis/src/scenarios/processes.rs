@@ -1431,7 +1431,7 @@ fn a_server_with_a_thread_for_each_client_is_behind_if_one_waits_for_a_lock_and_
     };
     const CONDITION: &str = "/usr/lib/python3.11/threading.py:327";
     assert_eq!(judged(CONDITION, &[]), [(None, 1050)]);
-    assert_eq!(judged(CONDITION, &[1003]), [(None, 1050)]);
     assert_eq!(judged(CONDITION, &[1002]), [(Some(2), 1002)], "it waits for the next request");
+    assert_eq!(judged(CONDITION, &[1003]), [(Some(2), 1002)], "it waits for a key that another client sets");
     assert_eq!(judged("/usr/lib/python3.11/queue.py:171", &[]), [(Some(2), 1002)], "it waits for orders");
 }

@@ -1,8 +1,10 @@
 //! The node collector without an incident: CPU time and memory while it watches eight ranks and
-//! records their timelines, compared with the time before they started. Each rank launches 10,000
-//! kernels and 1,000 collectives a second.
+//! records their timelines, compared with the time before they started. Each rank is a Python
+//! program that launches 10,000 kernels and 1,000 collectives a second. Once the collector only
+//! records; once it also samples the stacks of the ranks, and its metrics are fetched.
 
 use std::{
+    fs,
     path::Path,
     process::{Child, Command, Stdio},
     thread,
@@ -18,31 +20,45 @@ use crate::report::{Report, peak_bytes, processor_time};
 
 const LAUNCHES_A_SECOND: f64 = 10_000.0;
 const COLLECTIVES_A_SECOND: f64 = 1_000.0;
-const PROCESSOR_LIMIT: f64 = 0.005;
-const MEMORY_LIMIT: f64 = 64e6;
+/// Limits of the recorder alone: of a core, and of memory.
+const RECORDER_LIMIT: f64 = 0.005;
+const RECORDER_MEMORY: f64 = 64e6;
+/// Limit of the sampling alone.
+const SAMPLING_LIMIT: f64 = 0.003;
+/// Limits of the recorder, the sampling and the metrics.
+const ALL_LIMIT: f64 = 0.007;
+const ALL_MEMORY: f64 = 100e6;
+/// How often the metrics are fetched.
+const SCRAPE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Measures and reports.
 pub fn run(artifacts: &Artifacts, time: Duration, report: &mut Report) {
+    const MORE: &str = "of a core, more than without the ranks";
     report.section("Node collector, 8 busy ranks: 10,000 launches and 1,000 collectives a second each");
-    match measure(artifacts, time) {
-        Ok(idle) => {
-            let percent = |part: f64| format!("{:.2} %", part * 100.0);
-            let added = idle.watching - idle.alone;
-            report.check(
-                "of a core, more than without the ranks",
-                percent(added),
-                "below 0.5 %",
-                added < PROCESSOR_LIMIT,
-            );
-            let peak = format!("{:.1} MB", idle.peak / 1e6);
-            report.check("peak memory", peak, "below 64 MB", idle.peak < MEMORY_LIMIT);
-            report.note("of a core without the ranks", percent(idle.alone));
-            let a_second = |count: f64| format!("{count:.0} a second");
-            report.note("launches of a rank, counted by the collector", a_second(idle.launches));
-            report.note("collectives of a rank in the timeline", a_second(idle.recorded));
-        }
-        Err(error) => report.failed("of a core, more than without the ranks", &error),
-    }
+    let percent = |part: f64| format!("{:.2} %", part * 100.0);
+    let a_second = |count: f64| format!("{count:.0} a second");
+    let recorder = match measure(artifacts, time, false) {
+        Ok(idle) => idle,
+        Err(error) => return report.failed(MORE, &error),
+    };
+    let added = recorder.watching - recorder.alone;
+    report.check(MORE, percent(added), "below 0.5 %", added < RECORDER_LIMIT);
+    let peak = format!("{:.1} MB", recorder.peak / 1e6);
+    report.check("peak memory", peak, "below 64 MB", recorder.peak < RECORDER_MEMORY);
+    report.note("of a core without the ranks", percent(recorder.alone));
+    report.note("launches of a rank, counted by the collector", a_second(recorder.launches));
+    report.note("collectives of a rank in the timeline", a_second(recorder.recorded));
+    const SAMPLED: &str = "of a core, more than without the ranks, with samples and metrics";
+    let all = match measure(artifacts, time, true) {
+        Ok(idle) => idle,
+        Err(error) => return report.failed(SAMPLED, &error),
+    };
+    let with_all = all.watching - all.alone;
+    report.check(SAMPLED, percent(with_all), "below 0.7 %", with_all < ALL_LIMIT);
+    let sampling = with_all - added;
+    report.check("of that, for samples and metrics", percent(sampling), "below 0.3 %", sampling < SAMPLING_LIMIT);
+    let peak = format!("{:.1} MB", all.peak / 1e6);
+    report.check("peak memory, with samples and metrics", peak, "below 100 MB", all.peak < ALL_MEMORY);
 }
 
 struct Idle {
@@ -69,9 +85,12 @@ impl Drop for Ranks {
     }
 }
 
-fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
+/// Measures without samples and metrics, or with both.
+fn measure(artifacts: &Artifacts, time: Duration, all: bool) -> Result<Idle> {
     let folder = tempfile::tempdir()?;
     let job = Job::new().with("LD_LIBRARY_PATH", &folder.path().display().to_string());
+    // Two samples a second are the default.
+    let job = job.with("XPU_TIMER_SAMPLE_RATE", if all { "2" } else { "0" });
     compile(folder.path())?;
     let collector = Process::spawn(job.command(artifacts.bin("xpu_timer_collector")).arg("node"));
     let begun = Instant::now();
@@ -83,7 +102,8 @@ fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
     let alone = share(pid, time)?;
 
     let start = |rank: u32| -> Result<Child> {
-        let mut command: Command = job.launch(folder.path().join("idle_rank"));
+        let mut command: Command = job.launch(xpu_timer_tests::python());
+        command.arg("-c").arg(RANK_SCRIPT).arg(folder.path().join("idle_rank.so"));
         let place = [("RANK", rank), ("WORLD_SIZE", RANKS), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", RANKS)];
         command.envs(place.map(|(name, value)| (name, value.to_string())));
         Ok(command.stdin(Stdio::piped()).spawn()?)
@@ -95,25 +115,30 @@ fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
         thread::sleep(Duration::from_millis(50));
     }
     let (before, begun) = (launched(&job)?, Instant::now());
-    let watching = share(pid, time)?;
+    let watching = if all { share_with_metrics(&job, pid, time)? } else { share(pid, time)? };
     let (after, took) = (launched(&job)?, begun.elapsed().as_secs_f64());
     let rates: Vec<f64> = before.iter().zip(&after).map(|(before, after)| (after - before) as f64 / took).collect();
     let launches = rates.iter().copied().fold(f64::INFINITY, f64::min);
     ensure!(launches > LAUNCHES_A_SECOND * 0.95, "a rank launched {launches:.0} times a second only: {rates:.0?}");
     let peak = peak_bytes(pid)?;
-    let recorded = recorded(&job, took)?;
+    let recorded = recorded(&job, took, all)?;
     let least = COLLECTIVES_A_SECOND * 0.95;
     ensure!(recorded > least, "the timeline has {recorded:.0} collectives a second of a rank");
     Ok(Idle { alone, watching, launches, recorded, peak })
 }
 
 /// Operations of a rank a second in the timeline of the last seconds, none of which may be missing.
-fn recorded(job: &Job, seconds: f64) -> Result<f64> {
+/// There is a file of samples for each rank, or there is none.
+fn recorded(job: &Job, seconds: f64, is_sampled: bool) -> Result<f64> {
     let (code, body) = http("POST", job.port, &format!("/timeline?seconds={seconds}")).map_err(anyhow::Error::msg)?;
     ensure!(code == 200, "/timeline: {code} {body}");
     let written: Value = serde_json::from_str(&body)?;
     let number = |name: &str| written[name].as_u64().with_context(|| format!("{name}: {written}"));
     ensure!(number("lost")? == 0, "operations are missing: {written}");
+    let files = fs::read_dir(written["path"].as_str().context("path")?)?.collect::<Result<Vec<_>, _>>()?;
+    let sampled = files.iter().filter(|file| file.path().extension().is_some_and(|end| end == "samples")).count();
+    let expected = if is_sampled { RANKS as usize } else { 0 };
+    ensure!(sampled == expected, "{sampled} files of samples instead of {expected}");
     Ok(number("operations")? as f64 / f64::from(RANKS) / seconds)
 }
 
@@ -125,6 +150,24 @@ fn share(pid: i32, time: Duration) -> Result<f64> {
     Ok(used.as_secs_f64() / begun.elapsed().as_secs_f64())
 }
 
+/// Like [`share`], while the metrics are fetched.
+fn share_with_metrics(job: &Job, pid: i32, time: Duration) -> Result<f64> {
+    let end = Instant::now() + time;
+    thread::scope(|scope| {
+        let fetches = scope.spawn(|| -> Result<()> {
+            while Instant::now() < end {
+                let (code, _) = http("GET", job.port, "/metrics").map_err(anyhow::Error::msg)?;
+                ensure!(code == 200, "/metrics: {code}");
+                thread::sleep(SCRAPE_INTERVAL);
+            }
+            Ok(())
+        });
+        let share = share(pid, time)?;
+        fetches.join().map_err(|_| anyhow::anyhow!("the thread that fetches metrics panicked"))??;
+        Ok(share)
+    })
+}
+
 /// Kernels of each rank, according to the collector.
 fn launched(job: &Job) -> Result<Vec<u64>> {
     let status = job.status().map_err(anyhow::Error::msg)?;
@@ -132,10 +175,13 @@ fn launched(job: &Job) -> Result<Vec<u64>> {
     Ok(ranks.iter().filter_map(|rank| rank["kernels"].as_u64()).filter(|count| *count > 0).collect())
 }
 
-/// The program of a rank.
+/// The program of a rank, whose work is in a library.
+const RANK_SCRIPT: &str = "import ctypes, sys\nctypes.CDLL(sys.argv[1]).train()";
+
+/// The library of a rank.
 const IDLE_RANK: &str = r#"
-/* A rank that launches ten thousand kernels and a thousand collectives a second, some every millisecond, on a driver that does nothing,
- * until its standard input ends. */
+/* Launches ten thousand kernels and a thousand collectives a second, some every millisecond, on a driver that does
+ * nothing, until the standard input ends. */
 #include <poll.h>
 #include <stddef.h>
 #include <string.h>
@@ -152,7 +198,7 @@ static double now(void) {
     return time.tv_sec + time.tv_nsec / 1e9;
 }
 
-int main(void) {
+int train(void) {
     static int kernels[32], stream;
     Id id;
     void *comm = NULL;
@@ -177,6 +223,7 @@ fn compile(folder: &Path) -> Result<()> {
         idle_library(folder, soname, part);
     }
     let beside = format!("-L{}", folder.display());
-    compile_c(folder, "idle_rank", IDLE_RANK, &["-O2", &beside, "-l:libcuda.so.1", "-l:libnccl.so.2"]);
+    let options = ["-O2", "-shared", "-fPIC", &beside, "-l:libcuda.so.1", "-l:libnccl.so.2"];
+    compile_c(folder, "idle_rank.so", IDLE_RANK, &options);
     Ok(())
 }
