@@ -960,8 +960,10 @@ pub struct RankEvidence {
     #[prost(enumeration = "Presence", tag = "2")]
     pub presence: i32,
     /// Both samples, children and process state. Absent if no dump could be taken.
-    #[prost(message, optional, tag = "3")]
-    pub dump: ::core::option::Option<super::server::Stacktrace>,
+    #[prost(message, optional, boxed, tag = "3")]
+    pub dump: ::core::option::Option<
+        ::prost::alloc::boxed::Box<super::server::Stacktrace>,
+    >,
     #[prost(message, optional, tag = "4")]
     pub flight: ::core::option::Option<FlightRecord>,
     #[prost(string, tag = "5")]
