@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeMap,
-    fmt::Display,
     fs,
     io::{self, Write},
     path::{Path, PathBuf},
@@ -13,10 +12,14 @@ use std::{
 };
 
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
+use xpu_timer_analysis::{
+    Verdict, folded,
+    prefix_tree::{PrefixTree, TreeError},
+    rank_set::RankSet,
+};
 use xpu_timer_proto::{
     Message as _, lenient,
-    v1::{DumpFile, Evidence, NodeDump, ProcessEvidence, RankEvidence, RankRun, StackTree, StackTrees},
+    v1::{DumpFile, Evidence, NodeDump, ProcessEvidence, RankEvidence, StackTrees},
 };
 
 use crate::{
@@ -389,13 +392,10 @@ impl Gather {
 
 /// Merges the stacks of a node, which may contain only these ranks.
 fn merge(tree: &mut PrefixTree, message: &[u8], allowed: &RankSet, node: &str) -> Result<(), String> {
-    let unusable = |error: &dyn Display| format!("node {node}: its stacks cannot be used: {error}");
-    let message: StackTree = lenient::decode(message).map_err(|error| unusable(&error))?;
-    let is_allowed = |run: &RankRun| allowed.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
-    if !message.nodes.iter().flat_map(|node| &node.ranks).all(|run| run.first <= run.last && is_allowed(run)) {
-        return Err(foreign_data(node));
-    }
-    tree.merge_message(&message).map_err(|error| unusable(&error))
+    tree.merge_encoded(message, allowed).map_err(|error| match error {
+        TreeError::ForeignRank { .. } => foreign_data(node),
+        error => format!("node {node}: its stacks cannot be used: {error}"),
+    })
 }
 
 /// The temporary name of a file during its transfer.
