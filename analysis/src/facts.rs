@@ -287,7 +287,7 @@ pub(crate) fn other_thread_of(evidence: &ProcessEvidence) -> Option<String> {
 
 /// See [`stacks::gil_holder`].
 pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
-    gil_holder_of(evidence.dump.as_ref(), evidence.host.as_ref())
+    gil_holder_of(evidence.dump.as_deref(), evidence.host.as_ref())
 }
 
 /// The holder of a process's GIL, from its dump or from the facts in its place.

@@ -6,9 +6,10 @@
 
 use crate::rank_set::RankSet;
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
+use std::borrow::Cow;
 use std::hash::BuildHasher;
-use xpu_timer_proto::printable;
-use xpu_timer_proto::v1::{StackTree, TreeNode};
+use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
+use xpu_timer_proto::{DecodeError, Message as _, lenient, printable};
 
 /// Number of an interned word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -53,6 +54,19 @@ pub enum TreeError {
         /// Index of the node.
         node: usize,
     },
+    /// A node has a rank that the tree may not contain.
+    ForeignRank {
+        /// Index of the node.
+        node: usize,
+    },
+    /// The bytes are no tree message.
+    Undecodable,
+}
+
+impl From<DecodeError> for TreeError {
+    fn from(_: DecodeError) -> Self {
+        TreeError::Undecodable
+    }
 }
 
 impl std::fmt::Display for TreeError {
@@ -67,6 +81,8 @@ impl std::fmt::Display for TreeError {
             TreeError::BackwardRun { node } => {
                 write!(f, "node {node} of the tree has a run of ranks that ends before it begins")
             }
+            TreeError::ForeignRank { node } => write!(f, "node {node} of the tree has a rank that it may not have"),
+            TreeError::Undecodable => write!(f, "the tree cannot be decoded"),
         }
     }
 }
@@ -121,6 +137,37 @@ pub struct Node {
     pub ranks: RankSet,
     /// True if the stack of at least one rank ends here.
     pub end: bool,
+}
+
+/// Fields of an encoded `StackTree`. A test below fails if they change.
+const WORDS: u32 = 1;
+const NODES: u32 = 2;
+
+/// Decodes the nodes of an encoded tree one by one, all into one message.
+fn each_node(tree: &[u8], mut visit: impl FnMut(&TreeNode) -> Result<(), TreeError>) -> Result<(), TreeError> {
+    let mut node = TreeNode::default();
+    lenient::each_part(tree, |number, part| {
+        if number != NODES {
+            return Ok(());
+        }
+        node.clear();
+        node.merge(part)?;
+        visit(&node)
+    })
+}
+
+/// Whether a node of a message is valid, given its index and the number of words.
+fn check(index: usize, node: &TreeNode, words: usize) -> Result<(), TreeError> {
+    if node.word as usize >= words {
+        return Err(TreeError::UnknownWord { node: index, word: node.word });
+    }
+    if let Some(parent) = node.parent.filter(|&parent| parent as usize >= index) {
+        return Err(TreeError::ParentAfterChild { node: index, parent });
+    }
+    if node.ranks.iter().any(|run| run.first > run.last) {
+        return Err(TreeError::BackwardRun { node: index });
+    }
+    Ok(())
 }
 
 /// The merged stacks of many ranks. There may be several roots.
@@ -230,30 +277,57 @@ impl PrefixTree {
 
     /// Adds all stacks of a tree message. An invalid message adds nothing.
     pub fn merge_message(&mut self, tree: &StackTree) -> Result<(), TreeError> {
-        for (node, n) in tree.nodes.iter().enumerate() {
-            if n.word as usize >= tree.words.len() {
-                return Err(TreeError::UnknownWord { node, word: n.word });
-            }
-            if let Some(parent) = n.parent.filter(|&parent| parent as usize >= node) {
-                return Err(TreeError::ParentAfterChild { node, parent });
-            }
-            if n.ranks.iter().any(|run| run.first > run.last) {
-                return Err(TreeError::BackwardRun { node });
-            }
+        for (index, node) in tree.nodes.iter().enumerate() {
+            check(index, node, tree.words.len())?;
         }
         let words: Vec<WordId> = tree.words.iter().map(|text| self.words.intern(&printable::line(text))).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(tree.nodes.len());
-        for n in &tree.nodes {
-            let parent = n.parent.map(|parent| ids[parent as usize]);
-            let id = self.child_or_new(parent, words[n.word as usize]);
-            let mine = &mut self.nodes[id.index()];
-            for run in &n.ranks {
-                mine.ranks.insert_run(run.first, run.last);
-            }
-            mine.end |= n.end;
-            ids.push(id);
+        for node in &tree.nodes {
+            self.add_node(node, &words, &mut ids);
         }
         Ok(())
+    }
+
+    /// Adds all stacks of an encoded tree message, which may contain only `allowed` ranks. An
+    /// invalid message adds nothing. The message is never decoded as a whole: a cluster collector
+    /// merges those of thousands of nodes, and each of their tree nodes would be an allocation.
+    pub fn merge_encoded(&mut self, tree: &[u8], allowed: &RankSet) -> Result<(), TreeError> {
+        let mut words: Vec<Cow<'_, str>> = Vec::new();
+        lenient::each_part(tree, |number, part| {
+            if number == WORDS {
+                words.push(String::from_utf8_lossy(part));
+            }
+            Ok::<(), TreeError>(())
+        })?;
+        let is_allowed =
+            |run: &RankRun| allowed.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
+        let mut count = 0;
+        each_node(tree, |node| {
+            check(count, node, words.len())?;
+            if !node.ranks.iter().all(is_allowed) {
+                return Err(TreeError::ForeignRank { node: count });
+            }
+            count += 1;
+            Ok(())
+        })?;
+        let words: Vec<WordId> = words.iter().map(|text| self.words.intern(&printable::line(text))).collect();
+        let mut ids: Vec<NodeId> = Vec::with_capacity(count);
+        each_node(tree, |node| {
+            self.add_node(node, &words, &mut ids);
+            Ok(())
+        })
+    }
+
+    /// Adds a node of a message that was checked.
+    fn add_node(&mut self, node: &TreeNode, words: &[WordId], ids: &mut Vec<NodeId>) {
+        let parent = node.parent.map(|parent| ids[parent as usize]);
+        let id = self.child_or_new(parent, words[node.word as usize]);
+        let mine = &mut self.nodes[id.index()];
+        for run in &node.ranks {
+            mine.ranks.insert_run(run.first, run.last);
+        }
+        mine.end |= node.end;
+        ids.push(id);
     }
 
     /// The tree as a message, in the order of [`PrefixTree::order`], so that equal trees give equal
@@ -394,21 +468,30 @@ mod tests {
         by_message.merge_message(&b.to_message()).unwrap();
         by_message.merge_message(&a.to_message()).unwrap();
         assert_eq!(shown(&by_message), shown(&ab));
+        let mut by_bytes = PrefixTree::new();
+        let ranks = RankSet::from_iter([0, 3, 7]);
+        by_bytes.merge_encoded(&b.to_message().encode_to_vec(), &ranks).unwrap();
+        by_bytes.merge_encoded(&a.to_message().encode_to_vec(), &ranks).unwrap();
+        assert_eq!(shown(&by_bytes), shown(&ab));
     }
 
     #[test]
     fn a_broken_message_is_refused_whole() {
         let good = tree(&[("a;b", 0)]).to_message();
-        let mut tree = PrefixTree::new();
-        let mut bad = good.clone();
-        bad.nodes[1].word = 9;
-        assert_eq!(tree.merge_message(&bad), Err(TreeError::UnknownWord { node: 1, word: 9 }));
-        let mut bad = good.clone();
-        bad.nodes[0].parent = Some(0);
-        assert_eq!(tree.merge_message(&bad), Err(TreeError::ParentAfterChild { node: 0, parent: 0 }));
-        let mut bad = good;
-        bad.nodes[1].ranks[0] = xpu_timer_proto::v1::RankRun { first: 2, last: 1 };
-        assert_eq!(tree.merge_message(&bad), Err(TreeError::BackwardRun { node: 1 }));
+        let (mut tree, allowed) = (PrefixTree::new(), RankSet::from_iter([0]));
+        let mut refused = |change: &dyn Fn(&mut StackTree), error| {
+            let mut bad = good.clone();
+            change(&mut bad);
+            assert_eq!(tree.merge_message(&bad), Err(error));
+            assert_eq!(tree.merge_encoded(&bad.encode_to_vec(), &allowed), Err(error));
+        };
+        refused(&|bad| bad.nodes[1].word = 9, TreeError::UnknownWord { node: 1, word: 9 });
+        refused(&|bad| bad.nodes[0].parent = Some(0), TreeError::ParentAfterChild { node: 0, parent: 0 });
+        refused(&|bad| bad.nodes[1].ranks[0] = RankRun { first: 2, last: 1 }, TreeError::BackwardRun { node: 1 });
+        let bytes = good.encode_to_vec();
+        let others = RankSet::from_iter([1, 2]);
+        assert_eq!(tree.merge_encoded(&bytes, &others), Err(TreeError::ForeignRank { node: 0 }));
+        assert_eq!(tree.merge_encoded(&bytes[..bytes.len() - 1], &allowed), Err(TreeError::Undecodable));
         assert!(tree.nodes().is_empty());
     }
 

@@ -230,7 +230,7 @@ mod tests {
         let before = [upload, task("Task-5", "a future", &[("load", "/job/train.py:19")])];
         let first = ProcessSample { py_stacktrace: threads(&before), ..Default::default() };
         let dump = Stacktrace { py_stacktrace: threads(&all), first_sample: Some(first), ..Default::default() };
-        let rank = RankEvidence { rank: 1, dump: Some(dump.clone()), ..Default::default() };
+        let rank = RankEvidence { rank: 1, dump: Some(Box::new(dump.clone())), ..Default::default() };
         let evidence = Evidence { ranks: vec![rank], ..Default::default() };
         let lines = lines(&evidence, &[1]);
         assert_eq!(lines.len(), 1);

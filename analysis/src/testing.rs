@@ -448,7 +448,7 @@ impl Job {
     /// Both samples of the rank show this stack.
     pub fn set_stack(&mut self, rank: u32, stack: Stack) {
         let entry = self.rank(rank);
-        entry.dump = Some(dump(rank, stack));
+        entry.dump = Some(dump(rank, stack).into());
     }
 
     /// A process that is no rank, with this stack in both samples. The pid is 1000 and this number.

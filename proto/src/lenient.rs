@@ -7,7 +7,10 @@
 
 use std::borrow::Cow;
 
-use prost::{DecodeError, Message};
+use prost::{
+    DecodeError, Message,
+    encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field},
+};
 
 /// The type of a field that may contain text.
 #[derive(Debug)]
@@ -44,6 +47,29 @@ pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
         Cow::Owned(repaired) => M::decode(&repaired[..]),
         Cow::Borrowed(_) => Err(error),
     })
+}
+
+/// Calls `part` with the number and the bytes of each text and each message in a message, in their
+/// order. A long list can thus be read without memory for all of it.
+///
+/// # Errors
+/// Those of [`Message::decode`], and the first error of `part`.
+pub fn each_part<'a, E: From<DecodeError>>(
+    mut message: &'a [u8],
+    mut part: impl FnMut(u32, &'a [u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    while !message.is_empty() {
+        let (number, wire_type) = decode_key(&mut message)?;
+        let field = message;
+        skip_field(wire_type, number, &mut message, DecodeContext::default())?;
+        if wire_type == WireType::LengthDelimited {
+            let mut value = &field[..field.len() - message.len()];
+            // The rest of the field is as long as this.
+            decode_varint(&mut value)?;
+            part(number, value)?;
+        }
+    }
+    Ok(())
 }
 
 /// The message with valid texts. Parts that cannot be parsed are unchanged, so that `prost` reports
@@ -188,6 +214,27 @@ mod tests {
         assert_eq!(decoded.pid, -7);
         assert_eq!(format!("{decoded:?}").matches('\u{fffd}').count(), places.len());
         assert_eq!(decode::<Stacktrace>(&bytes).unwrap(), message);
+    }
+
+    #[test]
+    fn parts_are_those_of_the_message() {
+        let message = everywhere();
+        let bytes = message.encode_to_vec();
+        let mut parts = Vec::new();
+        let add = |number, bytes: &[u8]| -> Result<(), DecodeError> {
+            parts.push((number, bytes.to_vec()));
+            Ok(())
+        };
+        each_part(&bytes, add).unwrap();
+        let of = |wanted| parts.iter().filter(move |(number, _)| *number == wanted).map(|(_, bytes)| &bytes[..]);
+        let native: Vec<_> = of(1).map(|part| PstackStacktrace::decode(part).unwrap()).collect();
+        assert_eq!(native, message.stacktrace);
+        assert_eq!(of(11).collect::<Vec<_>>(), [MARK.as_bytes()]);
+        for cut in 0..bytes.len() {
+            let whole = Stacktrace::decode(&bytes[..cut]).is_ok();
+            let read = each_part(&bytes[..cut], |_, _| Ok::<(), DecodeError>(()));
+            assert!(read.is_ok() || !whole, "cut at {cut}");
+        }
     }
 
     #[test]

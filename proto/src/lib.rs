@@ -55,7 +55,7 @@ mod shapes {
     include!("generated/shapes.rs");
 }
 
-pub use prost::Message;
+pub use prost::{DecodeError, Message, encode_length_delimiter};
 
 /// Start of the name of an awaited socket on which a process listens. The address follows. The
 /// capture writes it, and the judge reads it.

@@ -12,7 +12,11 @@ use std::{
 };
 
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
+use xpu_timer_analysis::{
+    Verdict, folded,
+    prefix_tree::{PrefixTree, TreeError},
+    rank_set::RankSet,
+};
 use xpu_timer_proto::{
     Message as _, lenient,
     v1::{DumpFile, Evidence, NodeDump, ProcessEvidence, RankEvidence, StackTrees},
@@ -48,11 +52,29 @@ pub struct GatherSetup {
     pub is_new_round: bool,
 }
 
+/// A part of a node's dump. Its trees and ranks are still encoded.
+#[derive(Debug)]
+pub struct NodePart {
+    /// Name of the node.
+    pub name: String,
+    /// The ranks that it may report.
+    pub allowed: RankSet,
+    /// The evidence of the ranks of this part, all allowed.
+    pub ranks: Vec<(u32, Vec<u8>)>,
+    /// Everything else.
+    pub dump: NodeDump,
+}
+
+/// The problem that a node delivers data of ranks that it may not report.
+pub(crate) fn foreign_data(node: &str) -> String {
+    format!("node {node} delivered data of ranks that it does not have; these data are ignored")
+}
+
 /// A task for the thread.
 #[derive(Debug)]
 pub enum GatherTask {
     /// A part of a node's dump.
-    Part(NodeId, Box<NodeDump>, Credit),
+    Part(NodeId, Box<NodePart>, Credit),
     /// Everything that arrives in time has arrived. Contains the ranks without evidence and the
     /// reasons, and other problems.
     Judge(Vec<RankEvidence>, Vec<String>),
@@ -150,7 +172,11 @@ impl Gather {
         let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
-            gather.merge(trees.native.as_ref(), trees.python.as_ref());
+            for (tree, message) in [(&mut gather.native, trees.native), (&mut gather.python, trees.python)] {
+                if let Some(Err(error)) = message.map(|message| tree.merge_message(&message)) {
+                    gather.errors.push(format!("the earlier stacks cannot be used: {error}"));
+                }
+            }
         }
         gather
     }
@@ -177,7 +203,7 @@ impl Gather {
         for item in work {
             match item {
                 GatherTask::Part(node, part, _credit) => {
-                    let last = part.last;
+                    let last = part.dump.last;
                     self.part(*part);
                     if last {
                         report(GatherEvent::Merged(node));
@@ -198,25 +224,19 @@ impl Gather {
         resources::trim_heap();
     }
 
-    fn part(&mut self, part: NodeDump) {
-        self.merge(part.native.as_ref(), part.python.as_ref());
-        self.errors.extend(part.errors);
-        self.reload_ranks();
-        self.ranks.extend(part.ranks);
-        let room = MAX_PROCESSES.saturating_sub(self.processes.len());
-        self.processes.extend(part.processes.into_iter().take(room));
-    }
-
-    fn merge(
-        &mut self,
-        native: Option<&xpu_timer_proto::v1::StackTree>,
-        python: Option<&xpu_timer_proto::v1::StackTree>,
-    ) {
-        for (tree, message) in [(&mut self.native, native), (&mut self.python, python)] {
-            if let Some(Err(error)) = message.map(|message| tree.merge_message(message)) {
-                self.errors.push(format!("stacks of a node cannot be used: {error}"));
+    fn part(&mut self, part: NodePart) {
+        let NodePart { name, allowed, ranks, dump } = part;
+        for (tree, message) in [(&mut self.native, &dump.native), (&mut self.python, &dump.python)] {
+            if let Err(problem) = merge(tree, message, &allowed, &name) {
+                warn!("incident {}: {problem}", self.setup.plan.head.id);
+                self.errors.push(problem);
             }
         }
+        self.errors.extend(dump.errors);
+        self.reload_ranks();
+        self.ranks.extend_encoded(ranks);
+        let room = MAX_PROCESSES.saturating_sub(self.processes.len());
+        self.processes.extend(dump.processes.into_iter().take(room));
     }
 
     fn judge(&mut self, missing: Vec<RankEvidence>, errors: Vec<String>) -> Verdict {
@@ -226,11 +246,9 @@ impl Gather {
         self.ranks.extend(missing);
         let processes = self.processes.clone();
         let mut evidence = Evidence { world_size: self.setup.world_size, processes, ..self.setup.plan.evidence() };
-        // The bytes are written first, so that they are not in memory together with what is decoded
-        // from them.
-        let written = self.write_evidence(&evidence);
-        let count = self.ranks.len();
-        evidence.ranks = std::mem::take(&mut self.ranks).decode();
+        let written = self.write_evidence(&mut evidence);
+        self.ranks.decode_into(&mut evidence);
+        let count = evidence.ranks.len();
         let mut verdict = judging::judge(&evidence);
         info!("incident {}: {count} ranks judged in {:.0?}", self.setup.plan.head.id, begun.elapsed());
         // The ranks are freed before the stacks are written, unless they exist only in memory.
@@ -256,9 +274,10 @@ impl Gather {
         verdict
     }
 
-    fn write_evidence(&mut self, head: &Evidence) -> Result<(), String> {
+    /// Moves the ranks to the evidence, and writes it. If that fails, some ranks are not moved.
+    fn write_evidence(&mut self, evidence: &mut Evidence) -> Result<(), String> {
         let Some(folder) = self.folder() else { return Err("no folder could be created".into()) };
-        let result = folder.write_with(EVIDENCE, |to| self.ranks.write(head, to));
+        let result = folder.write_with(EVIDENCE, |to| self.ranks.write_into(evidence, to));
         self.written = result.is_ok();
         self.log_error(result)
     }
@@ -369,6 +388,14 @@ impl Gather {
             warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
         }
     }
+}
+
+/// Merges the stacks of a node, which may contain only these ranks.
+fn merge(tree: &mut PrefixTree, message: &[u8], allowed: &RankSet, node: &str) -> Result<(), String> {
+    tree.merge_encoded(message, allowed).map_err(|error| match error {
+        TreeError::ForeignRank { .. } => foreign_data(node),
+        error => format!("node {node}: its stacks cannot be used: {error}"),
+    })
 }
 
 /// The temporary name of a file during its transfer.

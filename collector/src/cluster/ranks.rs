@@ -1,128 +1,94 @@
 //! The evidence of each rank of an incident, kept encoded: in a large job this is most of the
-//! memory, and decoded it takes four times as much.
+//! memory, and decoded it takes several times as much.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     io::{self, Write},
 };
 
 use xpu_timer_proto::{
-    Message as _,
-    v1::{Evidence, RankEvidence},
+    Message as _, lenient,
+    v1::{Evidence, RankEvidence, RankPresence},
 };
 
 /// The evidence of ranks, at most one entry per rank.
 #[derive(Debug, Default)]
 pub struct Ranks {
-    // Length-delimited entries in chunks, so that the chunks can be freed one by one.
-    chunks: Vec<Vec<u8>>,
-    places: HashMap<u32, EvidenceRange>,
-    // Bytes of replaced entries.
-    replaced: usize,
+    encoded: BTreeMap<u32, Vec<u8>>,
 }
-
-/// The bytes of one rank's evidence within a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct EvidenceRange {
-    chunk: usize,
-    offset: usize,
-    bytes: usize,
-}
-
-const CHUNK_BYTES: usize = 1 << 20;
 
 impl Ranks {
     /// Whether a rank has an entry.
     #[must_use]
     pub fn holds(&self, rank: u32) -> bool {
-        self.places.contains_key(&rank)
+        self.encoded.contains_key(&rank)
     }
 
     /// Number of ranks.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.places.len()
+        self.encoded.len()
     }
 
     /// Adds ranks and replaces existing entries.
     pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
-        for rank in ranks {
-            // A length takes ten bytes at most.
-            self.append(rank.rank, rank.encoded_len() + 10, |into| {
-                rank.encode_length_delimited(into).expect("a vector has room");
-            });
-        }
-        let all: usize = self.chunks.iter().map(Vec::len).sum();
-        if self.replaced > CHUNK_BYTES && self.replaced > all / 2 {
-            self.compact();
-        }
+        self.extend_encoded(ranks.into_iter().map(|rank| (rank.rank, rank.encode_to_vec())));
     }
 
-    fn append(&mut self, rank: u32, room: usize, write: impl FnOnce(&mut Vec<u8>)) {
-        if self.chunks.last().is_none_or(|chunk| chunk.capacity() - chunk.len() < room) {
-            self.chunks.push(Vec::with_capacity(CHUNK_BYTES.max(room)));
-        }
-        let chunk = self.chunks.len() - 1;
-        let into = &mut self.chunks[chunk];
-        let offset = into.len();
-        write(into);
-        let place = EvidenceRange { chunk, offset, bytes: into.len() - offset };
-        self.replaced += self.places.insert(rank, place).map_or(0, |old| old.bytes);
+    /// Adds ranks as their nodes sent them and replaces existing entries.
+    pub fn extend_encoded(&mut self, ranks: impl IntoIterator<Item = (u32, Vec<u8>)>) {
+        self.encoded.extend(ranks);
     }
 
-    /// Frees the memory of replaced entries: a node whose delivery was cut off sends everything
-    /// again.
-    fn compact(&mut self) {
-        self.replaced = 0;
-        let mut places: Vec<(u32, EvidenceRange)> = self.places.drain().collect();
-        places.sort_unstable_by_key(|(_, place)| (place.chunk, place.offset));
-        let mut places = places.into_iter().peekable();
-        for (chunk, bytes) in std::mem::take(&mut self.chunks).into_iter().enumerate() {
-            while let Some((rank, place)) = places.next_if(|(_, place)| place.chunk == chunk) {
-                let entry = &bytes[place.offset..place.offset + place.bytes];
-                self.append(rank, entry.len(), |into| into.extend_from_slice(entry));
-            }
-        }
-    }
-
-    /// Writes the evidence of all ranks as one message.
+    /// Moves all ranks to `evidence`, and writes the evidence to `to` as one message. Each entry is
+    /// freed when it is decoded and written, so that few ranks are in memory twice. After an error
+    /// of `to`, the remaining ranks stay here.
     ///
     /// # Errors
     /// Errors of `to`.
-    pub fn write(&self, head: &Evidence, to: &mut dyn Write) -> io::Result<()> {
-        to.write_all(&head.encode_to_vec())?;
-        let mut places: Vec<(&u32, &EvidenceRange)> = self.places.iter().collect();
-        places.sort_unstable_by_key(|(rank, _)| **rank);
-        for (_, place) in places {
-            // The key of a message field; the length follows.
-            to.write_all(&[RANKS_KEY])?;
-            to.write_all(&self.chunks[place.chunk][place.offset..place.offset + place.bytes])?;
+    pub fn write_into(&mut self, evidence: &mut Evidence, to: &mut dyn Write) -> io::Result<()> {
+        to.write_all(&evidence.encode_to_vec())?;
+        evidence.ranks.reserve_exact(self.len());
+        let mut head = Vec::new();
+        while let Some((rank, bytes)) = self.pop_first() {
+            evidence.ranks.push(rank);
+            head.clear();
+            head.push(RANKS_KEY);
+            xpu_timer_proto::encode_length_delimiter(bytes.len(), &mut head).expect("a vector grows");
+            to.write_all(&head)?;
+            to.write_all(&bytes)?;
         }
         Ok(())
     }
 
-    /// Decodes all entries, ascending by rank, and frees the bytes on the way.
-    #[must_use]
-    pub fn decode(self) -> Vec<RankEvidence> {
-        let mut list = Vec::with_capacity(self.places.len());
-        for (chunk, bytes) in self.chunks.into_iter().enumerate() {
-            let mut rest = &bytes[..];
-            while !rest.is_empty() {
-                let offset = bytes.len() - rest.len();
-                let mut rank = RankEvidence::decode_length_delimited(&mut rest).expect("it was encoded here");
-                // A decoded list may have up to twice the capacity that it needs.
-                if let Some(flight) = &mut rank.flight {
-                    flight.operations.shrink_to_fit();
-                }
-                // Skip replaced entries.
-                if self.places.get(&rank.rank).is_some_and(|place| (place.chunk, place.offset) == (chunk, offset)) {
-                    list.push(rank);
-                }
-            }
-        }
-        list.sort_unstable_by_key(|rank| rank.rank);
-        list
+    /// Moves all ranks to `evidence`.
+    pub fn decode_into(&mut self, evidence: &mut Evidence) {
+        evidence.ranks.extend(std::iter::from_fn(|| self.pop_first()).map(|(rank, _)| rank));
     }
+
+    /// Removes the lowest rank. Also returns its bytes, which can be decoded.
+    fn pop_first(&mut self) -> Option<(RankEvidence, Vec<u8>)> {
+        let (rank, mut bytes) = self.encoded.pop_first()?;
+        let mut evidence = RankEvidence::decode(&bytes[..]).unwrap_or_else(|_| {
+            let repaired = repaired(rank, &bytes);
+            bytes = repaired.encode_to_vec();
+            repaired
+        });
+        // A decoded list may have up to twice the capacity that it needs.
+        if let Some(flight) = &mut evidence.flight {
+            flight.operations.shrink_to_fit();
+        }
+        Some((evidence, bytes))
+    }
+}
+
+/// What is known from an entry that is no valid message.
+fn repaired(rank: u32, bytes: &[u8]) -> RankEvidence {
+    lenient::decode(bytes).unwrap_or_else(|error| {
+        let presence = RankPresence::decode(bytes).map_or(0, |known| known.presence);
+        let errors = vec![format!("its evidence cannot be decoded: {error}")];
+        RankEvidence { rank, presence, errors, ..Default::default() }
+    })
 }
 
 /// Field 6 of `Evidence`, wire type 2. A test below fails if this changes.
@@ -130,38 +96,66 @@ const RANKS_KEY: u8 = 6 << 3 | 2;
 
 #[cfg(test)]
 mod tests {
+    use xpu_timer_proto::v1::{FlightRecord, Operation, Presence};
+
     use super::*;
 
     fn rank(rank: u32, node: &str) -> RankEvidence {
         RankEvidence { rank, node: node.into(), ..Default::default() }
     }
 
-    #[test]
-    fn evidence_is_written_in_rank_order() {
-        let mut ranks = Ranks::default();
-        assert!(ranks.places.is_empty());
-        ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(CHUNK_BYTES))]);
-        ranks.extend([rank(7, "b"), rank(2, "c")]);
-        assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));
-        let head = Evidence { incident: "1".into(), world_size: 301, hang_timeout_ns: 5, ..Default::default() };
-        let mut bytes = Vec::new();
-        ranks.write(&head, &mut bytes).unwrap();
-        let expected = vec![rank(0, ""), rank(2, "c"), rank(7, "b"), rank(300, &"long".repeat(CHUNK_BYTES))];
-        assert_eq!(Evidence::decode(&bytes[..]).unwrap(), Evidence { ranks: expected.clone(), ..head });
-        assert_eq!(ranks.decode(), expected);
+    fn head() -> Evidence {
+        Evidence { incident: "1".into(), world_size: 301, hang_timeout_ns: 5, ..Default::default() }
     }
 
     #[test]
-    fn replaced_entries_do_not_accumulate() {
+    fn evidence_is_written_in_rank_order() {
         let mut ranks = Ranks::default();
-        let text = "x".repeat(CHUNK_BYTES / 4);
-        let times = 40;
-        for time in 0..times {
-            ranks.extend((0..8).map(|number| rank(number, &format!("{time}{text}"))));
-            let bytes: usize = ranks.chunks.iter().map(Vec::len).sum();
-            assert!(bytes < 6 * CHUNK_BYTES, "{bytes} bytes for two megabytes");
-        }
-        let last: Vec<_> = (0..8).map(|number| rank(number, &format!("{}{text}", times - 1))).collect();
-        assert_eq!(ranks.decode(), last);
+        ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(100_000))]);
+        ranks.extend([rank(7, "b"), rank(2, "c")]);
+        assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));
+        let mut bytes = Vec::new();
+        let mut evidence = head();
+        ranks.write_into(&mut evidence, &mut bytes).unwrap();
+        let expected = vec![rank(0, ""), rank(2, "c"), rank(7, "b"), rank(300, &"long".repeat(100_000))];
+        assert_eq!(evidence, Evidence { ranks: expected, ..head() });
+        assert_eq!(Evidence::decode(&bytes[..]).unwrap(), evidence);
+        assert_eq!(ranks.len(), 0);
+    }
+
+    #[test]
+    fn an_invalid_entry_harms_no_other_rank() {
+        let mut ranks = Ranks::default();
+        let operations = vec![Operation { function: "name".into(), ..Default::default() }];
+        let flight = Some(FlightRecord { operations, ..Default::default() });
+        let dead = RankEvidence { rank: 4, presence: Presence::Dead.into(), flight, ..Default::default() };
+        let mut text = dead.encode_to_vec();
+        let at = text.windows(4).position(|part| part == b"name").unwrap();
+        text[at] = 0xff;
+        // A flight record with a field that is cut off.
+        let cut =
+            [&RankEvidence { flight: None, rank: 5, ..dead.clone() }.encode_to_vec()[..], &[0x22, 1, 0x0a]].concat();
+        ranks.extend([rank(3, "a"), rank(6, "b")]);
+        ranks.extend_encoded([(4, text), (5, cut)]);
+        let (mut evidence, mut bytes) = (head(), Vec::new());
+        ranks.write_into(&mut evidence, &mut bytes).unwrap();
+        assert_eq!(Evidence::decode(&bytes[..]).unwrap(), evidence);
+        let [_, repaired, lost, last] = &evidence.ranks[..] else { panic!("{evidence:?}") };
+        assert_eq!(repaired.flight.as_ref().unwrap().operations[0].function, "\u{fffd}ame");
+        assert_eq!((lost.rank, lost.presence(), &lost.flight), (5, Presence::Dead, &None));
+        assert!(lost.errors[0].starts_with("its evidence cannot be decoded: "), "{lost:?}");
+        assert_eq!(*last, rank(6, "b"));
+    }
+
+    #[test]
+    fn a_full_disk_loses_no_rank() {
+        let mut ranks = Ranks::default();
+        let expected: Vec<_> = (0..40).map(|number| rank(number, "node")).collect();
+        ranks.extend(expected.clone());
+        let (mut evidence, mut disk) = (head(), [0; 100]);
+        ranks.write_into(&mut evidence, &mut &mut disk[..]).unwrap_err();
+        assert!(!evidence.ranks.is_empty() && ranks.len() > 0, "{} ranks were written", evidence.ranks.len());
+        ranks.decode_into(&mut evidence);
+        assert_eq!(evidence.ranks, expected);
     }
 }

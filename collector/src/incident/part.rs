@@ -7,7 +7,7 @@ use xpu_timer_analysis::{Verdict, condense, condense_process, folded, prefix_tre
 use xpu_timer_proto::{
     Message as _, lenient,
     server::Stacktrace,
-    v1::{NodeDump, ProcessEvidence, RankEvidence, StackTree},
+    v1::{NodeDump, ProcessEvidence, RankEvidence},
 };
 
 /// The node's part in its incident folder, where it survives a restart of either collector.
@@ -37,7 +37,7 @@ pub fn some_ranks(verdict: &Verdict) -> Vec<u32> {
 pub struct Part {
     native: PrefixTree,
     python: PrefixTree,
-    ranks: Vec<RankEvidence>,
+    ranks: Vec<Vec<u8>>,
     processes: Vec<ProcessEvidence>,
 }
 
@@ -46,7 +46,7 @@ impl Part {
     pub fn add(&mut self, file: &Stacktrace, evidence: &RankEvidence, operations: usize) {
         folded::insert_native(&mut self.native, file, evidence.rank);
         folded::insert_python(&mut self.python, file, evidence.rank);
-        self.ranks.push(condense(evidence, operations));
+        self.ranks.push(condense(evidence, operations).encode_to_vec());
     }
 
     /// Adds the processes that are no ranks.
@@ -59,8 +59,8 @@ impl Part {
     pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
         NodeDump {
             incident: incident.into(),
-            native: Some(self.native.to_message()),
-            python: Some(self.python.to_message()),
+            native: self.native.to_message().encode_to_vec(),
+            python: self.python.to_message().encode_to_vec(),
             ranks: self.ranks,
             processes: self.processes,
             last: true,
@@ -97,13 +97,12 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     let NodeDump { incident, native, python, ranks, processes, mut errors, .. } = part;
     let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
     let mut pieces = Vec::new();
-    let mut fits = |tree: Option<StackTree>, name: &str| {
-        let tree = tree?;
-        if tree.encoded_len() < MAX_MESSAGE_BYTES {
-            return Some(tree);
+    let mut fits = |tree: Vec<u8>, name: &str| {
+        if tree.len() < MAX_MESSAGE_BYTES {
+            return tree;
         }
-        errors.push(format!("its {name} stacks are too large to be sent: {} MB", tree.encoded_len() / 1_000_000));
-        None
+        errors.push(format!("its {name} stacks are too large to be sent: {} MB", tree.len() / 1_000_000));
+        Vec::new()
     };
     // The ranks come first: the cluster collector accepts only trees of ranks that it knows to be
     // on this node.
@@ -114,7 +113,7 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     let mut bytes = 0;
     let mut chunk = empty();
     for rank in ranks {
-        bytes += rank.encoded_len();
+        bytes += rank.len();
         chunk.ranks.push(rank);
         if bytes >= CHUNK_BYTES {
             pieces.push(std::mem::replace(&mut chunk, empty()));
@@ -150,7 +149,8 @@ mod tests {
         let pieces = pieces(complete.clone());
         assert!(pieces.len() > 8 && pieces.iter().all(|piece| piece.encoded_len() < CHUNK_BYTES + 200_000));
         assert!(pieces.iter().rev().skip(1).all(|piece| !piece.last) && pieces[pieces.len() - 1].last);
-        let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| rank.rank).collect();
+        let decoded = |rank: &Vec<u8>| RankEvidence::decode(&rank[..]).unwrap();
+        let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| decoded(rank).rank).collect();
         assert_eq!(ranks, (0..40).collect::<Vec<_>>());
         let last = pieces.len() - 1;
         assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&complete.native, &complete.python));

@@ -134,7 +134,7 @@ impl Subject {
         RankEvidence {
             rank: self.rank,
             presence: self.presence.into(),
-            dump,
+            dump: dump.map(Box::new),
             flight,
             node: self.node.clone(),
             errors,
@@ -157,7 +157,7 @@ pub fn before_its_first_device_call(how: Option<String>) -> String {
 /// record.
 #[must_use]
 pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
-    let mut file = evidence.dump.clone().unwrap_or_else(|| {
+    let mut file = evidence.dump.as_deref().cloned().unwrap_or_else(|| {
         let state = if evidence.presence() == Presence::Dead { "X (dead)" } else { "unknown" };
         Stacktrace { process_state: state.into(), ..Default::default() }
     });

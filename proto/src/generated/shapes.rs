@@ -705,11 +705,8 @@ static V1_STACK_TREES: [(u32, Field); 2] = [
 impl Shaped for crate::v1::StackTrees {
     const SHAPE: &'static Shape = &V1_STACK_TREES;
 }
-static V1_NODE_DUMP: [(u32, Field); 6] = [
+static V1_NODE_DUMP: [(u32, Field); 3] = [
     (1, Field::Text),
-    (2, Field::Message(&V1_STACK_TREE)),
-    (3, Field::Message(&V1_STACK_TREE)),
-    (4, Field::Message(&V1_RANK_EVIDENCE)),
     (6, Field::Text),
     (7, Field::Message(&V1_PROCESS_EVIDENCE)),
 ];

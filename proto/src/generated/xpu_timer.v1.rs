@@ -960,8 +960,10 @@ pub struct RankEvidence {
     #[prost(enumeration = "Presence", tag = "2")]
     pub presence: i32,
     /// Both samples, children and process state. Absent if no dump could be taken.
-    #[prost(message, optional, tag = "3")]
-    pub dump: ::core::option::Option<super::server::Stacktrace>,
+    #[prost(message, optional, boxed, tag = "3")]
+    pub dump: ::core::option::Option<
+        ::prost::alloc::boxed::Box<super::server::Stacktrace>,
+    >,
     #[prost(message, optional, tag = "4")]
     pub flight: ::core::option::Option<FlightRecord>,
     #[prost(string, tag = "5")]
@@ -1709,17 +1711,23 @@ pub struct StackTrees {
     pub python: ::core::option::Option<StackTree>,
 }
 /// The delivery of one node for one incident, or a part of it.
+///
+/// Trees and ranks are encoded messages, whose wire format is that of embedded ones: the cluster
+/// collector receives them on few threads, and decodes each of them once, on the thread of the
+/// incident.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeDump {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
-    #[prost(message, optional, tag = "2")]
-    pub native: ::core::option::Option<StackTree>,
-    #[prost(message, optional, tag = "3")]
-    pub python: ::core::option::Option<StackTree>,
-    /// Condensed: flight records, host facts and errors; the stacks are in the trees.
-    #[prost(message, repeated, tag = "4")]
-    pub ranks: ::prost::alloc::vec::Vec<RankEvidence>,
+    /// Each a StackTree; empty for none.
+    #[prost(bytes = "vec", tag = "2")]
+    pub native: ::prost::alloc::vec::Vec<u8>,
+    #[prost(bytes = "vec", tag = "3")]
+    pub python: ::prost::alloc::vec::Vec<u8>,
+    /// Each a RankEvidence. Condensed: flight records, host facts and errors; the stacks are in the
+    /// trees.
+    #[prost(bytes = "vec", repeated, tag = "4")]
+    pub ranks: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
     /// This is the last part.
     #[prost(bool, tag = "5")]
     pub last: bool,

@@ -55,9 +55,11 @@ pub struct Options {
     write: bool,
 }
 
+/// Limit of the time from the alarm to the report.
+const TOTAL_LIMIT: Duration = Duration::from_secs(6);
 const REPORT_LIMIT: Duration = Duration::from_secs(15);
 const VERDICT_LIMIT: Duration = Duration::from_secs(2);
-const MEMORY_LIMIT: f64 = 2e9;
+const MEMORY_LIMIT: f64 = 1e9;
 const TOKEN_FILE: &str = "XPU_TIMER_COLLECTOR_TOKEN_FILE";
 /// Descriptors of this process besides those of the connections.
 const SPARE_DESCRIPTORS: u64 = 1024;
@@ -114,18 +116,18 @@ fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: 
     let mut check = |what: &str, figure: String, limit: &str, holds: bool| {
         if limits { report.check(what, figure, limit, holds) } else { report.note(what, figure) }
     };
+    check("from the alarm to the report", seconds(run.total), "at most 6 s", run.total <= TOTAL_LIMIT);
     let (after, verdict) = (run.report, run.verdict);
     check("report complete, after the last delivery's start", seconds(after), "at most 15 s", after <= REPORT_LIMIT);
     check("verdict over the ranks", seconds(verdict), "below 2 s", verdict < VERDICT_LIMIT);
     let megabytes = |bytes: f64| format!("{:.0} MB", bytes / 1e6);
-    check("peak memory", megabytes(run.peak), "below 2 GB", run.peak < MEMORY_LIMIT);
+    check("peak memory", megabytes(run.peak), "below 1 GB", run.peak < MEMORY_LIMIT);
     let what = format!("timelines of {} ranks for {TIMELINE_SECONDS} s fetched", culprit_group(nodes).len());
     check(&what, seconds(run.timelines), "below 10 s", run.timelines < TIMELINES_LIMIT);
-    check("peak memory after that", megabytes(run.timelines_peak), "below 2 GB", run.timelines_peak < MEMORY_LIMIT);
+    check("peak memory after that", megabytes(run.timelines_peak), "below 1 GB", run.timelines_peak < MEMORY_LIMIT);
     report.note("memory when all nodes have joined", megabytes(run.joined_bytes));
     report.note("time to join", seconds(run.joining));
     report.note("a slow rank named, after the last node's news", seconds(run.slow));
-    report.note("from the alarm to the report", seconds(run.total));
     report.note("from the alarm to the report with timelines", seconds(run.complete));
     report.note("delivered by a node", format!("{:.0} KB", run.node_bytes / 1e3));
     report.note("processor time from the alarm to the report", seconds(run.processors));

@@ -213,7 +213,7 @@ pub fn evidence(folder: &Path) -> Result<Evidence> {
         let rank = evidence.ranks.iter_mut().find(|rank| i64::from(rank.rank) == i64::from(dump.rank));
         // A file without a sample means that no dump of the rank could be taken.
         if let Some(rank) = rank.filter(|_| dump.last_sample.is_some() || dump.first_sample.is_some()) {
-            rank.dump = Some(dump);
+            rank.dump = Some(Box::new(dump));
         }
     }
     Ok(evidence)

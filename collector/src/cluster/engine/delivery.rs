@@ -9,15 +9,16 @@ use std::{
 use serde_json::json;
 use tracing::{info, warn};
 use xpu_timer_analysis::{HangEvidence, Verdict, rank_set::RankSet};
+use xpu_timer_proto::lenient;
 use xpu_timer_proto::v1::{
     Captured, Deliver, DumpFile, FetchFiles, FileKind, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence,
-    RankRun, StackTree, cluster_message::Message, delivery::Message as DeliveryMessage,
+    RankPresence, cluster_message::Message, delivery::Message as DeliveryMessage,
 };
 
 use crate::{
     cluster::{
         engine::{Action, Engine, Expected, SECOND},
-        gather::{GatherSetup, GatherTask},
+        gather::{GatherSetup, GatherTask, NodePart, foreign_data},
         incident::Progress,
         nodes::Node,
         service::Credit,
@@ -136,26 +137,28 @@ impl Engine {
             return;
         }
         let world = self.nodes.job(&incident.head.job).world_size;
-        let before = dump.ranks.len();
-        dump.ranks.retain(|rank| {
+        let name = self.nodes.name(node).to_string();
+        let (mut foreign, mut invalid) = (false, false);
+        let own = std::mem::take(&mut dump.ranks).into_iter().filter_map(|encoded| {
+            // The judge decodes the rest.
+            let Ok(rank) = lenient::decode::<RankPresence>(&encoded) else {
+                invalid = true;
+                return None;
+            };
             let found = matches!(rank.presence(), Presence::Unregistered | Presence::Dead)
                 && rank.rank < world
                 && self.nodes.node_of_rank(&incident.head.job, rank.rank).is_none_or(|of| of == node);
             if found {
                 part.ranks.insert(rank.rank);
             }
-            part.ranks.contains(rank.rank)
+            let is_own = part.ranks.contains(rank.rank);
+            foreign |= !is_own;
+            is_own.then_some((rank.rank, encoded))
         });
-        let mut foreign = before - dump.ranks.len();
-        for tree in [&mut dump.native, &mut dump.python] {
-            if tree.as_ref().is_some_and(|tree| !contains_only(tree, &part.ranks)) {
-                *tree = None;
-                foreign += 1;
-            }
-        }
-        let name = self.nodes.name(node).to_string();
-        if foreign > 0 {
-            let problem = format!("node {name} delivered data of ranks that it does not have; these data are ignored");
+        let ranks: Vec<(u32, Vec<u8>)> = own.collect();
+        let allowed = part.ranks.clone();
+        let problems = [(foreign, foreign_data(&name)), (invalid, format!("node {name} delivered invalid data"))];
+        for (_, problem) in problems.into_iter().filter(|(occurred, _)| *occurred) {
             warn!("incident {id}: {problem}");
             dump.errors.push(problem);
         }
@@ -171,7 +174,10 @@ impl Engine {
         if last {
             incident.merging.insert(node);
         }
-        self.gather(id, GatherTask::Part(node, Box::new(dump), credit));
+        self.gather(
+            id,
+            GatherTask::Part(node, Box::new(NodePart { name: name.clone(), allowed, ranks, dump }), credit),
+        );
         if last {
             self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
             if late {
@@ -448,10 +454,4 @@ impl Engine {
     pub(crate) fn needed(&self) -> BTreeSet<String> {
         self.incidents.values().filter(|one| one.is_active()).map(|one| one.head.id.clone()).collect()
     }
-}
-
-/// Whether a tree contains only these ranks.
-fn contains_only(tree: &StackTree, ranks: &RankSet) -> bool {
-    let allowed = |run: &RankRun| ranks.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
-    tree.nodes.iter().flat_map(|node| &node.ranks).all(|run| run.first <= run.last && allowed(run))
 }

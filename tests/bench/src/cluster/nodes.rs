@@ -28,7 +28,7 @@ use xpu_timer_proto::{
     v1::{
         Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FileKind,
         FlightRecord, JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock,
-        Paces, Presence, RankEntry, RankEvidence, RankInfo, RankPace, TimelineFile, Trigger, TriggerKind,
+        Paces, Presence, RankEntry, RankEvidence, RankInfo, RankPace, StackTree, TimelineFile, Trigger, TriggerKind,
         cluster_client::ClusterClient, cluster_message::Message as Asked, delivery::Message as Brought,
         node_message::Message,
     },
@@ -262,7 +262,9 @@ fn hello(shared: &Shared, node: u32) -> NodeHello {
 /// The delivery of one node, created once by the node collector's own code. Other nodes differ in
 /// their ranks, their communicators, and in the culprit.
 struct Template {
-    victims: NodeDump,
+    native: StackTree,
+    python: StackTree,
+    ranks: Vec<RankEvidence>,
     loader: RankEvidence,
     /// A `.stacktrace` file.
     file: Vec<u8>,
@@ -284,11 +286,14 @@ impl Template {
         }
         let mut alone = Part::default();
         let mut blamed = evidence(0, operations);
-        blamed.dump = Some(stacks(0, "DataLoader.__next__", "/job/train.py:66", "read"));
+        blamed.dump = Some(stacks(0, "DataLoader.__next__", "/job/train.py:66", "read").into());
         alone.add(&stacks(0, "DataLoader.__next__", "/job/train.py:66", "read"), &blamed, operations);
-        let loader = alone.finish("", Vec::new()).ranks.swap_remove(0);
+        let loader = RankEvidence::decode(&alone.finish("", Vec::new()).ranks[0][..])?;
         let file = stacks(0, "synchronize", "/job/cuda.py:188", "cudaStreamSynchronize").encode_to_vec();
-        Ok(Template { victims: part.finish("", Vec::new()), loader, file, timeline: timeline()? })
+        let part = part.finish("", Vec::new());
+        let ranks = part.ranks.iter().map(|rank| RankEvidence::decode(&rank[..])).collect::<Result<_, _>>()?;
+        let (native, python) = (StackTree::decode(&part.native[..])?, StackTree::decode(&part.python[..])?);
+        Ok(Template { native, python, ranks, loader, file, timeline: timeline()? })
     }
 
     /// The timeline of a rank in chunks, as a node sends it.
@@ -304,24 +309,26 @@ impl Template {
 
     fn part(&self, nodes: u32, node: u32, incident: &str) -> NodeDump {
         let first = node * RANKS;
-        let mut part = NodeDump { incident: incident.into(), ..self.victims.clone() };
-        let trees = [&mut part.native, &mut part.python];
-        for run in trees.into_iter().flatten().flat_map(|tree| &mut tree.nodes).flat_map(|node| &mut node.ranks) {
-            run.first += first;
-            run.last += first;
-        }
+        let mut part = NodeDump { incident: incident.into(), last: true, ..Default::default() };
         let culprit = culprit(nodes);
-        for local in 0..RANKS {
-            let rank = first + local;
-            let entry = &mut part.ranks[local as usize];
-            if rank == culprit {
-                *entry = self.loader.clone();
+        part.ranks = (self.ranks.iter().zip(first..))
+            .map(|(entry, rank)| {
+                let mut entry = if rank == culprit { self.loader.clone() } else { entry.clone() };
+                entry.rank = rank;
+                entry.node = format!("node-{node:05}");
+                let flight = entry.flight.as_mut().expect("made with one");
+                number(flight, nodes, rank, culprit);
+                entry.encode_to_vec()
+            })
+            .collect();
+        [part.native, part.python] = [&self.native, &self.python].map(|tree| {
+            let mut tree = tree.clone();
+            for run in tree.nodes.iter_mut().flat_map(|node| &mut node.ranks) {
+                run.first += first;
+                run.last += first;
             }
-            entry.rank = rank;
-            entry.node = format!("node-{node:05}");
-            let flight = entry.flight.as_mut().expect("made with one");
-            number(flight, nodes, rank, culprit);
-        }
+            tree.encode_to_vec()
+        });
         part
     }
 }
@@ -403,7 +410,7 @@ fn evidence(rank: u32, operations: usize) -> RankEvidence {
     RankEvidence {
         rank,
         presence: Presence::Present.into(),
-        dump: Some(stacks(rank, "synchronize", "/job/cuda.py:188", "cudaStreamSynchronize")),
+        dump: Some(stacks(rank, "synchronize", "/job/cuda.py:188", "cudaStreamSynchronize").into()),
         flight: Some(FlightRecord {
             rank: Some(RankInfo { rank: rank as i32, command: "python train.py".into(), ..Default::default() }),
             communicators: vec![communicator; 4],

@@ -240,7 +240,7 @@ fn evidence(rank: u32, dump: Stacktrace) -> RankEvidence {
         presence: Presence::Present.into(),
         flight: dump.flight_record.clone(),
         node: dump.node.clone(),
-        dump: Some(dump),
+        dump: Some(dump.into()),
         ..Default::default()
     }
 }
