@@ -248,7 +248,7 @@ mod tests {
             task("GreenThread", "", &[("sleep", "/v/eventlet/greenthread.py:38"), ("beat", "/job/train.py:9")]);
         pool.push(PySuspended { kind: PySuspendedKind::Greenlet.into(), ..sleeps });
         let dump = Stacktrace { py_stacktrace: threads(&pool), ..Default::default() };
-        let rank = RankEvidence { rank: 1, dump: Some(dump), ..Default::default() };
+        let rank = RankEvidence { rank: 1, dump: Some(Box::new(dump)), ..Default::default() };
         for rank in [crate::condense(&rank, 1), rank] {
             let evidence = Evidence { ranks: vec![rank], ..Default::default() };
             let lines = super::lines(&evidence, &[1]);
