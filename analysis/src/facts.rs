@@ -146,7 +146,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         thread_waits,
         timed,
         awaits_result,
-        has_locked_thread,
+        has_locked_threads,
         connections,
     } = stacks::read(dump, training);
     HostFacts {
@@ -177,7 +177,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
             .collect(),
         timed,
         awaits_result,
-        has_locked_thread,
+        has_locked_threads,
         caller: location.caller,
         pid,
         command,
@@ -227,7 +227,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         thread_waits: facts.thread_waits.iter().filter_map(thread_wait).collect(),
         timed: facts.timed,
         awaits_result: facts.awaits_result,
-        has_locked_thread: facts.has_locked_thread,
+        has_locked_threads: facts.has_locked_threads,
         moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,

@@ -373,11 +373,11 @@ impl Chains<'_, '_> {
     }
 
     /// Whether a process that waits for clients has taken the requests of all its clients and
-    /// cannot answer: none of its threads waits for a message, and one waits for a lock. If a
-    /// thread waits for a message of another client, the lock may be a wait on behalf of this one,
-    /// for a key that nobody has set.
+    /// cannot answer: none of its threads waits for a message, and some wait for locks at different
+    /// places. If they wait at one place, or a thread waits for a message of another client, they
+    /// may wait on behalf of their clients, for a key that nobody has set.
     fn has_locked_requests(&self, member: Member) -> bool {
-        self.host(member).has_locked_thread && self.of_threads(member).is_empty()
+        self.host(member).has_locked_threads && self.of_threads(member).is_empty()
     }
 
     /// Whether the main thread of a process waits for the end of a child.

@@ -1401,15 +1401,15 @@ fn a_process_that_leaves_unread_what_another_one_sends_to_it_is_the_culprit() {
 }
 
 #[test]
-fn a_server_with_a_thread_for_each_client_is_behind_if_one_waits_for_a_lock_and_none_reads() {
-    let judged = |place: &'static str, reads: &[i32]| {
+fn a_server_with_a_thread_for_each_client_is_behind_if_they_wait_for_different_locks_and_none_reads() {
+    let judged = |file: &'static str, second: &'static str, reads: &[i32]| {
         let mut job = behind(2, Stack::sleep());
         awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
         let accept = Stack::new(&[("serve", "/srv/replay.py:90")], &["accept4"]);
         job.process(50, "python3 /srv/replay.py", accept);
         chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to replay.sock", &[]);
         let dump = job.evidence.processes[0].dump.as_mut().expect("a dump");
-        let mut add = |tid: u32, native: &'static str, function: &'static str, holders: &[i32]| {
+        let mut add = |tid: u32, native: &'static str, place: &str, holders: &[i32]| {
             let mut thread = native_thread(tid, &[native], "S (sleeping)", "", None, 9);
             let holder = |pid: &i32| Holder { pid: *pid, ..Default::default() };
             thread.awaited = (!holders.is_empty()).then(|| Awaited {
@@ -1418,20 +1418,29 @@ fn a_server_with_a_thread_for_each_client_is_behind_if_one_waits_for_a_lock_and_
                 holders: holders.iter().map(holder).collect(),
                 ..Default::default()
             });
-            let python = python_thread(tid, "serve", &[(function, place.to_owned()), ("serve", "/srv/a.py:1".into())]);
+            let python = python_thread(tid, "serve", &[("wait", file.to_owned()), ("serve", place.to_owned())]);
             let first = dump.first_sample.as_mut().expect("two samples");
             first.stacktrace.push(thread.clone());
             first.py_stacktrace.push(python.clone());
             dump.stacktrace.push(thread);
             dump.py_stacktrace.push(python);
         };
-        add(1051, "sem_wait", "wait", &[]);
-        reads.iter().enumerate().for_each(|(index, pid)| add(1060 + index as u32, "recv", "serve", &[*pid]));
+        add(1051, "sem_wait", "/srv/replay.py:31", &[]);
+        add(1052, "sem_wait", second, &[]);
+        for (index, pid) in reads.iter().enumerate() {
+            add(1060 + index as u32, "recv", "/srv/replay.py:60", &[*pid]);
+        }
         culprits(&job.judge())
     };
     const CONDITION: &str = "/usr/lib/python3.11/threading.py:327";
-    assert_eq!(judged(CONDITION, &[]), [(None, 1050)]);
-    assert_eq!(judged(CONDITION, &[1002]), [(Some(2), 1002)], "it waits for the next request");
-    assert_eq!(judged(CONDITION, &[1003]), [(Some(2), 1002)], "it waits for a key that another client sets");
-    assert_eq!(judged("/usr/lib/python3.11/queue.py:171", &[]), [(Some(2), 1002)], "it waits for orders");
+    const OTHER: &str = "/srv/replay.py:44";
+    assert_eq!(judged(CONDITION, OTHER, &[]), [(None, 1050)]);
+    for (file, second, reads, why) in [
+        (CONDITION, "/srv/replay.py:31", &[][..], "both wait for a key that another client sets"),
+        (CONDITION, OTHER, &[1002], "it waits for the next request"),
+        (CONDITION, OTHER, &[1003], "another client may set a key"),
+        ("/usr/lib/python3.11/queue.py:171", OTHER, &[], "they wait for orders"),
+    ] {
+        assert_eq!(judged(file, second, reads), [(Some(2), 1002)], "{why}");
+    }
 }

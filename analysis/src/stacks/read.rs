@@ -100,7 +100,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         thread_waits,
         timed,
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
-        has_locked_thread: first.is_some_and(|first| has_locked_thread([first, last], main)),
+        has_locked_threads: first.is_some_and(|first| has_locked_threads([first, last], main)),
         connections: connections(dump),
         observed,
     }
@@ -216,20 +216,23 @@ fn waits_of_threads(
     (waits, timed)
 }
 
-/// Whether a Python thread of the program other than the main thread waits for a lock, at one place
-/// in both samples. A thread in a queue waits for its tasks.
-fn has_locked_thread(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> bool {
-    let locked = |sample: Sample<'_>| -> HashSet<(u32, Option<String>)> {
-        let others =
-            sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main.map(|main| main.os_thread_id));
+/// Whether Python threads of the program other than the main thread wait for locks at different
+/// places, each at one place in both samples. A thread in a queue waits for its tasks, and threads
+/// at one place may wait for one event.
+fn has_locked_threads(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> bool {
+    let main = main.map(|main| main.os_thread_id);
+    let locked = |sample: Sample<'_>| -> HashSet<(u32, String)> {
+        let others = sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main);
         let is_locked = |thread: &&PySpyStacktrace| {
             let native = sample.native.iter().find(|native| native.pid == thread.os_thread_id);
             !in_queue(&thread.frames) && classify(native, Some(thread)).activity == Activity::Lock
         };
-        others.filter(is_locked).map(|thread| (thread.os_thread_id, own_place(&thread.frames))).collect()
+        let place = |thread: &PySpyStacktrace| Some((thread.os_thread_id, own_place(&thread.frames)?));
+        others.filter(is_locked).filter_map(place).collect()
     };
     let [first, last] = samples.map(locked);
-    first.intersection(&last).any(|(_, place)| place.is_some())
+    let places: HashSet<&str> = first.intersection(&last).map(|(_, place)| place.as_str()).collect();
+    places.len() > 1
 }
 
 /// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such

@@ -1095,9 +1095,9 @@ pub struct HostFacts {
     /// The main thread waits for the result of a task that it gave to a pool or an executor.
     #[prost(bool, tag = "23")]
     pub awaits_result: bool,
-    /// Another thread of the program waits for a lock, at one place in both samples.
+    /// Other threads of the program wait for locks at different places, the same in both samples.
     #[prost(bool, tag = "24")]
-    pub has_locked_thread: bool,
+    pub has_locked_threads: bool,
     /// Libraries of the process whose versions known defects depend on.
     #[prost(message, repeated, tag = "30")]
     pub libraries: ::prost::alloc::vec::Vec<super::server::Library>,
