@@ -12,8 +12,6 @@ use std::{sync::Arc, thread, time::Instant};
 
 use xpu_timer_proto::procfs::Parents;
 
-use crate::pool;
-
 /// The tables of the kernel that are read at most once for all processes of a capture.
 #[derive(Default)]
 pub(crate) struct Tables {
@@ -24,14 +22,11 @@ pub(crate) struct Tables {
 
 impl Tables {
     /// Begins to read the table of open files on a thread of its own, while the stacks are read:
-    /// nearly every process has a thread that waits for a descriptor. Without a second processor,
-    /// the table is read when it is needed.
+    /// nearly every process has a thread that waits for a descriptor.
     pub fn read_ahead(self: &Arc<Self>, deadline: Instant) {
-        if pool::cpus() > 1 {
-            let tables = Arc::clone(self);
-            let read = move || tables.open_files.read(deadline);
-            // Without the thread, the table is read when it is needed as well.
-            let _ = thread::Builder::new().name("xpu_open_files".into()).spawn(read);
-        }
+        let tables = Arc::clone(self);
+        let read = move || tables.open_files.read(deadline);
+        // Without the thread, the table is read when it is needed.
+        let _ = thread::Builder::new().name("xpu_open_files".into()).spawn(read);
     }
 }

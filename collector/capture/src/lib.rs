@@ -110,7 +110,6 @@ impl Capturer {
         let requested: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
         let tables: Arc<Tables> = Arc::default();
-        tables.read_ahead(deadline);
         let mut descendants = Vec::new();
         for pid in pids {
             let descendant_count = if options.children { procfs::descendants(*pid, &requested) } else { Vec::new() };
@@ -118,6 +117,10 @@ impl Capturer {
             for pid in std::iter::once(*pid).chain(descendant_count) {
                 jobs.push(Job { pid, options: options.clone(), deadline, tables: Arc::clone(&tables) });
             }
+        }
+        // With more processes, all processors are busy.
+        if jobs.len() < pool::cpus() {
+            tables.read_ahead(deadline);
         }
         let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);
         // Stacks that arrived late are of no use without names.

@@ -156,7 +156,7 @@ fn share_with_metrics(job: &Job, pid: i32, time: Duration) -> Result<f64> {
     thread::scope(|scope| {
         let fetches = scope.spawn(|| -> Result<()> {
             while Instant::now() < end {
-                let (code, _) = http("GET", job.port, "/metrics").map_err(anyhow::Error::msg)?;
+                let (code, _) = http("GET", job.port + 1, "/metrics").map_err(anyhow::Error::msg)?;
                 ensure!(code == 200, "/metrics: {code}");
                 thread::sleep(SCRAPE_INTERVAL);
             }
