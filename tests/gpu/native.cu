@@ -5,11 +5,15 @@
 // Modes: `healthy` ends by itself and prints what it computed; the others wait for a kernel that does
 // not end: in `sync` (the device), `stream`, `event`, `copy` (back to the host), `free`, `queue` (until
 // the launch queue is full), `graph` (the kernel is a node of a graph), `query` (it polls), or for a
-// host function (`host`).
+// host function (`host`). Two measure: `clock SECONDS` prints when kernels started and were allowed to
+// end, and `paced SECONDS` what a launch costs if there are 10,000 a second.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <unistd.h>
+#include <vector>
 
 #define CHECK(call)                                                                       \
     do {                                                                                  \
@@ -29,6 +33,14 @@ __global__ void add_one(float *values, int count) {
     int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index < count) {
         values[index] += 1;
+    }
+}
+
+// Tells the host that it runs, and ends as soon as the host says so.
+__global__ void until_released(volatile int *started, volatile int *released, int number) {
+    *started = number;
+    __threadfence_system();
+    while (*released != number) {
     }
 }
 
@@ -60,6 +72,57 @@ static void healthy(float *values, float *host, cudaStream_t stream) {
     printf("values %g %g\n", host[0], host[COUNT - 1]);
 }
 
+static long long now_ns(clockid_t id) {
+    timespec time;
+    clock_gettime(id, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+// Prints lines "KERNEL A B C D", in nanoseconds of the realtime clock: the kernel started between A
+// and B and ended between C and D, or a little later, because the bus takes a microsecond.
+static void clock_of_kernels(double seconds, cudaStream_t stream) {
+    volatile int *started, *released;
+    CHECK(cudaHostAlloc((void **)&started, sizeof(int), cudaHostAllocMapped));
+    CHECK(cudaHostAlloc((void **)&released, sizeof(int), cudaHostAllocMapped));
+    *started = *released = 0;
+    long long until = now_ns(CLOCK_MONOTONIC) + (long long)(seconds * 1e9);
+    for (int number = 1; now_ns(CLOCK_MONOTONIC) < until; number++) {
+        long long before, seen, asked = now_ns(CLOCK_REALTIME);
+        until_released<<<1, 1, 0, stream>>>(started, released, number);
+        do {
+            before = asked;
+            asked = now_ns(CLOCK_REALTIME);
+        } while (*started != number);
+        seen = now_ns(CLOCK_REALTIME);
+        usleep(100 + number * 37 % 900);
+        long long release = now_ns(CLOCK_REALTIME);
+        *released = number;
+        CHECK(cudaStreamSynchronize(stream));
+        printf("KERNEL %lld %lld %lld %lld\n", before, seen, release, now_ns(CLOCK_REALTIME));
+        fflush(stdout);
+        usleep(5000 + number * 7919 % 9000);
+    }
+}
+
+// Prints the median and the mean of the time that a launch takes on the host.
+static void paced(double seconds, float *values, cudaStream_t stream) {
+    std::vector<long long> taken;
+    long long next = now_ns(CLOCK_MONOTONIC), until = next + (long long)(seconds * 1e9), total = 0;
+    while (next < until) {
+        while (now_ns(CLOCK_MONOTONIC) < next) {
+        }
+        next += 100000;
+        long long start = now_ns(CLOCK_MONOTONIC);
+        launch(values, stream);
+        taken.push_back(now_ns(CLOCK_MONOTONIC) - start);
+        total += taken.back();
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    std::sort(taken.begin(), taken.end());
+    printf("MEASURED ns_a_paced_launch %lld\n", taken[taken.size() / 2]);
+    printf("MEASURED mean_ns_a_paced_launch %lld\n", total / (long long)taken.size());
+}
+
 int main(int count, char **arguments) {
     const char *mode = count > 1 ? arguments[1] : "healthy";
     float *values, *host = (float *)malloc(COUNT * sizeof(float));
@@ -80,6 +143,14 @@ int main(int count, char **arguments) {
         launch(values, 0);
         CHECK(cudaMemcpy(host, values, COUNT * sizeof(float), cudaMemcpyDeviceToHost));
         printf("after a reset %g\n", host[COUNT - 1]);
+        return 0;
+    }
+    if (strcmp(mode, "clock") == 0) {
+        clock_of_kernels(atof(arguments[2]), stream);
+        return 0;
+    }
+    if (strcmp(mode, "paced") == 0) {
+        paced(atof(arguments[2]), values, stream);
         return 0;
     }
     if (strcmp(mode, "graph") == 0) {

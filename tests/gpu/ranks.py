@@ -4,6 +4,7 @@ All ranks may share one device: NCCL refuses that within one host, so each rank 
 own and NCCL connects them through sockets.
 
     run_ranks.py --nproc 3 ranks.py --fault kernel
+    run_ranks.py --nproc 2 ranks.py --variety
 
 Faults, on rank 1 at step 5: `kernel`: a kernel that does not end; `absent`: the rank reads a pipe
 that nobody writes; `killed`, `stopped`: it sends itself that signal; `order`: it broadcasts where
@@ -11,10 +12,12 @@ the others sum; `size`: it sums half as many elements; `skip`: it leaves out one
 `receive`: it receives what rank 0 never sends; `subgroup`: it stays away from the group of ranks 1
 and 2; `lock`: it waits for a lock that its own thread holds; `init`: it never makes its
 communicator; `graph`: it does not replay its graph, which sums; `raise`: it raises an exception;
-`memory`: it reads memory that is not its own, so its device fails.
+`memory`: it reads memory that is not its own, so its device fails; `segv`: a function in C reads
+address 0.
 """
 
 import argparse
+import ctypes
 import datetime
 import os
 import signal
@@ -79,6 +82,8 @@ def go_wrong(fault):
     elif fault == "memory":
         torch.zeros(8, device="cuda")[torch.full((8,), 1 << 40, device="cuda")]
         torch.cuda.synchronize()
+    elif fault == "segv":
+        ctypes.string_at(0)
 
 
 def train(steps, fault):
@@ -124,10 +129,60 @@ def replay(steps, fault):
     say(f"rank {RANK} replayed {steps}")
 
 
+def variety():
+    """Most of what training jobs call: sharded parameters, messages, groups, an aborted group."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True).cuda()
+    model = torch.nn.TransformerEncoder(layer, 3)
+    for part in model.layers:
+        fully_shard(part)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for _ in range(10):
+        loss = model(torch.ones(4, 64, 256, device="cuda")).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [torch.isfinite(loss).item()]
+
+    values, received = torch.full((4096,), float(RANK), device="cuda"), torch.empty(4096, device="cuda")
+    for _ in range(5):
+        there, here = dist.P2POp(dist.isend, values, (RANK + 1) % SIZE), dist.P2POp(dist.irecv, received, (RANK - 1) % SIZE)
+        for work in dist.batch_isend_irecv([there, here]):
+            work.wait()
+    found.append(received[0].item() == (RANK - 1) % SIZE)
+
+    parts = torch.full((SIZE * 8,), float(RANK), device="cuda")
+    dist.all_to_all_single(torch.empty_like(parts), parts)
+    dist.reduce_scatter_tensor(torch.empty(8, device="cuda"), parts)
+    dist.broadcast_object_list([{"step": 1}] if RANK == 0 else [None])
+    dist.all_gather_object([None] * SIZE, RANK)
+    with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as coalesced:
+        for _ in range(4):
+            dist.all_reduce(values)
+    coalesced.wait()
+
+    for _ in range(3):  # communicators come and go
+        pair = dist.new_group(list(range(SIZE)))
+        dist.all_reduce(values, group=pair)
+        torch.cuda.synchronize()
+        dist.destroy_process_group(pair)
+    aborted = dist.new_group(list(range(SIZE)))
+    dist.all_reduce(values, group=aborted)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.distributed_c10d._abort_process_group(aborted)
+    say(f"rank {RANK} variety {found}")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fault")
+    parser.add_argument("--variety", action="store_true")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=30))
@@ -136,6 +191,8 @@ def main():
     all_reduce()
     torch.cuda.synchronize()
     say(f"rank {RANK} begins")
+    if options.variety:
+        variety()
     if options.fault != "graph":
         train(options.steps, options.fault)
     replay(options.steps, options.fault)

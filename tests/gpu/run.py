@@ -10,11 +10,14 @@ results.
 
 import argparse
 import concurrent.futures
+import glob
+import gzip
 import json
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLES = os.path.join(os.path.dirname(HERE), "examples")
 MARK = "XPU_TIMER_GPU_CASE"
 HANG_TIMEOUT = 8
+EVERYTHING = {
+    "XPU_TIMER_BRACKET": "all",
+    "XPU_TIMER_HOST_TRACING_FUNC": "torch.cuda@synchronize",  # and the default ones
+    "XPU_TIMER_DUMP_STACK_COUNT": "1000",
+    "XPU_TIMER_SIGNAL_HANDLER": "1",
+}
 
 
 @dataclass
@@ -49,6 +58,8 @@ class Healthy:
     command: list
     repeat: int = 1
     status: int = 0
+    variables: dict = field(default_factory=dict)
+    toggled: bool = False  # every kernel is recorded for a second, again and again
 
 
 def ranks(count, *arguments):
@@ -87,7 +98,12 @@ def hangs():
         # The driver is polled in vain in `query`, and no call says that it waits.
         expected = {"unknown"} if mode == "query" else {"kernel_hang"}
         named = ["wait_for_flag"] if mode in ("sync", "stream", "event", "copy", "free") else []
-        cases.append(Hang(f"native-{mode}", [f"native-{linked}", mode], expected, "", named))
+        # Without a rank, a recorded operation or a blocked watcher, a job that only waits for its
+        # device counts as idle, unless this variable is set.
+        silent = {"XPU_TIMER_IDLE_TIMEOUT": str(2 * HANG_TIMEOUT)} if mode in ("sync", "stream", "event", "host", "query") else {}
+        cases.append(Hang(f"native-{mode}", [f"native-{linked}", mode], expected, "", named, silent))
+    handled = {"XPU_TIMER_SIGNAL_HANDLER": "1"}
+    cases.append(Hang("torch-segv", ranks(3, "--fault", "segv"), {"process_dead"}, "1", ["SIGSEGV"], handled))
     proven = ["wait_for_flag", "pending_operation"]
     cases.append(Hang("native-bracketed", ["native-static", "sync"], {"kernel_hang"}, "0", proven, {"XPU_TIMER_BRACKET": "all"}))
     return cases
@@ -97,9 +113,28 @@ def healthy():
     cases = [Healthy(f"native-{linked}", [f"native-{linked}", "healthy"]) for linked in ("static", "shared")]
     names = ["workers", "shared", "error", "out_of_memory", "allocator", "profiler", "jax", "cupy", "lightning"]
     cases += [Healthy(name, workload(name), status=7 if name == "error" else 0) for name in names]
+    cases += [Healthy(name, workload(name)) for name in ("triton", "numba", "generate")]
     cases.append(Healthy("torch-ranks", ranks(2, "--steps", "10")))
+    everything = ("workers", "error", "allocator", "profiler", "jax", "cupy", "numba", "generate", "captured", "green", "segments")
+    cases += [Healthy(f"all-{name}", workload(name), status=7 if name == "error" else 0, variables=EVERYTHING) for name in everything]
+    cases.append(Healthy("variety", ranks(2, "--steps", "2", "--variety")))
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    nonblocking = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    for name, variables in (("all", {}), ("one-queue", one_queue), ("nonblocking", nonblocking)):
+        # PyTorch 2.11 cannot abort a group of nonblocking communicators.
+        options = ["--steps", "10", *(["--variety"] if variables is not nonblocking else [])]
+        command = ["env", *(f"{variable}={value}" for variable, value in variables.items()), *ranks(2, *options)]
+        cases.append(Healthy(f"{name}-torch-ranks", command, variables=EVERYTHING))
+    cases += [Healthy(f"all-native-{linked}", [f"native-{linked}", "healthy"], variables=EVERYTHING) for linked in ("static", "shared")]
+    cases.append(Healthy("toggled-captured", workload("captured"), toggled=True))
+    cases.append(Healthy("toggled-transformer", workload("transformer"), toggled=True))
     cases.append(Healthy("transformer", workload("transformer"), repeat=2))
-    cases.append(Healthy("launches", workload("launches"), repeat=3))
+    bracketed = {"XPU_TIMER_BRACKET": "all"}
+    cases.append(Healthy("bracketed-transformer", workload("transformer"), repeat=2, variables=bracketed))
+    cases.append(Healthy("launches", workload("launches"), repeat=4))
+    paced = ["native-static", "paced", "2"]
+    cases.append(Healthy("paced", paced, repeat=5))
+    cases.append(Healthy("bracketed-paced", paced, repeat=5, variables=bracketed))
     return cases
 
 
@@ -230,21 +265,32 @@ def tail(folder, name):
 
 def run_healthy(case, options):
     """Runs it in turn without and with xpu_timer, and compares what it said."""
-    said, measured, folders = {}, {False: [], True: []}, []
+    said, measured, folders, fetched, lasted = {}, {False: [], True: []}, [], [], {False: [], True: []}
     for turn in range(2 * case.repeat):
         launched = turn % 2 == 1
         place = Place(f"{case.name}-{turn}", options)
+        if launched:
+            place.environment.update(case.variables)
         try:
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            begun = time.monotonic()
             process = place.start(case.command, launched, **streams)
+            toggling = threading.Thread(target=toggle, args=(place, process, fetched))
+            if case.toggled and launched:
+                toggling.start()
             try:
                 out, err = process.communicate(timeout=options.patience)
+                ended = time.monotonic()
             except subprocess.TimeoutExpired:
                 return False, f"{'with' if launched else 'without'} xpu_timer it did not end"
+            finally:
+                if toggling.is_alive():
+                    toggling.join()
             if place.incident() is not None:
                 folders.append(place.incident()["sentence"])
         finally:
             place.end()
+        lasted[launched].append(f"{ended - begun:.1f}")
         lines = out.splitlines()
         for line in lines:
             if line.startswith("MEASURED"):
@@ -260,11 +306,50 @@ def run_healthy(case, options):
     extra = [line for line in said[True][2] if line not in said[False][2]]
     if extra:
         problems.append(f"stderr has {extra[:3]}")
-    figures = ""
+    figures = f"; {', '.join(lasted[False])} -> {', '.join(lasted[True])} s"
     for name in dict.fromkeys(name for name, _ in measured[True]):
         values = {launched: sorted(value for own, value in measured[launched] if own == name) for launched in (False, True)}
         figures += f"; {name} {values[False]} -> {values[True]}, the best {values[True][0] / values[False][0]:.4f} times"
+    if case.toggled and not any(fetched):
+        problems.append("no timeline was fetched")
+    if case.toggled:
+        figures += f"; {len(fetched)} times toggled, operations {fetched}"
     return not problems, "; ".join([*problems, f"status {said[True][0]} {said[True][1][-2:]}{figures}"])
+
+
+def toggle(place, process, fetched):
+    """Records every kernel for a second, again and again, until the process ends."""
+    while process.poll() is None:
+        folder, _ = timeline(place, 1)
+        fetched.append(sum(os.path.getsize(path) for path in glob.glob(f"{folder}/*.ops")) if folder else 0)
+        time.sleep(0.5)
+
+
+def timeline(place, seconds, kernels="all"):
+    """The folder with timelines, or None and the error. `all`: every kernel of the next seconds; `recorded`: what was recorded in the last ones."""
+    command = ["xpu_timer_collector", "timeline", "--seconds", str(seconds), "--kernels", kernels, "--output", place.dir]
+    done = place.start(command, launched=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = done.communicate(timeout=60 + seconds)
+    return (out.split()[-1], "") if done.returncode == 0 else (None, err)
+
+
+def trace_of(place, folder):
+    """The complete events of the first rank of a timeline, with times in ns of the realtime clock."""
+    command = ["xpu_timer_gen_trace_timeline", "--path", folder, "--output", "case", "--chrome"]
+    done = subprocess.run(command, env=place.environment, cwd=place.dir, capture_output=True, text=True, timeout=60)
+    paths = sorted(glob.glob(f"{place.dir}/**/rank*.json.gz", recursive=True))
+    if not paths:
+        raise RuntimeError(f"no trace: {done.stderr}")
+    with gzip.open(paths[0]) as file:
+        return events_of(json.load(file)), done.stdout
+
+
+def events_of(trace):
+    """Name, category, start and end of the complete events of a Chrome trace."""
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    times = [(round(float(event["ts"]) * 1000) + base, round(float(event["dur"]) * 1000)) for event in events]
+    return [(event["name"], event.get("cat", ""), start, start + length, event.get("args", {})) for event, (start, length) in zip(events, times)]
 
 
 def without_numbers(text):
@@ -292,6 +377,138 @@ def run_matmul(options):
     # The first products, which load the library, have a series of their own level.
     held = bool(rates) and abs(max(rates) / own - 1) < 0.05
     return held, f"the program measured {own} TFLOP/s, XPU_TIMER_MM_KERNEL_FLOPS says {rates}"
+
+
+def spread(values):
+    ordered = sorted(values)
+    at = [ordered[int(part * (len(ordered) - 1))] / 1000 for part in (0, 0.01, 0.5, 0.99, 1)]
+    return "least {:.1f}, 1 % {:.1f}, median {:.1f}, 99 % {:.1f}, most {:.1f} us".format(*at)
+
+
+def run_clock(options):
+    """Start and end of kernels in the trace, against what the host saw of them."""
+    place = Place("clock", options)
+    try:
+        process = place.start(["native-shared", "clock", "16"], stdout=subprocess.PIPE)
+        time.sleep(2)
+        folder, problem = timeline(place, 12)
+        if folder is None:
+            return False, problem
+        seen = [[int(part) for part in line.split()[1:]] for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("KERNEL")]
+        events = [event for event in trace_of(place, folder)[0] if "until_released" in event[0] and event[1] == "kernel"]
+    finally:
+        place.end()
+    started, ended = [], []
+    for _, _, start, end, _ in events:
+        nearest = min(seen, key=lambda known: abs(known[2] - end))
+        if abs(nearest[2] - end) < 5_000_000:
+            # What is outside the window in which the host saw it is an error.
+            started.append(start - nearest[1] if start > nearest[1] else min(0, start - nearest[0]))
+            ended.append(end - nearest[3] if end > nearest[3] else min(0, end - nearest[2]))
+    if len(started) < 300:
+        return False, f"only {len(started)} of {len(seen)} kernels are in the trace, {len(events)} events"
+    close = sum(abs(error) <= 10_000 for error in started + ended) / len(started + ended)
+    return close >= 0.99, f"{len(started)} of {len(seen)} kernels; start {spread(started)}; end {spread(ended)}; within 10 us: {close:.4f}"
+
+
+def run_profiled(options):
+    """Kernels of a training in our trace and in that of torch's profiler."""
+    place = Place("profiled", options)
+    profile = place.environment["PROFILE"] = os.path.join(place.dir, "profile.json")
+    place.environment["XPU_TIMER_BRACKET"] = "all"
+    try:
+        process = place.start(workload("profiled"), stdout=subprocess.DEVNULL)
+        while process.poll() is None and not os.path.exists(profile):
+            time.sleep(0.2)
+        time.sleep(2)
+        folder, problem = timeline(place, 60, "recorded")
+        if folder is None:
+            return False, problem
+        own, said = trace_of(place, folder)
+        process.wait(timeout=60)
+        with open(profile) as file:
+            theirs = events_of(json.load(file))
+    finally:
+        place.end()
+    with open(os.path.join(options.out, "trace.txt"), "w") as file:
+        file.write(said)
+    # Kernels of matrix products have the names of the calls in our trace, and other names there.
+    theirs = [event for event in theirs if event[1] == "kernel" and not event[0].startswith(("nvjet", "cutlass"))]
+    theirs = sorted((start, end, name) for name, _, start, end, _ in theirs)
+    first, last = theirs[0][0] - 200_000, theirs[-1][1] + 200_000
+    own = sorted((start, end, name) for name, category, start, end, _ in own if category == "kernel" and first <= start <= last)
+    mine = {}
+    for start, end, name in own:
+        mine.setdefault(kernel_name(name), []).append((start, end))
+    starts, ends, longer, missing = [], [], [], 0
+    for start, end, name in theirs:
+        same = mine.get(kernel_name(name), [])
+        nearest = min(same, key=lambda known: abs(known[1] - end), default=None)
+        if nearest is None or abs(nearest[1] - end) > 500_000:
+            missing += 1
+            continue
+        starts.append(nearest[0] - start)
+        ends.append(nearest[1] - end)
+        longer.append(nearest[1] - nearest[0] - end + start)
+    with open(os.path.join(options.out, "kernels.txt"), "w") as file:
+        counts = {}
+        for name, which in [(kernel_name(name), 0) for _, _, name in theirs] + [(kernel_name(name), 1) for _, _, name in own]:
+            counts.setdefault(name, [0, 0])[which] += 1
+        file.writelines(f"{counted} {name}\n" for name, counted in sorted(counts.items()))
+    if not starts:
+        return False, f"no kernel in common: {len(theirs)} and {len(own)}"
+    text = f"{len(theirs)} kernels in the profile, {len(own)} in the trace, {missing} not found; start {spread(starts)}; end {spread(ends)}; longer by {spread(longer)}"
+    return missing <= len(theirs) // 50 and abs(statistics.median(ends)) < 10_000, text
+
+
+def kernel_name(name):
+    return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1]
+
+
+def run_attention(options):
+    """The rate of flash attention in the metrics, against the program's own."""
+    place = Place("attention", options)
+    place.environment["XPU_TIMER_BRACKET"] = "matmuls"
+    scraped = ""
+    try:
+        process = place.start(workload("attention"), stdout=subprocess.PIPE)
+        while process.poll() is None:
+            time.sleep(1)
+            text = place.fetch("/metrics")
+            scraped = text if 'operation="FA"' in text else scraped
+        own = [float(line.split()[-1]) for line in process.stdout.read().splitlines() if line.startswith("MEASURED")]
+    finally:
+        place.end()
+    lines = [line for line in scraped.splitlines() if "_FLOPS{" in line and 'operation="FA"' in line]
+    rates = [float(line.split()[-1]) for line in lines]
+    # The forward and the backward pass may be in one series or in two.
+    held = bool(rates) and all(0.9 * min(own) < rate < 1.1 * max(own) for rate in rates)
+    return held, f"the program measured {own} TFLOP/s forward and backward, the metrics say {rates}"
+
+
+def run_record(options):
+    """Sampled stacks of a training with C frames; a trace of a job of three ranks."""
+    place = Place("record", options)
+    report = []
+    try:
+        process = place.start(ranks(3, "--steps", "100000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(14)
+        for name in ("main", "native"):
+            folder = os.path.join(place.dir, name)
+            command = ["xpu_timer_dump", "record", "--all", "--seconds", "4", "--rate", "20", "-o", folder]
+            done = place.start(command + (["--native"] if name == "native" else []), launched=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            report.append(done.communicate(timeout=60)[0])
+            with open(os.path.join(folder, "all.folded")) as file:
+                report.append(file.read())
+        folder, problem = timeline(place, 4)
+        report.append(trace_of(place, folder)[1] if folder else problem)
+        ended = process.poll()
+    finally:
+        place.end()
+    with open(os.path.join(options.out, "record.txt"), "w") as file:
+        file.write("\n".join(report))
+    held = ended is None and "go_wrong" not in report[1] and "ranks.py" in report[1] and "cuda" in report[3].lower() and folder
+    return bool(held), f"ended {ended}; {report[0].strip().splitlines()[-1:]} {report[4].strip().splitlines()[:6]}"
 
 
 def run_tools(options):
@@ -382,9 +599,8 @@ def main():
     together += [(f"healthy-{case.name}", run_healthy, case) for case in healthy() if case.repeat == 1]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda case: run(*case), together))
-    run("tools", run_tools)
-    run("sanitizer", run_sanitizer)
-    run("matmul", run_matmul)
+    for measure in (run_tools, run_clock, run_sanitizer, run_profiled, run_record, run_matmul, run_attention):
+        run(measure.__name__.removeprefix("run_"), measure)
     for case in healthy():
         if case.repeat > 1:
             run(f"healthy-{case.name}", run_healthy, case)

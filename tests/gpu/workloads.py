@@ -1,4 +1,4 @@
-"""Healthy programs on one real GPU, each of which prints what it computed, and two that measure.
+"""Healthy programs on one real GPU, each of which prints what it computed, and some that measure.
 
     workloads.py NAME
 
@@ -175,6 +175,167 @@ def cupy():
     for _ in range(10):
         kernel((16,), (256,), (values, 4096))
     say(f"cupy {float(values.sum())} {float((values.reshape(64, 64) @ values.reshape(64, 64)).max())}")
+
+
+def captured(seconds=12):
+    """Graphs are captured and replayed for some seconds, by hand and by torch.compile."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256, bias=False).cuda()
+    torch.nn.init.eye_(layer.weight)
+    compiled = torch.compile(lambda values: torch.relu(layer(values)) + 1, mode="reduce-overhead")
+    wrong, turn, until = [], 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        values, graph = torch.zeros(4096, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                values += 1
+        for _ in range(20):
+            graph.replay()
+        if values[7].item() != 200:
+            wrong.append(values[7].item())
+        turn += 1
+        with torch.no_grad():
+            out = compiled(torch.ones((turn % 4 + 1) * 16, 256, device="cuda"))[0, 0].item()
+        if out != 2:
+            wrong.append(out)
+    say(f"captured {wrong[:5]} {turn > 20}")
+
+
+def green():
+    """A green context has a part of the multiprocessors; kernels run in it and beside it."""
+    import torch
+
+    values = torch.zeros(4096, device="cuda")
+    context = torch.cuda.green_contexts.GreenContext.create(16, 0)
+    for _ in range(20):
+        context.set_context()
+        values = values + 1
+        values = values @ torch.eye(4096, device="cuda")
+        torch.cuda.synchronize()
+        context.pop_context()
+        values = values + 1
+        torch.cuda.synchronize()
+    say(f"green {values[0].item()}")
+
+
+def segments():
+    """Expandable segments: memory of cuMemCreate that is mapped and unmapped."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    import torch
+
+    total = 0.0
+    for turn in range(1, 40):
+        values = torch.ones(turn << 18, device="cuda")
+        total += values.sum().item()
+        del values
+        torch.cuda.empty_cache()
+    say(f"segments {total}")
+
+
+def triton():
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add(values, out, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + at, tl.load(values + at, mask=at < count) + 1, mask=at < count)
+
+    values = torch.zeros(5000, device="cuda")
+    for _ in range(100):
+        add[(triton.cdiv(5000, 256),)](values, values, 5000, BLOCK=256)
+    say(f"triton {values.sum().item()}")
+
+
+def numba():
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import numpy
+
+    numpy.row_stack = numpy.vstack  # numba imports it, and newer versions of NumPy do not have it
+    from numba import cuda
+
+    @cuda.jit
+    def add(values):
+        at = cuda.grid(1)
+        if at < values.size:
+            values[at] += 1
+
+    values = cuda.to_device(numpy.zeros(4096, dtype=numpy.float32))
+    for _ in range(100):
+        add[16, 256](values)
+    say(f"numba {float(values.copy_to_host().sum())}")
+
+
+def generate():
+    """A small random language model of transformers generates with a static cache."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=512
+    )
+    model = transformers.LlamaForCausalLM(config).cuda().eval()
+    out = model.generate(torch.arange(16, device="cuda")[None], max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+    say(f"generated {out[0, -8:].tolist()}")
+
+
+def profiled(steps=40):
+    """A training in bfloat16 under torch's profiler, whose trace goes to PROFILE."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(1024, 8, 4096, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).cuda().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batch = torch.randn(16, 512, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+
+    for _ in range(100):  # the collector has found the process, and asks for all kernels
+        step()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(steps):
+            step()
+    record.export_chrome_trace(os.environ["PROFILE"])
+    for _ in range(100):
+        step()
+    say("profiled")
+
+
+def attention(seconds=14):
+    """Flash attention forward and backward for some seconds; events say how fast they are."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = (4, 16, 4096, 128)
+    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+    rates, until = [], time.monotonic() + seconds
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        while time.monotonic() < until:
+            begin.record()
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+            middle.record()
+            out.backward(out)
+            end.record()
+            end.synchronize()
+            rates.append((flop / begin.elapsed_time(middle) / 1e9, 2 * flop / middle.elapsed_time(end) / 1e9))
+    forward, backward = (sorted(rate)[len(rates) // 2] for rate in zip(*rates))
+    say(f"MEASURED forward_tflops {forward:.1f}")
+    say(f"MEASURED backward_tflops {backward:.1f}")
 
 
 def lightning():

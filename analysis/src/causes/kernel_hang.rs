@@ -38,9 +38,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
     // A kernel that communicates is a collective. If it has not started, it is blocked itself.
     let is_blocked = |operation: &Operation| operation.started_ns == 0 && communicates(view, &operation.function);
-    let kernel = view
-        .pending()
-        .find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch) && !is_blocked(operation));
     // The stream of the collective that has not started, else the stream that was used last.
     let stream = view.flight.and_then(|flight| {
         let of_blocked =
@@ -51,6 +48,14 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .map(|stream| stream.last_kernel.as_str())
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"))
         .filter(|name| !communicates(view, name));
+    // A watcher that the driver blocks has not seen what completed since, so an operation that is
+    // not the newest one may have.
+    let newest_ns = stream.filter(|_| last.is_some() && view.watcher_stale()).map_or(0, |stream| stream.last_launch_ns);
+    let kernel = view.pending().find(|operation| {
+        matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch)
+            && !is_blocked(operation)
+            && operation.entered_ns >= newest_ns
+    });
     let mut evidence = Vec::new();
     if let Some(blocked) = blocked {
         evidence.push(RankFact::NotStarted { op: blocked.op(), seq: blocked.seq }.of(*rank_index));

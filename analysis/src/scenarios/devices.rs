@@ -5,7 +5,7 @@ use crate::{
     Cause, Confidence, HangEvidence,
     testing::{Job, SECOND, Stack},
 };
-use xpu_timer_proto::v1::{Op, OpStatus, TriggerKind};
+use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation, TriggerKind};
 
 fn queued(culprit: u32) -> Job {
     let mut job = Job::with_world(4, 30);
@@ -133,6 +133,19 @@ fn a_job_of_one_rank_whose_watcher_waits_for_the_driver_too() {
     let flight = job.flight(0);
     flight.health.as_mut().unwrap().heartbeat_ns = flight.read_ns - 30 * SECOND;
     expect(&job.judge(), Cause::KernelHang, &[0], Confidence::Low);
+
+    // The watcher has not seen that a graph completed, which was launched before the kernel.
+    let flight = job.flight(0);
+    flight.operations.push(Operation {
+        ticket: 1,
+        kind: OpKind::GraphLaunch.into(),
+        stream: 0x10,
+        entered_ns: flight.streams[0].last_launch_ns - SECOND,
+        ..Default::default()
+    });
+    let verdict = job.judge();
+    expect(&verdict, Cause::KernelHang, &[0], Confidence::Low);
+    assert!(verdict.sentence.contains("the last launched kernel is wait_for_flag"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -158,7 +171,7 @@ fn one_rank_has_not_launched_its_graph() {
         job.push(
             rank,
             xpu_timer_proto::v1::Operation {
-                kind: xpu_timer_proto::v1::OpKind::GraphLaunch.into(),
+                kind: OpKind::GraphLaunch.into(),
                 started_ns: 5,
                 ..Job::operation(0, 0, Op::Graph)
             },
@@ -177,7 +190,7 @@ fn a_rank_that_is_behind_explains_the_graphs_of_the_others() {
         }
         for (rank, (launched, started)) in (0..).zip(launched.into_iter().zip(started)) {
             job.flight(rank).graphs_launched = launched;
-            let (kind, started_ns) = (xpu_timer_proto::v1::OpKind::GraphLaunch.into(), u64::from(started));
+            let (kind, started_ns) = (OpKind::GraphLaunch.into(), u64::from(started));
             job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns, ..Job::operation(0, 0, Op::Graph) });
         }
         job.judge()
@@ -452,7 +465,7 @@ fn graphs_with_kernels_that_communicate_are_compared_by_their_launches() {
             job.flight(rank).graphs_launched = launched;
             if launched == 42 {
                 let graph = Job::operation(0, 0, Op::Graph);
-                let kind = xpu_timer_proto::v1::OpKind::GraphLaunch.into();
+                let kind = OpKind::GraphLaunch.into();
                 job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns: 5, ..graph });
             }
         }

@@ -35,6 +35,15 @@ const FILE_DEADLINE: Duration = Duration::from_millis(200);
 /// Maximum number of exceptions of one process that are being handled.
 const MOST_HANDLED: usize = 8;
 
+/// How the lines begin that PyTorch adds to the text of an error of CUDA.
+const CUDA_ADVICE: [&str; 5] = [
+    "Search for `cuda",
+    "CUDA kernel errors might be asynchronously reported",
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING",
+    "Compile with `TORCH_USE_CUDA_DSA`",
+    "Device-side assertion tracking was not enabled",
+];
+
 /// A traceback as Python prints it.
 #[derive(Debug, Clone, PartialEq)]
 struct Traceback {
@@ -119,6 +128,12 @@ fn plain(line: &str) -> String {
     }
 }
 
+/// What PyTorch's `excepthook` puts before each line of an exception: `[rank3]: `.
+fn mark(line: &str) -> Option<&str> {
+    let (mark, _) = line.split_once("]: ")?;
+    mark.strip_prefix("[rank")?.bytes().all(|digit| digit.is_ascii_digit()).then_some(mark)
+}
+
 /// Parses the last traceback of a text. In a chain of exceptions, that is the one that was raised
 /// last; of an exception of a loader's worker, the one of the worker.
 fn last_traceback(text: &str) -> Option<Traceback> {
@@ -144,8 +159,14 @@ fn last_traceback(text: &str) -> Option<Traceback> {
     // The text may begin on the next line.
     let next = lines.get(index).filter(|_| message.is_empty() && line.ends_with(':'));
     let message = next.map_or(message, |next| next.trim());
-    // The lines of a text of several lines cannot be told from what follows.
-    let rest = lines[index.min(lines.len())..].iter().any(|line| !line.trim().is_empty());
+    // Of a text of several lines, only those are known that PyTorch marks or that it adds to each
+    // error of CUDA. Others cannot be told from what follows.
+    let marks: Vec<Option<&str>> = text.lines().map(mark).collect();
+    let mark = marks[index - 1];
+    let belongs = |at: usize| {
+        mark.is_some() && marks[at] == mark || CUDA_ADVICE.iter().any(|advice| lines[at].starts_with(advice))
+    };
+    let rest = (index..lines.len()).skip_while(|at| belongs(*at)).any(|at| !lines[at].trim().is_empty());
     let (thread, ignored) = before(&lines[..header]);
     let kind = if kind.contains('.') { kind.rsplit("__main__.").next().unwrap_or(kind) } else { kind };
     Some(Traceback {
@@ -384,6 +405,23 @@ mod tests {
             [(FailureKind::Exception, "KeyboardInterrupt".to_string(), String::new())]
         );
         assert_eq!(of("Traceback (most recent call last):\n  File \"t", "exit code 1").len(), 1, "cut");
+
+        let several = PLAIN.replace(
+            "ValueError: bad batch\n",
+            "torch.AcceleratorError: CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in the documentation.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n",
+        );
+        let error = (
+            FailureKind::Exception,
+            "torch.AcceleratorError".to_string(),
+            "CUDA error: device-side assert triggered".to_string(),
+        );
+        assert_eq!(of(&several, "exit code 1"), std::slice::from_ref(&error));
+        let marked: String = several.lines().map(|line| format!("[rank1]: {line}\n")).collect();
+        let marked = marked.replace("For debugging", "More that nobody knows\n[rank1]: For debugging");
+        assert_eq!(of(&marked, "exit code 1"), std::slice::from_ref(&error));
+        let warned = format!("{marked}[rank1]:[W1127 12:29:30] Warning: the group was not destroyed\n");
+        let warning = "[W1127 12:29:30] Warning: the group was not destroyed";
+        assert_eq!(of(&warned, "exit code 1"), [error, line(warning)]);
     }
 
     #[test]
