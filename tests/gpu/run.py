@@ -326,7 +326,10 @@ def toggle(place, process, fetched):
 
 
 def timeline(place, seconds, kernels="all"):
-    """The folder with timelines, or None and the error. `all`: every kernel of the next seconds; `recorded`: what was recorded in the last ones."""
+    """The folder with timelines, or None and the error.
+
+    Of `all` kernels in the next seconds, or of what was `recorded` in the last ones.
+    """
     command = ["xpu_timer_collector", "timeline", "--seconds", str(seconds), "--kernels", kernels, "--output", place.dir]
     done = place.start(command, launched=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = done.communicate(timeout=60 + seconds)
@@ -334,7 +337,7 @@ def timeline(place, seconds, kernels="all"):
 
 
 def trace_of(place, folder):
-    """The complete events of the first rank of a timeline, with times in ns of the realtime clock."""
+    """The complete events of the first rank of a timeline, and the command's output."""
     command = ["xpu_timer_gen_trace_timeline", "--path", folder, "--output", "case", "--chrome"]
     done = subprocess.run(command, env=place.environment, cwd=place.dir, capture_output=True, text=True, timeout=60)
     paths = sorted(glob.glob(f"{place.dir}/**/rank*.json.gz", recursive=True))
