@@ -128,13 +128,13 @@ def healthy():
     cases += [Healthy(f"all-native-{linked}", [f"native-{linked}", "healthy"], variables=EVERYTHING) for linked in ("static", "shared")]
     cases.append(Healthy("toggled-captured", workload("captured"), toggled=True))
     cases.append(Healthy("toggled-transformer", workload("transformer"), toggled=True))
-    cases.append(Healthy("transformer", workload("transformer"), repeat=2))
     bracketed = {"XPU_TIMER_BRACKET": "all"}
-    cases.append(Healthy("bracketed-transformer", workload("transformer"), repeat=2, variables=bracketed))
-    cases.append(Healthy("launches", workload("launches"), repeat=4))
     paced = ["native-static", "paced", "2"]
     cases.append(Healthy("paced", paced, repeat=5))
     cases.append(Healthy("bracketed-paced", paced, repeat=5, variables=bracketed))
+    cases.append(Healthy("launches", workload("launches"), repeat=4))
+    cases.append(Healthy("transformer", workload("transformer"), repeat=2))
+    cases.append(Healthy("bracketed-transformer", workload("transformer"), repeat=2, variables=bracketed))
     return cases
 
 
@@ -598,15 +598,18 @@ def main():
         results.write(line + "\n")
         results.flush()
 
+    # What measures comes first, because the others load the machine.
+    for case in healthy():
+        if case.repeat > 1:
+            run(f"healthy-{case.name}", run_healthy, case)
+    for measure in (run_clock, run_profiled, run_matmul, run_attention):
+        run(measure.__name__.removeprefix("run_"), measure)
     together = [(f"hang-{case.name}", run_hang, case) for case in hangs()]
     together += [(f"healthy-{case.name}", run_healthy, case) for case in healthy() if case.repeat == 1]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda case: run(*case), together))
-    for measure in (run_tools, run_clock, run_sanitizer, run_profiled, run_record, run_matmul, run_attention):
-        run(measure.__name__.removeprefix("run_"), measure)
-    for case in healthy():
-        if case.repeat > 1:
-            run(f"healthy-{case.name}", run_healthy, case)
+    for rest in (run_tools, run_sanitizer, run_record):
+        run(rest.__name__.removeprefix("run_"), rest)
     print(f"{len(failed)} failed: {' '.join(failed)}")
     return 1 if failed else 0
 
