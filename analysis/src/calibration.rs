@@ -137,6 +137,12 @@ fn may_wait_for_process(case: &Case<'_>, rank_index: usize) -> bool {
         return false;
     }
     let is_own = |awaited: &Awaited| awaited.holders.iter().all(|holder| Some(holder.pid) == view.pid());
+    // Only the process itself has the other end, as of the pipe that wakes an event loop, and none
+    // of its threads waits for anything else.
+    let wakes_itself = |awaited: &Awaited| !awaited.holders.is_empty() && is_own(awaited);
+    if view.host.thread_waits.is_empty() && view.host.awaited.as_ref().is_some_and(wakes_itself) {
+        return false;
+    }
     let is_open = view.host.awaited.as_ref().is_some_and(|awaited| match awaited.kind() {
         AwaitedKind::Unspecified | AwaitedKind::File | AwaitedKind::Mutex => false,
         AwaitedKind::Lock => awaited.holders.is_empty() || !is_own(awaited),
