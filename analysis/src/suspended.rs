@@ -164,7 +164,9 @@ fn fact(suspended: &PySuspended) -> Option<(Waiting, String)> {
         TIMERS.iter().any(is)
     };
     let waiting = Waiting::new(suspended.kind(), &suspended.name, &suspended.awaits);
-    if waiting.awaits_another() || suspended.frames.iter().any(is_timer) {
+    // trio has tasks of its own.
+    let is_of_trio = suspended.frames.iter().all(|frame| frame.file_name.contains("/trio/_core/"));
+    if waiting.awaits_another() || is_of_trio || suspended.frames.iter().any(is_timer) {
         return None;
     }
     Some((waiting, own_place(&suspended.frames)?))
@@ -246,6 +248,7 @@ mod tests {
         let wakeups = [
             of_trio("receive", ("receive", "/v/site-packages/trio/_channel.py:30")),
             of_trio("beat", ("sleep_until", "/v/site-packages/trio/_timeouts.py:90")),
+            task("<init>", "a wakeup", &[("init", "/v/site-packages/trio/_core/_run.py:2154")]),
         ];
         let dump = Stacktrace { py_stacktrace: threads(&wakeups), ..Default::default() };
         let rank = RankEvidence { rank: 1, dump: Some(Box::new(dump)), ..Default::default() };

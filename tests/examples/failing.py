@@ -164,6 +164,11 @@ def terminate():
     ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc(b"the shard has no rows")
 
 
+def terminate_traced():
+    faulthandler.enable()
+    terminate()
+
+
 def heap():
     """Frees memory that was not allocated."""
     memory = ctypes.create_string_buffer(256)
@@ -267,6 +272,7 @@ WAYS = {
     "segv-thread": segv_in_thread,
     "abort": abort,
     "terminate": terminate,
+    "terminate-faulthandler": terminate_traced,
     "assertion": assertion,
     "heap": heap,
     "bus": bus,

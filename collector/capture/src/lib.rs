@@ -99,8 +99,7 @@ impl Capturer {
         registers: &[u64; 17],
         copied: impl FnOnce(),
     ) -> (ProcessCapture, Option<String>) {
-        let (raw_process, reason) =
-            process::capture::capture_fault(pid, tid, signal, registers, &self.images, copied);
+        let (raw_process, reason) = process::capture::capture_fault(pid, tid, signal, registers, &self.images, copied);
         let options = Options::default();
         let deadline = Instant::now() + options.deadline;
         self.symbolizer.prepare(std::slice::from_ref(&raw_process), options.lines_budget, deadline);

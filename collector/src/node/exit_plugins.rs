@@ -275,7 +275,10 @@ mod tests {
         let function = |body: &str| format!("import os, sys, time\ndef xpu_timer_parse_cpp_exception(infos): {body}\n");
         let of = |body: &str, limit| run(Some(&function(body)), limit);
         assert_eq!(of("print(infos)", long), ("{'signal': 11}\n".into(), Some(true)));
-        assert_eq!(run(Some("import nothing"), long).0.split(" cannot be loaded: ").nth(1), Some("ModuleNotFoundError: No module named 'nothing'\n"));
+        assert_eq!(
+            run(Some("import nothing"), long).0.split(" cannot be loaded: ").nth(1),
+            Some("ModuleNotFoundError: No module named 'nothing'\n")
+        );
         assert!(run(None, long).0.contains("cannot be loaded: FileNotFoundError"));
         assert!(of("sys.exit('gone')", long).0.ends_with("raised SystemExit: gone\n"));
         assert_eq!(of("os._exit(3)", long), (String::new(), Some(false)));

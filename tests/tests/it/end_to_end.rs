@@ -13,7 +13,9 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::{Value, json};
-use xpu_timer_tests::{GEVENT, Incident, Job, PATIENCE, Process, TRIO, artifacts, python, python_with, tree, wait_until};
+use xpu_timer_tests::{
+    GEVENT, Incident, Job, PATIENCE, Process, TRIO, artifacts, python, python_with, tree, wait_until,
+};
 
 const RANKS: u32 = 4;
 

@@ -54,7 +54,7 @@ const fn signal(name: &'static str, text: &'static str, handler: &'static [&'sta
     Way { name, text, words: &[], handler }
 }
 
-const WAYS: [Way; 30] = [
+const WAYS: [Way; 31] = [
     way("main", "exception in the main thread", BAD_SAMPLE),
     way("chained", "exception while another one is handled", &["RuntimeError: the shard is lost at failing.py:"]),
     way("thread", "exception in a thread, for which the main thread waits", BAD_SAMPLE),
@@ -77,7 +77,16 @@ const WAYS: [Way; 30] = [
     signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread reader"]),
     signal("abort", "`os.abort`", &["SIGABRT in os_abort"]),
     signal("terminate", "uncaught exception of C++", &["SIGABRT in ", ": std::runtime_error: the shard has no rows"]),
-    signal("assertion", "failed assertion in C++", &["SIGABRT in ", "kernel.cpp:7: forward: Assertion `rows > 0' failed"]),
+    signal(
+        "terminate-faulthandler",
+        "the same, with faulthandler enabled",
+        &["SIGABRT in ", ": std::runtime_error: the shard"],
+    ),
+    signal(
+        "assertion",
+        "failed assertion in C++",
+        &["SIGABRT in ", "kernel.cpp:7: forward: Assertion `rows > 0' failed"],
+    ),
     signal("heap", "corrupted heap", &["SIGABRT in ", ": free(): invalid pointer"]),
     signal("bus", "access beyond the end of a mapped file", &["SIGBUS in "]),
     signal("overflow", "stack overflow", &["SIGSEGV in ", "ffi"]),
@@ -170,6 +179,7 @@ fn an_exception_is_named_without_any_variable() {
 fn the_handler_of_signals_names_the_function() {
     check("segv-faulthandler-first", true);
     check("overflow", true);
+    check("terminate-faulthandler", true);
 }
 
 #[test]

@@ -99,8 +99,9 @@ pub(crate) fn capture_fault(
     let tid = reader::tids_by_namespaced_tid(pid).get(&tid).copied().unwrap_or(tid);
     let mut thread = Thread::default();
     (thread.tid, thread.status) = (tid, procfs::status(pid, tid).unwrap_or_default());
-    let registers = Registers::from_sample(registers);
     let taken = AddressSpace::open(images, pid, tid).and_then(|space| {
+        let first = interrupted(&space, tid, registers[SAMPLED_SP]);
+        let registers = Registers::from_sample(first.as_ref().unwrap_or(registers));
         let sp = registers.sp();
         let is_readable = |address: &u64| space.mapping(*address).is_some_and(|mapping| mapping.readable);
         let pages = (1..MAX_OVERFLOW_PAGES).map(|page| (sp & !(PAGE - 1)) + page * PAGE);
@@ -108,14 +109,13 @@ pub(crate) fn capture_fault(
         let mapping = space.mapping(start);
         let stack = Region::read_stack(tid, start, mapping.as_deref(), vec![1; FAULT_STACK_BYTES])?;
         let reason = if signal == libc::SIGABRT { abort_reason(&space, tid, &stack) } else { None };
-        Ok((space, stack, reason))
+        Ok((space, Sample { registers, stack, in_kernel: false }, reason))
     });
     copied();
     let mut why = None;
     match taken {
-        Ok((space, stack, reason)) => {
+        Ok((space, sample, reason)) => {
             why = reason;
-            let sample = Sample { registers, stack, in_kernel: false };
             thread.store_sample(pid, sample, &space, &mut Box::default());
             let mut places = CodeLocations::default();
             process.frames.push(places.of(&thread.frames, Some(&space)));
@@ -131,6 +131,34 @@ pub(crate) fn capture_fault(
         Err(error) => process.sample.errors.push(error.to_string()),
     }
     (process, why)
+}
+
+/// Bytes of an alternate stack in which the registers are looked for that a handler has interrupted.
+const HANDLER_STACK_BYTES: usize = 64 << 10;
+/// Sizes of alternate stacks.
+const HANDLER_STACKS: std::ops::Range<u64> = 1 << 10..64 << 20;
+/// Place of the stack pointer in the registers of a sample.
+const SAMPLED_SP: usize = 7;
+/// Words of `ucontext_t`, which the kernel stores for a handler: its flags, a link, the start, flags
+/// and size of the alternate stack, and the registers in the order of a sample.
+const FRAME_REGISTERS: [usize; 17] = [18, 16, 19, 17, 14, 13, 15, 20, 21, 5, 6, 7, 8, 9, 10, 11, 12];
+const FRAME_WORDS: usize = 22;
+const MAX_FRAME_FLAGS: u64 = 7;
+
+/// The registers at the first signal, if a handler has raised it again on its alternate stack, as
+/// faulthandler does. The stack that it has interrupted is another one.
+fn interrupted(space: &AddressSpace<'_>, tid: i32, sp: u64) -> Option<[u64; 17]> {
+    let copied = Region::read_into(tid, sp & !7, vec![0; HANDLER_STACK_BYTES]).ok()?;
+    let words: Vec<u64> =
+        copied.bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect();
+    words.windows(FRAME_WORDS).find_map(|frame| {
+        let [flags, link, start, _, size, ..] = frame else { return None };
+        let is_on_stack = |address| (*start..start.saturating_add(*size)).contains(&address);
+        let is_frame = *flags <= MAX_FRAME_FLAGS && *link == 0 && HANDLER_STACKS.contains(size) && is_on_stack(sp);
+        let registers = FRAME_REGISTERS.map(|register| frame[register]);
+        (is_frame && !is_on_stack(registers[SAMPLED_SP]) && space.is_executable(registers[SAMPLED_SP + 1]))
+            .then_some(registers)
+    })
 }
 
 /// Maximum number of bytes of the reason of an abort.
@@ -182,12 +210,11 @@ fn uncaught_exception(space: &AddressSpace<'_>, memory: &mut Snapshot, stack: &R
     let addresses = words.map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
     let mut seen = HashSet::new();
     let is_data = |address: u64| space.mapping(address).is_some_and(|mapping| mapping.readable && !mapping.executable);
-    let header = addresses.filter(|address| address % 16 == 0 && *address > PAGE && seen.insert(*address)).find_map(
-        |address| {
+    let header =
+        addresses.filter(|address| address % 16 == 0 && *address > PAGE && seen.insert(*address)).find_map(|address| {
             let class = is_data(address).then(|| memory.read_u64(EXCEPTION, address).ok()).flatten()?;
             (class & !1 == EXCEPTION_CLASS).then_some((address, class != EXCEPTION_CLASS))
-        },
-    );
+        });
     let (header, is_reference) = header?;
     let mut word = |address: u64| memory.read_u64(EXCEPTION, address).ok();
     let mut object = header.wrapping_add(EXCEPTION_HEADER);

@@ -57,9 +57,10 @@ const TRIO_RUNNER: &str = "Runner";
 const TRIO_VARIABLES: u64 = 16;
 /// Number of words of a runner that are examined.
 const RUNNER_WORDS: u64 = 32;
-/// The function in which a task of trio waits for the others of its nursery, its first variable.
+/// The file with the method in which a task of trio waits for the others of its nursery, and the
+/// class of the first variable of that method.
 const NURSERY_FILE: &str = "/trio/_core/_run.py";
-const NURSERY: &str = "Nursery";
+const NURSERY_MANAGER: &str = "NurseryManager";
 const TRIO_TASK: &str = "Task";
 /// The class of the method of its coroutine that trio calls next, which a task that waits has not.
 const NEXT_CALL: &str = "builtin_function_or_method";
@@ -98,6 +99,8 @@ pub(super) fn awaits(
         Some(trio_task(memory, layout, task)?.coroutine)
     });
     let mut chain = Vec::new();
+    // The frames before this one are of tasks of trio whose nurseries are followed already.
+    let mut followed = 0;
     while let Some(coroutine) = next.filter(|_| chain.len() < MAX_AWAITS) {
         let Some(frame) = suspended_frame(memory, layout, coroutine) else { break };
         chain.push(frame);
@@ -106,9 +109,10 @@ pub(super) fn awaits(
             if let Some(task) = task_of_waiter(memory, layout, codes, frame) {
                 return coroutine_behind(memory, layout, task);
             }
-            let (at, task) = task_of_nursery(memory, layout, codes, &chain)?;
+            let (at, task) = task_of_nursery(memory, layout, codes, &chain[followed..])?;
+            followed += at + 1;
             // The frames below the nursery's are those of every task of trio that waits.
-            chain.truncate(at + 1);
+            chain.truncate(followed);
             Some(task.coroutine)
         });
     }
@@ -166,12 +170,7 @@ fn task_of_waiter(
 }
 
 /// The runners of trio's loops that a thread with these frames runs.
-fn runners(
-    memory: &mut Snapshot,
-    layout: &Layout,
-    frames: &[PySpyFrame],
-    raw_frames: &[InterpreterFrame],
-) -> Vec<u64> {
+fn runners(memory: &mut Snapshot, layout: &Layout, frames: &[PySpyFrame], raw_frames: &[InterpreterFrame]) -> Vec<u64> {
     let of_trio = frames.iter().zip(raw_frames).filter(|(frame, _)| frame.file_name.contains(TRIO_FILES));
     let mut found: Vec<u64> = Vec::new();
     for (_, raw) in of_trio {
@@ -205,7 +204,8 @@ fn tasks_of_runner(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Vec<u
 fn trio_task(memory: &mut Snapshot, layout: &Layout, task: u64) -> Option<TaskWords> {
     class_name(memory, layout, task).filter(|name| name == TRIO_TASK)?;
     let mut slot = |class: &str| in_slots(memory, layout, task, class).first().copied();
-    let (event_loop, coroutine, name) = (slot(TRIO_RUNNER)?, slot("coroutine").or_else(|| slot("generator"))?, slot("str")?);
+    let (event_loop, coroutine, name) =
+        (slot(TRIO_RUNNER)?, slot("coroutine").or_else(|| slot("generator"))?, slot("str")?);
     Some(TaskWords { coroutine, name, event_loop })
 }
 
@@ -221,9 +221,12 @@ fn task_of_nursery(
         if !codes.get(memory, layout, frame.code).is_ok_and(|code| code.file().ends_with(NURSERY_FILE)) {
             continue;
         }
-        let nursery = variable(memory, layout, frame.address, 0)?;
-        class_name(memory, layout, nursery).filter(|name| name == NURSERY)?;
-        let [children] = attributes(memory, layout, nursery, ["_children"]).ok()?;
+        let Some(manager) = variable(memory, layout, frame.address, 0) else { continue };
+        if class_name(memory, layout, manager).is_none_or(|name| name != NURSERY_MANAGER) {
+            continue;
+        }
+        let [nursery] = attributes(memory, layout, manager, ["_nursery"]).ok()?;
+        let [children] = attributes(memory, layout, nursery?, ["_children"]).ok()?;
         let tasks: Vec<TaskWords> =
             members(memory, children?)?.into_iter().filter_map(|task| trio_task(memory, layout, task)).collect();
         let first = tasks.into_iter().min_by_key(|task| task_name(memory, layout, task.name))?;
