@@ -189,7 +189,7 @@ fn a_rank_whose_tasks_of_trio_wait() {
     let program = python_with(TRIO, python().as_ref(), "default").expect("trio");
     for fault in ["trio", "anyio"] {
         let line = "3 tasks 'labels-…' of rank 1 await a wakeup";
-        waits_for_nobody(&program, fault, "in receive_labels", line, "receive_labels");
+        waits_for_nobody(&program, fault, ".receive_labels (C", line, "receive_labels");
     }
 }
 

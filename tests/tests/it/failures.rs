@@ -157,8 +157,9 @@ fn verdict(way: &Way, handles_signals: bool) -> String {
     text(&failed(way, handles_signals, python().as_ref(), None).1)
 }
 
-/// Whether the verdict has all words that are expected, if any are.
+/// Whether the verdict has all words that are expected, if any are. Its lines are wrapped.
 fn is_named(text: &str, words: &[&str]) -> bool {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     !words.is_empty() && words.iter().all(|word| text.contains(word))
 }
 

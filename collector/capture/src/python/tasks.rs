@@ -101,20 +101,24 @@ pub(super) fn awaits(
     let mut chain = Vec::new();
     // The frames before this one are of tasks of trio whose nurseries are followed already.
     let mut followed = 0;
-    while let Some(coroutine) = next.filter(|_| chain.len() < MAX_AWAITS) {
-        let Some(frame) = suspended_frame(memory, layout, coroutine) else { break };
-        chain.push(frame);
-        let behind = awaited(memory, layout, frame.address).and_then(|object| coroutine_behind(memory, layout, object));
-        next = behind.or_else(|| {
-            if let Some(task) = task_of_waiter(memory, layout, codes, frame) {
-                return coroutine_behind(memory, layout, task);
-            }
-            let (at, task) = task_of_nursery(memory, layout, codes, &chain[followed..])?;
+    while chain.len() < MAX_AWAITS {
+        let frame = next.and_then(|coroutine| suspended_frame(memory, layout, coroutine));
+        next = frame.and_then(|frame| {
+            chain.push(frame);
+            let object = awaited(memory, layout, frame.address);
+            let behind = object.and_then(|object| coroutine_behind(memory, layout, object));
+            behind.or_else(|| {
+                let task = task_of_waiter(memory, layout, codes, frame)?;
+                coroutine_behind(memory, layout, task)
+            })
+        });
+        if next.is_none() {
+            let Some((at, task)) = task_of_nursery(memory, layout, codes, &chain[followed..]) else { break };
             followed += at + 1;
             // The frames below the nursery's are those of every task of trio that waits.
             chain.truncate(followed);
-            Some(task.coroutine)
-        });
+            next = Some(task.coroutine);
+        }
     }
     chain.reverse();
     chain
@@ -247,8 +251,9 @@ fn suspended_frame(memory: &mut Snapshot, layout: &Layout, coroutine: u64) -> Op
     let is_suspended = match layout.minor {
         ..=9 => state(FRAME_EXECUTES)? == 0 && memory.read_u64(COROUTINE, address.wrapping_add(STACK_END)).ok()? != 0,
         10 => state(FRAME_STATE)?.cast_signed() == -1,
-        // "Suspended", which from 3.13 on means "suspended in an await".
-        11..=14 => state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed() == -1,
+        11..=12 => state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed() == -1,
+        // -1 in an await, -2 in a `yield`, as that of a coroutine that is a generator.
+        13..=14 => matches!(state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed(), -1 | -2),
         15.. => state(0u64.wrapping_sub(STATE_BEFORE))? == 2,
     };
     let mut bytes = vec![0; layout.frame_size as usize];

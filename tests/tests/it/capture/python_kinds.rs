@@ -549,8 +549,9 @@ fn tasks_of_trio_that_wait() {
             sample.py_stacktrace.first().is_some_and(|thread| own(&thread.frames).first() == Some(&inner[0]))
         });
         let thread = &captured.sample.py_stacktrace[0];
-        let line = |name: &str, wanted: &str| place(name, wanted);
-        let expected = [&inner[..], &[line("main", "async with"), line("<module>", "trio.run")]].concat();
+        // Before 3.10, a `with` statement ends at the last line of its body.
+        let exit = if minor < 10 { "        print('ready'" } else { "async with" };
+        let expected = [&inner[..], &[place("main", exit), place("<module>", "trio.run")]].concat();
         assert_eq!(own(&thread.frames), expected, "{version}");
         let of = |name: &str| thread.suspended.iter().find(|task| task.name == name).expect("a task");
         assert_eq!((of("inner").awaits.as_str(), own(&of("inner").frames)), ("a wakeup", inner.to_vec()), "{version}");
