@@ -173,7 +173,7 @@ fn fact(suspended: &PySuspended) -> Option<(Waiting, String)> {
 }
 
 /// The facts about a rank, from its dump or from the facts in its place.
-fn of_rank(rank: &RankEvidence) -> Vec<HostSuspended> {
+pub(crate) fn of_rank(rank: &RankEvidence) -> Vec<HostSuspended> {
     match (&rank.dump, &rank.host) {
         (Some(dump), _) => facts(dump),
         (None, Some(host)) => host.suspended.clone(),

@@ -88,7 +88,7 @@ impl Capturer {
 
     /// Takes the native stack of a thread that waits in a signal handler, from its registers at the
     /// signal in the kernel's order for samples. `tid` is its id in the PID namespace of the
-    /// process. `copied` is called once the stack is copied; the thread need not wait longer. Of a
+    /// process. `release` is called once the stack is unwound; the thread need not wait longer. Of a
     /// process that aborts, the second part is the reason: the text of a failed assertion or of a
     /// corrupted heap, or the C++ exception that nobody has caught.
     pub fn capture_fault(
@@ -97,9 +97,9 @@ impl Capturer {
         tid: i32,
         signal: i32,
         registers: &[u64; 17],
-        copied: impl FnOnce(),
+        release: impl FnOnce(),
     ) -> (ProcessCapture, Option<String>) {
-        let (raw_process, reason) = process::capture::capture_fault(pid, tid, signal, registers, &self.images, copied);
+        let (raw_process, reason) = process::capture::capture_fault(pid, tid, signal, registers, &self.images, release);
         let options = Options::default();
         let deadline = Instant::now() + options.deadline;
         self.symbolizer.prepare(std::slice::from_ref(&raw_process), options.lines_budget, deadline);

@@ -246,7 +246,7 @@ pub fn handled(threads: &[PySpyStacktrace]) -> Vec<Failure> {
 }
 
 /// Reads the stack of a thread that has received a fatal signal and waits. Blocks for as long as
-/// the capture takes; the thread waits only until its stack is copied.
+/// the capture takes; the thread waits only until its stack is unwound.
 #[must_use]
 pub fn read_fault(ring: &RingFile, process: &Handle) -> Option<Fault> {
     let fault = ring::read_fault(|offset, buffer| ring.read_at(offset, buffer)).ok()??;

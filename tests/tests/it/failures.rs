@@ -74,7 +74,7 @@ const WAYS: [Way; 31] = [
     signal("segv", "invalid memory access", &["SIGSEGV in ", "memset"]),
     signal("segv-faulthandler-first", "the same, with faulthandler enabled before", &["SIGSEGV in ", "memset"]),
     signal("segv-faulthandler-later", "the same, with faulthandler enabled later", &["SIGSEGV in ", "memset"]),
-    signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread reader"]),
+    signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread "]),
     signal("abort", "`os.abort`", &["SIGABRT in os_abort"]),
     signal("terminate", "uncaught exception of C++", &["SIGABRT in ", ": std::runtime_error: the shard has no rows"]),
     signal(
@@ -181,6 +181,7 @@ fn the_handler_of_signals_names_the_function() {
     check("segv-faulthandler-first", true);
     check("overflow", true);
     check("terminate-faulthandler", true);
+    check("segv-thread", true);
 }
 
 #[test]

@@ -84,7 +84,7 @@ const FAULT_STACK_BYTES: usize = 256 << 10;
 const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
 
 /// Takes the native stack of one thread that waits in a signal handler, from its registers at the
-/// signal. Calls `copied` when the thread need not wait any longer. Of a process that aborts, the
+/// signal. Calls `release` when the thread need not wait any longer. Of a process that aborts, the
 /// second part is the reason.
 pub(crate) fn capture_fault(
     pid: i32,
@@ -92,7 +92,7 @@ pub(crate) fn capture_fault(
     signal: i32,
     registers: &[u64; 17],
     images: &Images,
-    copied: impl FnOnce(),
+    release: impl FnOnce(),
 ) -> (RawProcess, Option<String>) {
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
@@ -111,14 +111,17 @@ pub(crate) fn capture_fault(
         let reason = if signal == libc::SIGABRT { abort_reason(&space, tid, &stack) } else { None };
         Ok((space, Sample { registers, stack, in_kernel: false }, reason))
     });
-    copied();
     let mut why = None;
-    match taken {
-        Ok((space, sample, reason)) => {
-            why = reason;
-            thread.store_sample(pid, sample, &space, &mut Box::default());
-            let mut places = CodeLocations::default();
-            process.frames.push(places.of(&thread.frames, Some(&space)));
+    let mut places = CodeLocations::default();
+    // The unwind tables and the code of a process that has ended cannot be read any more.
+    let unwound = taken.map(|(space, sample, reason)| {
+        why = reason;
+        thread.store_sample(pid, sample, &space, &mut Box::default());
+        process.frames.push(places.of(&thread.frames, Some(&space)));
+    });
+    release();
+    match unwound {
+        Ok(()) => {
             process.places = places.list;
             process.sample.stacktrace.push(PstackStacktrace {
                 pid: tid as u32,
