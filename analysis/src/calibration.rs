@@ -13,7 +13,7 @@ use xpu_timer_proto::{
 use crate::{
     alias,
     case::Case,
-    stacks,
+    stacks, suspended,
     verdict::{Activity, Cause, Confidence, Verdict, VerdictKind},
 };
 
@@ -137,6 +137,12 @@ fn may_wait_for_process(case: &Case<'_>, rank_index: usize) -> bool {
         return false;
     }
     let is_own = |awaited: &Awaited| awaited.holders.iter().all(|holder| Some(holder.pid) == view.pid());
+    // An event loop that only its own threads can wake, none of which waits for anything else.
+    let wakes_itself = |awaited: &Awaited| !awaited.holders.is_empty() && is_own(awaited);
+    let has_tasks = || view.evidence.is_some_and(|evidence| !suspended::of_rank(evidence).is_empty());
+    if view.host.thread_waits.is_empty() && view.host.awaited.as_ref().is_some_and(wakes_itself) && has_tasks() {
+        return false;
+    }
     let is_open = view.host.awaited.as_ref().is_some_and(|awaited| match awaited.kind() {
         AwaitedKind::Unspecified | AwaitedKind::File | AwaitedKind::Mutex => false,
         AwaitedKind::Lock => awaited.holders.is_empty() || !is_own(awaited),

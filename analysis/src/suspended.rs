@@ -1,10 +1,10 @@
-//! Tasks of asyncio and greenlets that wait: their words, facts about a process, and lines of
+//! Tasks of asyncio and trio, and greenlets, that wait: their words, facts about a process, and lines of
 //! evidence about the culprits.
 
 use std::fmt;
 
 use xpu_timer_proto::{
-    FUTURE,
+    FUTURE, WAKEUP,
     server::{PySpyFrame, PySpyStacktrace, PySuspended, PySuspendedKind, Stacktrace},
     v1::{Evidence, HostSuspended, RankEvidence},
 };
@@ -16,8 +16,12 @@ const MAX_OF_PROCESS: usize = 4;
 /// Lines of a verdict.
 const MOST_LINES: usize = 8;
 /// Functions that wait for a timer, with parts of the paths of their files.
-const TIMERS: [(&str, &str); 3] =
-    [("sleep", "/asyncio/tasks.py"), ("sleep", "/gevent/hub.py"), ("sleep", "/eventlet/greenthread.py")];
+const TIMERS: [(&str, &str); 4] = [
+    ("sleep", "/asyncio/tasks.py"),
+    ("sleep", "/gevent/hub.py"),
+    ("sleep", "/eventlet/greenthread.py"),
+    ("sleep_until", "/trio/_timeouts.py"),
+];
 
 /// The name of one or several: if they differ, their common beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -105,7 +109,7 @@ impl Waiting {
     /// Whether they wait for other tasks.
     #[must_use]
     pub fn awaits_another(&self) -> bool {
-        self.kind != PySuspendedKind::Greenlet && self.awaits != FUTURE
+        self.kind != PySuspendedKind::Greenlet && ![FUTURE, WAKEUP].contains(&&*self.awaits)
     }
 
     /// In words: `task 'upload' of rank 1 awaits a future`, or
@@ -124,7 +128,7 @@ impl Waiting {
     }
 }
 
-/// The tasks that await a future, and the greenlets, that wait at one place in both samples.
+/// The tasks that await a future or a wakeup, and the greenlets, that wait at one place in both samples.
 pub(crate) fn facts(dump: &Stacktrace) -> Vec<HostSuspended> {
     let first = dump.first_sample.as_ref().map(|sample| of_threads(&sample.py_stacktrace));
     let mut found: Vec<(Waiting, String)> = Vec::new();
@@ -144,6 +148,7 @@ pub(crate) fn facts(dump: &Stacktrace) -> Vec<HostSuspended> {
         name: waiting.name(),
         place,
         count: if waiting.count == 1 { 0 } else { waiting.count.try_into().unwrap_or(u32::MAX) },
+        awaits: Some(waiting.awaits()).filter(|awaits| awaits != FUTURE).unwrap_or_default(),
     };
     found.into_iter().map(message).collect()
 }
@@ -159,14 +164,16 @@ fn fact(suspended: &PySuspended) -> Option<(Waiting, String)> {
         TIMERS.iter().any(is)
     };
     let waiting = Waiting::new(suspended.kind(), &suspended.name, &suspended.awaits);
-    if waiting.awaits_another() || suspended.frames.iter().any(is_timer) {
+    // trio has tasks of its own.
+    let is_of_trio = suspended.frames.iter().all(|frame| frame.file_name.contains("/trio/_core/"));
+    if waiting.awaits_another() || is_of_trio || suspended.frames.iter().any(is_timer) {
         return None;
     }
     Some((waiting, own_place(&suspended.frames)?))
 }
 
 /// The facts about a rank, from its dump or from the facts in its place.
-fn of_rank(rank: &RankEvidence) -> Vec<HostSuspended> {
+pub(crate) fn of_rank(rank: &RankEvidence) -> Vec<HostSuspended> {
     match (&rank.dump, &rank.host) {
         (Some(dump), _) => facts(dump),
         (None, Some(host)) => host.suspended.clone(),
@@ -178,8 +185,8 @@ fn of_rank(rank: &RankEvidence) -> Vec<HostSuspended> {
 pub(crate) fn lines(evidence: &Evidence, ranks: &[u32]) -> Vec<EvidenceLine> {
     let of_ranks = evidence.ranks.iter().filter(|rank| ranks.contains(&rank.rank));
     let line = |rank: u32, suspended: HostSuspended| {
-        // The facts are about tasks that await a future.
-        let awaits = if suspended.kind() == PySuspendedKind::Greenlet { "" } else { FUTURE };
+        let is_future = suspended.kind() != PySuspendedKind::Greenlet && suspended.awaits.is_empty();
+        let awaits = if is_future { FUTURE } else { &suspended.awaits };
         let count = u64::from(suspended.count.max(1));
         let waiting = Waiting { count, ..Waiting::new(suspended.kind(), &suspended.name, awaits) };
         let text = format!("{} at {}", waiting.words(&format!("rank {rank}")), suspended.place);
@@ -236,6 +243,21 @@ mod tests {
         assert_eq!(lines.len(), 1);
         assert_eq!(lines[0].text, "task 'upload' of rank 1 awaits a future at train.py:31 in fetch");
         assert!(super::lines(&evidence, &[0]).is_empty());
+        // Tasks of trio that sleep are no line.
+        let of_trio = |name: &str, leaf: (&str, &str)| task(name, "a wakeup", &[leaf, ("fetch", "/job/train.py:31")]);
+        let wakeups = [
+            of_trio("receive", ("receive", "/v/site-packages/trio/_channel.py:30")),
+            of_trio("beat", ("sleep_until", "/v/site-packages/trio/_timeouts.py:90")),
+            task("<init>", "a wakeup", &[("init", "/v/site-packages/trio/_core/_run.py:2154")]),
+        ];
+        let dump = Stacktrace { py_stacktrace: threads(&wakeups), ..Default::default() };
+        let rank = RankEvidence { rank: 1, dump: Some(Box::new(dump)), ..Default::default() };
+        for rank in [crate::condense(&rank, 1), rank] {
+            let evidence = Evidence { ranks: vec![rank], ..Default::default() };
+            let lines = super::lines(&evidence, &[1]);
+            let texts: Vec<&str> = lines.iter().map(|line| line.text.as_str()).collect();
+            assert_eq!(texts, ["task 'receive' of rank 1 awaits a wakeup at train.py:31 in fetch"]);
+        }
         // A node condenses the dump to facts.
         let mut condensed = evidence.clone();
         condensed.ranks[0] = crate::condense(&evidence.ranks[0], 1);

@@ -73,6 +73,9 @@ pub const REPLIES: &str = "a reply from";
 /// it.
 pub const FUTURE: &str = "a future";
 
+/// What a task of trio awaits if it is no other task: nothing shows what wakes it.
+pub const WAKEUP: &str = "a wakeup";
+
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.
 pub const WATCHER_THREAD: &str = "xpu_timer_watch";
 

@@ -153,8 +153,26 @@ def abort():
     os.abort()
 
 
+def segv_in_thread():
+    one = threading.Thread(target=segv, name="reader")
+    one.start()
+    one.join()
+
+
 def terminate():
-    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
+    """An exception of C++ that nobody catches: `std::__throw_runtime_error`."""
+    ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc(b"the shard has no rows")
+
+
+def terminate_traced():
+    faulthandler.enable()
+    terminate()
+
+
+def heap():
+    """Frees memory that was not allocated."""
+    memory = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(memory) + 8))
 
 
 def assertion():
@@ -182,6 +200,51 @@ def overflow():
     call(large)
 
 
+def torch_autograd():
+    import torch
+
+    doubled = torch.ones(3, requires_grad=True) * 2
+    doubled.register_hook(bad_sample)
+    doubled.sum().backward()
+
+
+def torch_loader():
+    from torch.utils.data import DataLoader, Dataset
+
+    class Shards(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, _):
+            bad_sample()
+
+    next(iter(DataLoader(Shards(), num_workers=1)))
+
+
+def torch_group():
+    import datetime
+
+    import torch.distributed
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{os.environ['XPU_EXAMPLE_RENDEZVOUS']}/gloo", rank=int(os.environ["RANK"]), world_size=2,
+        timeout=datetime.timedelta(seconds=2),
+    )
+
+
+def torch_gloo():
+    """The other rank does not come."""
+    import torch
+
+    torch.distributed.all_reduce(torch.ones(3))
+
+
+def torch_cuda():
+    import torch
+
+    torch.ones(3, device="cuda:99")
+
+
 def float_error():
     os.kill(os.getpid(), signal.SIGFPE)
 
@@ -206,12 +269,19 @@ WAYS = {
     "segv": segv,
     "segv-faulthandler-first": segv,
     "segv-faulthandler-later": segv_traced,
+    "segv-thread": segv_in_thread,
     "abort": abort,
     "terminate": terminate,
+    "terminate-faulthandler": terminate_traced,
     "assertion": assertion,
+    "heap": heap,
     "bus": bus,
     "overflow": overflow,
     "fpe": float_error,
+    "torch-autograd": torch_autograd,
+    "torch-loader": torch_loader,
+    "torch-gloo": torch_gloo,
+    "torch-cuda": torch_cuda,
     "exit-3": exit_code,
     "_exit-4": exit_at_once,
     "oom-kill": oom_kill,
@@ -236,6 +306,8 @@ def train(way):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if way == "segv-faulthandler-first":
         faulthandler.enable()
+    if way == "torch-gloo":
+        torch_group()
     import cuda
 
     rank = int(os.environ["RANK"])

@@ -17,6 +17,8 @@ Faults (on --fault-rank, at each --fault-step):
     size     the rank sums half as many elements
     task     the rank awaits tasks of asyncio, which await a future that nobody sets
     greenlet the rank joins greenlets of gevent, which wait for an event that nobody sets
+    trio     the rank waits for tasks of trio, which wait for an event that nobody sets
+    anyio    the same with anyio on trio
 Faults of the device and of the network come from XPU_SIM_FAULT.
 """
 
@@ -121,6 +123,32 @@ async def gather_labels():
     await asyncio.gather(*[asyncio.create_task(receive_labels(arrived), name=f"labels-{shard}") for shard in range(3)])
 
 
+async def nurse_labels():
+    """As gather_labels, with trio."""
+    import trio
+
+    async def receive_labels(arrived):
+        await arrived.wait()
+
+    async with trio.open_nursery() as nursery:
+        arrived = trio.Event()
+        for shard in range(3):
+            nursery.start_soon(receive_labels, arrived, name=f"labels-{shard}")
+
+
+async def group_labels():
+    """As gather_labels, with anyio."""
+    import anyio
+
+    async def receive_labels(arrived):
+        await arrived.wait()
+
+    async with anyio.create_task_group() as group:
+        arrived = anyio.Event()
+        for shard in range(3):
+            group.start_soon(receive_labels, arrived, name=f"labels-{shard}")
+
+
 def join_labels():
     """As gather_labels, with greenlets."""
     import gevent.event
@@ -154,7 +182,7 @@ def parse():
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
     parser.add_argument("--jitter", type=float, default=0.0, help="share of it by which the time of a step varies at random")
-    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size", "task", "greenlet"])
+    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size", "task", "greenlet", "trio", "anyio"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, nargs="+", default=[30])
     parser.add_argument("--pause", type=float, default=10.0)
@@ -185,6 +213,14 @@ def main():
                 asyncio.run(gather_labels())
             if fault == "greenlet":
                 join_labels()
+            if fault == "trio":
+                import trio
+
+                trio.run(nurse_labels)
+            if fault == "anyio":
+                import anyio
+
+                anyio.run(group_labels, backend="trio")
         total = trainer.train_step(batch, fault if step in options.fault_step else None)
         if options.fault != "skip":    # as in real training, where the right sum is unknown
             trainer.check(batch, total)

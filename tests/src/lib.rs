@@ -20,7 +20,7 @@ pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
-pub use pypi::{PypiFramework, PypiMpi, PypiTorch, gevent_python};
+pub use pypi::{GEVENT, PypiFramework, PypiMpi, PypiTorch, TRIO, python_with};
 pub use timelines::{Hang, Timelines};
 pub use tools::{
     PATIENCE, compile_c, has_variable, http, idle_library, in_parallel, processes_with, python, python_version, skip,

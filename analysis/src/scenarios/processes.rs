@@ -152,6 +152,22 @@ fn a_kind_of_verdict_that_was_wrong_or_is_new_has_no_high_confidence() {
 }
 
 #[test]
+fn an_event_loop_that_only_its_process_can_wake_waits_for_no_other_process() {
+    let kind = |job: &Job| job.judge().kind;
+    let mut job = behind(2, Stack::new(&[("fetch", "/job/train.py:31"), ("main", "/job/train.py:3")], &["epoll_wait"]));
+    reads_pipe_of(&mut job, 2, &[(1002, false)]);
+    assert_eq!(kind(&job), Some(VerdictKind::OpenWait), "the writer may have ended");
+    let tasks = [task("Task-1", "", &[("fetch", "/job/train.py:31")])];
+    runs_tasks(job.rank(2).dump.as_mut().expect("a dump"), &tasks);
+    let verdict = job.judge();
+    assert_eq!(verdict.kind, Some(VerdictKind::ByItself), "{}", verdict.to_text());
+    expect(&verdict, Cause::MissingRank, &[2], verdict.confidence);
+    // A connection is watched, too.
+    reads_pipe_of(&mut job, 2, &[(1002, false), (77, false)]);
+    assert_eq!(kind(&job), Some(VerdictKind::OpenWait));
+}
+
+#[test]
 fn a_wait_for_input_from_a_pipe_is_not_storage() {
     let asks = Stack::new(&[("main", "/job/train.py:3")], &["read", "_Py_read", "PyFile_GetLine"]);
     let mut job = behind(1, asks.with(|stack| stack.syscall = Some(0)));
@@ -1216,6 +1232,15 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     let verdict = job.judge();
     let other = "while its thread uploader waits for the network at upload (s3.py:30)";
     assert!(verdict.sentence.contains(other), "{}", verdict.sentence);
+    // A loop that only asyncio runs is where its tasks wait.
+    let mut looping = job.clone();
+    let dump = looping.rank(2).dump.as_mut().expect("a dump");
+    let library = "/usr/lib/python3.11/asyncio/base_events.py:607".to_owned();
+    let uploader = dump.py_stacktrace.last_mut().expect("a thread");
+    uploader.frames = python_thread(5002, "", &[("BaseEventLoop.run_forever", library)]).frames;
+    uploader.suspended = vec![task("Task-1", "", &[("receive", "/job/labels.py:9"), ("main", "/job/labels.py:11")])];
+    let other = "while its thread uploader waits in an event loop at receive (labels.py:9)";
+    assert!(looping.judge().sentence.contains(other), "{}", looping.judge().sentence);
     let dump = job.rank(2).dump.as_mut().expect("a dump");
     let (kind, name) = (AwaitedKind::Mutex.into(), "uploader".into());
     let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false, ..Holder::default() }];
@@ -1290,6 +1315,12 @@ const READ: (&str, &str) = ("StreamReader.readline", "/usr/lib/python3.11/asynci
 const SERVES: (&str, &str) = ("Server.serve_forever", "/usr/lib/python3.11/asyncio/base_events.py:372");
 const INSERT: (&str, &str) = ("insert", "/srv/gateway.py:31");
 
+/// The main thread of a process runs an event loop with these tasks.
+fn runs_tasks(dump: &mut Stacktrace, tasks: &[PySuspended]) {
+    dump.py_stacktrace[0].suspended = tasks.to_vec();
+    dump.first_sample.as_mut().expect("two samples").py_stacktrace[0].suspended = tasks.to_vec();
+}
+
 /// Rank 2, or all ranks of an idle job, wait for a server whose event loop has these tasks.
 fn behind_event_loop(idle: bool, tasks: &[PySuspended], timed: bool) -> Verdict {
     let mut job = if idle { Job::with_world(4, 30) } else { behind(2, Stack::sleep()) };
@@ -1302,8 +1333,7 @@ fn behind_event_loop(idle: bool, tasks: &[PySuspended], timed: bool) -> Verdict 
     let poll = [("select", "/usr/lib/python3.11/selectors.py:468"), ("main", "/srv/gateway.py:90")];
     let dump = job.process(50, "python3 /srv/gateway.py", Stack::new(&poll, &["epoll_wait"]));
     dump.stacktrace[0].timed = Some(timed);
-    dump.py_stacktrace[0].suspended = tasks.to_vec();
-    dump.first_sample.as_mut().expect("two samples").py_stacktrace[0].suspended = tasks.to_vec();
+    runs_tasks(dump, tasks);
     chained(&mut job, 0, AwaitedKind::Several, "anybody who connects to 127.0.0.1:8000", &[]);
     job.judge()
 }

@@ -3,8 +3,9 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{
-    AwaitedKind, ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+use xpu_timer_proto::{
+    FUTURE, WAKEUP,
+    server::{AwaitedKind, ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
 };
 
 use super::{
@@ -91,9 +92,11 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
     }
     let python = |thread: &PySpyStacktrace| {
         let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
-        let is_own = thread.frames.iter().any(|frame| !is_library(&frame.file_name));
+        let has_own = |frames: &[PySpyFrame]| frames.iter().any(|frame| !is_library(&frame.file_name));
+        let is_own = has_own(&thread.frames);
         // What says most about the lock comes first.
         let (order, does) = match classify(Some(native), Some(thread)).activity {
+            _ if waits_for_network(native) && !thread.suspended.is_empty() => (0, "waits in an event loop"),
             _ if waits_for_network(native) => (0, "waits for the network"),
             Activity::Io => (0, "reads or writes"),
             Activity::Running => (0, "runs"),
@@ -101,7 +104,10 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
             Activity::Sleep if is_own => (2, "sleeps"),
             _ => return None,
         };
-        let place = own_frame(&thread.frames).map(frame_label)?;
+        // A loop that only a library runs is where its tasks wait.
+        let tasks = thread.suspended.iter().filter(|task| !is_own && [FUTURE, WAKEUP].contains(&&*task.awaits));
+        let task = tasks.map(|task| &task.frames).find(|frames| has_own(frames));
+        let place = own_frame(task.unwrap_or(&thread.frames)).map(frame_label)?;
         Some((order, format!("thread {} {does} at {place}", thread.thread_name)))
     };
     let others = last.python.iter().filter(|thread| thread.os_thread_id != 0 && thread.os_thread_id != main);

@@ -125,7 +125,9 @@ pub fn native_place(frames: &[PstackFrame]) -> Option<String> {
 
 /// A native function without its arguments: `at::add` of `at::add(at::Tensor const&)`.
 fn unqualified_arguments(function: &str) -> &str {
-    function.split_once('(').map_or(function, |(name, _)| name).trim_end()
+    const CALL: &str = "operator()";
+    let name = function.rfind(CALL).map_or(0, |at| at + CALL.len());
+    function[name..].find('(').map_or(function, |arguments| &function[..name + arguments]).trim_end()
 }
 
 /// The folder of an installed package: `vllm` of
@@ -164,6 +166,18 @@ mod tests {
             ("__new_sem_wait_slow64.constprop.0", "sem_wait"),
         ] {
             assert_eq!(plain(internal), name);
+        }
+    }
+
+    #[test]
+    fn a_place_has_no_arguments() {
+        for (function, name) in [
+            ("at::add(at::Tensor const&)", "at::add"),
+            ("step()::{lambda(int)#1}::operator()(int) const", "step()::{lambda(int)#1}::operator()"),
+            ("operator()", "operator()"),
+            ("main", "main"),
+        ] {
+            assert_eq!(unqualified_arguments(function), name);
         }
     }
 

@@ -52,7 +52,10 @@ fn reason_text(failure: &Failure) -> String {
     match failure.kind() {
         FailureKind::LastLine => format!("its last line on standard error is {message:?}{cut}"),
         FailureKind::Signal if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("in")),
-        FailureKind::Signal => format!("{}{} {message}{thread}", failure.r#type, place("in")),
+        FailureKind::Signal => {
+            let colon = if message.starts_with("at address ") { "" } else { ":" };
+            format!("{}{}{colon} {message}{cut}{thread}", failure.r#type, place("in"))
+        }
         _ if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("at")),
         _ => format!("{}: {message}{cut}{}{thread}", failure.r#type, place("at")),
     }

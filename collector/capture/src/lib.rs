@@ -88,19 +88,22 @@ impl Capturer {
 
     /// Takes the native stack of a thread that waits in a signal handler, from its registers at the
     /// signal in the kernel's order for samples. `tid` is its id in the PID namespace of the
-    /// process. `copied` is called once the stack is copied; the thread need not wait longer.
+    /// process. `release` is called once the stack is unwound; the thread need not wait longer. Of a
+    /// process that aborts, the second part is the reason: the text of a failed assertion or of a
+    /// corrupted heap, or the C++ exception that nobody has caught.
     pub fn capture_fault(
         &mut self,
         pid: i32,
         tid: i32,
+        signal: i32,
         registers: &[u64; 17],
-        copied: impl FnOnce(),
-    ) -> ProcessCapture {
-        let raw_process = process::capture::capture_fault(pid, tid, registers, &self.images, copied);
+        release: impl FnOnce(),
+    ) -> (ProcessCapture, Option<String>) {
+        let (raw_process, reason) = process::capture::capture_fault(pid, tid, signal, registers, &self.images, release);
         let options = Options::default();
         let deadline = Instant::now() + options.deadline;
         self.symbolizer.prepare(std::slice::from_ref(&raw_process), options.lines_budget, deadline);
-        self.symbolizer.symbolize(raw_process).into()
+        (self.symbolizer.symbolize(raw_process).into(), reason)
     }
 
     /// Like [`Capturer::capture`], but passes one entry after the other to `each`, and keeps what

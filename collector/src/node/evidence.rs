@@ -153,8 +153,8 @@ pub fn before_its_first_device_call(how: Option<String>) -> String {
     how.map_or_else(|| WHEN.into(), |how| format!("{how}, {WHEN}"))
 }
 
-/// The file of a rank: the full dump if there is one, else the state, the reasons and the flight
-/// record.
+/// The file of a rank: the full dump if there is one, else the state, the reasons, the flight
+/// record, and the native stack of its fatal signal.
 #[must_use]
 pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     let mut file = evidence.dump.as_deref().cloned().unwrap_or_else(|| {
@@ -163,6 +163,9 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     });
     file.pid = subject.process.as_ref().map_or(subject.info.pid, |process| process.pid);
     file.rank = subject.rank as i32;
+    if file.stacktrace.is_empty() {
+        file.stacktrace.extend(failures::fault_thread(&subject.fault));
+    }
     file.pstack_stderr = evidence.errors.join("\n");
     file.flight_record = evidence.flight.clone();
     file.node = subject.node.clone();

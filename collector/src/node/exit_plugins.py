@@ -1,4 +1,4 @@
-"""Calls the exit plugins. Standard input has what has happened, as JSON."""
+"""Calls an exit plugin. Standard input has what has happened, as JSON."""
 
 import builtins
 import json
@@ -60,20 +60,20 @@ def main():
     else:
         name = "xpu_timer_parse_cpp_exception"
         arguments = (told["signal"],)
-    for path in told["plugins"]:
-        plugin = {"__name__": "xpu_timer_plugin", "__file__": path}
-        try:
-            with open(path, encoding="utf-8") as file:
-                exec(compile(file.read(), path, "exec"), plugin)
-        except BaseException as error:
-            print(f"{path} cannot be loaded: {type(error).__name__}: {error}", flush=True)
-            continue
-        if name not in plugin:
-            continue
-        try:
-            plugin[name](*arguments)
-        except BaseException as error:
-            print(f"{path}: {name} raised {type(error).__name__}: {error}", flush=True)
+    path = told["plugin"]
+    plugin = {"__name__": "xpu_timer_plugin", "__file__": path}
+    try:
+        with open(path, encoding="utf-8") as file:
+            exec(compile(file.read(), path, "exec"), plugin)
+    except BaseException as error:
+        print(f"{path} cannot be loaded: {type(error).__name__}: {error}", flush=True)
+        return
+    if name not in plugin:
+        return
+    try:
+        plugin[name](*arguments)
+    except BaseException as error:
+        print(f"{path}: {name} raised {type(error).__name__}: {error}", flush=True)
 
 
 main()

@@ -1,20 +1,25 @@
 //! What happens when a rank has failed: its reason goes to the log, and the exit plugins of
-//! DLRover's xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`) are called: in a Python process of their own
-//! that has a time limit, never in the rank.
+//! DLRover's xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`) are called: each in a Python process of its
+//! own that has a time limit, never in the rank.
 
 use std::{
     fs::File,
-    io::{Read, Seek, Write},
+    io::{self, PipeReader, Read, Seek, Write},
     net::UdpSocket,
-    path::PathBuf,
-    process::{Command, Stdio},
+    os::{fd::AsFd, unix::process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Command, ExitStatus},
     sync::Arc,
     thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use nix::{
-    sys::signal::{Signal, killpg},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        signal::{Signal, killpg},
+    },
     unistd::Pid,
 };
 use serde_json::{Value, json};
@@ -30,17 +35,17 @@ use crate::{
     os::{process::Handle, ring_file::RingFile},
 };
 
-/// Time limit of all plugins of one rank together.
+/// Time limit of one plugin, for all processes that it starts in its group.
 const DEADLINE: Duration = Duration::from_secs(30);
-/// Time between two looks whether they have ended.
+/// Time between two looks whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the stack at a fatal signal may still be in work when the process has ended.
 const FAULT_DEADLINE: Duration = Duration::from_secs(3);
-/// Maximum number of lines of their output that go to the log, and of bytes that are read.
+/// Maximum number of lines and bytes of its output that go to the log. The rest is read and lost.
 const MOST_LINES: usize = 200;
-const MOST_OUTPUT: u64 = 64 << 10;
+const MOST_OUTPUT: usize = 64 << 10;
 
-/// Calls the functions of the plugins. It reads what has happened from standard input as JSON.
+/// Calls the function of a plugin. It reads what has happened from standard input as JSON.
 const RUNNER: &str = include_str!("exit_plugins.py");
 
 /// A rank that has failed.
@@ -77,9 +82,12 @@ impl FailedRank {
         for failure in &found {
             info!("{} ({}): {}", self.title, self.exit, failures::summary(failure));
         }
-        let Some(told) = self.told(exit, &found).filter(|_| !self.plugins.is_empty()) else { return };
-        if let Err(error) = self.call(&told) {
-            warn!("exit plugins for {}: {error}", self.title);
+        let Some(mut told) = self.told(exit, &found) else { return };
+        for plugin in &self.plugins {
+            told["plugin"] = json!(plugin);
+            if let Err(error) = self.call(&told) {
+                warn!("exit plugin {} for {}: {error}", plugin.display(), self.title);
+            }
         }
     }
 
@@ -98,7 +106,7 @@ impl FailedRank {
         let (rank, pod_name) = (self.info.rank, known(&self.info.pod_name).unwrap_or("UNKNOWN"));
         let ip = known(&self.info.ip).map_or_else(own_address, str::to_string);
         let mut about = json!({ "time": time, "rank": rank, "ip": ip, "pod_name": pod_name, "job_name": self.job });
-        let mut told = json!({ "plugins": self.plugins });
+        let mut told = json!({});
         if let Exit::Signal(name) = exit {
             let signal = SIGNALS.into_iter().find(|signal| signal.as_str() == name)?;
             let fault = found.iter().find(|failure| failure.kind() == FailureKind::Signal && failure.r#type == name);
@@ -118,43 +126,88 @@ impl FailedRank {
         Some(told)
     }
 
+    /// Calls one plugin, and logs what it prints.
     fn call(&self, told: &Value) -> Result<(), String> {
-        let text = |error: std::io::Error| error.to_string();
         let python = self.process.as_ref().and_then(|process| process.python.clone());
         let python = python.unwrap_or_else(|| "python3".into());
-        let mut output = tempfile().map_err(text)?;
-        let (stdout, stderr) = (output.try_clone().map_err(text)?, output.try_clone().map_err(text)?);
-        let mut command = Command::new(&python);
-        command.args(["-c", RUNNER]).stdin(Stdio::piped()).stdout(stdout).stderr(stderr);
-        command.env_remove("LD_PRELOAD").env("XPU_TIMER_DISABLE", "1");
-        std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command.spawn().map_err(|error| format!("{}: {error}", python.display()))?;
-        let begun = Instant::now();
-        // The runner reads all of it before it does anything else.
-        let given = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(told.to_string().as_bytes()));
-        let ended = loop {
-            match child.try_wait().map_err(text)? {
-                Some(status) => break Some(status),
-                None if begun.elapsed() >= DEADLINE => break None,
-                None => thread::sleep(LOOK),
-            }
-        };
-        if ended.is_none() {
-            // The group has the number of its first process, which has not been waited for.
-            let _ = killpg(Pid::from_raw(child.id().cast_signed()), Signal::SIGKILL);
-            let _ = child.wait();
-        }
-        let mut bytes = Vec::new();
-        output.rewind().and_then(|()| output.take(MOST_OUTPUT).read_to_end(&mut bytes)).map_err(text)?;
-        for line in String::from_utf8_lossy(&bytes).lines().take(MOST_LINES) {
+        let called = call(&python, told, DEADLINE).map_err(|error| format!("{}: {error}", python.display()))?;
+        for line in String::from_utf8_lossy(&called.output).lines().take(MOST_LINES) {
             info!("exit plugin for {}: {}", self.title, printable::line(line));
         }
-        match ended {
-            None => Err(format!("they did not end within {DEADLINE:?} and were killed")),
+        match called.status {
+            None => Err(format!("it did not end within {DEADLINE:?} and was killed")),
             Some(status) if !status.success() => Err(format!("{}: {status}", python.display())),
-            Some(_) => given.map_err(text),
+            Some(_) => Ok(()),
         }
     }
+}
+
+/// What the process of a plugin did.
+struct Called {
+    /// The first [`MOST_OUTPUT`] bytes of what it printed.
+    output: Vec<u8>,
+    /// `None` if it was killed.
+    status: Option<ExitStatus>,
+}
+
+/// Calls one plugin. Blocks until its process, and those that it started in its group, have ended
+/// or are killed.
+fn call(python: &Path, told: &Value, limit: Duration) -> io::Result<Called> {
+    let (mut printed, ends) = io::pipe()?;
+    let mut command = Command::new(python);
+    command.args(["-c", RUNNER]).stdin(given(told)?).stdout(ends.try_clone()?).stderr(ends);
+    command.env_remove("LD_PRELOAD").env("XPU_TIMER_DISABLE", "1").process_group(0);
+    let mut child = command.spawn()?;
+    // It has the writing ends of the pipe.
+    drop(command);
+    let begun = Instant::now();
+    let group = Pid::from_raw(child.id().cast_signed());
+    let (mut output, mut is_open, mut status) = (Vec::new(), true, None);
+    loop {
+        if is_open {
+            is_open = keep(&mut printed, &mut output)? != Some(0);
+        } else {
+            thread::sleep(LOOK);
+        }
+        if status.is_none() {
+            status = child.try_wait()?;
+        }
+        // A plugin may leave a process that goes on alone, for example one that sends a file.
+        let has_ended = status.is_some() && killpg(group, None).is_err();
+        if has_ended {
+            while is_open && begun.elapsed() < limit {
+                is_open = keep(&mut printed, &mut output)?.is_some_and(|read| read > 0);
+            }
+            return Ok(Called { output, status });
+        }
+        if begun.elapsed() >= limit {
+            let _ = killpg(group, Signal::SIGKILL);
+            let _ = child.wait();
+            return Ok(Called { output, status: None });
+        }
+    }
+}
+
+/// Reads from a pipe and keeps its first [`MOST_OUTPUT`] bytes. Returns the number of bytes that it
+/// has read, 0 at the end, or `None` if there are none within [`LOOK`].
+fn keep(output: &mut PipeReader, kept: &mut Vec<u8>) -> io::Result<Option<usize>> {
+    let mut ready = [PollFd::new(output.as_fd(), PollFlags::POLLIN)];
+    if poll(&mut ready, PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::ZERO))? == 0 {
+        return Ok(None);
+    }
+    let mut bytes = vec![0; MOST_OUTPUT];
+    let read = output.read(&mut bytes)?;
+    kept.extend_from_slice(&bytes[..read.min(MOST_OUTPUT - kept.len())]);
+    Ok(Some(read))
+}
+
+/// A file with what a plugin is told. It is complete before the plugin starts, so nobody waits for
+/// the plugin to read it.
+fn given(told: &Value) -> io::Result<File> {
+    let mut file = File::from(memfd_create("exit_plugin", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(told.to_string().as_bytes())?;
+    file.rewind()?;
+    Ok(file)
 }
 
 /// A value that a scheduler has set.
@@ -188,12 +241,6 @@ fn place(frame: &str) -> Option<(&str, u32, &str)> {
     Some((file, line.parse().ok()?, function))
 }
 
-/// A file without a name.
-fn tempfile() -> std::io::Result<File> {
-    let memory = nix::sys::memfd::memfd_create("exit_plugins", nix::sys::memfd::MFdFlags::MFD_CLOEXEC)?;
-    Ok(File::from(memory))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,6 +256,44 @@ mod tests {
             plugins: vec!["/job/plugin.py".into()],
             job: "train".into(),
         }
+    }
+
+    /// What a plugin prints that is told of SIGSEGV, and whether it has ended well; `None` if it
+    /// was killed.
+    fn run(source: Option<&str>, limit: Duration) -> (String, Option<bool>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plugin.py");
+        source.map_or(Ok(()), |source| std::fs::write(&path, source)).unwrap();
+        let told = json!({ "plugin": path, "signal": { "signal": 11 } });
+        let called = call(Path::new("python3"), &told, limit).unwrap();
+        (String::from_utf8_lossy(&called.output).into_owned(), called.status.map(|status| status.success()))
+    }
+
+    #[test]
+    fn a_plugin_has_limits_and_its_errors_are_named() {
+        let long = Duration::from_secs(60);
+        let function = |body: &str| format!("import os, sys, time\ndef xpu_timer_parse_cpp_exception(infos): {body}\n");
+        let of = |body: &str, limit| run(Some(&function(body)), limit);
+        assert_eq!(of("print(infos)", long), ("{'signal': 11}\n".into(), Some(true)));
+        assert_eq!(
+            run(Some("import nothing"), long).0.split(" cannot be loaded: ").nth(1),
+            Some("ModuleNotFoundError: No module named 'nothing'\n")
+        );
+        assert!(run(None, long).0.contains("cannot be loaded: FileNotFoundError"));
+        assert!(of("sys.exit('gone')", long).0.ends_with("raised SystemExit: gone\n"));
+        assert_eq!(of("os._exit(3)", long), (String::new(), Some(false)));
+        let (text, ended) = of("[print('x' * (1 << 20)) for _ in range(256)]", long);
+        assert_eq!((text.len(), ended), (MOST_OUTPUT, Some(true)), "256 MB");
+        // It is killed with its child, which has the pipe as well.
+        let begun = Instant::now();
+        let stays = "print('here', flush=True); os.fork(); time.sleep(600)";
+        assert_eq!(of(stays, Duration::from_secs(1)), ("here\n".into(), None));
+        // A child that is left may end its work.
+        let leaves = "os.fork() or (time.sleep(0.5), print('sent', flush=True))";
+        assert_eq!(of(leaves, long), ("sent\n".into(), Some(true)));
+        let leaves = "os.fork() or time.sleep(600)";
+        assert_eq!(of(leaves, Duration::from_secs(1)), (String::new(), None));
+        assert!(begun.elapsed() < long);
     }
 
     #[test]

@@ -17,14 +17,22 @@ use xpu_timer_proto::{
     file, printable,
     ring::{self, fault, offset, stderr},
     secrets,
-    server::{PstackFrame, PySpyFrame, PySpyStacktrace},
+    server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
     v1::{Failure, FailureKind},
 };
 
 use crate::os::{clock::Now, process::Handle, ring_file::RingFile};
 
+/// A fatal signal of a process.
+#[derive(Debug, Clone)]
+pub struct Fault {
+    failure: Failure,
+    /// The thread that received it, at the signal.
+    thread: Option<PstackStacktrace>,
+}
+
 /// The fatal signal of a process, once its stack is known. The registry and running dumps share it.
-pub type SharedFault = Arc<Mutex<Option<Failure>>>;
+pub type SharedFault = Arc<Mutex<Option<Fault>>>;
 
 /// Maximum length of one text of a failure, in bytes.
 pub const MOST_TEXT: usize = 400;
@@ -55,7 +63,7 @@ struct Traceback {
 /// What is known about the failures of a process that has a ring or had one.
 #[must_use]
 pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str, fault: &SharedFault) -> Vec<Failure> {
-    let mut found: Vec<Failure> = lock(fault).clone().into_iter().collect();
+    let mut found: Vec<Failure> = lock(fault).iter().map(|fault| fault.failure.clone()).collect();
     let error_file = process.and_then(|process| process.error_file.as_deref());
     found.extend(error_file.and_then(stored));
     let now_ns = Now::get().mono_ns;
@@ -259,22 +267,31 @@ pub fn handled(threads: &[PySpyStacktrace]) -> Vec<Failure> {
 }
 
 /// Reads the stack of a thread that has received a fatal signal and waits. Blocks for as long as
-/// the capture takes; the thread waits only until its stack is copied.
+/// the capture takes; the thread waits only until its stack is unwound.
 #[must_use]
-pub fn read_fault(ring: &RingFile, process: &Handle) -> Option<Failure> {
+pub fn read_fault(ring: &RingFile, process: &Handle) -> Option<Fault> {
     let fault = ring::read_fault(|offset, buffer| ring.read_at(offset, buffer)).ok()??;
     let answer = || {
         if let Err(error) = ring.write(offset::FAULT / 8 + fault::READ, fault.count) {
             warn!("pid {}: its ring cannot be written: {error}", process.pid);
         }
     };
-    let captured = Capturer::new().capture_fault(process.pid, fault.tid, &fault.registers, answer);
-    let failure = of_signal(&fault, &captured);
+    let captured = Capturer::new().capture_fault(process.pid, fault.tid, fault.signal, &fault.registers, answer);
+    let (mut captured, reason) = captured;
+    let failure = of_signal(&fault, &captured, reason);
     info!("pid {} received {}{}", process.pid, failure.r#type, at(&failure.place));
-    Some(failure)
+    let mut thread = captured.sample.stacktrace.pop();
+    thread.iter_mut().for_each(|thread| thread.state = format!("received {}", failure.r#type));
+    Some(Fault { failure, thread })
 }
 
-fn of_signal(fault: &ring::Fault, captured: &ProcessCapture) -> Failure {
+/// The thread that received the fatal signal of a process, at the signal.
+#[must_use]
+pub fn fault_thread(shared: &SharedFault) -> Option<PstackStacktrace> {
+    lock(shared).as_ref().and_then(|fault| fault.thread.clone())
+}
+
+fn of_signal(fault: &ring::Fault, captured: &ProcessCapture, reason: Option<String>) -> Failure {
     let name =
         Signal::try_from(fault.signal).map_or_else(|_| format!("signal {}", fault.signal), |s| s.as_str().into());
     let thread = captured.sample.stacktrace.first();
@@ -286,7 +303,11 @@ fn of_signal(fault: &ring::Fault, captured: &ProcessCapture) -> Failure {
         .collect();
     let place = thread.and_then(|thread| native_place(&thread.frames)).unwrap_or_default();
     let is_address = matches!(fault.signal, libc::SIGSEGV | libc::SIGBUS) && fault.code > 0;
-    let message = if is_address { format!("at address {:#x}", fault.address) } else { String::new() };
+    let message = match reason {
+        Some(reason) => shown(&reason),
+        None if is_address => format!("at address {:#x}", fault.address),
+        None => String::new(),
+    };
     let incomplete = thread.map(|thread| thread.incomplete.clone()).unwrap_or_default();
     let problem = captured.sample.errors.first().cloned().unwrap_or(incomplete);
     if frames.is_empty() {
@@ -332,11 +353,11 @@ fn at(place: &str) -> String {
 }
 
 /// Stores the fatal signal of a process.
-pub fn store(shared: &SharedFault, failure: Failure) {
-    *lock(shared) = Some(failure);
+pub fn store(shared: &SharedFault, fault: Fault) {
+    *lock(shared) = Some(fault);
 }
 
-fn lock(shared: &SharedFault) -> std::sync::MutexGuard<'_, Option<Failure>> {
+fn lock(shared: &SharedFault) -> std::sync::MutexGuard<'_, Option<Fault>> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

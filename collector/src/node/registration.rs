@@ -254,8 +254,8 @@ impl NodeState {
         let (Some(ring), Some(process)) = (rank.ring.clone(), rank.process.clone()) else { return };
         let shared = Arc::clone(&rank.fault);
         let work = move || {
-            if let Some(failure) = failures::read_fault(&ring, &process) {
-                failures::store(&shared, failure);
+            if let Some(fault) = failures::read_fault(&ring, &process) {
+                failures::store(&shared, fault);
             }
             resources::trim_heap();
         };

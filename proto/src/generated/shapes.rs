@@ -497,9 +497,10 @@ static V1_HOST_FACTS: [(u32, Field); 19] = [
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
 }
-static V1_HOST_SUSPENDED: [(u32, Field); 2] = [
+static V1_HOST_SUSPENDED: [(u32, Field); 3] = [
     (2, Field::Text),
     (3, Field::Text),
+    (5, Field::Text),
 ];
 impl Shaped for crate::v1::HostSuspended {
     const SHAPE: &'static Shape = &V1_HOST_SUSPENDED;

@@ -1126,6 +1126,9 @@ pub struct HostSuspended {
     /// Number of tasks or greenlets, if more than one.
     #[prost(uint32, tag = "4")]
     pub count: u32,
+    /// What tasks await, if that is not a future.
+    #[prost(string, tag = "5")]
+    pub awaits: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HostThreadWait {

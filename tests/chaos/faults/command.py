@@ -3,12 +3,15 @@ the hook they behave as without them, and the launcher prints one line at most."
 
 import functools
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 from kit import (
-    DIR, DUMP, EXAMPLES, LAUNCH, Proc, Unable, add, collectors, compiled, ends_well, launched, must,
+    DIR, DUMP, EXAMPLES, LAUNCH, Proc, Unable, add, answers, collectors, compiled, ends_well, launched, must,
     ours, promises, ranks, root_needed, silent, tail, wait_for,
 )
 
@@ -331,6 +334,7 @@ BODIES = {
     "garbage": ("collects garbage between steps", "for _ in range(30):\n    heap = [[i] for i in range(20000)]; gc.collect(); step()"),
     "preload_changed": ("starts children with another LD_PRELOAD", "subprocess.run(['true'], env={**os.environ, 'LD_PRELOAD': '/nowhere.so'}, stderr=subprocess.DEVNULL, check=True)\nsubprocess.run(['/bin/true'], env={}, check=True)"),
     "clock_of_its_own": ("runs with a profiling timer (SIGPROF)", "signal.signal(signal.SIGPROF, lambda *_: None)\nsignal.setitimer(signal.ITIMER_PROF, 0.005, 0.005)\nstep(100)\nsignal.setitimer(signal.ITIMER_PROF, 0)"),
+    "writes_oddly": ("writes to its standard error from threads, forked children and a signal handler, also invalid memory and while it is closed", "null = os.open('/dev/null', os.O_WRONLY); saved = os.dup(2); os.dup2(null, 2); libc = ctypes.CDLL(None, use_errno=True); libc.write.argtypes = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t\nassert (libc.write(2, 8, 4096), libc.write(2, None, 0), libc.write(2, b'x' * (1 << 20), 1 << 20)) == (4096, 0, 1 << 20)\npipe = os.pipe(); os.dup2(pipe[1], 2); assert libc.write(2, 8, 4096) == -1 and ctypes.get_errno() == 14\nos.dup2(null, 2); signal.signal(signal.SIGALRM, lambda *_: os.write(2, b'y' * 5000)); signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\nmany = [threading.Thread(target=lambda: [os.write(2, b'z' * n) for n in range(3000)]) for _ in range(4)]\n[one.start() for one in many]\nfor _ in range(20):\n    pid = os.fork()\n    if pid == 0: os.write(2, b'child'); os._exit(0)\n    os.waitpid(pid, 0)\n[one.join() for one in many]; signal.setitimer(signal.ITIMER_REAL, 0)\nos.close(2); assert libc.write(2, b'x', 1) == -1 and ctypes.get_errno() == 9\nos.dup2(saved, 2)"),
     "exits_in_thread": ("ends with os._exit in a thread", "if rank >= 0:\n    step(20)\n    sys.stdout.write(f'rank {rank} done\\n'); sys.stdout.flush()\n    threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(9)"),
 }
 
@@ -343,6 +347,103 @@ def program(name):
 
 for _name, _row in BODIES.items():
     add(f"program_{_name}", f"A rank {_row[0]}.", ENDS, functools.partial(program, _name))
+
+CRASHES = """#define _GNU_SOURCE
+#include <assert.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static volatile int *volatile null;
+static sigjmp_buf back;
+static void own(int number) { siglongjmp(back, number); }
+static void *faults(void *x) { *null = 1; return 0; }
+static void *allocates(void *x) { for (;;) { char *p = malloc(100); memset(p, 1, 100); free(p); } return 0; }
+static int deep(volatile char *p) { volatile char large[4096]; large[0] = p[0]; return deep(large) + large[1]; }
+static void many(int count, void *(*run)(void *)) { for (int i = 0; i < count; i++) { pthread_t t; pthread_create(&t, 0, run, 0); } }
+void set_own(void) { signal(SIGSEGV, own); }
+int survive(int count) { volatile int seen = 0; for (volatile int i = 0; i < count; i++) if (sigsetjmp(back, 1) == 0) *null = 1; else seen++; return seen; }
+void segv(void) { *null = 1; }
+void ill(void) { __builtin_trap(); }
+void in_malloc(void) { many(8, allocates); usleep(20000); *null = 1; }
+void in_threads(void) { many(8, faults); for (;;) pause(); }
+void blocked(void) { sigset_t all; sigfillset(&all); sigprocmask(SIG_BLOCK, &all, 0); *null = 1; }
+void overflow(void) { char first = 1; deep(&first); }
+void twice_freed(void) { char *p = malloc(64); free(p); free(p); }
+void asserts(int rows) { assert(rows > 0); }
+void bus(void) { int f = fileno(tmpfile()); if (ftruncate(f, 8192)) abort(); volatile char *m = mmap(0, 8192, PROT_READ, MAP_SHARED, f, 0); if (ftruncate(f, 0)) abort(); (void)m[4096]; }
+void child(void) { int status; if (fork() == 0) { *null = 1; } wait(&status); fprintf(stderr, "child %d\\n", status); }
+void vchild(void) { int status; if (vfork() == 0) { *null = 1; } wait(&status); fprintf(stderr, "child %d\\n", status); }
+"""
+CRASH = """
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import faulthandler
+crash = ctypes.CDLL(sys.argv[1])
+time.sleep(0.5)
+begun = time.monotonic()
+"""
+# What a rank does, in C unless it says otherwise, before and after the handler is installed.
+CRASH_WAYS = {
+    "reads_nowhere": ("accesses address 0", "", "crash.segv()"),
+    "bad_instruction": ("executes an invalid instruction", "", "crash.ill()"),
+    "while_others_allocate": ("accesses address 0 while eight threads hold malloc's locks by turns", "", "crash.in_malloc()"),
+    "in_eight_threads": ("accesses address 0 in eight threads at once", "", "crash.in_threads()"),
+    "with_blocked_signals": ("blocks every signal and accesses address 0", "", "crash.blocked()"),
+    "stack_overflow": ("overflows its stack", "", "crash.overflow()"),
+    "corrupted_heap": ("frees memory twice", "", "crash.twice_freed()"),
+    "assertion": ("fails an assertion", "", "crash.asserts(0)"),
+    "truncated_file": ("reads beyond the end of a mapped file", "", "crash.bus()"),
+    "forked_child": ("forks a child that accesses address 0", "", "crash.child()"),
+    "vforked_child": ("accesses address 0 in a child of vfork", "", "crash.vchild()"),
+    "faulthandler_before": ("has enabled faulthandler, and accesses address 0", "import faulthandler; faulthandler.enable()", "crash.segv()"),
+    "faulthandler_later": ("enables faulthandler, and accesses address 0", "", "faulthandler.enable(); crash.segv()"),
+    "survived": ("has a handler of SIGSEGV that jumps back, and survives a thousand signals", "import ctypes, sys; ctypes.CDLL(sys.argv[1]).set_own()", "assert crash.survive(1000) == 1000"),
+    "survived_later": ("sets a handler of SIGSEGV that jumps back, and survives a thousand signals", "", "crash.set_own(); assert crash.survive(1000) == 1000"),
+    "silent_collector": ("accesses address 0 while the collector is stopped", "", "os.system(os.environ['STOPS']); begun = time.monotonic(); crash.segv()"),
+}
+UNCHANGED = "status and standard error are those without xpu_timer, the end is late by at most 200 ms, and the collector lives"
+# Seconds. The limit of the hook is 0.2; the rest is for a busy machine.
+LATEST = 1.5
+
+
+def crash(name):
+    _, before, after = CRASH_WAYS[name]
+    library = compiled("crash.so", CRASHES, "-O1", "-g", "-fPIC", "-shared", "-pthread")
+    script = DIR / "program.py"
+    script.write_text(f"{before}\n{HEAD}{CRASH}try:\n    print(begun, flush=True); {after}\nfinally:\n    print(time.monotonic() - begun)\n")
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "PYTHONPATH": EXAMPLES, "XPU_TIMER_SIGNAL_HANDLER": 1}
+    seen = []
+    for launcher in ((), (LAUNCH,)):
+        stops = "true"
+        if launcher and name == "silent_collector":
+            stops = f"kill -STOP $(cat {DIR / 'pids'})"
+        job = Proc([*launcher, sys.executable, script, library], env={**alone, "STOPS": stops}, cwd=DIR)
+        if launcher:
+            wait_for("the collector runs", collectors, 20)
+            (DIR / "pids").write_text(" ".join(map(str, ours())))
+        code = job.wait(60)
+        ended = time.monotonic()
+        lines = job.out().split()
+        took = float(lines[1]) if len(lines) > 1 else ended - float(lines[0])
+        text = re.sub("0x[0-9a-f]+|[0-9]{5,}", "N", job.err())
+        seen.append((code, text, took))
+    if name == "silent_collector":
+        for pid in ours():
+            os.kill(pid, signal.SIGCONT)
+    (code, text, took), (our_code, our_text, our_took) = seen
+    must((code, text) == (our_code, our_text), f"without it {code} {tail(text)!r}, with it {our_code} {tail(our_text)!r}")
+    must(our_took - took < LATEST, f"{our_took - took:.2f} s late")
+    wait_for("the collector answers", answers, 10)
+    return f"status {code}, {max(our_took - took, 0) * 1000:.0f} ms late"
+
+
+for _name, _row in CRASH_WAYS.items():
+    add(f"crash_{_name}", f"With the handler of signals on, a rank {_row[0]}.", UNCHANGED, functools.partial(crash, _name))
 
 C_LOOP = """#define _GNU_SOURCE
 #include <errno.h>

@@ -13,7 +13,9 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::{Value, json};
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, gevent_python, python, tree, wait_until};
+use xpu_timer_tests::{
+    GEVENT, Incident, Job, PATIENCE, Process, TRIO, artifacts, python, python_with, tree, wait_until,
+};
 
 const RANKS: u32 = 4;
 
@@ -174,8 +176,21 @@ fn a_rank_that_joins_greenlets_of_gevent() {
     if env::var_os("XPU_TIMER_TEST_LONG").is_none() {
         return;
     }
-    let program = gevent_python(python().as_ref(), "default").expect("gevent");
+    let program = python_with(GEVENT, python().as_ref(), "default").expect("gevent");
     waits_for_nobody(&program, "greenlet", "in join_labels", "3 greenlets 'Greenlet' of rank 1 wait", "receive");
+}
+
+/// Needs trio from PyPI: `XPU_TIMER_TEST_LONG=1`.
+#[test]
+fn a_rank_whose_tasks_of_trio_wait() {
+    if env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let program = python_with(TRIO, python().as_ref(), "default").expect("trio");
+    for fault in ["trio", "anyio"] {
+        let line = "3 tasks 'labels-…' of rank 1 await a wakeup";
+        waits_for_nobody(&program, fault, ".receive_labels (C", line, "receive_labels");
+    }
 }
 
 #[test]

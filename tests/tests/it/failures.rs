@@ -11,8 +11,11 @@
 //! ```
 
 use std::{
-    env, fs,
+    env,
+    ffi::OsStr,
+    fs,
     io::{BufRead, BufReader},
+    path::Path,
     process::{Child, Command, Stdio},
     sync::Mutex,
     sync::atomic::{AtomicUsize, Ordering},
@@ -21,8 +24,8 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use xpu_timer_capture::{Capturer, Options};
-use xpu_timer_proto::{procfs, v1::hook_message::Message};
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, python, tree, wait_until};
+use xpu_timer_proto::{Message as _, procfs, server::Stacktrace, v1::hook_message::Message};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, PypiTorch, artifacts, python, skip, tree, wait_until};
 
 use crate::{
     capture::python::all as all_pythons,
@@ -51,7 +54,7 @@ const fn signal(name: &'static str, text: &'static str, handler: &'static [&'sta
     Way { name, text, words: &[], handler }
 }
 
-const WAYS: [Way; 28] = [
+const WAYS: [Way; 31] = [
     way("main", "exception in the main thread", BAD_SAMPLE),
     way("chained", "exception while another one is handled", &["RuntimeError: the shard is lost at failing.py:"]),
     way("thread", "exception in a thread, for which the main thread waits", BAD_SAMPLE),
@@ -71,9 +74,20 @@ const WAYS: [Way; 28] = [
     signal("segv", "invalid memory access", &["SIGSEGV in ", "memset"]),
     signal("segv-faulthandler-first", "the same, with faulthandler enabled before", &["SIGSEGV in ", "memset"]),
     signal("segv-faulthandler-later", "the same, with faulthandler enabled later", &["SIGSEGV in ", "memset"]),
+    signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread "]),
     signal("abort", "`os.abort`", &["SIGABRT in os_abort"]),
-    signal("terminate", "`std::terminate`", &["SIGABRT in ", "std::terminate"]),
-    signal("assertion", "failed assertion in C++", &["SIGABRT in ", "__assert_fail"]),
+    signal("terminate", "uncaught exception of C++", &["SIGABRT in ", ": std::runtime_error: the shard has no rows"]),
+    signal(
+        "terminate-faulthandler",
+        "the same, with faulthandler enabled",
+        &["SIGABRT in ", ": std::runtime_error: the shard"],
+    ),
+    signal(
+        "assertion",
+        "failed assertion in C++",
+        &["SIGABRT in ", "kernel.cpp:7: forward: Assertion `rows > 0' failed"],
+    ),
+    signal("heap", "corrupted heap", &["SIGABRT in ", ": free(): invalid pointer"]),
     signal("bus", "access beyond the end of a mapped file", &["SIGBUS in "]),
     signal("overflow", "stack overflow", &["SIGSEGV in ", "ffi"]),
     signal("fpe", "SIGFPE", &["SIGFPE in "]),
@@ -117,24 +131,35 @@ fn comparable(end: &Value) -> (String, String) {
     (end["status"].to_string(), plain)
 }
 
-/// The verdict on a way to fail, after a comparison with a run without xpu_timer.
-fn verdict(way: &Way, handles_signals: bool) -> String {
+/// The incident of a way to fail with this Python, after a comparison with a run without xpu_timer.
+/// The job ends with the first part.
+fn failed(way: &Way, handles_signals: bool, program: &Path, library_path: Option<&OsStr>) -> (Run, Incident) {
+    let prepared = |mut command: Command| {
+        library_path.into_iter().for_each(|path| drop(command.env("LD_LIBRARY_PATH", path)));
+        command
+    };
     let job = Job::new();
-    let bare = job.command(python());
+    let bare = prepared(job.command(program));
     let bare = comparable(&run(way, job, bare).end);
     let job = Job::new()
         .with("XPU_TIMER_HANG_TIMEOUT", "2")
         .with("XPU_TIMER_IDLE_TIMEOUT", "4")
         .with("XPU_TIMER_SAMPLE_INTERVAL", "0.5")
         .with("XPU_TIMER_SIGNAL_HANDLER", if handles_signals { "1" } else { "0" });
-    let launched = job.launch(python());
+    let launched = prepared(job.launch(program));
     let launched = run(way, job, launched);
     assert_eq!(comparable(&launched.end), bare, "{}: xpu_timer changes the end", way.name);
-    text(&launched.job.wait_incident(1, PATIENCE))
+    let incident = launched.job.wait_incident(1, PATIENCE);
+    (launched, incident)
 }
 
-/// Whether the verdict has all words that are expected, if any are.
+fn verdict(way: &Way, handles_signals: bool) -> String {
+    text(&failed(way, handles_signals, python().as_ref(), None).1)
+}
+
+/// Whether the verdict has all words that are expected, if any are. Its lines are wrapped.
 fn is_named(text: &str, words: &[&str]) -> bool {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     !words.is_empty() && words.iter().all(|word| text.contains(word))
 }
 
@@ -155,6 +180,52 @@ fn an_exception_is_named_without_any_variable() {
 fn the_handler_of_signals_names_the_function() {
     check("segv-faulthandler-first", true);
     check("overflow", true);
+    check("terminate-faulthandler", true);
+    check("segv-thread", true);
+}
+
+#[test]
+fn the_stack_of_a_fatal_signal_is_in_the_file_of_the_rank_and_in_the_report() {
+    let way = WAYS.iter().find(|way| way.name == "terminate").expect("a known way");
+    let (_run, incident) = failed(way, true, python().as_ref(), None);
+    assert!(is_named(&text(&incident), way.handler), "{}", text(&incident));
+    let file = fs::read(incident.path.join("00001-00002.stacktrace")).expect("the file of the rank");
+    let file = Stacktrace::decode(&file[..]).expect("a dump");
+    let [thread] = &file.stacktrace[..] else { panic!("one thread: {file:?}") };
+    assert_eq!((thread.state.as_str(), file.process_state.as_str()), ("received SIGABRT", "X (dead)"));
+    let has = |name: &str| thread.frames.iter().any(|frame| frame.func_name.contains(name));
+    assert!(has("__throw_runtime_error") && has("main"), "{:?}", thread.frames);
+    let folded = fs::read_to_string(incident.path.join("cpp_stack")).expect("the folded stacks");
+    let of_rank = folded.lines().find(|line| line.contains("__throw_runtime_error")).expect("the stack");
+    assert!(of_rank.contains("@1|0"), "{of_rank}");
+    let report = fs::read_to_string(incident.path.join("report.html")).expect("the report");
+    assert!(report.contains("received SIGABRT") && report.contains("__throw_runtime_error"));
+}
+
+/// Ways to fail in PyTorch itself, on the simulated device.
+const TORCH_WAYS: [Way; 4] = [
+    way("torch-autograd", "", BAD_SAMPLE),
+    way("torch-loader", "", BAD_SAMPLE),
+    way("torch-gloo", "", &["RuntimeError: ", "imed out", " at failing.py:"]),
+    way("torch-cuda", "", &["CUDA error: invalid device ordinal"]),
+];
+
+/// With `XPU_TIMER_TEST_LONG=1`, because it installs PyTorch from PyPI, 2.4 GB.
+#[test]
+fn exceptions_of_pytorch_are_named() {
+    if env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let torch = match PypiTorch::set_up() {
+        Ok(torch) => torch,
+        Err(error) => return skip(&format!("{error:#}")),
+    };
+    let library_path = torch.library_path().expect("the simulated device");
+    for way in TORCH_WAYS {
+        let text = text(&failed(&way, false, &torch.python(), Some(&library_path)).1);
+        eprintln!("{}: {}", way.name, text.lines().next().unwrap_or_default());
+        assert!(is_named(&text, way.words), "{}: {:?} are not in: {text}", way.name, way.words);
+    }
 }
 
 #[test]

@@ -13,7 +13,10 @@ use object::{
     read::elf::{ElfFile64, FileHeader, SectionHeader, Sym, SymbolTable},
 };
 
-use crate::memory::{self, Snapshot};
+use crate::{
+    memory::{self, Snapshot},
+    objects::bytes::exported_symbol,
+};
 
 use super::{Layout, OFFSETS, layouts::LAYOUTS};
 
@@ -139,22 +142,6 @@ fn is_shared(elf: &ElfFile64<'_, LittleEndian>) -> bool {
     // position-independent one.
     let table = elf.elf_dynamic_table();
     table.is_ok_and(|table| table.iter().any(|entry| entry.tag == object::elf::DT_SONAME))
-}
-
-/// The address of an exported symbol, found through the hash table that the loader uses.
-fn exported_symbol(elf: &ElfFile64<'_, LittleEndian>, name: &[u8]) -> Option<u64> {
-    let (endian, data) = (elf.endian(), elf.data());
-    let symbols = elf.elf_dynamic_symbol_table();
-    if let Ok(Some((table, _))) = elf.elf_section_table().gnu_hash(endian, data) {
-        let hash = object::elf::gnu_hash(name);
-        let versions = Default::default();
-        let (_, symbol) = table.find(endian, name, hash, None, symbols, &versions)?;
-        return (symbol.st_shndx(endian) != SHN_UNDEF).then(|| symbol.st_value(endian));
-    }
-    let found = symbols.iter().find(|symbol| {
-        symbol.st_shndx(endian) != SHN_UNDEF && symbols.symbol_name(endian, symbol).is_ok_and(|found| found == name)
-    });
-    found.map(|symbol| symbol.st_value(endian))
 }
 
 fn scan_symbols<'a, Header>(

@@ -7,7 +7,11 @@ use std::{
 };
 
 use gimli::{EndianSlice, LittleEndian};
-use object::{Object, ObjectSection, read::elf::ElfFile64};
+use object::{
+    Object, ObjectSection,
+    elf::SHN_UNDEF,
+    read::elf::{ElfFile64, Sym as _},
+};
 
 use super::mapped_file::MappedFile;
 
@@ -41,6 +45,22 @@ impl Bytes {
     pub fn has_missing_pages(&self) -> bool {
         matches!(self, Bytes::File(map) if map.has_missing_pages())
     }
+}
+
+/// The address of an exported symbol, found through the hash table that the loader uses.
+pub(crate) fn exported_symbol(elf: &Elf<'_>, name: &[u8]) -> Option<u64> {
+    let (endian, data) = (elf.endian(), elf.data());
+    let symbols = elf.elf_dynamic_symbol_table();
+    if let Ok(Some((table, _))) = elf.elf_section_table().gnu_hash(endian, data) {
+        let hash = object::elf::gnu_hash(name);
+        let versions = Default::default();
+        let (_, symbol) = table.find(endian, name, hash, None, symbols, &versions)?;
+        return (symbol.st_shndx(endian) != SHN_UNDEF).then(|| symbol.st_value(endian));
+    }
+    let found = symbols.iter().find(|symbol| {
+        symbol.st_shndx(endian) != SHN_UNDEF && symbols.symbol_name(endian, symbol).is_ok_and(|found| found == name)
+    });
+    found.map(|symbol| symbol.st_value(endian))
 }
 
 /// The bytes of a debug section, which may be compressed.

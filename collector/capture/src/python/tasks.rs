@@ -1,10 +1,10 @@
 //! Coroutines that are suspended: those of an event loop that waits, and all pending tasks of a
-//! loop. The thread of a loop has no frame of a task that waits: its coroutines wait for each
-//! other. Like frames, they change only while the thread runs.
+//! loop, of asyncio and of trio. The thread of a loop has no frame of a task that waits: its
+//! coroutines wait for each other. Like frames, they change only while the thread runs.
 
 use std::collections::{HashMap, HashSet};
 
-use xpu_timer_proto::{FUTURE, MAX_SUSPENDED, server::PySpyFrame};
+use xpu_timer_proto::{FUTURE, MAX_SUSPENDED, WAKEUP, server::PySpyFrame};
 
 use crate::{cpython::Layout, memory::Snapshot};
 
@@ -49,7 +49,21 @@ const SET_PLACES: u64 = 40;
 const REFERENT: u64 = 16;
 
 /// Parts of the paths of the files whose frames are on the stack of a loop that waits.
-const LOOP_FILES: [&str; 4] = ["/selectors.py:", "/asyncio/base_events.py:", "/asyncio/runners.py:", "/uvloop/"];
+const LOOP_FILES: [&str; 5] =
+    ["/selectors.py:", "/asyncio/base_events.py:", "/asyncio/runners.py:", "/uvloop/", TRIO_FILES];
+/// The loop of trio. Its functions have the runner in one of their first variables.
+const TRIO_FILES: &str = "/trio/_core/";
+const TRIO_RUNNER: &str = "Runner";
+const TRIO_VARIABLES: u64 = 16;
+/// Number of words of a runner that are examined.
+const RUNNER_WORDS: u64 = 32;
+/// The file with the method in which a task of trio waits for the others of its nursery, and the
+/// class of the first variable of that method.
+const NURSERY_FILE: &str = "/trio/_core/_run.py";
+const NURSERY_MANAGER: &str = "NurseryManager";
+const TRIO_TASK: &str = "Task";
+/// The class of the method of its coroutine that trio calls next, which a task that waits has not.
+const NEXT_CALL: &str = "builtin_function_or_method";
 /// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by
 /// a future of their own, and have the tasks in their variables.
 const WAITER_FILES: [&str; 2] = ["/asyncio/tasks.py", "/asyncio/taskgroups.py"];
@@ -79,15 +93,32 @@ pub(super) fn awaits(
     let of_loop = |frame: &&PySpyFrame| LOOP_FILES.iter().any(|file| frame.file_name.contains(file));
     let count = frames.iter().take_while(of_loop).count();
     let mut next = raw_frames[..count].iter().find_map(|frame| main_coroutine(memory, layout, frame.address));
+    next = next.or_else(|| {
+        let runner = runners(memory, layout, &frames[..count], &raw_frames[..count]).into_iter().next()?;
+        let task = main_task(memory, layout, runner)?;
+        Some(trio_task(memory, layout, task)?.coroutine)
+    });
     let mut chain = Vec::new();
-    while let Some(coroutine) = next.filter(|_| chain.len() < MAX_AWAITS) {
-        let Some(frame) = suspended_frame(memory, layout, coroutine) else { break };
-        chain.push(frame);
-        let behind = awaited(memory, layout, frame.address).and_then(|object| coroutine_behind(memory, layout, object));
-        next = behind.or_else(|| {
-            let task = task_of_waiter(memory, layout, codes, frame)?;
-            coroutine_behind(memory, layout, task)
+    // The frames before this one are of tasks of trio whose nurseries are followed already.
+    let mut followed = 0;
+    while chain.len() < MAX_AWAITS {
+        let frame = next.and_then(|coroutine| suspended_frame(memory, layout, coroutine));
+        next = frame.and_then(|frame| {
+            chain.push(frame);
+            let object = awaited(memory, layout, frame.address);
+            let behind = object.and_then(|object| coroutine_behind(memory, layout, object));
+            behind.or_else(|| {
+                let task = task_of_waiter(memory, layout, codes, frame)?;
+                coroutine_behind(memory, layout, task)
+            })
         });
+        if next.is_none() {
+            let Some((at, task)) = task_of_nursery(memory, layout, codes, &chain[followed..]) else { break };
+            followed += at + 1;
+            // The frames below the nursery's are those of every task of trio that waits.
+            chain.truncate(followed);
+            next = Some(task.coroutine);
+        }
     }
     chain.reverse();
     chain
@@ -142,6 +173,72 @@ fn task_of_waiter(
     })
 }
 
+/// The runners of trio's loops that a thread with these frames runs.
+fn runners(memory: &mut Snapshot, layout: &Layout, frames: &[PySpyFrame], raw_frames: &[InterpreterFrame]) -> Vec<u64> {
+    let of_trio = frames.iter().zip(raw_frames).filter(|(frame, _)| frame.file_name.contains(TRIO_FILES));
+    let mut found: Vec<u64> = Vec::new();
+    for (_, raw) in of_trio {
+        let variables = (0..TRIO_VARIABLES).map_while(|index| variable(memory, layout, raw.address, index));
+        let variables: Vec<u64> = variables.filter(|object| !found.contains(object)).collect();
+        let is_runner = |object: &u64| class_name(memory, layout, *object).is_some_and(|name| name == TRIO_RUNNER);
+        found.extend(variables.into_iter().find(is_runner));
+    }
+    found
+}
+
+/// The objects of this class that an object with slots refers to, in the order of its slots' names.
+fn in_slots(memory: &mut Snapshot, layout: &Layout, object: u64, class: &str) -> Vec<u64> {
+    let mut word = |index: u64| memory.read_u64(TASK, object.wrapping_add(layout.object_size + index * 8)).ok();
+    let words: Vec<u64> = (0..RUNNER_WORDS).map_while(&mut word).collect();
+    words.into_iter().filter(|word| class_name(memory, layout, *word).is_some_and(|name| name == class)).collect()
+}
+
+/// The main task of a runner of trio. Its other one is `init_task`.
+fn main_task(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Option<u64> {
+    in_slots(memory, layout, runner, TRIO_TASK).get(1).copied()
+}
+
+/// The tasks of a runner of trio.
+fn tasks_of_runner(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Vec<u64> {
+    let sets = in_slots(memory, layout, runner, "set");
+    sets.first().and_then(|set| members(memory, *set)).unwrap_or_default()
+}
+
+/// A task of trio. `None` if the object is none.
+fn trio_task(memory: &mut Snapshot, layout: &Layout, task: u64) -> Option<TaskWords> {
+    class_name(memory, layout, task).filter(|name| name == TRIO_TASK)?;
+    let mut slot = |class: &str| in_slots(memory, layout, task, class).first().copied();
+    let (event_loop, coroutine, name) =
+        (slot(TRIO_RUNNER)?, slot("coroutine").or_else(|| slot("generator"))?, slot("str")?);
+    Some(TaskWords { coroutine, name, event_loop })
+}
+
+/// The place in a chain of frames, outermost first, of one that waits for the other tasks of a
+/// nursery, and the first of these tasks as they are named.
+fn task_of_nursery(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    codes: &mut CodeCache,
+    chain: &[InterpreterFrame],
+) -> Option<(usize, TaskWords)> {
+    for (at, frame) in chain.iter().enumerate().rev().take(MAX_BETWEEN) {
+        if !codes.get(memory, layout, frame.code).is_ok_and(|code| code.file().ends_with(NURSERY_FILE)) {
+            continue;
+        }
+        let Some(manager) = variable(memory, layout, frame.address, 0) else { continue };
+        if class_name(memory, layout, manager).is_none_or(|name| name != NURSERY_MANAGER) {
+            continue;
+        }
+        let [nursery] = attributes(memory, layout, manager, ["_nursery"]).ok()?;
+        let [children] = attributes(memory, layout, nursery?, ["_children"]).ok()?;
+        let tasks: Vec<TaskWords> =
+            members(memory, children?)?.into_iter().filter_map(|task| trio_task(memory, layout, task)).collect();
+        let first = tasks.into_iter().min_by_key(|task| task_name(memory, layout, task.name))?;
+        return Some((at, first));
+    }
+    None
+}
+
 fn is_task(name: &str) -> bool {
     name.ends_with(".Task") || name == "Task"
 }
@@ -154,8 +251,9 @@ fn suspended_frame(memory: &mut Snapshot, layout: &Layout, coroutine: u64) -> Op
     let is_suspended = match layout.minor {
         ..=9 => state(FRAME_EXECUTES)? == 0 && memory.read_u64(COROUTINE, address.wrapping_add(STACK_END)).ok()? != 0,
         10 => state(FRAME_STATE)?.cast_signed() == -1,
-        // "Suspended", which from 3.13 on means "suspended in an await".
-        11..=14 => state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed() == -1,
+        11..=12 => state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed() == -1,
+        // -1 in an await, -2 in a `yield`, as that of a coroutine that is a generator.
+        13..=14 => matches!(state(0u64.wrapping_sub(STATE_BEFORE))?.cast_signed(), -1 | -2),
         15.. => state(0u64.wrapping_sub(STATE_BEFORE))? == 2,
     };
     let mut bytes = vec![0; layout.frame_size as usize];
@@ -273,11 +371,15 @@ pub(super) fn pending(
             }
         }
     }
-    if event_loops.is_empty() {
-        return Vec::new();
+    let mut tasks = Vec::new();
+    if !event_loops.is_empty() {
+        tasks = listed(memory, layout, thread);
+        tasks.extend(registered(memory, layout, thread).unwrap_or_default());
     }
-    let mut tasks = listed(memory, layout, thread);
-    tasks.extend(registered(memory, layout, thread).unwrap_or_default());
+    for runner in runners(memory, layout, frames, raw_frames) {
+        event_loops.insert(runner);
+        tasks.extend(tasks_of_runner(memory, layout, runner));
+    }
     let mut seen = HashSet::new();
     let mut found: Vec<PendingTask> = Vec::new();
     for task in tasks.into_iter().take(MAX_TASKS).filter(|task| seen.insert(*task)) {
@@ -298,7 +400,10 @@ fn pending_task(
     task: u64,
 ) -> Option<PendingTask> {
     class_name(memory, layout, task).filter(|name| is_task(name))?;
-    let words = words_of_task(memory, layout, task).filter(|words| event_loops.contains(&words.event_loop))?;
+    let mut is_of_loop = |words: &TaskWords| event_loops.contains(&words.event_loop);
+    let of_trio = trio_task(memory, layout, task).filter(&mut is_of_loop);
+    let is_of_trio = of_trio.is_some();
+    let words = of_trio.or_else(|| words_of_task(memory, layout, task).filter(is_of_loop))?;
     let mut frames = Vec::new();
     let mut awaits = String::new();
     let mut coroutine = words.coroutine;
@@ -316,6 +421,10 @@ fn pending_task(
                 break;
             }
         }
+    }
+    if is_of_trio && in_slots(memory, layout, task, NEXT_CALL).is_empty() {
+        let of_nursery = task_of_nursery(memory, layout, codes, &frames);
+        awaits = if of_nursery.is_some() { OTHER_TASKS } else { WAKEUP }.into();
     }
     frames.reverse();
     let name = task_name(memory, layout, words.name);

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
 use xpu_timer_capture::{Capturer, Frame, Options, ProcessCapture, merge};
 use xpu_timer_proto::server::{ProcessSample, PySpyFrame, PySpyStacktrace};
-use xpu_timer_tests::{PATIENCE, Process, compile_c, gevent_python, python_version, skip};
+use xpu_timer_tests::{GEVENT, PATIENCE, Process, TRIO, compile_c, python_version, python_with, skip};
 
 use super::{
     capture_until, describe,
@@ -509,6 +509,56 @@ fn tasks_and_coroutines_that_wait_in_an_event_loop() {
     }
 }
 
+const TRIO_TASKS: &str = "\
+import trio
+async def leaf(event):
+    await event.wait()
+async def middle(event):
+    await leaf(event)
+async def main():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(middle, trio.Event(), name='inner')
+        nursery.start_soon(trio.sleep, 100000, name='sleeper')
+        await trio.sleep(0.01)
+        print('ready', flush=True)
+trio.run(main)
+";
+
+/// Needs trio from PyPI, which takes half a minute for each version: `XPU_TIMER_TEST_LONG=1`.
+#[test]
+fn tasks_of_trio_that_wait() {
+    if std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return;
+    }
+    let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(TRIO_TASKS, wanted)));
+    let inner = [place("leaf", "await event"), place("middle", "await leaf")];
+    let own = |frames: &[PySpyFrame]| {
+        let mut found = frames_of(&PySpyStacktrace { frames: frames.to_vec(), ..PySpyStacktrace::default() });
+        found.retain(|(_, place)| place.starts_with("script.py"));
+        found
+    };
+    for minor in 9..=14 {
+        let version = &format!("3.{minor}");
+        let Some(program) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let program = python_with(TRIO, &program, version).expect("trio");
+        let script = Python::here(minor, program).start(TRIO_TASKS, &[]);
+        let captured = capture_until(script.pid, version, |sample| {
+            sample.py_stacktrace.first().is_some_and(|thread| own(&thread.frames).first() == Some(&inner[0]))
+        });
+        let thread = &captured.sample.py_stacktrace[0];
+        // Before 3.10, a `with` statement ends at the last line of its body.
+        let exit = if minor < 10 { "        print('ready'" } else { "async with" };
+        let expected = [&inner[..], &[place("main", exit), place("<module>", "trio.run")]].concat();
+        assert_eq!(own(&thread.frames), expected, "{version}");
+        let of = |name: &str| thread.suspended.iter().find(|task| task.name == name).expect("a task");
+        assert_eq!((of("inner").awaits.as_str(), own(&of("inner").frames)), ("a wakeup", inner.to_vec()), "{version}");
+        assert_eq!((of("__main__.main").awaits.as_str(), of("sleeper").awaits.as_str()), ("other tasks", "a wakeup"));
+    }
+}
+
 const GREENLETS: &str = "\
 import gevent, greenlet
 from gevent.event import Event
@@ -544,7 +594,7 @@ fn greenlets_that_are_switched_away_from() {
             skip(&format!("CPython {version} is not installed"));
             continue;
         };
-        let program = gevent_python(&program, version).expect("gevent");
+        let program = python_with(GEVENT, &program, version).expect("gevent");
         let script = Python::here(minor, program).start(GREENLETS, &[]);
         let captured = capture_until(script.pid, version, |sample| {
             sample.py_stacktrace.first().is_some_and(|thread| thread.suspended.len() == 6)
