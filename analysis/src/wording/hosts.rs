@@ -53,7 +53,12 @@ fn reason_text(failure: &Failure) -> String {
         FailureKind::LastLine => format!("its last line on standard error is {message:?}{cut}"),
         FailureKind::Signal if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("in")),
         FailureKind::Signal => {
-            let colon = if message.starts_with("at address ") { "" } else { ":" };
+            // The place may have two parts.
+            let colon = match (message.starts_with("at address "), failure.place.contains(", ")) {
+                (true, true) => ",",
+                (true, false) => "",
+                _ => ":",
+            };
             format!("{}{}{colon} {message}{cut}{thread}", failure.r#type, place("in"))
         }
         _ if message.is_empty() => format!("{}{}{thread}", failure.r#type, place("at")),

@@ -154,7 +154,7 @@ pub fn before_its_first_device_call(how: Option<String>) -> String {
 }
 
 /// The file of a rank: the full dump if there is one, else the state, the reasons, the flight
-/// record, and the native stack of its fatal signal.
+/// record, and the stacks at its fatal signal.
 #[must_use]
 pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     let mut file = evidence.dump.as_deref().cloned().unwrap_or_else(|| {
@@ -164,7 +164,9 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     file.pid = subject.process.as_ref().map_or(subject.info.pid, |process| process.pid);
     file.rank = subject.rank as i32;
     if file.stacktrace.is_empty() {
-        file.stacktrace.extend(failures::fault_thread(&subject.fault));
+        let (native, python) = failures::fault_stacks(&subject.fault);
+        file.stacktrace.extend(native);
+        file.py_stacktrace.extend(python);
     }
     file.pstack_stderr = evidence.errors.join("\n");
     file.flight_record = evidence.flight.clone();

@@ -28,7 +28,8 @@ use crate::os::{clock::Now, process::Handle, ring_file::RingFile};
 pub struct Fault {
     failure: Failure,
     /// The thread that received it, at the signal.
-    thread: Option<PstackStacktrace>,
+    native: Option<PstackStacktrace>,
+    python: Option<PySpyStacktrace>,
 }
 
 /// The fatal signal of a process, once its stack is known. The registry and running dumps share it.
@@ -280,15 +281,16 @@ pub fn read_fault(ring: &RingFile, process: &Handle) -> Option<Fault> {
     let (mut captured, reason) = captured;
     let failure = of_signal(&fault, &captured, reason);
     info!("pid {} received {}{}", process.pid, failure.r#type, at(&failure.place));
-    let mut thread = captured.sample.stacktrace.pop();
-    thread.iter_mut().for_each(|thread| thread.state = format!("received {}", failure.r#type));
-    Some(Fault { failure, thread })
+    let (mut native, python) = (captured.sample.stacktrace.pop(), captured.sample.py_stacktrace.pop());
+    native.iter_mut().for_each(|thread| thread.state = format!("received {}", failure.r#type));
+    Some(Fault { failure, native, python })
 }
 
-/// The thread that received the fatal signal of a process, at the signal.
+/// The native and the Python stack of the thread that received the fatal signal of a process, at
+/// the signal.
 #[must_use]
-pub fn fault_thread(shared: &SharedFault) -> Option<PstackStacktrace> {
-    lock(shared).as_ref().and_then(|fault| fault.thread.clone())
+pub fn fault_stacks(shared: &SharedFault) -> (Option<PstackStacktrace>, Option<PySpyStacktrace>) {
+    lock(shared).as_ref().map(|fault| (fault.native.clone(), fault.python.clone())).unwrap_or_default()
 }
 
 fn of_signal(fault: &ring::Fault, captured: &ProcessCapture, reason: Option<String>) -> Failure {
@@ -301,7 +303,12 @@ fn of_signal(fault: &ring::Fault, captured: &ProcessCapture, reason: Option<Stri
         .take(MOST_FRAMES)
         .map(|frame| shown(&format!("{} ({})", frame.func_name, frame.file_name)))
         .collect();
-    let place = thread.and_then(|thread| native_place(&thread.frames)).unwrap_or_default();
+    let native = thread.and_then(|thread| native_place(&thread.frames));
+    let python = captured.sample.py_stacktrace.first().and_then(|thread| own_place(&thread.frames));
+    let place = match (native, python) {
+        (Some(native), Some(python)) => format!("{native}, called at {python}"),
+        (native, python) => native.or(python).unwrap_or_default(),
+    };
     let is_address = matches!(fault.signal, libc::SIGSEGV | libc::SIGBUS) && fault.code > 0;
     let message = match reason {
         Some(reason) => shown(&reason),

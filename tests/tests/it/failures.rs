@@ -71,7 +71,7 @@ const WAYS: [Way; 31] = [
     way("forked", "exception in a forked child, for which its parent waits", BAD_SAMPLE),
     way("retries", "exception that is handled again and again", BAD_SAMPLE),
     way("error-file", "exception only in the error file of torchelastic", &["ValueError: a bad sample"]),
-    signal("segv", "invalid memory access", &["SIGSEGV in ", "memset"]),
+    signal("segv", "invalid memory access", &["SIGSEGV in ", "memset", ", called at failing.py:"]),
     signal("segv-faulthandler-first", "the same, with faulthandler enabled before", &["SIGSEGV in ", "memset"]),
     signal("segv-faulthandler-later", "the same, with faulthandler enabled later", &["SIGSEGV in ", "memset"]),
     signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread "]),
@@ -135,7 +135,7 @@ fn comparable(end: &Value) -> (String, String) {
 /// The job ends with the first part.
 fn failed(way: &Way, handles_signals: bool, program: &Path, library_path: Option<&OsStr>) -> (Run, Incident) {
     let prepared = |mut command: Command| {
-        library_path.into_iter().for_each(|path| drop(command.env("LD_LIBRARY_PATH", path)));
+        command.envs(library_path.map(|path| ("LD_LIBRARY_PATH", path)));
         command
     };
     let job = Job::new();
@@ -192,6 +192,9 @@ fn the_stack_of_a_fatal_signal_is_in_the_file_of_the_rank_and_in_the_report() {
     let file = fs::read(incident.path.join("00001-00002.stacktrace")).expect("the file of the rank");
     let file = Stacktrace::decode(&file[..]).expect("a dump");
     let [thread] = &file.stacktrace[..] else { panic!("one thread: {file:?}") };
+    let [python] = &file.py_stacktrace[..] else { panic!("one thread of Python: {file:?}") };
+    assert!(python.frames.iter().any(|frame| frame.file_name.contains("failing.py")), "{:?}", python.frames);
+    assert!(is_named(&text(&incident), &[", called at failing.py:"]), "{}", text(&incident));
     assert_eq!((thread.state.as_str(), file.process_state.as_str()), ("received SIGABRT", "X (dead)"));
     let has = |name: &str| thread.frames.iter().any(|frame| frame.func_name.contains(name));
     assert!(has("__throw_runtime_error") && has("main"), "{:?}", thread.frames);

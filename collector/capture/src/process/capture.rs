@@ -16,7 +16,7 @@ use xpu_timer_proto::{
     printable::MOST_COMMAND_BYTES,
     procfs::{self, Mapping, Status, state_text},
     secrets,
-    server::{CaptureMethod, PstackStacktrace},
+    server::{CaptureMethod, PstackStacktrace, PySpyStacktrace},
 };
 
 use crate::{
@@ -83,8 +83,8 @@ const FAULT_STACK_BYTES: usize = 256 << 10;
 /// has overflowed its stack.
 const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
 
-/// Takes the native stack of one thread that waits in a signal handler, from its registers at the
-/// signal. Calls `release` when the thread need not wait any longer. Of a process that aborts, the
+/// Takes the native and the Python stack of one thread that waits in a signal handler, the native
+/// one from its registers at the signal. Calls `release` when the thread need not wait any longer. Of a process that aborts, the
 /// second part is the reason.
 pub(crate) fn capture_fault(
     pid: i32,
@@ -96,7 +96,8 @@ pub(crate) fn capture_fault(
 ) -> (RawProcess, Option<String>) {
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
-    let tid = reader::tids_by_namespaced_tid(pid).get(&tid).copied().unwrap_or(tid);
+    let own_tid = tid;
+    let tid = reader::tids_by_namespaced_tid(pid).get(&own_tid).copied().unwrap_or(own_tid);
     let mut thread = Thread::default();
     (thread.tid, thread.status) = (tid, procfs::status(pid, tid).unwrap_or_default());
     let taken = AddressSpace::open(images, pid, tid).and_then(|space| {
@@ -118,6 +119,10 @@ pub(crate) fn capture_fault(
         why = reason;
         thread.store_sample(pid, sample, &space, &mut Box::default());
         process.frames.push(places.of(&thread.frames, Some(&space)));
+        if let Some((stack, entries)) = waiting_python(pid, &thread, own_tid, &space) {
+            process.sample.py_stacktrace.push(stack);
+            process.python_entries.push(entries);
+        }
     });
     release();
     match unwound {
@@ -134,6 +139,24 @@ pub(crate) fn capture_fault(
         Err(error) => process.sample.errors.push(error.to_string()),
     }
     (process, why)
+}
+
+/// The Python stack of a thread that waits, whose id in the PID namespace of its process is
+/// `own_tid`, and for each frame whether C code entered the interpreter with it. `None` if the
+/// thread runs no Python or it cannot be read.
+fn waiting_python(
+    pid: i32,
+    thread: &Thread,
+    own_tid: i32,
+    space: &AddressSpace<'_>,
+) -> Option<(PySpyStacktrace, Vec<bool>)> {
+    let python = PythonReader::find(thread.tid, space, thread.frames.iter()).ok()??;
+    let mut found = python.threads(|tid| (tid == own_tid).then_some(thread.tid)).ok()?;
+    found.retain(|one| one.tid != 0);
+    python.read(&mut found);
+    let mut waiting = found.pop()?;
+    waiting.is_consistent = true;
+    Some(waiting.finish(pid, true)).filter(|(stack, _)| !stack.frames.is_empty())
 }
 
 /// Bytes of an alternate stack in which the registers are looked for that a handler has interrupted.
