@@ -7,9 +7,14 @@ use std::{
     sync::atomic::{AtomicPtr, Ordering},
 };
 
+use xpu_timer_proto::ring::stderr;
+
 use crate::{
     interpose::prctl::raw_syscall,
-    runtime::{linker::dynamic::look_up, os::stderr_text},
+    runtime::{
+        linker::dynamic::look_up,
+        os::{stderr_text, sys, thread_state::errno},
+    },
 };
 
 /// The next function of this name: the C library's, or another preloaded library's.
@@ -56,10 +61,33 @@ unsafe extern "C-unwind" fn kept_write(descriptor: c_int, text: *const c_void, b
     if let Ok(length @ 1..) = usize::try_from(written)
         && length <= bytes
     {
-        // SAFETY: the kernel has just read these bytes.
-        stderr_text::note(unsafe { std::slice::from_raw_parts(text.cast(), length) });
+        let kept = length.min(stderr::TEXT_BYTES);
+        keep(text as usize + (length - kept), kept);
     }
     written
+}
+
+/// Size of the copies of a text. A signal handler may write on a small stack.
+const COPIED_BYTES: usize = 512;
+
+/// Keeps a text that was written, if there is a ring. The kernel has read it, except for devices
+/// such as `/dev/null`, which accept any address. So a system call copies it where that is allowed.
+fn keep(text: usize, length: usize) {
+    if !stderr_text::is_kept() {
+        return;
+    }
+    let (errno, mut copy) = (errno(), [0; COPIED_BYTES]);
+    let saved = errno.get();
+    for start in (0..length).step_by(COPIED_BYTES) {
+        let part = &mut copy[..COPIED_BYTES.min(length - start)];
+        match sys::read_memory(text + start, part) {
+            Ok(()) => stderr_text::note(part),
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) => break,
+            // SAFETY: the kernel has just read these bytes, unless the device is one of those.
+            Err(_) => stderr_text::note(unsafe { std::slice::from_raw_parts((text + start) as *const u8, part.len()) }),
+        }
+    }
+    errno.set(saved);
 }
 
 /// Makes the system call, for calls before the next function is known.

@@ -374,7 +374,7 @@ void in_malloc(void) { many(8, allocates); usleep(20000); *null = 1; }
 void in_threads(void) { many(8, faults); for (;;) pause(); }
 void blocked(void) { sigset_t all; sigfillset(&all); sigprocmask(SIG_BLOCK, &all, 0); *null = 1; }
 void overflow(void) { char first = 1; deep(&first); }
-void twice_freed(void) { char *p = malloc(64); free(p); free(p); }
+void twice_freed(void) { char *volatile p = malloc(64); free(p); free(p); }
 void asserts(int rows) { assert(rows > 0); }
 void bus(void) { int f = fileno(tmpfile()); if (ftruncate(f, 8192)) abort(); volatile char *m = mmap(0, 8192, PROT_READ, MAP_SHARED, f, 0); if (ftruncate(f, 0)) abort(); (void)m[4096]; }
 void child(void) { int status; if (fork() == 0) { *null = 1; } wait(&status); fprintf(stderr, "child %d\\n", status); }
@@ -425,7 +425,7 @@ def crash(name):
         job = Proc([*launcher, sys.executable, script, library], env={**alone, "STOPS": stops}, cwd=DIR)
         if launcher:
             wait_for("the collector runs", collectors, 20)
-            (DIR / "pids").write_text(" ".join(map(str, ours())))
+            (DIR / "pids").write_text(" ".join(str(pid) for pid in ours() if pid != job.pid))
         code = job.wait(60)
         ended = time.monotonic()
         lines = job.out().split()

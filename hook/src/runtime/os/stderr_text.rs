@@ -17,6 +17,11 @@ pub fn keep_in(words: *mut AtomicU64) {
     RING_WORDS.store(words, Ordering::Release);
 }
 
+/// Whether texts are kept.
+pub fn is_kept() -> bool {
+    !RING_WORDS.load(Ordering::Acquire).is_null()
+}
+
 /// Keeps the end of a text that the program has written.
 pub fn note(text: &[u8]) {
     let words = RING_WORDS.load(Ordering::Acquire);
