@@ -1,5 +1,5 @@
-//! Tasks of asyncio and trio, and greenlets, that wait: their words, facts about a process, and lines of
-//! evidence about the culprits.
+//! Tasks of asyncio and trio, and greenlets, that wait: their words, facts about a process, and
+//! lines of evidence about the culprits.
 
 use std::fmt;
 
@@ -128,7 +128,8 @@ impl Waiting {
     }
 }
 
-/// The tasks that await a future or a wakeup, and the greenlets, that wait at one place in both samples.
+/// The tasks that await a future or a wakeup, and the greenlets, that wait at one place in both
+/// samples.
 pub(crate) fn facts(dump: &Stacktrace) -> Vec<HostSuspended> {
     let first = dump.first_sample.as_ref().map(|sample| of_threads(&sample.py_stacktrace));
     let mut found: Vec<(Waiting, String)> = Vec::new();

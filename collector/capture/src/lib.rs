@@ -88,9 +88,9 @@ impl Capturer {
 
     /// Takes the native stack of a thread that waits in a signal handler, from its registers at the
     /// signal in the kernel's order for samples. `tid` is its id in the PID namespace of the
-    /// process. `release` is called once the stack is unwound; the thread need not wait longer. Of a
-    /// process that aborts, the second part is the reason: the text of a failed assertion or of a
-    /// corrupted heap, or the C++ exception that nobody has caught.
+    /// process. `release` is called once the stack is unwound; the thread need not wait longer. Of
+    /// a process that aborts, the second part is the reason: the text of a failed assertion or of
+    /// a corrupted heap, or the C++ exception that nobody has caught.
     pub fn capture_fault(
         &mut self,
         pid: i32,

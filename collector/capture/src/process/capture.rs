@@ -84,8 +84,8 @@ const FAULT_STACK_BYTES: usize = 256 << 10;
 const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
 
 /// Takes the native and the Python stack of one thread that waits in a signal handler, the native
-/// one from its registers at the signal. Calls `release` when the thread need not wait any longer. Of a process that aborts, the
-/// second part is the reason.
+/// one from its registers at the signal. Calls `release` when the thread need not wait any longer.
+/// Of a process that aborts, the second part is the reason.
 pub(crate) fn capture_fault(
     pid: i32,
     tid: i32,
@@ -159,14 +159,14 @@ fn waiting_python(
     Some(waiting.finish(pid, true)).filter(|(stack, _)| !stack.frames.is_empty())
 }
 
-/// Bytes of an alternate stack in which the registers are looked for that a handler has interrupted.
+/// Bytes of an alternate stack that are searched for the registers that a handler has interrupted.
 const HANDLER_STACK_BYTES: usize = 64 << 10;
 /// Sizes of alternate stacks.
 const HANDLER_STACKS: std::ops::Range<u64> = 1 << 10..64 << 20;
 /// Place of the stack pointer in the registers of a sample.
 const SAMPLED_SP: usize = 7;
-/// Words of `ucontext_t`, which the kernel stores for a handler: its flags, a link, the start, flags
-/// and size of the alternate stack, and the registers in the order of a sample.
+/// Words of `ucontext_t`, which the kernel stores for a handler: its flags, a link, the start,
+/// flags and size of the alternate stack, and the registers in the order of a sample.
 const FRAME_REGISTERS: [usize; 17] = [18, 16, 19, 17, 14, 13, 15, 20, 21, 5, 6, 7, 8, 9, 10, 11, 12];
 const FRAME_WORDS: usize = 22;
 const MAX_FRAME_FLAGS: u64 = 7;

@@ -137,6 +137,21 @@ static void linker_errors(void) {
     MUST(dlopen("no such library", RTLD_NOW) == NULL && dlerror() != NULL);
 }
 
+/* A device that accepts any address, and then a pipe that does not. */
+static void writes_nowhere(void) {
+    int null = open("/dev/null", O_WRONLY), ends[2], saved = dup(STDERR_FILENO);
+    dup2(null, STDERR_FILENO);
+    errno = EDOM;
+    long accepted = write(STDERR_FILENO, (void *)8, 4096);
+    int kept = errno;
+    MUST(pipe(ends) == 0);
+    dup2(ends[1], STDERR_FILENO);
+    long refused = write(STDERR_FILENO, (void *)8, 4096);
+    int wrong = errno;
+    dup2(saved, STDERR_FILENO);
+    MUST(accepted == 4096 && kept == EDOM && refused == -1 && wrong == EFAULT);
+}
+
 int main(int count, char **arguments) {
     if (count != 3) return 2;
     const char *what = arguments[1];
@@ -159,6 +174,7 @@ int main(int count, char **arguments) {
         say("forked");
         await("leave");
     }
+    if (IS("writes nowhere")) writes_nowhere();
     reduce(3);
     if (IS("_exit")) _exit(0);
     if (IS("_exit 3")) _exit(3);

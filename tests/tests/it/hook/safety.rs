@@ -89,6 +89,12 @@ fn sleeps(pid: i32, name: &str) -> u64 {
 }
 
 #[test]
+fn a_write_of_an_invalid_address_has_its_own_result() {
+    let (code, _, said_goodbye) = Guest::start("writes nowhere").end();
+    assert_eq!((code, said_goodbye), (0, true));
+}
+
+#[test]
 fn the_watcher_of_a_busy_rank_wakes_ten_times_a_second() {
     const TURNS: u64 = 30;
     let guest = Guest::start("steady");
