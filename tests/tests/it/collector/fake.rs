@@ -83,8 +83,8 @@ impl FakeHook {
         hook
     }
 
-    /// Connects, says hello, and waits until the collector has registered the rank. An incident that
-    /// another rank causes before that would not include this one.
+    /// Connects, says hello, and waits until the collector has registered the rank. An incident
+    /// that another rank causes before that would not include this one.
     pub fn join(&mut self, job: &Job) {
         self.connect(job);
         self.word(header::COLLECTOR_NS, 0);
