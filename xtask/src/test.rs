@@ -240,12 +240,31 @@ fn as_intermediate(line: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::Log;
 
     fn read(text: &str) -> Log {
         let mut log = Log::default();
         text.lines().for_each(|line| log.read(line));
         log
+    }
+
+    #[test]
+    fn two_commands_at_once_have_one_result() {
+        let command = |text: &str, status: u8| {
+            let mut shell = Command::new("sh");
+            shell.arg("-c").arg(format!("printf '%s\\n' 'running 1 test' '{text}' 'test result: x'; exit {status}"));
+            shell
+        };
+        let [good, bad] = [("test a ... ok", 0), ("test b ... FAILED", 1)];
+        let run = |first: (&str, u8), second: (&str, u8)| {
+            super::follow_both(&mut command(first.0, first.1), &mut command(second.0, second.1)).unwrap()
+        };
+        assert_eq!(run(good, good), (true, Log { failed: Vec::new(), begun: 2, ended: 2 }));
+        let failed = Log { failed: vec!["b".to_owned()], begun: 2, ended: 2 };
+        assert_eq!(run(good, bad), (false, failed));
+        assert!(!run(bad, good).0);
     }
 
     #[test]
