@@ -82,9 +82,9 @@ fn run_built(built: &Path, options: &Options) -> Result<()> {
     let chosen =
         |name: &&str| options.names.is_empty() || options.names.iter().any(|word| name.contains(word.as_str()));
     for name in TARGETS.into_iter().filter(chosen) {
-        fuzz(&built, name, options.seconds)?;
+        fuzz(built, name, options.seconds)?;
         if options.keep {
-            keep(&built, name)?;
+            keep(built, name)?;
         }
     }
     Ok(())
