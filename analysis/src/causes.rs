@@ -18,13 +18,13 @@ mod missing_rank;
 mod network_stall;
 mod p2p;
 mod progress;
-mod rule;
 mod teardown;
 mod wait_cycle;
 
+use crate::finding::Rule;
+
 pub(crate) use halted::{ended_by_agent, ended_by_signal};
 pub(crate) use missing_rank::alone_in;
-pub(crate) use rule::Rule;
 
 /// All rules. A reason why a rank cannot run comes before what the rank was doing, and a specific
 /// cause before a general one.

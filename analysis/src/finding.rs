@@ -1,5 +1,6 @@
-//! What the rules and the judge found, as values: findings with the facts that support them, the
-//! reasons why a cause is excluded, and the conclusion. `wording` renders them in English.
+//! The interface of a rule, and what the rules and the judge found, as values: findings with the
+//! facts that support them, the reasons why a cause is excluded, and the conclusion. `wording`
+//! renders them in English.
 //!
 //! All ranks are rank indices, unless a field says otherwise.
 
@@ -8,11 +9,28 @@ use std::collections::BTreeSet;
 use xpu_timer_proto::v1::{Failure, Op, Operation};
 
 use crate::{
+    case::Case,
     explanation::{CollectiveFault, Explanation, HostState, TransferFault},
-    graph::Event,
+    graph::{Event, Suspect},
     history::Deviation,
-    verdict::Confidence,
+    verdict::{Cause, Confidence},
 };
+
+/// One cause and how to recognize it.
+pub(crate) struct Rule {
+    /// The cause that this rule finds.
+    pub cause: Cause,
+    /// Explains a suspect, or returns `None` to leave it to the next rule.
+    pub explain: fn(&Case<'_>, &Suspect) -> Option<Finding>,
+    /// The reason why it is not this cause, if the evidence excludes the cause and a reader could
+    /// suspect it. The list has the culprits of the verdict.
+    pub rule_out: fn(&Case<'_>, &[usize]) -> Option<Exclusion>,
+}
+
+/// For rules whose cause no reader confuses with another.
+pub(crate) fn never_ruled_out(_: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
+    None
+}
 
 /// What a rule found about a suspect.
 #[derive(Debug, Clone)]

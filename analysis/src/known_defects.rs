@@ -486,8 +486,7 @@ fn has_python(thread: Option<&PySpyStacktrace>, wanted: &[(&str, &str)]) -> bool
 }
 
 fn is_python(frame: &PySpyFrame, (name, file): &(&str, &str)) -> bool {
-    let path = frame.file_name.rsplit_once(':').map_or(frame.file_name.as_str(), |(path, _)| path);
-    frame.func_name.rsplit('.').next() == Some(*name) && path.ends_with(file)
+    frame.func_name.rsplit('.').next() == Some(*name) && frame.path().ends_with(file)
 }
 
 /// Whether a function has this name, with any namespace and parameters.

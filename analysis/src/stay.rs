@@ -29,7 +29,7 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
     let functions = |slice: &Slice| {
         let key = |frame: &u32| {
             let frame = &samples.frames[*frame as usize];
-            (frame.func_name.as_str(), path_of(&frame.file_name))
+            (frame.func_name.as_str(), frame.path())
         };
         frames(slice).map(key).collect::<Vec<_>>()
     };
@@ -61,10 +61,6 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
 /// Whether a file belongs to the interpreter or to an installed package.
 fn is_library(path: &str) -> bool {
     path.contains("/lib/python") || path.starts_with("<frozen")
-}
-
-fn path_of(place: &str) -> &str {
-    place.rsplit_once(':').map_or(place, |(path, _)| path)
 }
 
 /// The lines about ranks that have been in one function for long.

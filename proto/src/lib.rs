@@ -51,6 +51,14 @@ impl server::PySuspendedKind {
     }
 }
 
+impl server::PySpyFrame {
+    /// The file of the code. The place of a frame is `path:line`.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        self.file_name.rsplit_once(':').map_or(&self.file_name, |(path, _)| path)
+    }
+}
+
 mod shapes {
     include!("generated/shapes.rs");
 }

@@ -4,6 +4,10 @@ use std::{
     env, fs,
     net::{Ipv4Addr, TcpListener},
     ops::Range,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener},
+    },
     path::{Path, PathBuf},
     process::Command,
     sync::{
@@ -35,6 +39,8 @@ pub struct Job {
     variables: Vec<(String, String)>,
     namespace: Option<String>,
     marker: String,
+    // No other job has these ports as long as it exists.
+    _claim: UnixListener,
     // The folder of the sockets, because their paths must be short.
     _sockets: tempfile::TempDir,
     _temporary: Option<tempfile::TempDir>,
@@ -70,7 +76,7 @@ impl Job {
     pub fn at(dir: &Path) -> Self {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let marker = format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
-        let port = free_ports();
+        let (port, claim) = free_ports();
         for name in ["timeline", "log", "rendezvous"] {
             fs::create_dir_all(dir.join(name)).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
         }
@@ -91,7 +97,16 @@ impl Job {
             (LAUNCHED_BY, marker.clone()),
         ];
         let variables = variables.map(|(name, value)| (name.to_string(), value)).to_vec();
-        Job { dir: dir.to_path_buf(), port, variables, namespace: None, marker, _sockets: sockets, _temporary: None }
+        Job {
+            dir: dir.to_path_buf(),
+            port,
+            variables,
+            namespace: None,
+            marker,
+            _claim: claim,
+            _sockets: sockets,
+            _temporary: None,
+        }
     }
 
     /// Sets a variable for everything started from now on.
@@ -316,13 +331,34 @@ const PORTS: Range<u16> = 15_000..32_000;
 /// Distance between the ports of two jobs: a collector whose ports are taken tries some more.
 const PORTS_OF_A_JOB: u16 = 32;
 
-/// Two adjacent free ports. They differ between calls of this process and, very likely, between
-/// processes.
-fn free_ports() -> u16 {
+/// Two adjacent free ports, and the claim to them: an abstract socket with a name that no two
+/// processes can have at once. A collector binds its ports some time after they are chosen, and
+/// another test process could choose them meanwhile.
+fn free_ports() -> (u16, UnixListener) {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
     let jobs = PORTS.len() as u16 / PORTS_OF_A_JOB;
     let next = NEXT.get_or_init(|| AtomicU16::new((std::process::id().wrapping_mul(0x9e37) % u32::from(jobs)) as u16));
     let is_free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let claim = |port: u16| {
+        let name = SocketAddr::from_abstract_name(format!("xpu_timer_test_port_{port}")).expect("a short name");
+        let claim = UnixListener::bind_addr(&name).ok()?;
+        (is_free(port) && is_free(port + 1)).then_some((port, claim))
+    };
     let mut candidates = (0..jobs).map(|_| PORTS.start + next.fetch_add(1, Ordering::Relaxed) % jobs * PORTS_OF_A_JOB);
-    candidates.find(|port| is_free(*port) && is_free(port + 1)).expect("two neighbouring free ports")
+    candidates.find_map(claim).expect("two neighbouring free ports")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PORTS, PORTS_OF_A_JOB, SocketAddr, SocketAddrExt as _, UnixListener, free_ports};
+
+    #[test]
+    fn ports_are_claimed_from_other_processes_until_the_job_ends() {
+        let (port, claim) = free_ports();
+        assert!(PORTS.contains(&port) && (port - PORTS.start).is_multiple_of(PORTS_OF_A_JOB));
+        let name = SocketAddr::from_abstract_name(format!("xpu_timer_test_port_{port}")).unwrap();
+        assert!(UnixListener::bind_addr(&name).is_err());
+        drop(claim);
+        assert!(UnixListener::bind_addr(&name).is_ok());
+    }
 }

@@ -26,14 +26,6 @@ pub(crate) struct Options {
     keep: bool,
 }
 
-impl Options {
-    /// The options as a part of all tests: the kept corpus and a fixed number of inputs derived
-    /// from it, which are the same in each run of the same code.
-    pub(crate) fn short() -> Options {
-        Options { seconds: 0, keep: false, names: Vec::new() }
-    }
-}
-
 /// The only target of this project. With an explicit target, cargo builds build scripts without
 /// counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -67,26 +59,47 @@ const SHORT_RUNS: u32 = 4000;
 const PLANTED_ATTEMPTS: u32 = 50_000_000;
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let built = build(options.seconds == 0)?;
-    check_guidance(&built)?;
+    // For the few inputs of the short form, optimizing takes longer than it saves.
+    let profile = if options.seconds == 0 { "dev" } else { "release" };
+    run_built(&build(&mut cargo(&build_arguments(profile)), profile)?, options)
+}
+
+/// Builds the fuzzer for [`run_short`]. Compiling it takes minutes. The tests run meanwhile, and
+/// get the processors first.
+pub(crate) fn build_short() -> Result<PathBuf> {
+    let mut build = shell::cargo_at_low_priority(&build_arguments("dev"));
+    self::build(build.arg("--quiet"), "dev")
+}
+
+/// The form that is a part of all tests: the kept corpus and a fixed number of inputs derived from
+/// it, which are the same in each run of the same code.
+pub(crate) fn run_short(built: &Path) -> Result<()> {
+    run_built(built, &Options { seconds: 0, keep: false, names: Vec::new() })
+}
+
+fn run_built(built: &Path, options: &Options) -> Result<()> {
+    check_guidance(built)?;
     let chosen =
         |name: &&str| options.names.is_empty() || options.names.iter().any(|word| name.contains(word.as_str()));
     for name in TARGETS.into_iter().filter(chosen) {
-        fuzz(&built, name, options.seconds)?;
+        fuzz(built, name, options.seconds)?;
         if options.keep {
-            keep(&built, name)?;
+            keep(built, name)?;
         }
     }
     Ok(())
 }
 
-/// Builds the fuzzer. For the few inputs of the short form, optimizing takes longer than it saves.
-fn build(is_short: bool) -> Result<PathBuf> {
+fn build_arguments(profile: &str) -> [&str; 9] {
+    ["build", "--profile", profile, "-p", "xpu_timer_fuzz", "--bins", "--features=fuzzer", "--target", TARGET]
+}
+
+/// Builds the fuzzer with this cargo, and returns its path.
+fn build(cargo: &mut Command, profile: &str) -> Result<PathBuf> {
     need(&["g++"])?;
-    let (profile, folder) = if is_short { ("dev", "debug") } else { ("release", "release") };
-    let mut build = cargo(&["build", "--profile", profile, "-p", "xpu_timer_fuzz", "--bins", "--features", "fuzzer"]);
-    shell::run(build.args(["--target", TARGET]).env("RUSTFLAGS", COUNTERS))?;
+    shell::run(cargo.env("RUSTFLAGS", COUNTERS))?;
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| xpu_timer_tests::tree().join("target"), PathBuf::from);
+    let folder = if profile == "dev" { "debug" } else { profile };
     Ok(target.join(TARGET).join(folder).join("xpu_timer_fuzz"))
 }
 

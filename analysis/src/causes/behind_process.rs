@@ -2,11 +2,10 @@
 
 use xpu_timer_proto::server::AwaitedKind;
 
-use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, ProcessFault},
-    finding::{Fact, Finding},
+    finding::{Fact, Finding, Rule, never_ruled_out},
     graph::{Event, MutualFault, Suspect, ToCome},
     stacks::{ProcessState, StuckHelper},
     verdict::{Activity, Cause, Confidence},

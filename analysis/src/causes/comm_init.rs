@@ -18,14 +18,11 @@ use std::cmp::Ordering;
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{
-    missing_rank,
-    rule::{Rule, never_ruled_out},
-};
+use super::missing_rank;
 use crate::{
     case::Case,
     explanation::{CreationFault, Explanation, MissedStep, OtherSize, SplitCreation},
-    finding::{Fact, Finding, RankFact},
+    finding::{Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     stacks,
     verdict::{Activity, Cause, Confidence},

@@ -2,11 +2,11 @@
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{collective::Collective, comm_init, missing_rank, rule::Rule};
+use super::{collective::Collective, comm_init, missing_rank};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
-    finding::{Exclusion, Fact, Finding, RankFact},
+    finding::{Exclusion, Fact, Finding, RankFact, Rule},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
     world::{Exit, RankView},

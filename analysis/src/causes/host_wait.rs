@@ -4,12 +4,11 @@
 
 use xpu_timer_proto::server::AwaitedKind;
 
-use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
     facts,
-    finding::{Exclusion, Fact, Finding, RankFact},
+    finding::{Exclusion, Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     stacks::{is_file_lock, is_shared_lock},
     verdict::{Activity, Cause, Confidence},

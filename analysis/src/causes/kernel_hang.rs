@@ -10,11 +10,10 @@
 
 use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
-use super::rule::Rule;
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
-    finding::{Exclusion, Fact, Finding, RankFact},
+    finding::{Exclusion, Fact, Finding, RankFact, Rule},
     graph::{Event, Suspect},
     history::made_before,
     kernels::communicates,

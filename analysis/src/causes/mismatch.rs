@@ -6,14 +6,11 @@ use std::collections::HashMap;
 
 use xpu_timer_proto::v1::{DataType, Op, OpStatus, Operation};
 
-use super::{
-    collective::{Collective, Dissent, equal_sizes},
-    rule::{Rule, never_ruled_out},
-};
+use super::collective::{Collective, Dissent, equal_sizes};
 use crate::{
     case::Case,
     explanation::{CollectiveFault, Differ, Explanation, OperationVariant, Property, TransferFault},
-    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
+    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     text::{self, name},
     verdict::{Cause, Confidence},

@@ -6,13 +6,12 @@ use super::{
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
     p2p,
-    rule::{Rule, never_ruled_out},
     wait_cycle::{self, PatternCheck},
 };
 use crate::{
     case::Case,
     explanation::{Absence, CollectiveFault, CycleFault, Explanation, PatternBreak},
-    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact},
+    finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     kernels::{FewerLaunches, fewer_launches},
     stacks::Movement,

@@ -8,14 +8,11 @@
 
 use xpu_timer_proto::v1::{Op, Operation};
 
-use super::{
-    collective::{Collective, equal_sizes},
-    rule::Rule,
-};
+use super::collective::{Collective, equal_sizes};
 use crate::{
     case::Case,
     explanation::{CollectiveFault, Explanation, TransferFault},
-    finding::{CollectiveFact, Exclusion, Fact, Finding},
+    finding::{CollectiveFact, Exclusion, Fact, Finding, Rule},
     graph::{Event, Suspect},
     verdict::{Cause, Confidence},
 };

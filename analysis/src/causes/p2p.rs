@@ -3,14 +3,11 @@
 
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-use super::{
-    rule::{Rule, never_ruled_out},
-    wait_cycle::{self, PatternCheck},
-};
+use super::wait_cycle::{self, PatternCheck};
 use crate::{
     case::Case,
     explanation::{CycleFault, Explanation, GroupCounts, OpenEnd, PatternBreak, TransferFault},
-    finding::{Fact, Finding, RankFact},
+    finding::{Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect, tags_meet},
     history::made_before,
     verdict::{Cause, Confidence},

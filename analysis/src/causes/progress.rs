@@ -1,11 +1,10 @@
 //! `compile`, `python_gc` and `long_step`: others wait for a rank that makes progress, so this is
 //! not a hang. The confidence is never high.
 
-use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
-    finding::{Exclusion, Fact, Finding, RankFact},
+    finding::{Exclusion, Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };

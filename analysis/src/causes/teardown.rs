@@ -8,15 +8,11 @@
 //! wait-for graph continues there. In a wait cycle, the ranks in the finalization of their library
 //! are the culprits, with medium confidence.
 
-use super::{
-    collective::Collective,
-    mismatch,
-    rule::{Rule, never_ruled_out},
-};
+use super::{collective::Collective, mismatch};
 use crate::{
     case::Case,
     explanation::{Explanation, HostState},
-    finding::{Fact, Finding, RankFact},
+    finding::{Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     verdict::{Activity, Cause, Confidence},
 };

@@ -5,11 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::Operation;
 
-use super::rule::{Rule, never_ruled_out};
 use crate::{
     case::Case,
     explanation::{CycleFault, Explanation, PatternBreak},
-    finding::{Fact, Finding, RankFact},
+    finding::{Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     history::{Deviation, deviation, made_before, made_token_before},
     matching::{Comm, Member},

@@ -362,14 +362,18 @@ impl Chains<'_, '_> {
         use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
         let host = self.host(member);
         let is_message = |awaited: &Awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue);
-        host.awaited.as_ref().is_some_and(is_message) && !host.location.native.as_deref().is_some_and(stacks::is_send)
+        host.awaited.as_ref().is_some_and(is_message) && !self.is_in_send(member)
     }
 
     /// Whether the main thread of a process sends to another one.
     pub fn sends(&self, member: Member) -> bool {
-        let host = self.host(member);
-        let is_stream = host.awaited.as_ref().is_some_and(|awaited| is_stream(awaited.kind()));
-        is_stream && host.location.native.as_deref().is_some_and(stacks::is_send)
+        let awaited = self.host(member).awaited.as_ref();
+        awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.is_in_send(member)
+    }
+
+    /// Whether the main thread of a process is in a function that sends.
+    fn is_in_send(&self, member: Member) -> bool {
+        self.host(member).location.native.as_deref().is_some_and(stacks::is_send)
     }
 
     /// Whether a process that waits for clients has taken the requests of all its clients and

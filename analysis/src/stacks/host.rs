@@ -166,7 +166,8 @@ pub(crate) struct Host {
     pub timed: Option<bool>,
     /// The main thread waits for the result of a task that it gave to a pool or an executor.
     pub awaits_result: bool,
-    /// Other threads of the program wait for locks at different places, the same in both samples.
+    /// It waits for clients, and other threads of the program wait for locks at different places,
+    /// the same in both samples.
     pub has_locked_threads: bool,
     /// Its TCP connections to other machines.
     pub connections: Vec<TcpConnection>,

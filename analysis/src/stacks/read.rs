@@ -4,6 +4,7 @@
 use std::collections::{HashMap, HashSet};
 
 use xpu_timer_proto::{
+    LISTENS,
     server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace, TcpConnection},
     v1::{FlightRecord, OpKind, Operation},
 };
@@ -73,6 +74,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
     let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
+    // A loop whose tasks wait for each other serves nobody, whatever it polls.
+    let awaited = awaited(before.and_then(|before| before.0), main.0).filter(|_| stuck.is_none());
+    let listens = awaited.as_ref().is_some_and(|awaited| awaited.name.starts_with(LISTENS));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
         own_frame: moved.own_frame && !polls,
@@ -95,12 +99,11 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         location: locate(main.0, stuck.as_ref().or(main.1), &observed, program(readable.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
-        // A loop whose tasks wait for each other serves nobody, whatever it polls.
-        awaited: awaited(before.and_then(|before| before.0), main.0).filter(|_| stuck.is_none()),
+        awaited,
         thread_waits,
         timed,
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
-        has_locked_threads: first.is_some_and(|first| has_locked_threads([first, last], main)),
+        has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
         connections: connections(dump),
         observed,
     }

@@ -121,7 +121,7 @@ impl Capturer {
                 jobs.push(Job { pid, options: options.clone(), deadline, tables: Arc::clone(&tables) });
             }
         }
-        // With more processes, all processors are busy.
+        // Otherwise the captures themselves keep all processors busy.
         if jobs.len() < pool::cpus() {
             tables.read_ahead(deadline);
         }

@@ -1095,7 +1095,8 @@ pub struct HostFacts {
     /// The main thread waits for the result of a task that it gave to a pool or an executor.
     #[prost(bool, tag = "23")]
     pub awaits_result: bool,
-    /// Other threads of the program wait for locks at different places, the same in both samples.
+    /// It waits for clients, and other threads of the program wait for locks at different places,
+    /// the same in both samples.
     #[prost(bool, tag = "24")]
     pub has_locked_threads: bool,
     /// Libraries of the process whose versions known defects depend on.

@@ -3,7 +3,6 @@
 //! ask of a capture of it.
 
 mod builds;
-mod counts;
 mod debug_files;
 mod eintr;
 mod hard;

@@ -287,7 +287,7 @@ fn colours_are_for_terminals() {
 const FORKS: &str = "\
 import os, sys, time
 print('ready', flush=True)
-time.sleep(3)
+time.sleep(6)
 child = os.fork()
 if child == 0:
     time.sleep(100)
@@ -299,7 +299,7 @@ os.kill(child, 9)
 const EXECUTES: &str = "\
 import os, sys, time
 print('ready', flush=True)
-time.sleep(3)
+time.sleep(6)
 os.execv(sys.executable, [sys.executable, '-c', 'def after(): time.sleep(100)\\nimport time\\nafter()'])
 ";
 const STAYS: &str = "import time\nprint('ready', flush=True)\ndef stays(): time.sleep(100)\nstays()\n";

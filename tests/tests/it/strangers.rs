@@ -375,12 +375,12 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
     assert_eq!(output.code(), 0, "{output:?}");
     let log = logs.join("xpu_timer_collector.log");
     let begun = Instant::now();
-    // Each of these writes some lines.
+    let mut hook = FakeHook::start(&job, &format!("rank{}", "x".repeat(200)), 0, 1);
+    // Each registration writes some lines.
     while !logs.join("xpu_timer_collector.log.2").exists() {
         assert!(begun.elapsed() < PATIENCE, "{:?}", fs::read_dir(&logs).unwrap().collect::<Vec<_>>());
-        let mut hook = FakeHook::start(&job, &format!("rank{}", "x".repeat(200)), 0, 1);
         hook.join(&job);
-        drop(hook);
+        hook.tell("disconnect");
     }
     wait_until(PATIENCE, "old logs of hooks go", || fs::read_dir(&logs).unwrap().count() < 110);
     assert!(own.exists());

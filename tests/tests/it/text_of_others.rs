@@ -46,8 +46,8 @@ fn assert_files_are_harmless(folder: &Path) -> Vec<String> {
     for entry in fs::read_dir(folder).expect("the folder") {
         let path = entry.expect("an entry").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        let for_programs =
-            [".stacktrace", ".ops", ".bin"].iter().any(|end| name.ends_with(end)) || name.starts_with('.');
+        let ends = [".stacktrace", ".ops", ".samples", ".bin"];
+        let for_programs = ends.iter().any(|end| name.ends_with(end)) || name.starts_with('.');
         if path.is_file() && !for_programs {
             assert_harmless(&path.display().to_string(), fs::read(&path).expect("the file"));
             names.push(name);

@@ -71,17 +71,13 @@ fn close(trace: &mut RankTrace<'_>, uuid: u64, count: usize, ns: u64) {
 
 /// A function, whatever line of it runs.
 fn key(frame: &PySpyFrame) -> (&str, &str) {
-    (&frame.func_name, path_of(frame))
-}
-
-fn path_of(frame: &PySpyFrame) -> &str {
-    frame.file_name.rsplit_once(':').map_or(frame.file_name.as_str(), |(path, _)| path)
+    (&frame.func_name, frame.path())
 }
 
 /// `function (file.py)`.
 #[must_use]
 pub fn name_of(frame: &PySpyFrame) -> String {
-    let path = path_of(frame);
+    let path = frame.path();
     let file = path.rsplit_once('/').map_or(path, |(_, file)| file);
     format!("{} ({file})", frame.func_name)
 }

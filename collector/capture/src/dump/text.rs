@@ -4,6 +4,7 @@
 use std::{
     collections::{HashMap, hash_map::Entry},
     io::{self, Write},
+    rc::Rc,
 };
 
 use xpu_timer_proto::{
@@ -115,11 +116,16 @@ const THREAD: &str = "thread";
 /// Distinct lines of text. Thousands of frames of a process share a few dozen lines.
 struct Lines<'a> {
     paint: Paint,
-    texts: Vec<String>,
-    ids: HashMap<String, LineId>,
-    /// By what distinguishes their frames.
-    native: HashMap<(u64, &'a str, bool), LineId>,
-    python: HashMap<(&'a str, &'a str), LineId>,
+    texts: Vec<Rc<str>>,
+    ids: HashMap<Rc<str>, LineId>,
+    frames: HashMap<FrameKey<'a>, LineId>,
+}
+
+/// What distinguishes the lines of frames.
+#[derive(PartialEq, Eq, Hash)]
+enum FrameKey<'a> {
+    Native { pc: u64, function: &'a str, inlined: bool },
+    Python { function: &'a str, place: &'a str },
 }
 
 /// Index of a line in [`Lines`]. Equal lines have equal indices.
@@ -127,36 +133,39 @@ type LineId = usize;
 
 impl<'a> Lines<'a> {
     fn new(paint: Paint) -> Self {
-        Lines { paint, texts: Vec::new(), ids: HashMap::new(), native: HashMap::new(), python: HashMap::new() }
+        Lines { paint, texts: Vec::new(), ids: HashMap::new(), frames: HashMap::new() }
     }
 
     fn add(&mut self, text: String) -> LineId {
-        match self.ids.entry(text) {
+        match self.ids.entry(text.into()) {
             Entry::Occupied(id) => *id.get(),
             Entry::Vacant(entry) => {
-                self.texts.push(entry.key().clone());
+                self.texts.push(Rc::clone(entry.key()));
                 *entry.insert(self.texts.len() - 1)
             }
         }
     }
 
+    fn heading(&mut self, text: &str) -> LineId {
+        self.add(format!("  {}", self.paint.with(DIM, line(text))))
+    }
+
     fn native(&mut self, frame: &'a PstackFrame) -> LineId {
-        let key = (frame.pc, frame.func_name.as_str(), frame.inlined);
-        if let Some(id) = self.native.get(&key) {
-            return *id;
-        }
-        let id = self.add(native_line(frame, self.paint));
-        self.native.insert(key, id);
-        id
+        let key = FrameKey::Native { pc: frame.pc, function: &frame.func_name, inlined: frame.inlined };
+        self.of_frame(key, |paint| native_line(frame, paint))
     }
 
     fn python(&mut self, frame: &'a PySpyFrame) -> LineId {
-        let key = (frame.func_name.as_str(), frame.file_name.as_str());
-        if let Some(id) = self.python.get(&key) {
+        let key = FrameKey::Python { function: &frame.func_name, place: &frame.file_name };
+        self.of_frame(key, |paint| python_line(frame, paint))
+    }
+
+    fn of_frame(&mut self, key: FrameKey<'a>, render: impl FnOnce(Paint) -> String) -> LineId {
+        if let Some(id) = self.frames.get(&key) {
             return *id;
         }
-        let id = self.add(python_line(frame, self.paint));
-        self.python.insert(key, id);
+        let id = self.add(render(self.paint));
+        self.frames.insert(key, id);
         id
     }
 }
@@ -194,8 +203,8 @@ fn add_suspended<'a>(blocks: &mut Blocks, lines: &mut Lines<'a>, trace: &'a PySp
         let awaits =
             if suspended.awaits.is_empty() { String::new() } else { format!(" awaits {}", line(&suspended.awaits)) };
         let title = format!("{} {} of {}{awaits}", capital(noun), quoted(&suspended.name), quoted(&trace.thread_name));
-        let body = suspended.frames.iter().map(|frame| lines.python(frame)).collect();
-        let body = fold(body, lines);
+        let body: Vec<LineId> = suspended.frames.iter().map(|frame| lines.python(frame)).collect();
+        let body = fold(&body, lines);
         blocks.add(noun, title, body, true);
     }
 }
@@ -262,8 +271,8 @@ fn body<'a>(
     let paint = lines.paint;
     let python = trace.map_or(&[][..], |trace| trace.frames.as_slice());
     if view == View::Python {
-        let body = python.iter().map(|frame| lines.python(frame)).collect();
-        let mut body = fold(body, lines);
+        let body: Vec<LineId> = python.iter().map(|frame| lines.python(frame)).collect();
+        let mut body = fold(&body, lines);
         body.extend(doubt(trace, paint).map(|text| lines.add(text)));
         return body;
     }
@@ -277,16 +286,15 @@ fn body<'a>(
                 Frame::Python(frame) => lines.python(frame),
             })),
             Err(mismatch) => {
-                let mut heading = |text: &str| lines.add(format!("  {}", paint.with(DIM, line(text))));
-                body.push(heading(&format!("two stacks, not merged: {mismatch}")));
-                body.push(heading("Python:"));
+                body.push(lines.heading(&format!("two stacks, not merged: {mismatch}")));
+                body.push(lines.heading("Python:"));
                 body.extend(python.iter().map(|frame| lines.python(frame)));
-                body.push(lines.add(format!("  {}", paint.with(DIM, "native:"))));
+                body.push(lines.heading("native:"));
                 body.extend(thread.frames.iter().map(|frame| lines.native(frame)));
             }
         }
     }
-    let mut body = fold(body, lines);
+    let mut body = fold(&body, lines);
     if view == View::Merged {
         body.extend(doubt(trace, paint).map(|text| lines.add(text)));
     }
@@ -309,7 +317,7 @@ fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
 
 /// Folds recursion, which repeats the same frames hundreds of times: a repeated run is printed
 /// once, with the number of repetitions.
-fn fold(body: Vec<LineId>, lines: &mut Lines<'_>) -> Vec<LineId> {
+fn fold(body: &[LineId], lines: &mut Lines<'_>) -> Vec<LineId> {
     let mut folded = Vec::with_capacity(body.len());
     let mut at = 0;
     while at < body.len() {
@@ -366,8 +374,8 @@ mod tests {
 
     fn fold_text(text: &str) -> String {
         let mut lines = Lines::new(Paint { colour: false });
-        let body = text.split(' ').map(|line| lines.add(line.to_owned())).collect();
-        fold(body, &mut lines).iter().map(|line| lines.texts[*line].trim()).collect::<Vec<_>>().join(" ")
+        let body: Vec<LineId> = text.split(' ').map(|line| lines.add(line.to_owned())).collect();
+        fold(&body, &mut lines).iter().map(|line| lines.texts[*line].trim()).collect::<Vec<_>>().join(" ")
     }
 
     #[test]

@@ -17,9 +17,10 @@
 //! `process_vm_readv` after a write to standard error, and, while it polls MPI, `clock_gettime` for
 //! its CPU time and `getrusage` for its context switches. In its steady state, a job launches from
 //! threads that have launched before, and the watcher keeps up. With `TSYNC` the watcher still
-//! makes the `futex` call in which it sleeps, and if the collector has not looked for 2.5 s, the
-//! calls with which it examines the socket. A bare instruction whose filter forbids one of these
-//! calls may end the process.
+//! makes the `futex` call in which it sleeps. If the collector has not looked for 2.5 s, it also
+//! examines the socket, and if the program has launched nothing for a second, it looks for other
+//! threads (`stat`, `openat`). A bare instruction whose filter forbids one of these calls may end
+//! the process.
 //!
 //! The program's threads continue to record, because that only writes memory. The watcher continues
 //! as long as the filter does not apply to it. With `SECCOMP_FILTER_FLAG_TSYNC` it does; then the

@@ -114,12 +114,11 @@ impl Watcher {
     }
 
     /// The exit status of the program's first thread when no other thread is left. It is checked
-    /// only after a second without a hooked call: a thread that calls exists, and an unknown filter
+    /// only after a second without a launch: a thread that launches exists, and an unknown filter
     /// may forbid the check.
     pub fn status_if_no_other_thread(&mut self) -> Option<i32> {
         let now = clock::now_ns();
-        let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
-        let last_ns = called_ns.max(self.thread_check_ns);
+        let last_ns = self.recorder.newest_launch_ns().max(self.thread_check_ns);
         if now.saturating_sub(last_ns) < THREAD_CHECK_INTERVAL_NS || !seccomp::watcher_may_call() {
             return None;
         }

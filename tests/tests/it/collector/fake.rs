@@ -76,18 +76,21 @@ impl FakeHook {
         hook
     }
 
-    /// Starts the process, connects it and says hello.
+    /// Starts the process and registers it.
     pub fn connected(job: &Job, name: &str, rank: i32, world_size: u32) -> Self {
         let mut hook = Self::start(job, name, rank, world_size);
         hook.join(job);
         hook
     }
 
-    /// Connects and says hello.
+    /// Connects, says hello, and waits until the collector has registered the rank. An incident
+    /// that another rank causes before that would not include this one.
     pub fn join(&mut self, job: &Job) {
         self.connect(job);
+        self.word(header::COLLECTOR_NS, 0);
         let hello = encode(Message::Hello(self.hello.clone()));
         self.tell(&format!("hello {hello}"));
+        self.tell(&format!("wait_word {}", header::COLLECTOR_NS));
     }
 
     /// Connects and reads the greeting; returns the collector's pid.

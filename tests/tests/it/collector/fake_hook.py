@@ -78,6 +78,14 @@ class Hook:
         with open(path, "rb") as file:
             socket.send_fds(self.socket, [bytes.fromhex(message)], [file.fileno()])
 
+    def wait_word(self, index):
+        """Waits until the collector has written this word."""
+        deadline = time.monotonic() + 50
+        while os.pread(self.ring, 8, int(index) * 8) == bytes(8):
+            if time.monotonic() > deadline:
+                raise OSError("the collector has not written it")
+            time.sleep(0.002)
+
     def send(self, message):
         self.socket.send(bytes.fromhex(message))
 

@@ -45,10 +45,14 @@ static void poll_mpi(void) {
     if (MPI_Test(&request, &flag, NULL) != 0 || flag) abort();
 }
 
-static void await(const char *folder, const char *name) {
+/* Waits for a file, and trains slowly meanwhile, if asked to. */
+static void await(const char *folder, const char *name, int trains) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    while (access(path, F_OK) != 0) usleep(1000);
+    while (access(path, F_OK) != 0) {
+        if (trains) train(1);
+        usleep(trains ? 50 * 1000 : 1000);
+    }
 }
 
 /* A byte of a file that another process writes; after the filter the program cannot open anything.
@@ -155,8 +159,9 @@ int main(int count, char **arguments) {
     train(10);
     int buffer = 0;
     if (MPI_Irecv(&buffer, 1, ompi_mpi_int, 1, 5, ompi_mpi_comm_world, &request) != 0) abort();
+    int bare_instruction = strncmp(arguments[1], "inline", 6) == 0;
     if (!early && !is_executed) {
-        await(arguments[3], "go");
+        await(arguments[3], "go", bare_instruction);
         shut_in(arguments[1], action);
     }
     /* The program's own sleep is allowed. */
@@ -165,7 +170,6 @@ int main(int count, char **arguments) {
        what a job does in its steady state: a burst would wake the watcher, by a call. So would many
        operations after the filter has ended the watcher, so they are few: on a busy machine the
        collector may look late. */
-    int bare_instruction = strncmp(arguments[1], "inline", 6) == 0;
     while (bare_instruction && *seen == 0) {
         train(1);
         for (int rest = 0; rest < 5; rest++) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);

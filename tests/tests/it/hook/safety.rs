@@ -5,13 +5,11 @@
 use std::{
     fs,
     os::unix::{fs::FileExt, process::ExitStatusExt},
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
 };
 
 use xpu_timer_proto::{
-    WATCHER_THREAD,
-    procfs::{self, Syscall},
     ring::{self, filtered, header},
     v1::{FlightRecord, Op, OpStatus},
 };
@@ -495,23 +493,62 @@ fn a_filter_that_the_system_refuses_changes_nothing() {
     assert_eq!(collector.header(pid)[header::FILTERS_SEEN], 0);
 }
 
-/// Only the collector detects a filter that is installed without the C library, within a second.
-/// Until then, a job in its steady state makes no system call for the hook. A thread that launches
-/// in a burst makes one when it overtakes the watcher.
-/// Waits until the watcher thread of a process stays in one wait for a futex.
-fn wait_until_watcher_sleeps(pid: i32) {
-    const SAMPLES: usize = 5;
-    let is_watcher = |tid: &i32| procfs::thread_stat(pid, *tid).is_some_and(|stat| stat.name == WATCHER_THREAD);
-    let mut seen = 0;
-    wait_until(PATIENCE, "the watcher sleeps", || {
-        let watcher = procfs::threads(pid).unwrap_or_default().into_iter().find(is_watcher);
-        let call = watcher.and_then(|tid| procfs::syscall(pid, tid).ok());
-        let sleeps = matches!(call, Some(Syscall::Blocked { number: libc::SYS_futex, .. }));
-        seen = if sleeps { seen + 1 } else { 0 };
-        seen == SAMPLES
-    });
+/// The header of the ring of a process.
+fn ring_header(pid: i32) -> [u64; header::WORDS] {
+    let is_ring = |path: &PathBuf| {
+        fs::read_link(path).is_ok_and(|file| file.to_string_lossy().starts_with("/memfd:xpu_timer_ring"))
+    };
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let ring = descriptors.map(|entry| entry.path()).find(is_ring).expect("its ring");
+    let ring = fs::File::open(ring).unwrap();
+    ring::read_header(|at, buffer| ring.read_exact_at(buffer, at)).expect("a ring of this version")
 }
 
+/// Waits until a whole turn of the watcher lies after a moment at which the collector had looked at
+/// the ring. In its steady state, a job then makes no system call for the hook but that in which
+/// the watcher sleeps. A thread that launches in a burst makes one when it overtakes the watcher.
+fn wait_for_steady_state(header: impl Fn() -> [u64; header::WORDS]) {
+    wait_until(PATIENCE, "the collector has looked", || header()[header::COLLECTOR_NS] != 0);
+    for _ in 0..2 {
+        let before = header()[header::HEARTBEAT_NS];
+        wait_until(PATIENCE, "the watcher begins a turn", || header()[header::HEARTBEAT_NS] != before);
+    }
+}
+
+/// The collector that is played here keeps from the hook that there is a filter.
+#[test]
+fn a_job_in_its_steady_state_makes_no_call_that_a_filter_may_forbid() {
+    let job = Job::new();
+    let (collector, mut process) = start_filters(&job, "inline-tsync", "kill");
+    let pid = collector.wait_hello();
+    let look = || {
+        let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+        collector.write_header(pid, header::COLLECTOR_NS, std::time::Duration::from(now).as_nanos() as u64);
+    };
+    look();
+    wait_for_steady_state(|| {
+        look();
+        collector.header(pid)
+    });
+    fs::write(job.dir.join("go"), "").unwrap();
+    let begun = std::time::Instant::now();
+    wait_until(PATIENCE, "some seconds", || {
+        look();
+        assert_eq!(process.try_wait(), None, "a call has ended it");
+        begun.elapsed().as_secs() >= 3
+    });
+    collector.write_header(pid, header::FILTERED, u64::from(filtered::PROGRAM | filtered::WATCHER));
+    has_seen(&job);
+    assert_continued("inline-tsync", "kill", &process.wait(PATIENCE));
+}
+
+/// From here on, a burst makes no system call either.
+fn has_seen(job: &Job) {
+    let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
+    seen.write_all_at(b"1", 0).unwrap();
+}
+
+/// Only the collector detects a filter that is installed without the C library, within a second.
 #[test]
 fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
     let stops = "its hook stops reporting, so only its peers show a hang of this rank";
@@ -530,17 +567,13 @@ fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
         let mut process = Process::spawn(command.env_remove("LD_LIBRARY_PATH"));
         let logged = |text: &str| wait_until(PATIENCE, text, || job.logs().contains(text));
         logged("registered");
-        // The watcher still handles the welcome when the collector logs that. A filter that ends
-        // the process at any other call must find it asleep.
-        wait_until_watcher_sleeps(process.pid());
+        wait_for_steady_state(|| ring_header(process.pid()));
         fs::write(job.dir.join("go"), "").unwrap();
         wait_until(PATIENCE, words, || {
             assert_eq!(process.try_wait(), None, "{how} {action}: it ended\n{}", job.logs());
             job.logs().contains(words)
         });
-        // From here on, a burst makes no system call either.
-        let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
-        seen.write_all_at(b"1", 0).unwrap();
+        has_seen(&job);
         assert_continued(how, action, &process.wait(PATIENCE));
         logged("sent Goodbye");
         assert!(!job.logs().contains("ended without Goodbye") && job.incidents().is_empty(), "{}", job.logs());
