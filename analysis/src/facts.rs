@@ -1,7 +1,7 @@
 //! The facts that the judge reads about a process, from its dump or from the facts that a node has
 //! condensed the dump to. Judging condensed evidence gives the same verdict.
 
-use std::{cmp::Reverse, collections::HashSet};
+use std::{borrow::Cow, cmp::Reverse, collections::HashSet};
 
 use xpu_timer_proto::{
     kernels,
@@ -159,18 +159,16 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         python_function: location.python_function,
         native: location.native,
         moved: moved.map(movement),
-        d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
+        d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| Box::new(HostSleep { main, thread, wchan })),
         stuck_helper: stacks::stuck_helper(dump, training)
-            .map(|StuckHelper { name, state, pid, command }| HostHelper { who: name, place: state, pid, command }),
-        gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, location, waiting }| HostGilHolder {
-            thread,
-            function,
-            place: location,
-            waiting: waiting as u64,
+            .map(|StuckHelper { name, state, pid, command }| HostHelper { who: name, place: state, pid, command })
+            .map(Box::new),
+        gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, location, waiting }| {
+            Box::new(HostGilHolder { thread, function, place: location, waiting: waiting as u64 })
         }),
         compiler: stacks::compiler_child(dump),
         suspended: suspended::facts(dump),
-        awaited,
+        awaited: awaited.map(Box::new),
         thread_waits: thread_waits
             .into_iter()
             .map(|ThreadWait { awaited, own }| HostThreadWait { awaited: Some(awaited), own })
@@ -223,7 +221,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
             caller: facts.caller.clone(),
             native: facts.native.clone(),
         },
-        awaited: facts.awaited.clone(),
+        awaited: facts.awaited.as_deref().cloned(),
         thread_waits: facts.thread_waits.iter().filter_map(thread_wait).collect(),
         timed: facts.timed,
         awaits_result: facts.awaits_result,
@@ -307,18 +305,18 @@ pub(crate) fn gil_holder_of(dump: Option<&Stacktrace>, facts: Option<&HostFacts>
 }
 
 /// See [`known_defects::signs`].
-pub(crate) fn defect_signs(evidence: &RankEvidence) -> Vec<String> {
+pub(crate) fn defect_signs(evidence: &RankEvidence) -> Cow<'_, [String]> {
     match &evidence.dump {
-        Some(dump) => known_defects::signs(dump),
-        None => evidence.host.as_ref().map_or_else(Vec::new, |host| host.defect_signs.clone()),
+        Some(dump) => known_defects::signs(dump).into(),
+        None => evidence.host.as_ref().map(|host| host.defect_signs.as_slice()).unwrap_or_default().into(),
     }
 }
 
 /// See [`known_defects::libraries`].
-pub(crate) fn libraries(evidence: &RankEvidence) -> Vec<Library> {
+pub(crate) fn libraries(evidence: &RankEvidence) -> Cow<'_, [Library]> {
     match &evidence.dump {
-        Some(dump) => known_defects::libraries(dump),
-        None => evidence.host.as_ref().map_or_else(Vec::new, |host| host.libraries.clone()),
+        Some(dump) => known_defects::libraries(dump).into(),
+        None => evidence.host.as_ref().map(|host| host.libraries.as_slice()).unwrap_or_default().into(),
     }
 }
 

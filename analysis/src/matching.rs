@@ -99,6 +99,8 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     }
     let mut comms: Vec<Comm> = comms.into_values().collect();
     for comm in &mut comms {
+        // A rank is a member of several communicators, so a large job has many members.
+        comm.members.shrink_to_fit();
         comm.size = size_by_majority(&comm.members).max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
         comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.rank_index)).collect();
         comm.by_comm_rank.sort_unstable();

@@ -1,6 +1,9 @@
 //! The parts of a verdict that need no judgement: the state of ranks, communicators and hooks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet, HashMap},
+};
 
 use xpu_timer_proto::{
     server::Library,
@@ -171,7 +174,7 @@ pub(crate) fn hook(world: &World<'_>) -> HookReport {
 /// unknown version counts only if the stacks have the signature.
 pub(crate) fn known_defects(case: &Case<'_>, conclusion: &Conclusion) -> Vec<KnownDefect> {
     // By rank: the signatures on its stacks, and the versions of its libraries.
-    let seen: Vec<(Vec<String>, Vec<Library>)> = case
+    let seen: Vec<(Cow<'_, [String]>, Cow<'_, [Library]>)> = case
         .world
         .views
         .iter()
@@ -271,16 +274,16 @@ fn has_unequal_group(view: &RankView<'_>) -> bool {
 
 /// The state of every rank, the smallest group first.
 pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
-    type Key = (&'static str, String, Activity, Option<bool>, Location, Vec<String>);
-    let mut groups: BTreeMap<Key, Vec<u32>> = BTreeMap::new();
+    type Key<'a> = (&'static str, &'a str, Activity, Option<bool>, &'a Location, &'a [String]);
+    let mut groups: BTreeMap<Key<'_>, Vec<u32>> = BTreeMap::new();
     for view in &world.views {
         let key = (
             presence_name(view.presence),
-            view.host.state.clone(),
+            view.host.state.as_str(),
             view.host.observed.activity,
             view.host.moved.map(|moved| moved.is_progress()),
-            view.host.location.clone(),
-            view.evidence.map(|evidence| evidence.errors.clone()).unwrap_or_default(),
+            &view.host.location,
+            view.evidence.map(|evidence| evidence.errors.as_slice()).unwrap_or_default(),
         );
         groups.entry(key).or_default().push(view.rank);
     }
@@ -289,11 +292,11 @@ pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
         .map(|((presence, process_state, activity, moved, location, errors), ranks)| RankGroup {
             ranks,
             presence: presence.to_owned(),
-            process_state,
+            process_state: process_state.to_owned(),
             activity,
             moved,
-            location,
-            errors,
+            location: location.clone(),
+            errors: errors.to_vec(),
         })
         .collect();
     groups.sort_by(|one, other| one.ranks.len().cmp(&other.ranks.len()).then_with(|| one.ranks.cmp(&other.ranks)));

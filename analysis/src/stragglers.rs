@@ -264,33 +264,35 @@ fn member_paces(members: &[(u32, &Series)]) -> Vec<MemberPace> {
     let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
     let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
     // By block index: member, time inside and span.
-    let mut shared: BTreeMap<u32, Vec<(usize, f64, f64)>> = BTreeMap::new();
-    for (member, (_, series)) in members.iter().enumerate() {
-        for (index, inside, span) in merge_blocks(&series.blocks, level) {
-            shared.entry(index).or_default().push((member, inside, span));
-        }
+    let mut shared: BTreeMap<u32, Vec<(u32, f64, f64)>> = BTreeMap::new();
+    for (member, (_, series)) in (0..).zip(members) {
+        merge_blocks(&series.blocks, level, |index, inside, span| {
+            let present = shared.entry(index).or_insert_with(|| Vec::with_capacity(members.len()));
+            present.push((member, inside, span));
+        });
     }
+    let mut waited: Vec<f64> = Vec::with_capacity(members.len());
     for present in shared.values() {
         if present.len() < 2 || (present.len() as f64) < MIN_PRESENT_SHARE * members.len() as f64 {
             continue;
         }
         let quickest = present.iter().map(|(_, inside, _)| *inside).fold(f64::INFINITY, f64::min);
-        let mut waited: Vec<f64> = present.iter().map(|(_, inside, _)| inside - quickest).collect();
-        waited.sort_by(f64::total_cmp);
+        waited.clear();
+        waited.extend(present.iter().map(|(_, inside, _)| inside - quickest));
+        waited.sort_unstable_by(f64::total_cmp);
         for (member, inside, span) in present {
             let own = inside - quickest;
             if let Some(others) = median_of_others(&waited, own).filter(|_| *span > 0.0) {
-                paces[*member].add(own, others, *span);
+                paces[*member as usize].add(own, others, *span);
             }
         }
     }
     paces
 }
 
-/// Merges blocks to one level, so that they can be compared: index, time inside and span of each
-/// complete block.
-fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
-    let mut merged: Vec<(u32, f64, f64)> = Vec::new();
+/// Merges blocks to one level, so that they can be compared. Calls `merged` with index, time inside
+/// and span of each complete block.
+fn merge_blocks(blocks: &[PaceBlock], level: u32, mut merged: impl FnMut(u32, f64, f64)) {
     // The block that is being merged: its index, its size so far in blocks of level 0, its time
     // inside and its span.
     let mut open: Option<(u32, u64, f64, f64)> = None;
@@ -306,11 +308,10 @@ fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
         if let Some((index, part, inside, span)) = open
             && part == 1 << level
         {
-            merged.push((index, inside, span));
+            merged(index, inside, span);
             open = None;
         }
     }
-    merged
 }
 
 /// The median of sorted values without one of them, `own`.
@@ -506,9 +507,14 @@ mod tests {
     fn blocks_of_different_sizes_are_compared_over_the_same_numbers() {
         let block = |level, index, inside_us| PaceBlock { level, index, inside_us, span_us: 100 << level };
         let fine = [block(0, 7, 9), block(0, 8, 10), block(0, 9, 11), block(1, 5, 50), block(0, 12, 7)];
-        assert_eq!(merge_blocks(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
-        assert_eq!(merge_blocks(&fine, 2), [(2, 71.0, 400.0)]);
-        assert_eq!(merge_blocks(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
+        let merged = |blocks: &[PaceBlock], level| {
+            let mut merged = Vec::new();
+            merge_blocks(blocks, level, |index, inside, span| merged.push((index, inside, span)));
+            merged
+        };
+        assert_eq!(merged(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
+        assert_eq!(merged(&fine, 2), [(2, 71.0, 400.0)]);
+        assert_eq!(merged(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
     }
 
     #[test]

@@ -132,8 +132,8 @@ pub fn shape(operation: &Operation) -> String {
     if operation.op() == Op::Copy {
         return format!("{} of {} bytes", operation.function, operation.count);
     }
-    if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {
-        let batch = if batch > 1 { format!("{batch} x ") } else { String::new() };
+    if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul.as_deref() {
+        let batch = if *batch > 1 { format!("{batch} x ") } else { String::new() };
         return format!("{} of {batch}{m} x {n} x {k} {}", operation.function, dtype_name(operation.dtype()));
     }
     let name = match operation.op() {
@@ -340,7 +340,8 @@ mod tests {
     #[test]
     fn a_matrix_product_is_named_by_its_shape() {
         let matmul = Matmul { batch: 8, m: 4096, n: 1024, k: 512, ..Matmul::default() };
-        let mut operation = Operation { function: "cublasGemmEx".into(), matmul: Some(matmul), ..Operation::default() };
+        let mut operation =
+            Operation { function: "cublasGemmEx".into(), matmul: Some(matmul.into()), ..Operation::default() };
         operation.set_op(Op::Matmul);
         operation.set_dtype(DataType::Bfloat16);
         assert_eq!(shape(&operation), "cublasGemmEx of 8 x 4096 x 1024 x 512 bfloat16");

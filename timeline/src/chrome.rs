@@ -143,9 +143,9 @@ impl<'a, W: Write> RankJson<'a, W> {
             add("Group size", group.size.into());
             add("Process Group Ranks", Value::from(ranks).to_string().into());
         }
-        if let Some(of) = shape.collection {
+        if let Some(of) = &shape.collection {
             arguments.clear();
-            let GarbageCollection { generation, collected, uncollectable } = of;
+            let GarbageCollection { generation, collected, uncollectable } = **of;
             arguments.push_str(&format!(
                 "\"generation\": {generation}, \"collected\": {collected}, \"uncollectable\": {uncollectable}, "
             ));

@@ -350,7 +350,7 @@ mod tests {
             kind: OpKind::Kernel.into(),
             op: Op::Matmul.into(),
             dtype: DataType::Float16.into(),
-            matmul: Some(Matmul { batch: 8, m: 4096, n: 1024, k: 512, ..Default::default() }),
+            matmul: Some(Matmul { batch: 8, m: 4096, n: 1024, k: 512, ..Default::default() }.into()),
             ..Default::default()
         };
         let meaning = Meaning::of(&product, None);

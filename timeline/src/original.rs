@@ -189,7 +189,7 @@ impl<'a, R: Read> Reader<'a, R> {
             Some(DebugData::FaDebug(data)) => {
                 operation.op = Op::Attention.into();
                 if let [batch, m, n, k] = data.shapes[..] {
-                    operation.matmul = Some(Matmul { batch, m, n, k, ..<_>::default() });
+                    operation.matmul = Some(Matmul { batch, m, n, k, ..<_>::default() }.into());
                 }
             }
             Some(DebugData::MemoryDebug(data)) => {
@@ -261,16 +261,17 @@ fn direction(name: &str) -> CopyDirection {
     }
 }
 
-fn matmul(shapes: &[u32], trans: &str) -> Option<Matmul> {
+fn matmul(shapes: &[u32], trans: &str) -> Option<Box<Matmul>> {
     let [batch, m, n, k] = shapes[..] else { return None };
     let transposed = |index| u32::from(trans.as_bytes().get(index) == Some(&b'T'));
-    Some(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1) })
+    Some(Box::new(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1) }))
 }
 
-fn launch(grid: &[u32], block: &[u32]) -> Option<LaunchConfig> {
+fn launch(grid: &[u32], block: &[u32]) -> Option<Box<LaunchConfig>> {
     let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid, block) else { return None };
     let (grid_x, grid_y, grid_z) = (*grid_x, *grid_y, *grid_z);
-    Some(LaunchConfig { grid_x, grid_y, grid_z, block_x: *block_x, block_y: *block_y, block_z: *block_z })
+    let (block_x, block_y, block_z) = (*block_x, *block_y, *block_z);
+    Some(Box::new(LaunchConfig { grid_x, grid_y, grid_z, block_x, block_y, block_z }))
 }
 
 /// Field number and wire type; `None` at the end of the input.
@@ -372,7 +373,7 @@ mod tests {
         assert_eq!(operations.len(), 3);
         assert_eq!((operations[0].op(), operations[0].entered_ns), (Op::Matmul, 999_980_000));
         assert_eq!((operations[0].started_ns, operations[0].completed_ns), (1_000_000_000, 1_000_050_000));
-        assert_eq!(operations[0].matmul.map(|shape| shape.m), Some(4096));
+        assert_eq!(operations[0].matmul.as_ref().map(|shape| shape.m), Some(4096));
         assert_eq!((operations[1].op(), operations[1].count, operations[1].seq), (Op::AllReduce, 2048, 5));
         assert_eq!((operations[2].kind(), operations[2].returned_ns), (OpKind::HostCall, 900_009_000));
         assert!(reader.next_block().unwrap().is_none());

@@ -170,7 +170,7 @@ impl Incident {
         if let Some(part) = self.parts.get_mut(&node) {
             self.delivering.remove(&node);
             match progress {
-                Progress::Captured if !self.captured.contains(&node) => self.captured.push_back(node),
+                Progress::Captured if part.progress != Progress::Captured => self.captured.push_back(node),
                 Progress::Delivering(_) => _ = self.delivering.insert(node),
                 _ => {}
             }

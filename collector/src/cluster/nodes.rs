@@ -354,6 +354,12 @@ const SAME_NS: u64 = 1_000_000_000;
 const FORGET_NS: u64 = 600 * 1_000_000_000;
 
 impl Nodes {
+    /// The stream of the node with this identity.
+    #[must_use]
+    pub fn stream_of(&self, identity: &str) -> Option<StreamId> {
+        self.nodes.get(self.by_identity.get(identity)?)?.stream
+    }
+
     /// Handles the hello of a stream.
     pub fn join(&mut self, name: &str, identity: &str, stream: StreamId) -> NodeId {
         let id = *self.by_identity.entry(identity.into()).or_insert_with(|| {

@@ -298,7 +298,7 @@ mod tests {
             dtype: DataType::Bfloat16.into(),
             status: OpStatus::Completed.into(),
             device_ns: 687_195,
-            matmul: Some(shape),
+            matmul: Some(shape.into()),
             ..Default::default()
         };
         let (key, done) = matmul(&operation, &settings()).unwrap();
@@ -313,7 +313,7 @@ mod tests {
         let shape = Matmul { batch: 32, m: 2048, n: 2048, k: 64, ..Default::default() };
         let attention = |trans_a: u32| {
             let matmul = Some(Matmul { trans_a, ..shape });
-            Operation { op: Op::Attention.into(), matmul, ..operation.clone() }
+            Operation { op: Op::Attention.into(), matmul: matmul.map(Box::new), ..operation.clone() }
         };
         let (key, forward) = matmul(&attention(0), &settings()).unwrap();
         assert_eq!(labels(&key), "dtype=bf16,operation=FA,level=2");

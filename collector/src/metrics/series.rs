@@ -2,7 +2,7 @@
 //! the expiry of a series; and the calls of its traced Python functions. The caller passes in the
 //! time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use xpu_timer_proto::{ring::span::TracedFunction, v1::Operation};
 
@@ -47,16 +47,26 @@ struct Series {
 /// All series of one rank.
 #[derive(Debug, Default)]
 pub struct AllSeries {
-    series: BTreeMap<Key, Series>,
+    // Ascending by key.
+    series: Vec<(Key, Series)>,
+    // The place of the series that the last operation belongs to. Mostly, the next one does too.
+    last: usize,
 }
 
 impl AllSeries {
     /// Adds a completed operation to its series.
     pub fn add(&mut self, key: Key, done: Measurement, now_ns: u64) {
-        if self.series.len() >= MAX_SERIES && !self.series.contains_key(&key) {
-            return;
+        if self.series.get(self.last).is_none_or(|(known, _)| *known != key) {
+            self.last = match self.series.binary_search_by(|(known, _)| known.cmp(&key)) {
+                Ok(place) => place,
+                Err(_) if self.series.len() >= MAX_SERIES => return,
+                Err(place) => {
+                    self.series.insert(place, (key, Series::default()));
+                    place
+                }
+            };
         }
-        let series = self.series.entry(key).or_default();
+        let (_, series) = &mut self.series[self.last];
         series.heard_ns = now_ns;
         if series.done.len() == MAX_OPERATIONS {
             series.done.pop_front();
@@ -67,7 +77,7 @@ impl AllSeries {
     /// Publishes series that are due and removes expired ones.
     pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
         let silence = nanoseconds(settings.silence);
-        self.series.retain(|_, series| now_ns.saturating_sub(series.heard_ns) <= silence);
+        self.series.retain(|(_, series)| now_ns.saturating_sub(series.heard_ns) <= silence);
         for (key, series) in &mut self.series {
             let due = series.published_ns.saturating_add(nanoseconds(settings.publish));
             if series.values.is_some() && now_ns < due {
@@ -243,6 +253,12 @@ mod tests {
         series.turn(&settings(), 401 * SECOND);
         let left: Vec<Key> = series.published().map(|(key, _)| *key).collect();
         assert_eq!(left, [key("AllGather")]);
+        series.add(key("AllReduce"), done(401, 1.0, 1.0), 401 * SECOND);
+        series.add(key("AllGather"), done(401, 1.0, 1.0), 401 * SECOND);
+        series.add(key("AllReduce"), done(401, 2.0, 1.0), 401 * SECOND);
+        series.turn(&settings(), 411 * SECOND);
+        let maxima: Vec<(Key, f64)> = series.published().map(|(key, values)| (*key, values.max)).collect();
+        assert_eq!(maxima, [(key("AllGather"), 1.0), (key("AllReduce"), 2.0)]);
     }
 
     #[test]
@@ -252,7 +268,7 @@ mod tests {
             series.add(key("AllReduce"), done(1, number as f64, 1.0), SECOND);
         }
         series.turn(&settings(), SECOND);
-        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, MAX_OPERATIONS));
+        assert_eq!((only(&series).min, series.series[0].1.done.len()), (100.0, MAX_OPERATIONS));
     }
 
     #[test]

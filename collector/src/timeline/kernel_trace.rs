@@ -177,8 +177,10 @@ impl Recording {
         let room = request.count.saturating_sub(recorded.host_traces.len());
         for call in calls.iter().filter(|call| unix_ns(call.entered_ns) >= request.since_unix_ns).take(room) {
             let count = recorded.host_counts.entry(call.function.clone()).or_default();
-            let collection =
-                call.collection.map(|of| GcDebugData { collected: of.collected, uncollectable: of.uncollectable });
+            let collection = call
+                .collection
+                .as_ref()
+                .map(|of| GcDebugData { collected: of.collected, uncollectable: of.uncollectable });
             recorded.host_traces.push(HostTrace {
                 start_us: unix_ns(call.entered_ns) / 1000,
                 dur_us: (call.returned_ns.saturating_sub(call.entered_ns) / 1000).min(u32::MAX.into()) as u32,
@@ -470,7 +472,7 @@ mod tests {
         Operation {
             kind: OpKind::Kernel.into(),
             op: Op::Matmul.into(),
-            matmul: Some(shape),
+            matmul: Some(shape.into()),
             function: "cublasGemmEx".into(),
             ..all_reduce(at_us)
         }
@@ -576,7 +578,7 @@ mod tests {
         let call = |at_us: u64| Operation {
             function: "GC".into(),
             returned_ns: NOW.mono_ns + at_us * 1000 + 9000,
-            collection: Some(GarbageCollection { generation: 2, collected: 5, uncollectable: 1 }),
+            collection: Some(GarbageCollection { generation: 2, collected: 5, uncollectable: 1 }.into()),
             ..all_reduce(at_us)
         };
         rig.recording.add_calls(0, &[Operation { entered_ns: 0, ..call(0) }, call(5), call(6)], NOW);

@@ -30,6 +30,15 @@ fn generated_code_is_up_to_date() {
         .codec_path("crate::codec::Codec")
         // Absent from the evidence of a large job, which has one for each of 100,000 ranks.
         .boxed(".xpu_timer.v1.RankEvidence.dump")
+        // Most ranks have none of these.
+        .boxed(".xpu_timer.v1.HostFacts.d_sleep")
+        .boxed(".xpu_timer.v1.HostFacts.stuck_helper")
+        .boxed(".xpu_timer.v1.HostFacts.gil_holder")
+        .boxed(".xpu_timer.v1.HostFacts.awaited")
+        // Most operations have none of these, and the evidence of a large job has a million operations.
+        .boxed(".xpu_timer.v1.Operation.matmul")
+        .boxed(".xpu_timer.v1.Operation.launch")
+        .boxed(".xpu_timer.v1.Operation.collection")
         .client_mod_attribute(".", "#[cfg(feature = \"grpc\")]")
         .server_mod_attribute(".", "#[cfg(feature = \"grpc\")]")
         .out_dir(fresh.path())

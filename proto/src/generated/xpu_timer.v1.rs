@@ -95,8 +95,8 @@ pub struct Operation {
     /// Only for OP_MATMUL: `dtype` is then the type of A, and `function` the called C function. And
     /// for OP_ATTENTION: `batch` is then the batch times the number of heads, `m` and `n` the numbers
     /// of queries and keys, `k` the size of a head, and `trans_a` 1 in the backward pass.
-    #[prost(message, optional, tag = "21")]
-    pub matmul: ::core::option::Option<Matmul>,
+    #[prost(message, optional, boxed, tag = "21")]
+    pub matmul: ::core::option::Option<::prost::alloc::boxed::Box<Matmul>>,
     /// Tag of an MPI or gloo send or receive, or of a gloo collective; -1 matches any. Absent if the
     /// library has no tags.
     #[prost(int32, optional, tag = "22")]
@@ -108,14 +108,16 @@ pub struct Operation {
     #[prost(uint32, tag = "24")]
     pub store_key_count: u32,
     /// Only for OP_KERNEL, if the launch was recorded in detail.
-    #[prost(message, optional, tag = "25")]
-    pub launch: ::core::option::Option<LaunchConfig>,
+    #[prost(message, optional, boxed, tag = "25")]
+    pub launch: ::core::option::Option<::prost::alloc::boxed::Box<LaunchConfig>>,
     /// Only for OP_COPY.
     #[prost(enumeration = "CopyDirection", tag = "26")]
     pub direction: i32,
     /// Only for a host call that is a garbage collection of Python.
-    #[prost(message, optional, tag = "27")]
-    pub collection: ::core::option::Option<GarbageCollection>,
+    #[prost(message, optional, boxed, tag = "27")]
+    pub collection: ::core::option::Option<
+        ::prost::alloc::boxed::Box<GarbageCollection>,
+    >,
 }
 /// A garbage collection of Python.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1057,17 +1059,19 @@ pub struct HostFacts {
     /// Absent without two samples.
     #[prost(message, optional, tag = "9")]
     pub moved: ::core::option::Option<HostMovement>,
-    #[prost(message, optional, tag = "10")]
-    pub d_sleep: ::core::option::Option<HostSleep>,
-    #[prost(message, optional, tag = "11")]
-    pub stuck_helper: ::core::option::Option<HostHelper>,
-    #[prost(message, optional, tag = "12")]
-    pub gil_holder: ::core::option::Option<HostGilHolder>,
+    #[prost(message, optional, boxed, tag = "10")]
+    pub d_sleep: ::core::option::Option<::prost::alloc::boxed::Box<HostSleep>>,
+    #[prost(message, optional, boxed, tag = "11")]
+    pub stuck_helper: ::core::option::Option<::prost::alloc::boxed::Box<HostHelper>>,
+    #[prost(message, optional, boxed, tag = "12")]
+    pub gil_holder: ::core::option::Option<::prost::alloc::boxed::Box<HostGilHolder>>,
     #[prost(string, optional, tag = "13")]
     pub compiler: ::core::option::Option<::prost::alloc::string::String>,
     /// What the main thread's system call waits for.
-    #[prost(message, optional, tag = "14")]
-    pub awaited: ::core::option::Option<super::server::Awaited>,
+    #[prost(message, optional, boxed, tag = "14")]
+    pub awaited: ::core::option::Option<
+        ::prost::alloc::boxed::Box<super::server::Awaited>,
+    >,
     /// The user's frame that called into the wrapper where `python` is: `train.py:88 in step`.
     #[prost(string, optional, tag = "15")]
     pub caller: ::core::option::Option<::prost::alloc::string::String>,

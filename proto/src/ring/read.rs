@@ -378,22 +378,25 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
 }
 
 /// The shape of a matrix product. All its words are 0 if it is unknown.
-fn matmul_of(words: &[u64; op::WORDS]) -> Option<Matmul> {
+fn matmul_of(words: &[u64; op::WORDS]) -> Option<Box<Matmul>> {
     let [m_n, k_batch, transposes] = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].map(|word| words[word]);
-    (m_n | k_batch | transposes != 0).then(|| Matmul {
-        batch: high(k_batch),
-        m: low(m_n),
-        n: high(m_n),
-        k: low(k_batch),
-        trans_a: low(transposes),
-        trans_b: high(transposes),
+    (m_n | k_batch | transposes != 0).then(|| {
+        Box::new(Matmul {
+            batch: high(k_batch),
+            m: low(m_n),
+            n: high(m_n),
+            k: low(k_batch),
+            trans_a: low(transposes),
+            trans_b: high(transposes),
+        })
     })
 }
 
-fn launch_of(words: &[u64; op::WORDS]) -> Option<LaunchConfig> {
+fn launch_of(words: &[u64; op::WORDS]) -> Option<Box<LaunchConfig>> {
     let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) =
         (dimensions(words[launch::GRID]), dimensions(words[launch::BLOCK]));
-    (words[launch::GRID] != 0).then_some(LaunchConfig { grid_x, grid_y, grid_z, block_x, block_y, block_z })
+    let config = || Box::new(LaunchConfig { grid_x, grid_y, grid_z, block_x, block_y, block_z });
+    (words[launch::GRID] != 0).then(config)
 }
 
 /// The named kernels and how often each was launched, those that communicate first.
@@ -553,7 +556,10 @@ mod tests {
         let operation = operation(&words, "cublasGemmEx".into());
         assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
         let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
-        assert_eq!((operation.matmul, operation.dtype(), operation.tag), (Some(shape), DataType::Bfloat16, None));
+        assert_eq!(
+            (&operation.matmul, operation.dtype(), operation.tag),
+            (&Some(shape.into()), DataType::Bfloat16, None)
+        );
     }
 
     #[test]
@@ -571,7 +577,7 @@ mod tests {
         let kernel = operation(&kernel, "gelu".into());
         let launch =
             LaunchConfig { grid_x: i32::MAX as u32, grid_y: 65_535, grid_z: 3, block_x: 1024, block_y: 2, block_z: 1 };
-        assert_eq!((kernel.launch, kernel.communicator, kernel.seq), (Some(launch), 0, 0));
+        assert_eq!((kernel.launch, kernel.communicator, kernel.seq), (Some(launch.into()), 0, 0));
 
         let mut copy = words(Op::Copy);
         copy[op::COUNT] = 1 << 33;

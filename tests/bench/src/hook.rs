@@ -12,7 +12,10 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, FakeCollector, ReadMode, idle_library, python, python_version, tree};
+use xpu_timer_tests::{
+    Artifacts, FakeCollector, Job, PATIENCE, Process, ReadMode, compile_c, idle_library, python, python_version, tree,
+    wait_until,
+};
 
 use crate::report::{Report, median, ms, time};
 
@@ -45,6 +48,8 @@ enum Part {
     Calls,
     /// Python functions that are traced, and the others
     Traced,
+    /// Collectives whose Python stacks are kept
+    Stacks,
     /// A training loop
     Training,
     /// The start of a process
@@ -53,7 +58,7 @@ enum Part {
     Memory,
 }
 
-const PARTS: [Part; 5] = [Part::Calls, Part::Traced, Part::Training, Part::Start, Part::Memory];
+const PARTS: [Part; 6] = [Part::Calls, Part::Traced, Part::Stacks, Part::Training, Part::Start, Part::Memory];
 
 /// Numbers of threads that call concurrently.
 const THREADS: [usize; 3] = [1, 4, 16];
@@ -91,6 +96,7 @@ pub fn run(options: &Options) -> Result<bool> {
                 questions(&bench, options, &mut report);
             }
             Part::Traced => traced(&bench, &artifacts, options, &mut report),
+            Part::Stacks => stacks(&bench, &artifacts, &mut report),
             Part::Training => training::training(&bench.hook, &options.training, &mut report),
             Part::Start => start(&bench, options, &mut report),
             Part::Memory => memory(&bench, &mut report),
@@ -430,6 +436,93 @@ fn traced(bench: &Bench, artifacts: &Artifacts, options: &Options, report: &mut 
         report.check(&line("call of another function"), figure(other), &limit(UNTRACED_LIMIT_NS), met);
         report.note(&line("frame of another function that an exception leaves"), figure(frame));
     }
+}
+
+/// A library whose `reduce` returns the nanoseconds of an all-reduce. Each `step` in its size makes
+/// another kind of operation.
+const REDUCE: &str = r#"
+#include <stddef.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct { char internal[128]; } Id;
+int ncclCommInitRank(void **, int, Id, int);
+int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e9 + time.tv_nsec;
+}
+
+double reduce(int calls, size_t size, size_t step) {
+    static void *comm;
+    static int stream;
+    if (comm == NULL) {
+        Id id;
+        memset(&id, 7, sizeof id);
+        ncclCommInitRank(&comm, 4, id, 0);
+    }
+    double from = now();
+    for (int index = 0; index < calls; index++)
+        ncclAllReduce(NULL, NULL, size + index * step, 7, 0, comm, &stream);
+    return (now() - from) / calls;
+}
+"#;
+
+/// Prints the medians of the nanoseconds of a known and of a new kind of all-reduce, called ten
+/// frames deep. The pauses let the watcher empty the ring.
+const STACKS: &str = "
+import ctypes, statistics, sys, time
+library = ctypes.CDLL(sys.argv[1])
+library.reduce.restype = ctypes.c_double
+library.reduce.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
+def deep(frames, *arguments):
+    return deep(frames - 1, *arguments) if frames else library.reduce(*arguments)
+def rounds(count, calls, step):
+    figures = []
+    for number in range(count):
+        figures.append(deep(10, calls, 1024 + number * calls * step, step))
+        time.sleep(0.03)
+    return statistics.median(figures[3:])
+rounds(4, 1, 0)
+time.sleep(2)
+print(rounds(100, 128, 0), rounds(15, 8, 1))
+";
+
+/// What the stack of a new kind must cost at least. Otherwise none was kept.
+const LEAST_STACK_NS: f64 = 300.0;
+
+/// A collective while Python stacks of launches are kept: of a kind whose stack is known, and the
+/// first one of its kind.
+fn stacks(bench: &Bench, artifacts: &Artifacts, report: &mut Report) {
+    report.section("Hook: time of a collective of a Python program that keeps stacks of launches");
+    let run = |count: &str| -> Result<[f64; 2]> {
+        let job = Job::new().with("LD_LIBRARY_PATH", &bench.folder.path().display().to_string());
+        let job = job.with("XPU_TIMER_DUMP_STACK_COUNT", count);
+        let collector = Process::spawn(job.command(artifacts.bin("xpu_timer_collector")).arg("node"));
+        wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
+        let mut command = job.launch(python());
+        command.args(["-c", STACKS]).arg(bench.folder.path().join("reduce.so"));
+        let output = command.stderr(Stdio::inherit()).output()?;
+        ensure!(output.status.success(), "{}: {}", python().display(), output.status);
+        let text = String::from_utf8_lossy(&output.stdout);
+        let figures = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+        <[f64; 2]>::try_from(figures).map_err(|_| anyhow::anyhow!("it printed {text:?}"))
+    };
+    let beside = format!("-L{}", bench.folder.path().display());
+    // The library calls no function of the driver, but the hook needs its events.
+    let libraries = ["-Wl,--no-as-needed", "-l:libcuda.so.1", "-l:libnccl.so.2"];
+    let options = [&["-O2", "-shared", "-fPIC", &beside][..], &libraries].concat();
+    compile_c(bench.folder.path(), "reduce.so", REDUCE, &options);
+    let ([known, new], [known_with, new_with]) = match run("0").and_then(|without| Ok((without, run("1000000000")?))) {
+        Ok(figures) => figures,
+        Err(error) => return report.failed("a collective of Python", &error),
+    };
+    let figure = |without: f64, with: f64| format!("{:+.0} ns ({without:.0} to {with:.0})", with - without);
+    report.note("a kind whose stack is known", figure(known, known_with));
+    let is_kept = new_with - new >= LEAST_STACK_NS;
+    report.check("the first of its kind, ten frames deep", figure(new, new_with), "a stack is kept", is_kept);
 }
 
 /// A process that makes no device call.

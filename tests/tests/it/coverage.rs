@@ -343,7 +343,7 @@ fn counted(record: &FlightRecord, layer: &str) -> u64 {
             record.collectives_launched
         }
         _ if layer.starts_with("cuBLAS") => {
-            let shapes: Vec<_> = record.operations.iter().filter_map(|operation| operation.matmul).collect();
+            let shapes: Vec<_> = record.operations.iter().filter_map(|operation| operation.matmul.as_deref()).collect();
             assert!(
                 shapes.iter().all(|shape| (shape.m, shape.n, shape.k, shape.trans_b) == (2, 2, 2, 1)),
                 "{shapes:?}"

@@ -745,7 +745,7 @@ fn kernels_of_flash_attention_are_timed_with_their_sizes() {
     let shapes: Vec<_> = timed
         .iter()
         .map(|one| {
-            let shape = one.matmul.expect("its sizes");
+            let shape = one.matmul.as_ref().expect("its sizes");
             (shape.batch, shape.m, shape.n, shape.k, shape.trans_a, one.dtype())
         })
         .collect();

@@ -49,9 +49,11 @@ impl Engine {
 
     /// A node sent its hello. If the same process reconnects, its old stream is closed.
     pub fn node_joined(&mut self, stream: StreamId, hello: NodeHello, now: Now) {
+        let replaced = self.nodes.stream_of(&hello.identity);
         let node = self.nodes.join(&hello.node, &hello.identity, stream);
-        let replaced = self.streams.extract_if(.., |_, other| *other == node).map(|(old, _)| Action::Disconnect(old));
-        self.actions.extend(replaced);
+        if let Some(old) = replaced.filter(|old| self.streams.remove(old).is_some()) {
+            self.actions.push_back(Action::Disconnect(old));
+        }
         self.streams.insert(stream, node);
         // Transfers on its old stream are lost.
         self.transfers_interrupted(node, now);

@@ -146,7 +146,7 @@ fn is_complete(family: &Family) {
     let init = of(Op::CommInit);
     assert_eq!(init[0].function, format!("{}CommInitRank", family.collectives));
     let [product] = of(Op::Matmul)[..] else { panic!("one product") };
-    let shape = product.matmul.unwrap();
+    let shape = product.matmul.as_ref().unwrap();
     assert_eq!((shape.m, shape.n, shape.k, shape.batch, shape.trans_a, shape.trans_b), (4, 5, 6, 1, 0, 1));
     assert_eq!((product.function.as_str(), product.stream), (&*format!("{}blasSgemm", family.prefix), 0x60));
     assert_eq!(calls(&record, &format!("{}LaunchKernel", family.prefix)), 2);
@@ -166,7 +166,7 @@ fn matrix_products_of_amd_use_its_type_numbers() {
     let products: Vec<_> = operations(&record, Op::Matmul)[1..]
         .iter()
         .map(|one| {
-            let shape = one.matmul.unwrap();
+            let shape = one.matmul.as_ref().unwrap();
             assert_eq!((one.dtype(), one.stream, shape.trans_a, shape.trans_b), (DataType::Bfloat16, 0x60, 1, 0));
             (&*one.function, [shape.batch, shape.m, shape.n, shape.k])
         })

@@ -356,7 +356,7 @@ fn matrix_products_of_every_form_have_their_shape() {
         let shapes: Vec<_> = operations(&record, Op::Matmul)
             .iter()
             .map(|one| {
-                let shape = one.matmul.unwrap();
+                let shape = one.matmul.as_ref().unwrap();
                 assert_eq!((one.kind(), one.dtype().as_str_name()), (OpKind::Kernel, "DATA_TYPE_FLOAT32"));
                 assert!(one.completed_ns > 0 && one.stream > 2, "timed on the stream of its handle: {one:?}");
                 (&*one.function, [shape.batch, shape.m, shape.n, shape.k], [shape.trans_a, shape.trans_b])

@@ -380,12 +380,12 @@ fn detail_is_recorded_until_its_time() {
     let launch = LaunchConfig { grid_x: 300, grid_y: 2, grid_z: 1, block_x: 128, block_y: 1, block_z: 1 };
     for kernel in &others {
         assert_eq!((kernel.op(), kernel.kind(), kernel.function.as_str()), (Op::Kernel, OpKind::Kernel, "work"));
-        assert_eq!((kernel.launch, kernel.communicator, kernel.seq), (Some(launch), 0, 0));
+        assert_eq!((kernel.launch.as_deref(), kernel.communicator, kernel.seq), (Some(&launch), 0, 0));
         assert!(kernel.device_ns >= 100_000, "{kernel:?}");
     }
     let mut kinds = BTreeMap::new();
     for copy in &copies {
-        assert_eq!((copy.kind(), copy.status(), copy.launch), (OpKind::Kernel, OpStatus::Completed, None));
+        assert_eq!((copy.kind(), copy.status(), copy.launch.as_deref()), (OpKind::Kernel, OpStatus::Completed, None));
         assert!(copy.started_ns >= copy.entered_ns && copy.completed_ns >= copy.started_ns, "{copy:?}");
         *kinds.entry((copy.function.as_str(), copy.direction(), copy.count, copy.stream > 2)).or_insert(0) += 1;
     }
