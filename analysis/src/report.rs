@@ -173,8 +173,9 @@ pub(crate) fn hook(world: &World<'_>) -> HookReport {
 /// The known defects whose signature the ranks have, in a version that is affected or unknown. An
 /// unknown version counts only if the stacks have the signature.
 pub(crate) fn known_defects(case: &Case<'_>, conclusion: &Conclusion) -> Vec<KnownDefect> {
-    // By rank: the signatures on its stacks, and the versions of its libraries.
-    let seen: Vec<(Cow<'_, [String]>, Cow<'_, [Library]>)> = case
+    // The signatures on the stacks of a rank, and the versions of its libraries.
+    type Seen<'a> = (Cow<'a, [String]>, Cow<'a, [Library]>);
+    let seen: Vec<Seen<'_>> = case
         .world
         .views
         .iter()

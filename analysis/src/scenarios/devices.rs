@@ -170,11 +170,7 @@ fn one_rank_has_not_launched_its_graph() {
     for rank in [0, 1, 3] {
         job.push(
             rank,
-            xpu_timer_proto::v1::Operation {
-                kind: OpKind::GraphLaunch.into(),
-                started_ns: 5,
-                ..Job::operation(0, 0, Op::Graph)
-            },
+            Operation { kind: OpKind::GraphLaunch.into(), started_ns: 5, ..Job::operation(0, 0, Op::Graph) },
         );
     }
     job.set_stack(2, Stack::loader());
@@ -191,7 +187,7 @@ fn a_rank_that_is_behind_explains_the_graphs_of_the_others() {
         for (rank, (launched, started)) in (0..).zip(launched.into_iter().zip(started)) {
             job.flight(rank).graphs_launched = launched;
             let (kind, started_ns) = (OpKind::GraphLaunch.into(), u64::from(started));
-            job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns, ..Job::operation(0, 0, Op::Graph) });
+            job.push(rank, Operation { kind, started_ns, ..Job::operation(0, 0, Op::Graph) });
         }
         job.judge()
     };
@@ -466,7 +462,7 @@ fn graphs_with_kernels_that_communicate_are_compared_by_their_launches() {
             if launched == 42 {
                 let graph = Job::operation(0, 0, Op::Graph);
                 let kind = OpKind::GraphLaunch.into();
-                job.push(rank, xpu_timer_proto::v1::Operation { kind, started_ns: 5, ..graph });
+                job.push(rank, Operation { kind, started_ns: 5, ..graph });
             }
         }
         job

@@ -35,7 +35,7 @@ fn generated_code_is_up_to_date() {
         .boxed(".xpu_timer.v1.HostFacts.stuck_helper")
         .boxed(".xpu_timer.v1.HostFacts.gil_holder")
         .boxed(".xpu_timer.v1.HostFacts.awaited")
-        // Most operations have none of these, and the evidence of a large job has a million operations.
+        // Most operations have none of these, and a large job has a million operations.
         .boxed(".xpu_timer.v1.Operation.matmul")
         .boxed(".xpu_timer.v1.Operation.launch")
         .boxed(".xpu_timer.v1.Operation.collection")
