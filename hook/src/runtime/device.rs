@@ -3,7 +3,10 @@
 //! Launching threads call them for the capture check, the context and two event records; the
 //! watcher calls the rest. No runtime function is called, because it would create a context.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use xpu_timer_proto::family::LaunchTarget;
 
@@ -11,7 +14,7 @@ use crate::runtime::{
     abi::{Context, DRIVER_NOT_FOUND, Event, STREAM_PER_THREAD, SUCCESS, Stream},
     contexts::{address_of, current_generation},
     linker::dynamic::{self, forget_linker_error, loaded, look_up},
-    os::leaked_once::LeakedOnce,
+    os::{clock, leaked_once::LeakedOnce},
 };
 
 /// The functions of the loaded driver.
@@ -52,20 +55,42 @@ enum LaunchTargetFunctions {
     },
 }
 
-/// The driver, once it is loaded. A driver that lacks one of the functions is not used, and nothing
-/// is bracketed.
+static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
+
+/// When the driver was last searched in vain, by the coarse clock.
+static SEARCHED_NS: AtomicU64 = AtomicU64::new(0);
+
+/// Pause after a search in vain. It takes milliseconds, because the linker looks into all folders
+/// of its path, and a program on another device never has this driver.
+const SEARCH_PAUSE_NS: u64 = 500_000_000;
+
+/// The driver, once it is loaded. It may be missed for half a second. A driver that lacks one of
+/// the functions is not used, and nothing is bracketed.
 pub fn device() -> Option<&'static Device> {
-    static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
-    if let Some(device) = DEVICE.get() {
-        return Some(device);
-    }
+    DEVICE.get().or_else(|| {
+        let searched_ns = SEARCHED_NS.load(Ordering::Relaxed);
+        let pauses = searched_ns != 0 && clock::coarse_now_ns().saturating_sub(searched_ns) < SEARCH_PAUSE_NS;
+        if pauses { None } else { search() }
+    })
+}
+
+/// The driver, for calls that are rare, such as the creation of a communicator. No driver that is
+/// loaded is missed.
+pub fn device_now() -> Option<&'static Device> {
+    DEVICE.get().or_else(search)
+}
+
+#[cold]
+fn search() -> Option<&'static Device> {
     let found = find();
     forget_linker_error();
+    if found.is_none() {
+        SEARCHED_NS.store(clock::coarse_now_ns(), Ordering::Relaxed);
+    }
     let device = found?;
     Some(DEVICE.get_or_init(|| device))
 }
 
-#[cold]
 fn find() -> Option<Device> {
     let names = dynamic::device_family()?.device.as_ref()?;
     let sonames = dynamic::device_family()?.sonames(names.library);
@@ -306,5 +331,26 @@ impl Device {
         let mut mode = crate::runtime::abi::CAPTURE_MODE_RELAXED;
         // SAFETY: `mode` is valid.
         check(unsafe { (self.exchange_capture_mode)(&mut mode) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{thread, time::Duration};
+
+    use super::*;
+
+    #[test]
+    fn a_driver_that_is_not_loaded_is_not_searched_in_each_call() {
+        let searched_ns = || SEARCHED_NS.load(Ordering::Relaxed);
+        assert!(device_now().is_none());
+        let first = searched_ns();
+        assert_ne!(first, 0);
+        // Longer than a tick of the coarse clock.
+        thread::sleep(Duration::from_millis(30));
+        assert!(device().is_none());
+        assert_eq!(searched_ns(), first);
+        assert!(device_now().is_none());
+        assert_ne!(searched_ns(), first);
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::{Comm, NCCL_IN_PROGRESS, SUCCESS},
-        device::device,
+        device::device_now,
         os::{clock, sys, thread_state},
         recorder::{
             NewOperation, Recorder,
@@ -63,7 +63,7 @@ fn adopt(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize>
         id: local_id(),
         size: 0,
         rank: -1,
-        device: device().map_or(-1, |device| device.device_number()),
+        device: device_now().map_or(-1, |device| device.device_number()),
         parent: 0,
         created_ns: clock::now_ns(),
     })?;

@@ -19,7 +19,7 @@ use crate::{
     interpose::hooked::{AfterCall, Site},
     runtime::{
         abi::{Comm, Data, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
-        device::device,
+        device::device_now,
         os::{clock, thread_state},
         recorder::{
             Recorder,
@@ -193,7 +193,7 @@ pub fn init(
         id: hash(id),
         size: size as u32,
         rank,
-        device: device().map_or(-1, |device| device.device_number()),
+        device: device_now().map_or(-1, |device| device.device_number()),
         parent: 0,
         created_ns: clock::now_ns(),
     };
@@ -208,7 +208,7 @@ fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color:
         id: child_id(parent_id, hash(&[&number.to_le_bytes(), &color.to_le_bytes(), what])),
         size: 0,
         rank: -1,
-        device: device().map_or(-1, |device| device.device_number()),
+        device: device_now().map_or(-1, |device| device.device_number()),
         parent: parent_id,
         created_ns: clock::now_ns(),
     }
