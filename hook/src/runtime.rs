@@ -51,6 +51,7 @@ pub(crate) mod os {
     pub(crate) mod clock;
     #[allow(unsafe_code)]
     pub(crate) mod descriptor;
+    pub(crate) mod fork_sections;
     #[allow(unsafe_code)]
     pub(crate) mod leaked_once;
     #[allow(unsafe_code)]

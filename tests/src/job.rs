@@ -109,6 +109,13 @@ impl Job {
         }
     }
 
+    /// A port of its own for another server, such as the rendezvous of its ranks. A port that the
+    /// kernel chooses could be chosen again for another test before that server binds it.
+    #[must_use]
+    pub fn spare_port(&self) -> u16 {
+        self.port + PORTS_OF_A_JOB - 1
+    }
+
     /// Sets a variable for everything started from now on.
     #[must_use]
     pub fn with(mut self, name: &str, value: &str) -> Self {

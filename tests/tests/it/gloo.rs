@@ -1,14 +1,7 @@
 //! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and
 //! that of PyPI. A missing rank is named with its line; torchrun restarts a hung job.
 
-use std::{
-    ffi::OsString,
-    fs,
-    net::{Ipv4Addr, TcpListener},
-    path::PathBuf,
-    process::Command,
-    sync::MutexGuard,
-};
+use std::{ffi::OsString, fs, path::PathBuf, process::Command, sync::MutexGuard};
 
 use serde_json::json;
 use xpu_timer_proto::{
@@ -96,13 +89,13 @@ impl Torch {
 
 /// A job whose ranks hang soon and find each other at a port of their own.
 fn job() -> Job {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| socket.local_addr()).expect("a free port");
-    Job::new()
-        .with("XPU_TIMER_HANG_TIMEOUT", "4")
+    let job = Job::new();
+    let port = job.spare_port();
+    job.with("XPU_TIMER_HANG_TIMEOUT", "4")
         .with("XPU_TIMER_SAMPLE_INTERVAL", "1")
         .with("XPU_TIMER_LINGER", "60")
         .with("MASTER_ADDR", "127.0.0.1")
-        .with("MASTER_PORT", &port.port().to_string())
+        .with("MASTER_PORT", &port.to_string())
         .with("OMP_NUM_THREADS", "1")
         // Debian builds PyTorch without it.
         .with("USE_LIBUV", "0")

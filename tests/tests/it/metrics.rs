@@ -8,7 +8,6 @@ use std::{
     collections::BTreeMap,
     fs,
     io::Write,
-    net::{Ipv4Addr, TcpListener},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::OnceLock,
@@ -424,8 +423,7 @@ impl Prometheus {
     /// Starts it and waits until it is ready.
     fn start(job: &Job) -> Result<Self, String> {
         let program = debian()?.join("prometheus");
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-        let port = port.map_err(|error| error.to_string())?.port();
+        let port = job.spare_port();
         let config = job.dir.join("prometheus.yml");
         let target = job.port + 1;
         let text = format!(

@@ -10,7 +10,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    net::{Ipv4Addr, TcpListener},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -50,9 +49,10 @@ impl Torch {
     /// A job whose ranks hang soon and find each other at a port of their own.
     fn new() -> Option<Self> {
         let (torch, turn) = pypi()?;
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| socket.local_addr()).unwrap().port();
         let libraries = torch.library_path().expect("the libraries of stubs").into_string().unwrap();
-        let job = Job::new()
+        let job = Job::new();
+        let port = job.spare_port();
+        let job = job
             .with("LD_LIBRARY_PATH", &libraries)
             .with("MASTER_ADDR", "127.0.0.1")
             .with("MASTER_PORT", &port.to_string())

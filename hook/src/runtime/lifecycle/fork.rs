@@ -1,21 +1,17 @@
 //! Keeps the hook's state correct in children of fork and vfork.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::runtime::{
     os::{
+        fork_sections,
         process::{CONNECTION, FINAL_TURN_UNWANTED, IDLE, PROCESS, RING, SET_UP_IN, pid},
-        ptracer, seccomp, sys, thread_state,
+        ptracer, seccomp, thread_state,
     },
     recorder::{Recorder, running},
 };
 
 static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
-
-/// Number of threads that are forking, and whether the watcher is opening a descriptor.
-static FORKING: AtomicU32 = AtomicU32::new(0);
-
-static OPENING: AtomicBool = AtomicBool::new(false);
 
 /// The recorder, except in a child of vfork, which shares the parent's memory, and where a filter
 /// forbids the check. Async-signal-safe.
@@ -38,38 +34,18 @@ pub fn watch_forks() {
     }
 }
 
-/// Opens a descriptor, unless a thread is forking. Otherwise a child could inherit a descriptor
-/// that its state does not contain.
-pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
-    // The forking thread sets its mark and then reads this one; the watcher does the reverse. At
-    // least one of them sees the other's mark.
-    OPENING.store(true, Ordering::SeqCst);
-    let opened = (FORKING.load(Ordering::SeqCst) == 0).then(open);
-    OPENING.store(false, Ordering::SeqCst);
-    opened
-}
-
 extern "C" fn before_fork() {
     seccomp::remember_for_child();
-    FORKING.fetch_add(1, Ordering::SeqCst);
-    // The watcher makes two system calls at most. A stray descriptor in the child is better than a
-    // host that waits.
-    for _ in 0..100 {
-        if !OPENING.load(Ordering::SeqCst) {
-            break;
-        }
-        sys::relax();
-    }
+    fork_sections::begin_fork();
 }
 
 extern "C" fn after_fork() {
-    FORKING.fetch_sub(1, Ordering::SeqCst);
+    fork_sections::end_fork();
 }
 
 /// Runs on the only thread of a forked child, where only async-signal-safe functions are allowed.
 extern "C" fn after_fork_in_child() {
-    FORKING.store(0, Ordering::SeqCst);
-    OPENING.store(false, Ordering::SeqCst);
+    fork_sections::forget_parent();
     let errno = thread_state::errno();
     let saved = errno.get();
     // Dumps contain the child's stacks.

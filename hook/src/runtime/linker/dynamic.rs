@@ -12,7 +12,7 @@ use xpu_timer_proto::family::{FAMILIES, Family};
 
 use crate::runtime::{
     linker::elf::{self, Object},
-    os::{seccomp, sys, thread_state},
+    os::{fork_sections::in_linker, seccomp, sys, thread_state},
 };
 
 /// dlsym, with the hook's library as the caller.
@@ -89,7 +89,7 @@ pub fn objects() -> Vec<CString> {
     }
     let mut paths = Vec::new();
     // SAFETY: the callback receives the vector that it expects, and does not keep it.
-    unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) };
+    in_linker(|| unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) });
     paths
 }
 

@@ -5,6 +5,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
+use crate::runtime::os::fork_sections::in_linker;
+
 /// Size of a page, the unit of memory protection.
 pub const PAGE: usize = 4096;
 
@@ -357,7 +359,7 @@ impl Object {
         }
         let mut question = Question { base: self.base, wanted: &wanted, flags: None };
         // SAFETY: the callback receives the type that it expects, and does not keep the pointer.
-        unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) };
+        in_linker(|| unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) });
         question.flags
     }
 }

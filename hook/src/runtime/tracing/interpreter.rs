@@ -9,7 +9,7 @@ use std::{
 use crate::runtime::{
     lifecycle::panics::guarded,
     linker::elf::{self, Object},
-    os::leaked_once::LeakedOnce,
+    os::{fork_sections::in_linker, leaked_once::LeakedOnce},
 };
 
 /// An object of the interpreter.
@@ -139,7 +139,7 @@ pub fn find() -> Option<Api> {
     let mut found = None;
     // No library is unloaded during the callback. The program is always there, so it is called.
     // SAFETY: the callback gets the place that it expects, and does not keep it.
-    unsafe { libc::dl_iterate_phdr(Some(search), (&raw mut found).cast()) };
+    in_linker(|| unsafe { libc::dl_iterate_phdr(Some(search), (&raw mut found).cast()) });
     found
 }
 

@@ -16,8 +16,7 @@ use xpu_timer_proto::{
 };
 
 use crate::runtime::{
-    lifecycle::fork,
-    os::{descriptor::Descriptor, process::CONNECTION, ptracer, wakeup},
+    os::{descriptor::Descriptor, fork_sections::open_outside_fork, process::CONNECTION, ptracer, wakeup},
     watcher::log::Log,
 };
 
@@ -112,7 +111,7 @@ impl Connection {
 
     fn connect(&mut self) -> io::Result<()> {
         let address = address(&self.path)?;
-        let Some(opened) = fork::open_outside_fork(|| open().and_then(|fd| CONNECTION.set(fd))) else { return Ok(()) };
+        let Some(opened) = open_outside_fork(|| open().and_then(|fd| CONNECTION.set(fd))) else { return Ok(()) };
         opened?;
         let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
         // SAFETY: a valid address of that size.

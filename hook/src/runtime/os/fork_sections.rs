@@ -1,0 +1,117 @@
+//! Sections of the hook in which no thread should fork, because the child would inherit what the
+//! section has not finished.
+
+use std::{
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::Duration,
+};
+
+use crate::runtime::os::{seccomp, sys};
+
+/// Number of threads that are forking, and of threads in a section. Each side sets its mark and
+/// then reads the other one, so at least one of them sees the other's mark.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+static SECTIONS: AtomicU32 = AtomicU32::new(0);
+
+/// How often one side yields to the other, and how often it then sleeps for [`PAUSE`]: 10 ms in
+/// all. Harm in a child is better than a host that waits for longer.
+const YIELDS: u32 = 100;
+const PAUSES: u32 = 100;
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// Opens a descriptor, unless a thread is forking. Otherwise a child could inherit a descriptor
+/// that its state does not contain.
+pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
+    SECTIONS.fetch_add(1, Ordering::SeqCst);
+    let opened = (FORKING.load(Ordering::SeqCst) == 0).then(open);
+    SECTIONS.fetch_sub(1, Ordering::SeqCst);
+    opened
+}
+
+/// Runs a section that holds a lock of the linker. The C library does not release each of them in a
+/// forked child, which then blocks in its next call of dlopen or dl_iterate_phdr. So a thread that
+/// forks waits for such sections, and they wait for it.
+pub fn in_linker<R>(section: impl FnOnce() -> R) -> R {
+    SECTIONS.fetch_add(1, Ordering::SeqCst);
+    if FORKING.load(Ordering::SeqCst) != 0 {
+        SECTIONS.fetch_sub(1, Ordering::SeqCst);
+        wait_until(|| FORKING.load(Ordering::SeqCst) == 0);
+        SECTIONS.fetch_add(1, Ordering::SeqCst);
+    }
+    let result = section();
+    SECTIONS.fetch_sub(1, Ordering::SeqCst);
+    result
+}
+
+/// Before a fork, on its thread.
+pub fn begin_fork() {
+    FORKING.fetch_add(1, Ordering::SeqCst);
+    wait_until(|| SECTIONS.load(Ordering::SeqCst) == 0);
+}
+
+/// After a fork, in the parent.
+pub fn end_fork() {
+    FORKING.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// In a forked child, in which no other thread is left.
+pub fn forget_parent() {
+    FORKING.store(0, Ordering::SeqCst);
+    SECTIONS.store(0, Ordering::SeqCst);
+}
+
+fn wait_until(is_over: impl Fn() -> bool) {
+    for attempt in 0..YIELDS + PAUSES {
+        if is_over() {
+            return;
+        }
+        if attempt < YIELDS || !seccomp::may_call() {
+            sys::relax();
+        } else {
+            thread::sleep(PAUSE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{atomic::AtomicBool, mpsc};
+
+    use super::*;
+
+    /// Whether a fork that begins during a section of a millisecond finds it ended.
+    fn waits_for_section() -> bool {
+        static IS_INSIDE: AtomicBool = AtomicBool::new(false);
+        let (entered, has_entered) = mpsc::channel();
+        let section = thread::spawn(move || {
+            in_linker(|| {
+                IS_INSIDE.store(true, Ordering::SeqCst);
+                entered.send(()).unwrap();
+                thread::sleep(Duration::from_millis(1));
+                IS_INSIDE.store(false, Ordering::SeqCst);
+            });
+        });
+        has_entered.recv().unwrap();
+        begin_fork();
+        let waited = !IS_INSIDE.load(Ordering::SeqCst);
+        end_fork();
+        section.join().unwrap();
+        waited
+    }
+
+    #[test]
+    fn a_fork_and_a_section_wait_for_each_other() {
+        // On a busy machine, a section may take longer than a fork waits.
+        assert!((0..100).any(|_| waits_for_section()), "no fork waits for a section");
+        let waits_for_fork = || {
+            begin_fork();
+            assert_eq!(open_outside_fork(|| ()), None);
+            let section = thread::spawn(|| in_linker(|| FORKING.load(Ordering::SeqCst)));
+            thread::sleep(Duration::from_millis(1));
+            end_fork();
+            section.join().unwrap() == 0
+        };
+        assert!((0..100).any(|_| waits_for_fork()), "no section waits for a fork");
+    }
+}
