@@ -21,6 +21,9 @@ use crate::{
     world::RankView,
 };
 
+/// How much later than recorded a kernel may have been launched: the hook reads the coarse clock.
+const LAUNCH_TIME_ERROR_NS: u64 = 10_000_000;
+
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -49,7 +52,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !communicates(view, name));
     // A watcher that the driver blocks has not seen what completed since, so an operation that is
     // not the newest one may have.
-    let newest_ns = stream.filter(|_| last.is_some() && view.watcher_stale()).map_or(0, |stream| stream.last_launch_ns);
+    let newest = stream.filter(|_| last.is_some() && view.watcher_stale());
+    let newest_ns = newest.map_or(0, |stream| stream.last_launch_ns + LAUNCH_TIME_ERROR_NS);
     let kernel = view.pending().find(|operation| {
         matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch)
             && !is_blocked(operation)

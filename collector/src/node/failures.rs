@@ -125,9 +125,7 @@ fn plain(line: &str) -> String {
         rest = after.split_once('m').map_or("", |(_, behind)| behind);
     }
     text.push_str(rest);
-    if let Some((rank, behind)) = text.strip_prefix("[rank").and_then(|rest| rest.split_once("]:"))
-        && rank.bytes().all(|digit| digit.is_ascii_digit())
-    {
+    if let Some((_, behind)) = rank_mark(&text) {
         text = behind.strip_prefix(' ').unwrap_or(behind).into();
     }
     let bar = text.trim_start();
@@ -137,10 +135,11 @@ fn plain(line: &str) -> String {
     }
 }
 
-/// What PyTorch's `excepthook` puts before each line of an exception: `[rank3]: `.
-fn mark(line: &str) -> Option<&str> {
-    let (mark, _) = line.split_once("]: ")?;
-    mark.strip_prefix("[rank")?.bytes().all(|digit| digit.is_ascii_digit()).then_some(mark)
+/// The rank and the rest of a line that begins as PyTorch's `excepthook` marks each line of an
+/// exception: `[rank3]: `.
+fn rank_mark(line: &str) -> Option<(&str, &str)> {
+    let (rank, behind) = line.strip_prefix("[rank")?.split_once("]:")?;
+    rank.bytes().all(|digit| digit.is_ascii_digit()).then_some((rank, behind))
 }
 
 /// Parses the last traceback of a text. In a chain of exceptions, that is the one that was raised
@@ -170,6 +169,8 @@ fn last_traceback(text: &str) -> Option<Traceback> {
     let message = next.map_or(message, |next| next.trim());
     // Of a text of several lines, only those are known that PyTorch marks or that it adds to each
     // error of CUDA. Others cannot be told from what follows.
+    // PyTorch's log has the rank, too, but no space behind it: `[rank1]:[W1127 …`.
+    let mark = |line| rank_mark(line).filter(|(_, behind)| behind.starts_with(' ')).map(|(rank, _)| rank);
     let marks: Vec<Option<&str>> = text.lines().map(mark).collect();
     let mark = marks[index - 1];
     let belongs = |at: usize| {

@@ -150,7 +150,7 @@ impl NodeState {
         let job = incident.head.job.clone();
         let place = path.map_or("not kept".into(), |path| path.display().to_string());
         let state = if incident.is_idle() { "is idle" } else { "shows no hang" };
-        info!("job {job} {state}: {} [{}, {place}]", verdict.sentence, verdict.cause);
+        info!("job {job} {state}. Its capture: {} [{}, {place}]", verdict.sentence, verdict.cause);
         for problem in &verdict.timing.errors {
             info!("capture {id}: {problem}");
         }

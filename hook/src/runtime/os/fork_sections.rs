@@ -20,28 +20,44 @@ const YIELDS: u32 = 100;
 const PAUSES: u32 = 100;
 const PAUSE: Duration = Duration::from_micros(100);
 
+/// A section, until it is dropped: also when it panics.
+struct Section;
+
+impl Section {
+    fn enter() -> Self {
+        SECTIONS.fetch_add(1, Ordering::SeqCst);
+        Section
+    }
+
+    /// Enters a section, unless a thread is forking.
+    fn enter_outside_fork() -> Option<Self> {
+        let section = Self::enter();
+        (FORKING.load(Ordering::SeqCst) == 0).then_some(section)
+    }
+}
+
+impl Drop for Section {
+    fn drop(&mut self) {
+        SECTIONS.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// Opens a descriptor, unless a thread is forking. Otherwise a child could inherit a descriptor
 /// that its state does not contain.
 pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
-    SECTIONS.fetch_add(1, Ordering::SeqCst);
-    let opened = (FORKING.load(Ordering::SeqCst) == 0).then(open);
-    SECTIONS.fetch_sub(1, Ordering::SeqCst);
-    opened
+    let _section = Section::enter_outside_fork()?;
+    Some(open())
 }
 
 /// Runs a section that holds a lock of the linker. The C library does not release each of them in a
 /// forked child, which then blocks in its next call of dlopen or dl_iterate_phdr. So a thread that
 /// forks waits for such sections, and they wait for it.
 pub fn in_linker<R>(section: impl FnOnce() -> R) -> R {
-    SECTIONS.fetch_add(1, Ordering::SeqCst);
-    if FORKING.load(Ordering::SeqCst) != 0 {
-        SECTIONS.fetch_sub(1, Ordering::SeqCst);
+    let _section = Section::enter_outside_fork().unwrap_or_else(|| {
         wait_until(|| FORKING.load(Ordering::SeqCst) == 0);
-        SECTIONS.fetch_add(1, Ordering::SeqCst);
-    }
-    let result = section();
-    SECTIONS.fetch_sub(1, Ordering::SeqCst);
-    result
+        Section::enter()
+    });
+    section()
 }
 
 /// Before a fork, on its thread.

@@ -173,7 +173,7 @@ impl Recorder {
     /// Records the launch configuration of a kernel. Other operations have none.
     pub fn set_launch_config(&self, index: usize, grid: [u32; 3], block: [u32; 3]) {
         let words = self.ring.op(index);
-        if words[op::WHAT].load(Ordering::Relaxed).to_le_bytes()[1] == Op::Kernel as u8 {
+        if self.op(index) == Op::Kernel {
             words[launch::GRID].store(pack_dimensions(grid), Ordering::Relaxed);
             words[launch::BLOCK].store(pack_dimensions(block), Ordering::Relaxed);
         }
@@ -233,6 +233,12 @@ impl Recorder {
     pub fn kind(&self, slot: usize) -> OpKind {
         let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
         OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
+    }
+
+    /// What an operation does.
+    pub fn op(&self, slot: usize) -> Op {
+        let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
+        Op::try_from(((what >> 8) & 0xff) as i32).unwrap_or_default()
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
 
 use xpu_timer_proto::{
     ring::{comm, header, op, pack_halves},
-    v1::{OpKind, OpStatus},
+    v1::{Op, OpKind, OpStatus},
 };
 
 use crate::runtime::{
@@ -197,10 +197,10 @@ impl Tracker {
             return;
         }
         if self.query(slot, start) == Some(SUCCESS) {
-            let entered = self.recorder.ring.op(slot)[op::ENTERED_NS].load(Ordering::Relaxed);
-            let started = self.completion_of(slot, start, entered, clock::now_ns());
+            let now = clock::now_ns();
+            let started = self.completion_of(slot, start, self.launched(slot, now), now);
             for member in operations::members(self.recorder, slot) {
-                self.started(member, started);
+                self.started(member, started, self.launched(member, now));
             }
         }
     }
@@ -234,8 +234,11 @@ impl Tracker {
         for member in operations::members(self.recorder, slot) {
             let words = self.recorder.ring.op(member);
             if error == 0 {
-                self.started(member, completed.saturating_sub(elapsed));
-                words[op::DEVICE_NS].store(elapsed, Ordering::Relaxed);
+                let start_event = completed.saturating_sub(elapsed);
+                let launched = self.launched(member, completed);
+                self.started(member, start_event, launched);
+                let before = launched.saturating_sub(start_event);
+                words[op::DEVICE_NS].store(elapsed.saturating_sub(before), Ordering::Relaxed);
                 self.recorder.raise_counter(member, comm::COMPLETED);
             }
             words[op::COMPLETED_NS].store(completed, Ordering::Relaxed);
@@ -254,6 +257,17 @@ impl Tracker {
         exact_ns.filter(|ns| possible.contains(ns)).map_or(seen_ns, |ns| ns.max(from_ns).min(seen_ns))
     }
 
+    /// When an operation that has started before `by_ns` was launched.
+    ///
+    /// The host launches a kernel at the end of the call. On an empty stream, the start event
+    /// completes before that. A collective may start within its call, and a copy may even end there.
+    fn launched(&self, slot: usize, by_ns: u64) -> u64 {
+        let words = self.recorder.ring.op(slot);
+        let [entered, returned] = [op::ENTERED_NS, op::RETURNED_NS].map(|word| words[word].load(Ordering::Relaxed));
+        let is_kernel = matches!(self.recorder.op(slot), Op::Kernel | Op::Matmul | Op::Attention);
+        if is_kernel && (entered..by_ns).contains(&returned) { returned } else { entered }
+    }
+
     /// When an operation was launched, or started if that is known.
     fn begun(&self, slot: usize) -> u64 {
         let words = self.recorder.ring.op(slot);
@@ -261,11 +275,12 @@ impl Tracker {
         entered.max(started)
     }
 
-    /// Records the start, unless it was recorded before.
-    fn started(&self, slot: usize, started_ns: u64) {
-        let words = self.recorder.ring.op(slot);
-        let started_ns = started_ns.max(words[op::ENTERED_NS].load(Ordering::Relaxed));
-        let _ = words[op::STARTED_NS].compare_exchange(0, started_ns, Ordering::Relaxed, Ordering::Relaxed);
+    /// Records the start, unless it was recorded before. It is corrected if it was before the launch,
+    /// which is known once the call has returned.
+    fn started(&self, slot: usize, started_ns: u64, launched_ns: u64) {
+        let recorded = &self.recorder.ring.op(slot)[op::STARTED_NS];
+        let _ = recorded.compare_exchange(0, started_ns, Ordering::Relaxed, Ordering::Relaxed);
+        recorded.fetch_max(launched_ns, Ordering::Relaxed);
         self.recorder.raise_counter(slot, comm::STARTED);
     }
 
@@ -325,8 +340,6 @@ impl Tracker {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::Op;
-
     use super::*;
     use crate::runtime::{os::descriptor::Descriptor, recorder::NewOperation};
 

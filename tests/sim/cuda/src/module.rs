@@ -50,10 +50,10 @@ pub struct Flags {
 
 impl Flags {
     fn parse(words: &[&str]) -> Option<&'static Self> {
-        let value = |name: &str| words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(value("flags")?).ok()?;
-        let sets = value("sets").map(str::parse).transpose().ok()?;
-        let awaits = match value("awaits") {
+        let path = value(words, "flags")?;
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).ok()?;
+        let sets = value(words, "sets").map(str::parse).transpose().ok()?;
+        let awaits = match value(words, "awaits") {
             Some(range) => {
                 let (from, to) = range.split_once("..")?;
                 from.parse().ok()?..to.parse().ok()?
@@ -82,15 +82,32 @@ impl Flags {
     }
 }
 
+/// A kernel of an image.
+#[derive(Clone, Copy)]
+struct Kernel {
+    behaviour: Behaviour,
+    /// What its first launch takes on the host.
+    loading: Duration,
+}
+
 /// A kernel.
 pub struct Function {
     pub name: CString,
     pub behaviour: Behaviour,
     pub module: ModuleHandle,
+    loading: Mutex<Duration>,
+}
+
+impl Function {
+    /// Loads the kernel if this is its first launch.
+    pub fn load(&self) {
+        let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        std::thread::sleep(std::mem::take(&mut *loading));
+    }
 }
 
 enum Image {
-    Text(HashMap<String, Behaviour>),
+    Text(HashMap<String, Kernel>),
     Host(extern "C" fn(usize, usize)),
     Other,
 }
@@ -126,17 +143,17 @@ impl Module {
     /// cuModuleGetFunction.
     pub fn function(handle: ModuleHandle, name: &str) -> Result<FunctionHandle, CuError> {
         let module = MODULES.get(handle).ok_or(CuError::INVALID_HANDLE)?;
-        let behaviour = match &module.image {
+        let Kernel { behaviour, loading } = match &module.image {
             Image::Text(kernels) => *kernels.get(name).ok_or(CuError::NOT_FOUND)?,
-            Image::Host(run) => Behaviour::Host(*run),
-            Image::Other => Behaviour::Lasts(Duration::ZERO),
+            Image::Host(run) => Kernel { behaviour: Behaviour::Host(*run), loading: Duration::ZERO },
+            Image::Other => Kernel { behaviour: Behaviour::Lasts(Duration::ZERO), loading: Duration::ZERO },
         };
         let mut functions = module.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
             return Ok(Arc::as_ptr(function) as usize);
         }
         let c_name = CString::new(name).map_err(|_| CuError::INVALID_VALUE)?;
-        let function = Arc::new(Function { name: c_name, behaviour, module: handle });
+        let function = Arc::new(Function { name: c_name, behaviour, module: handle, loading: loading.into() });
         functions.insert(name.into(), Arc::clone(&function));
         Ok(FUNCTIONS.insert(function))
     }
@@ -153,6 +170,11 @@ fn begins_with(image: In<u8>, start: &[u8]) -> Result<bool, CuError> {
     Ok(true)
 }
 
+/// The value of a word `NAME=VALUE`.
+fn value<'a>(words: &[&'a str], name: &str) -> Option<&'a str> {
+    words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+}
+
 fn parse(image: &In<std::ffi::c_char>) -> Result<Image, CuError> {
     let text = Text::at(image.address()).get()?;
     let mut kernels = HashMap::new();
@@ -160,11 +182,13 @@ fn parse(image: &In<std::ffi::c_char>) -> Result<Image, CuError> {
         let words: Vec<_> = line.split_whitespace().collect();
         let ["kernel", name, time, flags @ ..] = &words[..] else { return Err(CuError::INVALID_IMAGE) };
         let time = Duration::from_micros(time.parse().map_err(|_| CuError::INVALID_IMAGE)?);
-        let behaviour = match flags {
-            [] => Behaviour::Lasts(time),
-            flags => Behaviour::Meets(time, Flags::parse(flags).ok_or(CuError::INVALID_IMAGE)?),
+        let loading = value(flags, "loading").map_or(Ok(0), str::parse).map_err(|_| CuError::INVALID_IMAGE)?;
+        let behaviour = match value(flags, "flags") {
+            None => Behaviour::Lasts(time),
+            Some(_) => Behaviour::Meets(time, Flags::parse(flags).ok_or(CuError::INVALID_IMAGE)?),
         };
-        kernels.insert((*name).to_string(), behaviour);
+        let kernel = Kernel { behaviour, loading: Duration::from_micros(loading) };
+        kernels.insert((*name).to_string(), kernel);
     }
     Ok(Image::Text(kernels))
 }

@@ -122,7 +122,7 @@ fn an_idle_job_has_captures_no_incident_and_a_line_in_the_status() {
     hook.hello.idle_timeout_ms = 1000;
     hook.join(&job);
     wait_until(PATIENCE, "more captures than are kept, and no more than the limit of incidents", || {
-        collector.stderr().matches(" is idle: ").count() > KEPT + 2
+        collector.stderr().matches(" is idle. ").count() > KEPT + 2
     });
     assert!(job.incidents().is_empty() && job.mild_captures().len() == KEPT, "{}", collector.stderr());
     assert_eq!(count(&job, "incidents", |_| true), 0);

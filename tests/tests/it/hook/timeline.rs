@@ -67,6 +67,16 @@ const SOURCE: &str = r#"
         }
     }
 
+    /* Two launches of a kernel; the first one takes 30 ms, in which the stream is empty. */
+    static void lazy(void) {
+        OK(cudaSetDevice(0));
+        load("//xpu_sim\nkernel work 20000 loading=30000\n");
+        for (int number = 0; number < 2; number++) {
+            launch();
+            while (cuStreamQuery(stream)) usleep(2000);
+        }
+    }
+
     /* Kernels as fast as the device takes them. */
     static void queue(int kernels) {
         OK(cudaSetDevice(0));
@@ -150,6 +160,7 @@ const SOURCE: &str = r#"
         const char *what = argv[1];
         if (strcmp(what, "schedule") == 0) schedule();
         if (strcmp(what, "contexts") == 0) contexts();
+        if (strcmp(what, "lazy") == 0) lazy();
         if (strcmp(what, "detail") == 0) detail();
         if (strcmp(what, "busy") == 0) busy();
         if (strcmp(what, "queue") == 0) queue(atoi(argv[2]));
@@ -266,6 +277,23 @@ fn operations_have_their_times_on_a_device_with_another_clock() {
         assert!(errors[0] > -100_000, "{clock}: {} ns", errors[0]);
         let early = errors.iter().filter(|error| **error < -10_000).count();
         assert!(early < errors.len() / 4, "{clock}: {early} of {}", errors.len());
+    }
+}
+
+#[test]
+fn a_kernel_starts_after_the_host_has_loaded_it() {
+    const LOADING_NS: u64 = 30_000_000;
+    let mut guest = Guest::start("lazy", &[("XPU_TIMER_BRACKET", "all")]);
+    guest.process.wait_for("done\n", PATIENCE);
+    wait_until(PATIENCE, "their end", || all_ended(&guest.collector.ring(guest.pid())));
+    let operations = guest.operations();
+    guest.end();
+    let [first, second] = operations.try_into().unwrap();
+    assert!(first.returned_ns - first.entered_ns >= LOADING_NS, "{first:?}");
+    assert!(second.returned_ns - second.entered_ns < LOADING_NS, "{second:?}");
+    for kernel in [first, second] {
+        assert!(kernel.started_ns >= kernel.returned_ns, "{kernel:?}");
+        assert!(kernel.device_ns <= kernel.completed_ns - kernel.started_ns, "{kernel:?}");
     }
 }
 

@@ -186,5 +186,7 @@ fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>) -> 
         true => None,
         false => Some(launch_buffer(extra).ok_or(CuError::INVALID_VALUE)?.into()),
     };
-    Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, fault: None })
+    let stream = Stream::find(config.stream)?;
+    function.load();
+    stream.submit(Work::Kernel { function, arguments, fault: None })
 }
