@@ -39,8 +39,8 @@ pub(crate) struct Graph {
     pub process_waits: Vec<ProcessWait>,
     /// The processes that should become missing ranks; see [`Graph::to_come`].
     to_come: Vec<ToCome>,
-    /// Ranks that wait for a process that waits for clients itself, ascending.
-    at_rest: Vec<usize>,
+    /// Ranks that wait for a process that waits for clients itself, ascending, and that process.
+    at_rest: Vec<(usize, Option<usize>)>,
     /// Ranks that wait for a process of which too little is known, ascending.
     on_unknown: Vec<usize>,
     /// Ranks that wait for a lock that only their own threads could release, ascending.
@@ -65,7 +65,13 @@ impl Graph {
 
     /// Whether a rank waits for a process that waits for clients itself.
     pub fn is_at_rest(&self, rank_index: usize) -> bool {
-        self.at_rest.binary_search(&rank_index).is_ok()
+        self.at_rest.binary_search_by_key(&rank_index, |(waiter, _)| *waiter).is_ok()
+    }
+
+    /// The process that waits for clients itself, and for which a rank waits.
+    pub fn server_at_rest(&self, rank_index: usize) -> Option<usize> {
+        let index = self.at_rest.binary_search_by_key(&rank_index, |(waiter, _)| *waiter).ok()?;
+        self.at_rest[index].1
     }
 
     /// Whether a rank waits for a process of which too little is known: it was not found in time,

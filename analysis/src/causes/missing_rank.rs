@@ -5,6 +5,7 @@ use xpu_timer_proto::v1::{OpStatus, Presence};
 use super::{
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
+    mismatch::operation_key,
     p2p,
     wait_cycle::{self, PatternCheck},
 };
@@ -318,7 +319,10 @@ fn all_entered(case: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
         Suspect::Complete(event @ Event::Collective { .. }) => Some(*event),
         _ => None,
     })?;
-    (case.members_confidence(&[complete]) == Confidence::High).then_some(Exclusion::AllEntered(complete))
+    // A rank that is in another operation has not entered that of the others.
+    let collective = Collective::of(case, &Suspect::Complete(complete))?;
+    let agree = collective.dissent(case, operation_key).is_none();
+    (agree && case.members_confidence(&[complete]) == Confidence::High).then_some(Exclusion::AllEntered(complete))
 }
 
 fn extra_collective(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {

@@ -39,7 +39,7 @@ pub(super) enum End {
     /// The chain leads back to a member of the chain that branched.
     Back,
     /// A process that waits for clients.
-    AtRest,
+    AtRest(Member),
     /// Several processes are possible, or nothing is known of the next one.
     Unknown,
 }
@@ -220,7 +220,7 @@ impl Chains<'_, '_> {
                     let candidates = self.of_threads(current);
                     let locked = self.has_locked_requests(current).then(|| chain.clone());
                     let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
-                    return any.unwrap_or(End::AtRest).or_served(locked);
+                    return any.unwrap_or(End::AtRest(current)).or_served(locked);
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
@@ -432,7 +432,7 @@ impl Chains<'_, '_> {
         if serves {
             return Ok(match is_process {
                 true if chain.owes_reply => End::Process(Chain { is_served: true, ..chain }),
-                true => End::AtRest,
+                true => End::AtRest(current),
                 false => End::Start,
             });
         }
@@ -484,7 +484,7 @@ impl Chains<'_, '_> {
                     let last = chain.processes.last().copied().unwrap_or_default();
                     reached.ends.push((Member::Process(last), self.state(Member::Process(last)), end));
                 }
-                End::Cycle(..) | End::Start | End::AtRest | End::Unknown => reached.is_open = true,
+                End::Cycle(..) | End::Start | End::AtRest(_) | End::Unknown => reached.is_open = true,
             }
         }
         reached
@@ -687,7 +687,7 @@ impl End {
     /// This end, or that of the chain to a server that is not at rest.
     fn or_served(self, chain: Option<Chain>) -> End {
         match (self, chain) {
-            (End::AtRest, Some(chain)) => End::Process(Chain { is_served: true, is_certain: false, ..chain }),
+            (End::AtRest(_), Some(chain)) => End::Process(Chain { is_served: true, is_certain: false, ..chain }),
             (end, _) => end,
         }
     }

@@ -78,8 +78,9 @@ pub(super) struct Waits {
     pub cycles: Vec<Vec<usize>>,
     /// Ranks that wait for a process that is no rank.
     pub of_processes: Vec<ProcessWait>,
-    /// Ranks that wait for a process that waits for clients itself.
-    pub at_rest: Vec<usize>,
+    /// Ranks that wait for a process that waits for clients itself, and the index of that process,
+    /// if it is no rank.
+    pub at_rest: Vec<(usize, Option<usize>)>,
     /// Ranks that wait for a process of which too little is known.
     pub on_unknown: Vec<usize>,
     /// Ranks that wait for a lock that only their own threads could release.
@@ -98,7 +99,8 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
                 let mutual = Mutual::of(&chains, waiter, &chain, from);
                 waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, Some(mutual)));
             }
-            End::AtRest => waits.at_rest.push(waiter),
+            End::AtRest(Member::Process(server)) => waits.at_rest.push((waiter, Some(server))),
+            End::AtRest(Member::Rank(_)) => waits.at_rest.push((waiter, None)),
             End::Unknown => waits.on_unknown.push(waiter),
             End::Start if chains.is_locked_in(waiter) => waits.locked_in.push(waiter),
             End::Start if chains.has_unknown_peer(waiter) => waits.on_unknown.push(waiter),

@@ -51,6 +51,8 @@ fn another_operation() {
     for odd in [0, 2] {
         let verdict = all_enter(4, odd, Op::AllGather, |_| ()).judge();
         expect(&verdict, Cause::OpMismatch, &[odd], Confidence::High);
+        let has_entered = verdict.ruled_out.iter().any(|found| found.cause == Cause::MissingRank);
+        assert!(!has_entered, "rank {odd} is in another operation: {:?}", verdict.ruled_out);
         assert!(
             verdict.sentence.contains("all_gather") && verdict.sentence.contains("all_reduce"),
             "{}",

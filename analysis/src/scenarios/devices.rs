@@ -138,7 +138,13 @@ fn a_job_of_one_rank_whose_watcher_waits_for_the_driver_too() {
     // recorded time of the kernel is that of the coarse clock, and so may be before the graph's.
     let flight = job.flight(0);
     let recorded_ns = flight.streams[0].last_launch_ns;
-    let graph = Operation { ticket: 1, kind: OpKind::GraphLaunch.into(), stream: 0x10, ..Default::default() };
+    let graph = Operation {
+        ticket: 1,
+        kind: OpKind::GraphLaunch.into(),
+        op: Op::Graph.into(),
+        stream: 0x10,
+        ..Default::default()
+    };
     flight.operations.push(graph);
     for entered_ns in [recorded_ns - SECOND, recorded_ns + SECOND / 200] {
         job.flight(0).operations.last_mut().unwrap().entered_ns = entered_ns;

@@ -656,7 +656,12 @@ fn a_server_at_rest_is_idle_and_a_stopped_one_is_not() {
     for engine in [Stack::lock(), Stack::sleep()] {
         let verdict = served(engine);
         assert_eq!((verdict.cause, culprits(&verdict)), (Cause::Unknown, vec![]), "{}", verdict.to_text());
-        assert!(verdict.sentence.ends_with("the job may be idle."), "{}", verdict.sentence);
+        assert!(
+            verdict.sentence.contains("; they wait for process 1050 (engine), which is at "),
+            "{}",
+            verdict.sentence
+        );
+        assert!(verdict.sentence.ends_with("; the job may be idle."), "{}", verdict.sentence);
     }
     let verdict = served(Stack::lock().state("T (stopped)", ""));
     assert_eq!(
@@ -1221,6 +1226,17 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("a lock or a thread of its own process"), "{}", verdict.sentence);
     let frames = [("upload", "/job/s3.py:30".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    // A thread that waits for room in a queue holds up others.
+    let mut full = job.clone();
+    let puts = [
+        ("Condition.wait", "/usr/lib/python3.11/threading.py:320".to_owned()),
+        ("Queue.put", "/usr/lib/python3.11/queue.py:140".to_owned()),
+        ("report", "/job/stats.py:22".to_owned()),
+    ];
+    let native = native_thread(5004, &["futex_wait", "sem_wait"], "S (sleeping)", "", None, 9);
+    full.thread(2, native, Some(python_thread(5004, "reporter", &puts)));
+    let other = "while its thread reporter waits for a lock at report (stats.py:22)";
+    assert!(full.judge().sentence.contains(other), "{}", full.judge().sentence);
     let nested =
         [("tokenize", "/job/tokens.py:7".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
     let native = native_thread(5003, &["futex_wait", "pthread_mutex_lock"], "S (sleeping)", "", None, 9);
@@ -1242,11 +1258,12 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     let other = "while its thread uploader waits in an event loop at receive (labels.py:9)";
     assert!(looping.judge().sentence.contains(other), "{}", looping.judge().sentence);
     let dump = job.rank(2).dump.as_mut().expect("a dump");
-    let (kind, name) = (AwaitedKind::Mutex.into(), "uploader".into());
+    let (kind, name, object) = (AwaitedKind::Mutex.into(), "uploader".into(), "5003".into());
     let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false, ..Holder::default() }];
-    dump.stacktrace[0].awaited = Some(Awaited { kind, name, holders, ..Default::default() });
+    dump.stacktrace[0].awaited = Some(Awaited { kind, name, object, holders, ..Default::default() });
     let verdict = job.judge();
     assert!(verdict.sentence.contains("waits for a lock that its thread uploader holds"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("waits for a lock at tokenize (tokens.py:7)"), "{}", verdict.sentence);
     assert!(!verdict.sentence.contains("own process"), "{}", verdict.sentence);
 }
 

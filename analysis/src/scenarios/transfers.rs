@@ -4,7 +4,7 @@
 use super::expect;
 use crate::{
     Cause, Confidence,
-    testing::{Job, Stack},
+    testing::{Job, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation, Presence};
 
@@ -350,4 +350,35 @@ fn a_majority_may_wait_for_the_few_that_wait_for_it() {
     };
     expect(&judge(3..4), Cause::P2pUnmatched, &[3], Confidence::High);
     expect(&judge(1..4), Cause::P2pUnmatched, &[1, 2, 3], Confidence::Medium);
+}
+
+#[test]
+fn a_queue_that_a_receiving_thread_fills_leads_to_the_sender() {
+    // Ranks 0 and 1 are in a collective of all. The main threads of ranks 2 and 3 wait for a queue
+    // that a thread fills with what it receives; that of rank 2 has ended, so it sends nothing.
+    let threading = ("Condition.wait", "/usr/lib/python3.11/threading.py:320");
+    let queue = ("Queue.get", "/usr/lib/python3.11/queue.py:171");
+    let stack = || {
+        let native = ["__futex_abstimed_wait_common64", "sem_wait", "PyThread_acquire_lock_timed"];
+        Stack::new(&[threading, queue, ("next_activation", "/job/stage.py:21")], &native)
+    };
+    let mut job = Job::new(4);
+    job.comm(0x77, &[0, 1, 2, 3]);
+    job.comm(0x88, &[0, 1, 2, 3]);
+    for rank in 0..4 {
+        job.done(0x77, rank, 50);
+    }
+    for rank in 0..2 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    for rank in 2..4 {
+        job.set_stack(rank, stack());
+    }
+    job.transfer(0x88, 3, Op::Recv, 2);
+    let receives = [("receiver", "/job/stage.py:16".to_owned())];
+    let native = native_thread(5003, &["epoll_wait", "c10d::Work::wait"], "S (sleeping)", "", None, 9);
+    job.thread(3, native, Some(python_thread(5003, "receiver", &receives)));
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+    assert_eq!(verdict.victims, [0, 1, 3], "{}", verdict.to_text());
 }

@@ -217,7 +217,12 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     if let Some(function) = native {
         return Some(function.to_owned());
     }
-    // A queue belongs to a loader if one of the frames around it has a name about data.
+    queue_of_data(frames)
+}
+
+/// The frame of a queue that may belong to a loader, because one of the frames around it has a name
+/// about data.
+pub(super) fn queue_of_data(frames: &[PySpyFrame]) -> Option<String> {
     let is_queue = |frame: &PySpyFrame| patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name));
     let queue = frames
         .iter()
@@ -308,9 +313,11 @@ pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
     thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&strip_variant(function)))
 }
 
-/// Whether a thread is in one of Python's own queues or pipes.
+/// Whether a thread is in one of Python's own queues or pipes, and does not wait for room there.
 pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
-    frames.iter().take(5).any(|frame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
+    let of_queue = |frame: &&PySpyFrame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file));
+    let outer = frames.iter().take(5).filter(of_queue).last();
+    outer.is_some_and(|frame| unqualified(&frame.func_name) != patterns::QUEUE_PUT)
 }
 
 /// Whether a thread is in library code of one of these files.

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
 };
 
 use super::{
-    classify::{TASK_LOCK, classify, in_files, in_queue, is_send, waits_for_child, waits_for_network},
+    classify::{TASK_LOCK, classify, in_files, in_queue, is_mutex, is_send, waits_for_child, waits_for_network},
     host::{
         BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, ThreadStacks, bytes_between, of_process, reporting_threads,
         samples,
@@ -81,12 +81,38 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
 /// What [`other_thread`] says of a process that has only one Python thread.
 pub(crate) const NO_OTHER_THREAD: &str = "no other Python thread";
 
-/// What another thread of the process does that may hold a lock for which the main thread waits:
-/// `thread uploader waits for the network at put (s3.py:30)`, or [`NO_OTHER_THREAD`].
+/// The thread that holds the mutex for which a thread waits.
+pub(super) fn mutex_owner(thread: &PstackStacktrace) -> Option<u32> {
+    let mutex = thread.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Mutex)?;
+    mutex.object.parse().ok()
+}
+
+/// Where the thread `owner` of a mutex is: `thread uploader waits for a lock at put (s3.py:30)`.
+fn owner_of_mutex(sample: Sample<'_>, owner: u32) -> Option<String> {
+    let native = sample.native.iter().find(|thread| thread.pid == owner)?;
+    let python = sample.python.iter().find(|thread| thread.os_thread_id == owner);
+    let does = match classify(Some(native), python).activity {
+        Activity::Lock => "waits for a lock",
+        Activity::Io => "reads or writes",
+        Activity::Sleep => "sleeps",
+        _ => "is",
+    };
+    let in_python = python.and_then(|thread| own_frame(&thread.frames)).map(frame_label);
+    let place = in_python.or_else(|| own_native_place(&native.frames, program(sample.native)?))?;
+    Some(format!("thread {} {does} at {place}", native.thread_name))
+}
+
+/// What another thread of the process does that holds the mutex for which the main thread waits, or
+/// may hold its lock: `thread uploader waits for the network at put (s3.py:30)`, or
+/// [`NO_OTHER_THREAD`].
 pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<String> {
     let (_, last) = samples(dump);
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     let (native, python) = reporting_threads(last, dump.pid, training);
+    let locks = |thread: &&PstackStacktrace| thread.frames.iter().take(4).any(|frame| is_mutex(&frame.func_name));
+    if let Some(owner) = native.filter(locks).and_then(mutex_owner) {
+        return owner_of_mutex(last, owner);
+    }
     if classify(native, python).witness == TASK_LOCK {
         return Some("tasks of asyncio wait only for each other".to_owned());
     }

@@ -266,6 +266,8 @@ pub(super) const OF_PROCESSES: &str = "/multiprocessing/";
 pub(super) const QUEUE_OF_PROCESSES: &str = "/multiprocessing/queues.py";
 /// Files of the standard library whose [`QUEUE_FUNCTIONS`] wait for another thread or process.
 pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.py", "/multiprocessing/connection.py"];
+/// The function in those files that waits for room.
+pub(super) const QUEUE_PUT: &str = "put";
 /// The file of the standard library that calls methods of objects in a manager process.
 pub(super) const MANAGER_FILE: &str = "/multiprocessing/managers.py";
 /// Functions in those files.

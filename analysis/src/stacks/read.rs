@@ -11,8 +11,8 @@ use xpu_timer_proto::{
 
 use super::{
     classify::{
-        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, receives, stuck_task,
-        waits_for_network, waits_for_signal,
+        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, queue_of_data, receives,
+        stuck_task, waits_for_network, waits_for_signal,
     },
     helpers,
     host::{
@@ -20,7 +20,7 @@ use super::{
         movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
-    names::{base_name, frame_label, is_library, own_place, stored_command},
+    names::{base_name, frame_label, is_library, own_frame, own_place, stored_command},
     patterns::{self, FREEZER_WCHAN},
 };
 use crate::verdict::Activity;
@@ -60,6 +60,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         Activity::DataLoader
             if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
         {
+            classify_without(Activity::DataLoader, main.0, main.1)
+        }
+        Activity::DataLoader if is_filled_from_peers(readable, &observed.witness, main) => {
             classify_without(Activity::DataLoader, main.0, main.1)
         }
         _ => observed,
@@ -170,6 +173,20 @@ fn is_fed(waits: &[ThreadWait], pid: i32) -> bool {
     own.peek().is_some() && own.all(is_foreign)
 }
 
+/// Whether the queue `witness` of the main thread only has a name about data, and another thread of
+/// the program waits for a device or for other ranks. Then that thread is no loader, and may be
+/// what the main thread waits for.
+fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStacks<'_>) -> bool {
+    let Some(main) = main.filter(|main| queue_of_data(&main.frames).is_some_and(|queue| queue == witness)) else {
+        return false;
+    };
+    let waits_for_peers = |thread: &PySpyStacktrace| {
+        let native = sample.native.iter().find(|native| native.pid == thread.os_thread_id);
+        own_frame(&thread.frames).is_some() && classify(native, Some(thread)).activity == Activity::DeviceWait
+    };
+    sample.python.iter().filter(|thread| thread.os_thread_id != main.os_thread_id).any(waits_for_peers)
+}
+
 /// What a thread waits for. On a busy machine, the processes at the other end may have been found
 /// in time only in the first sample.
 fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) -> Option<Awaited> {
@@ -190,8 +207,7 @@ fn waits_of_threads(
     (native, python): ThreadStacks<'_>,
 ) -> (Vec<ThreadWait>, Option<bool>) {
     let main = native.map(|thread| thread.pid).or(python.map(|thread| thread.os_thread_id));
-    let mutex = native.and_then(|thread| thread.awaited.as_ref()).filter(|one| one.kind() == AwaitedKind::Mutex);
-    let owner: Option<u32> = mutex.and_then(|mutex| mutex.object.parse().ok());
+    let owner = native.and_then(helpers::mutex_owner);
     let runs_own_code = |tid: u32| {
         let frames = sample.python.iter().find(|thread| thread.os_thread_id == tid).map(|thread| &thread.frames);
         frames.is_some_and(|frames| frames.iter().any(|frame| !is_library(&frame.file_name)))

@@ -1,6 +1,9 @@
 //! The process, the host or the device of one rank holds up the others.
 
-use xpu_timer_proto::v1::{Failure, FailureKind, Operation, Presence};
+use xpu_timer_proto::{
+    server::AwaitedKind,
+    v1::{Failure, FailureKind, Operation, Presence},
+};
 
 use super::{Number, Ranks, Statement, about, collectives, detail, line, phrases};
 use crate::{
@@ -217,8 +220,9 @@ fn deadlocked_on_gil_line(case: &Case<'_>, rank_index: usize, holder: &GilHolder
 /// with its holder if that is known, else with what the other threads of the process do.
 fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement {
     let awaited = case.awaited_text(rank_index);
-    let other =
-        || case.view(rank_index).evidence.and_then(facts::other_thread).filter(|_| awaited.is_none() && !shared);
+    let is_mutex = case.awaited(rank_index).is_some_and(|awaited| awaited.kind() == AwaitedKind::Mutex);
+    let is_own = awaited.is_none() && !shared || is_mutex;
+    let other = || case.view(rank_index).evidence.and_then(facts::other_thread).filter(|_| is_own);
     let helper = case.helper_text(rank_index).or_else(other);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));

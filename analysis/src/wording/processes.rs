@@ -1,11 +1,13 @@
 //! A process that is no rank holds up ranks.
 
+use xpu_timer_proto::server::AwaitedKind;
+
 use super::{Number, Ranks, Statement, hosts, phrases};
 use crate::{
     case::{Behind, Case, Position},
     explanation::ProcessFault,
     graph::{Mutual, MutualFault},
-    stacks::{self, ProcessState},
+    stacks::{self, NO_OTHER_THREAD, ProcessState},
     text,
     verdict::EvidenceLine,
 };
@@ -13,6 +15,17 @@ use crate::{
 fn name(case: &Case<'_>, process: usize) -> String {
     let host = &case.world.processes[process].host;
     text::process_name(host.pid, &host.command)
+}
+
+/// A server for which ranks wait, with its place, as an object: `process 7 (python3 ps.py), which
+/// is at …`.
+pub(super) fn at_rest(case: &Case<'_>, server: usize) -> String {
+    let process = &case.world.processes[server];
+    let other = process.other_thread.as_deref().filter(|other| *other != NO_OTHER_THREAD);
+    let place = phrases::place(Position::of(&process.host.location));
+    let beside = other.map_or(String::new(), |other| hosts::beside_lock(other, Number::One));
+    let is = if place.is_empty() { String::new() } else { format!(", which is{place}{beside}") };
+    name(case, server) + &is
 }
 
 /// The state of a process as a predicate: `is stopped by a signal`.
@@ -29,7 +42,8 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
         ProcessState::MakesProgress => format!("is busy and makes progress{place}"),
         ProcessState::WaitsForLock => {
             let lock = case.lock_text(process);
-            let other = case.world.processes[process].other_thread.as_deref().filter(|_| lock.is_none());
+            let is_own = lock.is_none() || host.awaited.as_ref().is_some_and(|one| one.kind() == AwaitedKind::Mutex);
+            let other = case.world.processes[process].other_thread.as_deref().filter(|_| is_own);
             let beside = other.map_or(String::new(), |other| hosts::beside_lock(other, Number::One));
             format!("waits for {}{place}{beside}", lock.as_deref().unwrap_or("a lock"))
         }

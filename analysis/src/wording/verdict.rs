@@ -7,7 +7,7 @@ use crate::{
     case::Case,
     explanation::Explanation,
     finding::{Conclusion, Finding, HealthyReason, KnownFacts},
-    graph::Suspect,
+    graph::{ProcessWait, Suspect},
     text::capital,
 };
 
@@ -143,12 +143,22 @@ fn no_hang(case: &Case<'_>, why: &HealthyReason) -> String {
 
 /// All ranks do nothing. `together` if they are at one place.
 fn may_be_idle(case: &Case<'_>, together: bool) -> String {
+    let server_of = |rank_index| {
+        let at_rest = case.graph.server_at_rest(rank_index);
+        at_rest.or_else(|| case.graph.process_wait(rank_index).map(ProcessWait::end))
+    };
+    let servers: Vec<Option<usize>> = (0..case.world.views.len()).map(server_of).collect();
+    let server = servers.first().copied().flatten().filter(|only| servers.iter().all(|server| *server == Some(*only)));
+    let waits = server.map_or(String::new(), |server| {
+        let they = if servers.len() == 1 { "it waits" } else { "they wait" };
+        format!("; {they} for {}", processes::at_rest(case, server))
+    });
     let state = if together {
         format!("all {} ranks are{}", case.world.views.len(), case.place(0))
     } else {
         "every rank sleeps, or waits for a message, user input or a signal".to_owned()
     };
-    format!("No operation is pending on any device, and {state}; the job may be idle.")
+    format!("No operation is pending on any device, and {state}{waits}; the job may be idle.")
 }
 
 fn unexplained(case: &Case<'_>, known: &KnownFacts) -> String {
