@@ -6,7 +6,7 @@ use crate::{
     Cause, Confidence,
     testing::{Job, Stack, native_thread, python_thread},
 };
-use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation, Presence};
+use xpu_timer_proto::v1::{DataType, Failure, FailureKind, Op, OpKind, OpStatus, Operation, Presence};
 
 /// Transfers that completed long ago.
 fn past(job: &mut Job, rank: u32, op: Op, peer: i32, count: u64) {
@@ -378,7 +378,18 @@ fn a_queue_that_a_receiving_thread_fills_leads_to_the_sender() {
     let receives = [("receiver", "/job/stage.py:16".to_owned())];
     let native = native_thread(5003, &["epoll_wait", "c10d::Work::wait"], "S (sleeping)", "", None, 9);
     job.thread(3, native, Some(python_thread(5003, "receiver", &receives)));
+    let failure = Failure {
+        kind: FailureKind::Exception.into(),
+        r#type: "RuntimeError".into(),
+        message: "the shape is invalid".into(),
+        place: "stage.py:16 in receiver".into(),
+        thread: "thread receiver".into(),
+        ..Default::default()
+    };
+    job.rank(2).failures.push(failure);
     let verdict = job.judge();
     assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
+    let ended = "its thread receiver has ended: RuntimeError: the shape is invalid at stage.py:16 in receiver";
+    assert!(verdict.sentence.contains(ended), "{}", verdict.sentence);
     assert_eq!(verdict.victims, [0, 1, 3], "{}", verdict.to_text());
 }

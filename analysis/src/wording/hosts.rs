@@ -69,6 +69,15 @@ fn reason_text(failure: &Failure) -> String {
     }
 }
 
+/// The thread of a rank that an exception has ended, as a clause. Others may wait for its work.
+fn beside_ended_thread(case: &Case<'_>, rank_index: usize, number: Number) -> Option<String> {
+    let failed = case.view(rank_index).failures().iter().find(|failure| {
+        failure.kind() == FailureKind::Exception && !failure.ignored && failure.thread.starts_with("thread ")
+    })?;
+    let reason = reason_text(&Failure { thread: String::new(), ..failed.clone() });
+    Some(format!(", and {} {} has ended: {reason}", number.its(), failed.thread))
+}
+
 /// The line of evidence about a failure of some ranks.
 pub(super) fn failure_text(who: &Ranks, failure: &Failure) -> String {
     let reason = reason_text(failure);
@@ -181,12 +190,13 @@ fn sleeps_uninterruptibly_line(case: &Case<'_>, rank_index: usize, wchan: &str) 
 
 /// A rank that waits for its data loader.
 fn waits_for_loader(case: &Case<'_>, rank_index: usize) -> Statement {
-    let because = match (case.helper_text(rank_index), case.awaited_text(rank_index)) {
-        (Some(helper), _) => format!(", whose {helper}"),
-        (None, Some(awaits)) => format!(", through {awaits}"),
-        (None, None) => String::new(),
-    };
+    let (helper, awaits) = (case.helper_text(rank_index), case.awaited_text(rank_index));
     Statement::of_ranks(|number| {
+        let because = match (&helper, &awaits) {
+            (Some(helper), _) => format!(", whose {helper}"),
+            (None, Some(awaits)) => format!(", through {awaits}"),
+            (None, None) => beside_ended_thread(case, rank_index, number).unwrap_or_default(),
+        };
         format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(rank_index))
     })
 }
@@ -226,7 +236,9 @@ fn waits_for_lock(case: &Case<'_>, rank_index: usize, shared: bool) -> Statement
     let helper = case.helper_text(rank_index).or_else(other);
     Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
-        let helper = helper.as_deref().map_or(String::new(), |helper| beside_lock(helper, number));
+        let ended = beside_ended_thread(case, rank_index, number).filter(|_| awaited.is_none() && !shared);
+        let helper = helper.as_deref().map(|helper| beside_lock(helper, number));
+        let helper = ended.or(helper).unwrap_or_default();
         match (&awaited, shared) {
             (Some(lock), _) => format!("{waits} for {lock}{place}{helper}"),
             (None, true) => format!("{waits} for a lock that several processes share{place}{helper}"),
