@@ -45,14 +45,14 @@ impl fmt::Display for Tally {
 pub const FIRST_RUNS: &[Tally] = &[
     // generated: begin
     Tally { kind: VerdictKind::ByItself, strength: Confidence::Low, right: 0, all: 3 },
-    Tally { kind: VerdictKind::ByItself, strength: Confidence::Medium, right: 39, all: 44 },
-    Tally { kind: VerdictKind::ByItself, strength: Confidence::High, right: 38, all: 38 },
-    Tally { kind: VerdictKind::OpenWait, strength: Confidence::Medium, right: 13, all: 49 },
-    Tally { kind: VerdictKind::OpenWait, strength: Confidence::High, right: 5, all: 25 },
-    Tally { kind: VerdictKind::BehindProcess, strength: Confidence::Medium, right: 18, all: 22 },
+    Tally { kind: VerdictKind::ByItself, strength: Confidence::Medium, right: 46, all: 52 },
+    Tally { kind: VerdictKind::ByItself, strength: Confidence::High, right: 41, all: 41 },
+    Tally { kind: VerdictKind::OpenWait, strength: Confidence::Medium, right: 15, all: 52 },
+    Tally { kind: VerdictKind::OpenWait, strength: Confidence::High, right: 7, all: 27 },
+    Tally { kind: VerdictKind::BehindProcess, strength: Confidence::Medium, right: 20, all: 26 },
     Tally { kind: VerdictKind::BehindProcess, strength: Confidence::High, right: 2, all: 2 },
     Tally { kind: VerdictKind::Progress, strength: Confidence::Medium, right: 1, all: 1 },
-    Tally { kind: VerdictKind::Nobody, strength: Confidence::Low, right: 15, all: 19 },
+    Tally { kind: VerdictKind::Nobody, strength: Confidence::Low, right: 15, all: 21 },
     Tally { kind: VerdictKind::Nobody, strength: Confidence::Medium, right: 2, all: 4 },
     // generated: end
 ];
