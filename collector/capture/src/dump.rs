@@ -122,6 +122,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         // The state of a thread and its name come with its native stack, so it is always captured.
         native: true,
         python: view != View::Native,
+        // Only the files have this.
+        causes: arguments.output.is_some(),
         lines_budget: if view == View::Python { Duration::ZERO } else { arguments.lines },
         force_ptrace: arguments.force_ptrace,
     };

@@ -122,7 +122,7 @@ impl Capturer {
             }
         }
         // Otherwise the captures themselves keep all processors busy.
-        if jobs.len() < pool::cpus() {
+        if options.causes && jobs.len() < pool::cpus() {
             tables.read_ahead(deadline);
         }
         let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);

@@ -626,8 +626,11 @@ impl Capture<'_> {
             return;
         }
         let mut places = CodeLocations::default();
-        let sleepers: Vec<Sleeper<'_>> = threads.iter().map(Thread::sleeper).collect();
-        let mut waits = awaited::of_process(self.pid, &sleepers, self.tables, self.deadline);
+        let mut waits = HashMap::new();
+        if self.options.causes {
+            let sleepers: Vec<Sleeper<'_>> = threads.iter().map(Thread::sleeper).collect();
+            waits = awaited::of_process(self.pid, &sleepers, self.tables, self.deadline);
+        }
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
             let Waits { awaited, timed } = waits.remove(&thread.tid).unwrap_or_default();
@@ -647,7 +650,7 @@ impl Capture<'_> {
                 timed,
             });
         }
-        if space.is_some() && Instant::now() < self.deadline {
+        if self.options.causes && space.is_some() && Instant::now() < self.deadline {
             let objects = places.list.iter().filter_map(|place| place.image.as_ref());
             let files = self.process.sample.py_stacktrace.iter().flat_map(|thread| &thread.frames);
             let files = files.map(|frame| frame.file_name.as_str());
