@@ -53,6 +53,9 @@ pub(crate) struct Thread {
     pub wchan: String,
     pub kernel_stack: Vec<String>,
     pub cpu_time_ns: u64,
+    /// How often it was put on a CPU until it began the sleep in which it was read. 0 if it was not
+    /// read in its sleep, or the kernel does not count this.
+    runs: u64,
     pub syscall: Option<i64>,
     /// The call with its arguments, while the thread sleeps in it.
     call: Option<Call>,
@@ -168,8 +171,22 @@ impl Thread {
         if !has_slept(pid, tid, &schedule, &self.status) {
             return Ok(ReadResult::RanBetween);
         }
-        self.store_sleeping(frames, end, &syscall);
+        self.store_sleeping(frames, end, &syscall, schedule.runs);
         Ok(ReadResult::Done)
+    }
+
+    /// Whether the thread has slept since its stack was read.
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub fn still_sleeps(&self, pid: i32) -> Result<bool, procfs::Error> {
+        // Reading its status takes the kernel three times as long.
+        if self.runs > 0
+            && let Some(now) = procfs::schedstat(pid, self.tid)
+        {
+            return Ok(now.runs == self.runs);
+        }
+        Ok(slept(&self.status, &procfs::status(pid, self.tid)?))
     }
 
     /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
@@ -195,14 +212,14 @@ impl Thread {
             if !has_slept(pid, tid, &schedule, &status) {
                 return Err(ReadFailure::RanBetween);
             }
-            seen = Some((schedule.cpu_ns, status, syscall));
+            seen = Some((schedule, status, syscall));
             Ok((registers, regions))
         });
         match (taken, seen) {
-            (Ok((frames, end)), Some((cpu_ns, status, syscall))) => {
-                self.cpu_time_ns = cpu_ns;
+            (Ok((frames, end)), Some((schedule, status, syscall))) => {
+                self.cpu_time_ns = schedule.cpu_ns;
                 self.status = status;
-                self.store_sleeping(frames, end, &syscall);
+                self.store_sleeping(frames, end, &syscall, schedule.runs);
                 Ok(ReadResult::Done)
             }
             (Err(ReadFailure::Failed(error)), _) => {
@@ -224,8 +241,9 @@ impl Thread {
         ended
     }
 
-    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: &Syscall) {
+    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: &Syscall, runs: u64) {
         self.frames = frames;
+        self.runs = runs;
         self.syscall = match *syscall {
             Syscall::Blocked { number, .. } => Some(number),
             Syscall::Running => None,
@@ -303,12 +321,15 @@ fn unwind_sleeping(
 
 /// Whether a thread has not run since its schedule was read. The kernel counts a run before it
 /// starts, so an unchanged count is proof. Without that count, the context switches in the status
-/// are used. They are counted when a thread leaves a CPU, so the state must be checked too.
+/// are used.
 fn has_slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
-    schedule.is_unchanged().unwrap_or_else(|| {
-        procfs::status(pid, tid)
-            .is_ok_and(|after| after.switches == before.switches && before.letter() != b'R' && after.letter() != b'R')
-    })
+    schedule.is_unchanged().unwrap_or_else(|| procfs::status(pid, tid).is_ok_and(|after| slept(before, &after)))
+}
+
+/// Whether a thread has slept between two reads of its status. A thread that was woken and still
+/// runs was not switched away from yet, so an equal count alone is no proof.
+fn slept(before: &Status, after: &Status) -> bool {
+    before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }
 
 /// Bytes of a stack to copy first. Most stacks use a few KB.

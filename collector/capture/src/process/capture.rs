@@ -14,7 +14,7 @@ use std::{
 use gimli::UnwindContext;
 use xpu_timer_proto::{
     printable::MOST_COMMAND_BYTES,
-    procfs::{self, Mapping, Status, state_text},
+    procfs::{self, Mapping, state_text},
     secrets,
     server::{CaptureMethod, PstackStacktrace, PySpyStacktrace},
 };
@@ -455,9 +455,8 @@ impl Capture<'_> {
                 }
                 continue;
             };
-            let before = &threads[*index].status;
-            match procfs::status(pid, thread.tid) {
-                Ok(after) => thread.is_consistent = slept(before, &after),
+            match threads[*index].still_sleeps(pid) {
+                Ok(sleeps) => thread.is_consistent = sleeps,
                 Err(error) if error.is_gone() => thread.tid = 0,
                 Err(_) => {}
             }
@@ -592,8 +591,7 @@ impl Capture<'_> {
         let gone = || Error::Gone(native.tid);
         let (now, read) = Thread::read(self.pid, native.tid, space, &mut self.context).ok_or_else(gone)?;
         python.read(std::slice::from_mut(thread));
-        let after = procfs::status(self.pid, native.tid)?;
-        thread.is_consistent = matches!(read, ReadResult::Done) && slept(&now.status, &after);
+        thread.is_consistent = now.still_sleeps(self.pid)? && matches!(read, ReadResult::Done);
         if thread.is_consistent {
             let stopped = native.stopped;
             *native = now;
@@ -677,10 +675,4 @@ fn find_unnamed_part(
     let both = both.filter_map(|thread| Some((thread, *natives.get(&thread.tid)?)));
     let whole = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
     consistency::find_unnamed_part(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
-}
-
-/// Whether a thread has slept between two reads of its status. A thread that was woken and still
-/// runs was not switched away from yet, so an equal count alone is no proof.
-fn slept(before: &Status, after: &Status) -> bool {
-    before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }
