@@ -17,7 +17,7 @@ use std::{
 
 use xpu_timer_proto::procfs::{self, Schedstat, state_text};
 
-use crate::{native::ptrace, objects::Images};
+use crate::{native::ptrace, objects::Images, pool};
 
 use super::{
     Job, RawProcess,
@@ -90,8 +90,7 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, time_
     let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
     let mut started: Vec<Worker> = Vec::new();
     let (sender, receiver) = mpsc::channel();
-    let parallel = std::thread::available_parallelism()
-        .map_or(MAX_THREADS, |cpus| (cpus.get() * THREADS_PER_CPU).min(MAX_THREADS));
+    let parallel = (pool::cpus() * THREADS_PER_CPU).min(MAX_THREADS);
     loop {
         started.retain(|worker| answers[worker.index].is_none());
         let busy = started.iter().filter(|worker| worker.since.elapsed() < STUCK_AFTER).count();
