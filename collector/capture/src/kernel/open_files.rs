@@ -47,6 +47,11 @@ impl OpenFiles {
         self.table.get_or_init(|| Table::read(deadline.min(Instant::now() + TIMEOUT)));
     }
 
+    #[cfg(test)]
+    pub fn is_read(&self) -> bool {
+        self.table.get().is_some()
+    }
+
     /// The descriptors with this link, ascending by pid, and whether there can be no others.
     pub fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
         self.read(deadline);

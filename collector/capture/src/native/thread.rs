@@ -415,3 +415,51 @@ impl CopyBuffers {
         Ok(regions)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use crate::objects::Images;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_ran_or_ended_does_not_sleep_on() {
+        let (wake, sleep) = mpsc::channel::<()>();
+        let (sender, receiver) = mpsc::channel();
+        let sleeper = std::thread::spawn(move || {
+            sender.send(nix::unistd::gettid().as_raw()).unwrap();
+            while sleep.recv().is_ok() {
+                sender.send(0).unwrap();
+            }
+        });
+        let (pid, tid) = (std::process::id() as i32, receiver.recv().unwrap());
+        let images = Images::default();
+        let space = AddressSpace::open(&images, pid, pid).unwrap();
+        let read = || loop {
+            match Thread::read(pid, tid, &space, &mut UnwindContext::new()).unwrap() {
+                (thread, ReadResult::Done) => break thread,
+                _ => std::thread::yield_now(),
+            }
+        };
+        let mut thread = read();
+        assert!(thread.still_sleeps(pid).unwrap());
+        wake.send(()).unwrap();
+        receiver.recv().unwrap();
+        assert!(!thread.still_sleeps(pid).unwrap(), "it has run, whatever it does now");
+        // A kernel that does not count how often a thread ran counts its context switches.
+        thread = read();
+        thread.runs = 0;
+        assert!(thread.still_sleeps(pid).unwrap());
+        drop(wake);
+        sleeper.join().unwrap();
+        // The kernel removes the thread a little later.
+        while thread.still_sleeps(pid).is_ok() {
+            std::thread::yield_now();
+        }
+        assert!(thread.still_sleeps(pid).is_err_and(|error| error.is_gone()));
+        thread.runs = 1;
+        assert!(thread.still_sleeps(pid).is_err_and(|error| error.is_gone()));
+    }
+}
