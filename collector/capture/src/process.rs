@@ -1,6 +1,7 @@
 //! The capture of one process: the request, and the result before its native frames are symbolized.
 
-pub(crate) mod capture;
+mod capture;
+pub(crate) mod fault;
 mod running;
 pub(crate) mod worker;
 

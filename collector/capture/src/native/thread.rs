@@ -11,10 +11,7 @@ use xpu_timer_proto::{
 
 use crate::{
     error::Error,
-    kernel::{
-        awaited::{Call, Sleeper},
-        permission,
-    },
+    kernel::awaited::{Call, Sleeper},
     memory::Region,
 };
 
@@ -137,7 +134,7 @@ impl Thread {
             Err(error) if error.is_gone() => return None,
             Err(error) => {
                 thread.incomplete = if error.is_denied() {
-                    permission::denied(pid, thread.status.uid).to_string()
+                    Error::denied(pid, thread.status.uid).to_string()
                 } else {
                     error.to_string()
                 };
