@@ -12,8 +12,11 @@ mod selection;
 mod text;
 
 use std::{
+    fs::File,
     io::{self, IsTerminal, Write},
     iter,
+    mem::ManuallyDrop,
+    os::fd::AsFd,
     path::PathBuf,
     process::ExitCode,
     time::Duration,
@@ -122,13 +125,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         // The state of a thread and its name come with its native stack, so it is always captured.
         native: true,
         python: view != View::Native,
+        // Only the files have this.
+        causes: arguments.output.is_some(),
         lines_budget: if view == View::Python { Duration::ZERO } else { arguments.lines },
         force_ptrace: arguments.force_ptrace,
     };
     let mut failed = false;
-    // Do not drop the caches one by one while the user waits. The end of this process frees them at
-    // once.
-    let mut capturer = std::mem::ManuallyDrop::new(Capturer::new());
+    // Do not drop the caches and the results one by one while the user waits. The end of this
+    // process frees them at once.
+    let mut capturer = ManuallyDrop::new(Capturer::new());
     let mut capture = |each: &mut dyn FnMut(Stacks) -> Result<()>| {
         let mut result = Ok(());
         capturer.capture_each(&pids, &options, |process| {
@@ -139,8 +144,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         });
         result
     };
-    let mut out = io::BufWriter::with_capacity(1 << 16, io::stdout().lock());
     let terminal = io::stdout().is_terminal();
+    // The standard library's writer searches all that it writes for ends of lines.
+    let stdout = File::from(io::stdout().as_fd().try_clone_to_owned().context("standard output")?);
+    let mut out = io::BufWriter::with_capacity(1 << 16, stdout);
     let written = if let Some(folder) = &arguments.output {
         let files = Files::new(folder, &pids)?;
         let mut index = 0;
@@ -154,7 +161,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let mut before = "[";
         capture(&mut |process| {
             out.write_all(std::mem::replace(&mut before, ",\n").as_bytes())?;
-            Ok(json::write(&mut out, &process, view, terminal)?)
+            Ok(json::write(&mut out, &ManuallyDrop::new(process), view, terminal)?)
         })
         .and_then(|()| Ok(out.write_all(b"]\n")?))
     } else {
@@ -164,7 +171,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             if !std::mem::take(&mut first) {
                 writeln!(out)?;
             }
-            Ok(text::print(&mut out, &process.into(), view, colour)?)
+            Ok(text::print(&mut out, &ManuallyDrop::new(process.into()), view, colour)?)
         })
     };
     match written.and_then(|()| Ok(out.flush()?)) {

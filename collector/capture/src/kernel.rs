@@ -4,7 +4,6 @@
 pub(crate) mod awaited;
 pub(crate) mod mappings;
 pub(crate) mod open_files;
-pub(crate) mod permission;
 pub mod sock_diag;
 pub mod tcp_sockets;
 

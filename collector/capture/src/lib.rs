@@ -99,7 +99,7 @@ impl Capturer {
         registers: &[u64; 17],
         release: impl FnOnce(),
     ) -> (ProcessCapture, Option<String>) {
-        let (raw_process, reason) = process::capture::capture_fault(pid, tid, signal, registers, &self.images, release);
+        let (raw_process, reason) = process::fault::capture(pid, tid, signal, registers, &self.images, release);
         let options = Options::default();
         let deadline = Instant::now() + options.deadline;
         self.symbolizer.prepare(std::slice::from_ref(&raw_process), options.lines_budget, deadline);
@@ -122,7 +122,7 @@ impl Capturer {
             }
         }
         // Otherwise the captures themselves keep all processors busy.
-        if jobs.len() < pool::cpus() {
+        if options.causes && jobs.len() < pool::cpus() {
             tables.read_ahead(deadline);
         }
         let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);

@@ -154,14 +154,22 @@ impl std::fmt::Display for ReadError {
     }
 }
 
+/// Where the copy of a page is: the index of the block, and the offset in it.
+type Place = (usize, usize);
+/// No address of a page.
+const NO_PAGE: u64 = u64::MAX;
+/// Maximum number of bytes of a block for pages that are fetched later.
+const MAX_SPARE_BYTES: usize = 64 * PAGE_BYTES;
+
 /// Copied pages of one process.
 pub(crate) struct Snapshot {
     /// Any live thread of the process.
     tid: i32,
-    /// Offset in `bytes` of each page, by its address.
-    offsets: HashMap<u64, usize, BuildHasherDefault<PageHasher>>,
-    bytes: Vec<u8>,
-    last: (u64, usize),
+    /// Where each page is, by its address.
+    places: HashMap<u64, Place, BuildHasherDefault<PageHasher>>,
+    /// The copies. A block that is full is never enlarged, because its pages would be copied again.
+    blocks: Vec<Vec<u8>>,
+    last: (u64, Place),
     /// How many more pages may be fetched one by one.
     fetches: usize,
     /// Pages that were requested when no more could be fetched.
@@ -176,9 +184,9 @@ impl Snapshot {
     pub fn new(tid: i32) -> Self {
         Snapshot {
             tid,
-            offsets: HashMap::default(),
-            bytes: Vec::new(),
-            last: (u64::MAX, 0),
+            places: HashMap::default(),
+            blocks: Vec::new(),
+            last: (NO_PAGE, (0, 0)),
             fetches: MAX_PAGES,
             missing: Vec::new(),
             prepared: (Vec::new(), MAX_PAGES),
@@ -197,13 +205,13 @@ impl Snapshot {
         for page in bytes.chunks_mut(PAGE_BYTES) {
             page[0] = std::hint::black_box(1);
         }
-        let offsets = HashMap::with_capacity_and_hasher(pages.len() + SPARE_PAGES, BuildHasherDefault::default());
+        let places = HashMap::with_capacity_and_hasher(pages.len() + SPARE_PAGES, BuildHasherDefault::default());
         let prepared = (pages, fetches);
         let mut prepared_snapshot = Snapshot {
             tid,
-            offsets,
-            bytes,
-            last: (u64::MAX, 0),
+            places,
+            blocks: vec![bytes],
+            last: (NO_PAGE, (0, 0)),
             fetches,
             missing: Vec::new(),
             prepared,
@@ -220,19 +228,22 @@ impl Snapshot {
         if std::mem::replace(&mut self.filled, true) {
             self.reset();
         }
-        let offsets = &mut self.offsets;
-        copy(self.tid, &self.prepared.0, &mut self.bytes, |page| {
-            offsets.remove(&page);
-        });
+        let Snapshot { places, blocks, prepared: (pages, _), .. } = self;
+        if let Some(block) = blocks.first_mut() {
+            copy(self.tid, pages, block, |page| {
+                places.remove(&page);
+            });
+        }
     }
 
     fn reset(&mut self) {
-        self.last = (u64::MAX, 0);
+        self.last = (NO_PAGE, (0, 0));
         let (pages, fetches) = &self.prepared;
         self.fetches = *fetches;
-        self.bytes.truncate(pages.len() * PAGE_BYTES);
-        self.offsets.clear();
-        self.offsets.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
+        self.blocks.truncate(1);
+        self.blocks.iter_mut().for_each(|block| block.truncate(pages.len() * PAGE_BYTES));
+        self.places.clear();
+        self.places.extend(pages.iter().enumerate().map(|(index, page)| (*page, (0, index * PAGE_BYTES))));
     }
 
     /// Stops reading from the process.
@@ -247,7 +258,7 @@ impl Snapshot {
 
     /// Addresses of all pages, ascending.
     pub fn pages(&self) -> Vec<u64> {
-        let mut pages: Vec<u64> = self.offsets.keys().copied().collect();
+        let mut pages: Vec<u64> = self.places.keys().copied().collect();
         pages.sort_unstable();
         pages
     }
@@ -262,22 +273,36 @@ impl Snapshot {
         for (start, length) in ranges {
             let (first, end) = (start / PAGE, start.saturating_add(length).div_ceil(PAGE));
             let pages = (first..end).map(|number| number * PAGE).take(MAX_PAGES.saturating_sub(wanted.len()));
-            wanted.extend(pages.filter(|page| !self.offsets.contains_key(page)));
+            wanted.extend(pages.filter(|page| !self.places.contains_key(page)));
         }
         wanted.sort_unstable();
         wanted.dedup();
-        wanted.truncate(self.fetches.min(MAX_PAGES.saturating_sub(self.offsets.len())));
+        wanted.truncate(self.fetches.min(MAX_PAGES.saturating_sub(self.places.len())));
         if wanted.is_empty() {
             return;
         }
         self.fetches -= wanted.len();
-        let from = self.bytes.len();
-        self.bytes.resize(from + wanted.len() * PAGE_BYTES, 0);
-        self.offsets.extend(wanted.iter().enumerate().map(|(index, page)| (*page, from + index * PAGE_BYTES)));
-        let offsets = &mut self.offsets;
-        copy(self.tid, &wanted, &mut self.bytes[from..], |page| {
-            offsets.remove(&page);
+        let (block, from) = self.reserve(wanted.len());
+        let places = &mut self.places;
+        places.extend(wanted.iter().enumerate().map(|(index, page)| (*page, (block, from + index * PAGE_BYTES))));
+        copy(self.tid, &wanted, &mut self.blocks[block][from..], |page| {
+            places.remove(&page);
         });
+    }
+
+    /// Adds room for pages at the end of the last block, or in a new one.
+    fn reserve(&mut self, pages: usize) -> Place {
+        let length = pages * PAGE_BYTES;
+        let has_room = |block: &Vec<u8>| block.capacity() - block.len() >= length;
+        if !self.blocks.last().is_some_and(has_room) {
+            // As much as all blocks before, so that there are few.
+            let spare = self.blocks.iter().map(Vec::len).sum::<usize>().min(MAX_SPARE_BYTES);
+            self.blocks.push(Vec::with_capacity(length.max(spare)));
+        }
+        let last = self.blocks.len() - 1;
+        let from = self.blocks[last].len();
+        self.blocks[last].resize(from + length, 0);
+        (last, from)
     }
 
     /// Copies numbers of eight bytes without the pages around them: of many objects, one field
@@ -295,12 +320,11 @@ impl Snapshot {
         words
     }
 
-    /// Offset in `bytes` of a page.
-    fn page(&mut self, page: u64) -> Option<usize> {
+    fn page(&mut self, page: u64) -> Option<Place> {
         if self.last.0 == page {
             return Some(self.last.1);
         }
-        let at = match self.offsets.get(&page) {
+        let at = match self.places.get(&page) {
             Some(at) => *at,
             None => self.fetch_one(page)?,
         };
@@ -308,23 +332,22 @@ impl Snapshot {
         Some(at)
     }
 
-    fn fetch_one(&mut self, page: u64) -> Option<usize> {
-        if self.fetches == 0 || self.offsets.len() >= MAX_PAGES {
+    fn fetch_one(&mut self, page: u64) -> Option<Place> {
+        if self.fetches == 0 || self.places.len() >= MAX_PAGES {
             if self.missing.len() < MAX_PAGES {
                 self.missing.push(page);
             }
             return None;
         }
         self.fetches -= 1;
-        let at = self.bytes.len();
-        self.bytes.resize(at + PAGE_BYTES, 0);
-        match read(self.tid, page, &mut self.bytes[at..]) {
+        let (block, from) = self.reserve(1);
+        match read(self.tid, page, &mut self.blocks[block][from..]) {
             Ok(PAGE_BYTES) => {
-                self.offsets.insert(page, at);
-                Some(at)
+                self.places.insert(page, (block, from));
+                Some((block, from))
             }
             _ => {
-                self.bytes.truncate(at);
+                self.blocks[block].truncate(from);
                 None
             }
         }
@@ -337,8 +360,9 @@ impl Snapshot {
             let Some(at) = address.checked_add(done as u64) else { return false };
             let offset = (at & (PAGE - 1)) as usize;
             let length = (PAGE_BYTES - offset).min(bytes.len() - done);
-            let Some(page) = self.page(at & !(PAGE - 1)) else { return false };
-            bytes[done..done + length].copy_from_slice(&self.bytes[page + offset..page + offset + length]);
+            let Some((block, page)) = self.page(at & !(PAGE - 1)) else { return false };
+            let copied = &self.blocks[block][page + offset..page + offset + length];
+            bytes[done..done + length].copy_from_slice(copied);
             done += length;
         }
         true

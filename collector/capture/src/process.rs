@@ -1,6 +1,7 @@
 //! The capture of one process: the request, and the result before its native frames are symbolized.
 
-pub(crate) mod capture;
+mod capture;
+pub(crate) mod fault;
 mod running;
 pub(crate) mod worker;
 
@@ -35,6 +36,10 @@ pub struct Options {
     pub native: bool,
     /// Capture Python stacks.
     pub python: bool,
+    /// Also find what only the search for the cause of a hang uses: what each thread waits for, and
+    /// the versions of libraries with known defects. It reads the descriptors of all processes of
+    /// the machine.
+    pub causes: bool,
     /// Total time limit of the search for source lines. Names are always looked up.
     pub lines_budget: Duration,
     /// Stop every thread while its stack is copied. This may cut short system calls of the target.
@@ -57,6 +62,7 @@ impl Default for Options {
             children: false,
             native: true,
             python: true,
+            causes: true,
             lines_budget: Duration::from_secs(1),
             force_ptrace: false,
         }

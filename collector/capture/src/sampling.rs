@@ -328,7 +328,8 @@ impl<'a> Loop<'a> {
     /// Takes a sample of Python and C frames. Returns false if the process has ended.
     fn capture(&mut self) -> bool {
         let options = &self.shared.options;
-        let of_capture = Options { deadline: LONGEST_CAPTURE, lines_budget: Duration::ZERO, ..Options::default() };
+        let (deadline, lines_budget) = (LONGEST_CAPTURE, Duration::ZERO);
+        let of_capture = Options { deadline, lines_budget, causes: false, ..Options::default() };
         let Some(capturer) = &mut self.capturer else { return false };
         let at_ns = now_ns();
         let Some(process) = capturer.capture(&[self.pid], &of_capture).pop() else { return false };

@@ -84,17 +84,16 @@ impl Symbolizer {
     /// Finds the names of all frames of all processes, and the source lines of as many as possible.
     pub fn prepare(&mut self, processes: &[RawProcess], lines_budget: Duration, deadline: Instant) {
         self.captures += 1;
-        let mut objects = self.missing(processes);
+        let objects = self.missing(processes);
         self.find_names(&objects, deadline);
-        self.forget_changed(&objects);
-        objects.retain(|object| !object.lines.is_empty());
-        // Start with the object that has the most addresses: if the time is short, it explains the
-        // most.
-        objects.sort_by_key(|object| (std::cmp::Reverse(object.lines.len()), object.image.id));
         if !lines_budget.is_zero() {
-            self.find_lines(objects.clone(), deadline.min(Instant::now() + lines_budget));
-            self.forget_changed(&objects);
+            let mut objects: Vec<_> = objects.iter().filter(|object| !object.lines.is_empty()).cloned().collect();
+            // Start with the object that has the most addresses: if the time is short, it explains
+            // the most.
+            objects.sort_by_key(|object| (std::cmp::Reverse(object.lines.len()), object.image.id));
+            self.find_lines(objects, deadline.min(Instant::now() + lines_budget));
         }
+        self.forget_changed(&objects);
     }
 
     /// Drops the names of modified files. They stay unknown until the next capture opens the file

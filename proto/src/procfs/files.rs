@@ -42,8 +42,15 @@ impl std::error::Error for Error {
     }
 }
 
+/// Size of the first read of a file. The kernel tells no sizes, and most files are shorter.
+const FIRST_READ_BYTES: usize = 4 << 10;
+
 pub(super) fn bytes(path: String) -> Result<Vec<u8>, Error> {
-    fs::read(&path).map_err(|source| Error { path: path.into(), source })
+    let mut bytes = Vec::with_capacity(FIRST_READ_BYTES);
+    match File::open(&path).and_then(|mut file| file.read_to_end(&mut bytes)) {
+        Ok(_) => Ok(bytes),
+        Err(source) => Err(Error { path: path.into(), source }),
+    }
 }
 
 pub(super) fn text(path: String) -> Result<String, Error> {

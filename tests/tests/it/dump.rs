@@ -173,6 +173,8 @@ fn ranks_are_found_and_dumped_into_files_named_by_rank() {
         let message = Stacktrace::decode(&fs::read(folder.join(name)).expect("the file")[..]).expect("a message");
         assert_eq!((message.pid, message.stacktrace.len()), (target.process.pid(), 3));
         assert_eq!(message.children.len(), 1);
+        let waits = message.stacktrace.iter().map(|thread| thread.timed);
+        assert!(waits.eq([Some(false); 3]), "the files have what the calls wait for: {message:?}");
     }
     assert_eq!(fs::read_dir(&folder).expect("the folder").count(), 2, "nothing else is left there");
 

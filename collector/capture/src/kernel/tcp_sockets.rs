@@ -15,13 +15,16 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    procfs::{LISTEN, MAX_FILES, SOCKET, find_tcp_socket, inode_of},
+    procfs::{LISTEN, SOCKET, find_tcp_socket, inode_of},
     server::TcpConnection,
 };
 
-use super::sock_diag::{
-    AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponse, InetResponseHeader, Nla, Scope,
-    SocketId, StateFlags, query,
+use super::{
+    open_files,
+    sock_diag::{
+        AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponse, InetResponseHeader, Nla, Scope,
+        SocketId, StateFlags, query,
+    },
 };
 
 /// Time limit to read the sockets of one namespace: a busy node has a hundred thousand.
@@ -219,8 +222,9 @@ fn namespace(process: &str) -> Option<PathBuf> {
 
 /// Inodes of the sockets that a process has open.
 fn socket_inodes(pid: i32) -> HashSet<u64> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().take(MAX_FILES);
-    entries.filter_map(|entry| inode_of(fs::read_link(entry.path()).ok()?.to_str()?, SOCKET)).collect()
+    let mut inodes = HashSet::new();
+    open_files::each_link(pid, |_, link| inodes.extend(inode_of(&link, SOCKET)));
+    inodes
 }
 
 /// Bytes that the process has written, acknowledged or still queued, and the received bytes that it

@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 
 use xpu_timer_proto::procfs;
 
-use crate::{error::Error, kernel::permission};
+use crate::error::Error;
 
 use super::Registers;
 
@@ -163,7 +163,7 @@ fn ptrace_error(pid: i32, tid: i32, source: io::Error) -> Error {
         if matches!(status.letter(), b'Z' | b'X') {
             return Error::Gone(tid);
         }
-        return permission::denied(pid, status.uid);
+        return Error::denied(pid, status.uid);
     }
     Error::Ptrace { tid, source }
 }

@@ -11,10 +11,7 @@ use xpu_timer_proto::{
 
 use crate::{
     error::Error,
-    kernel::{
-        awaited::{Call, Sleeper},
-        permission,
-    },
+    kernel::awaited::{Call, Sleeper},
     memory::Region,
 };
 
@@ -53,6 +50,9 @@ pub(crate) struct Thread {
     pub wchan: String,
     pub kernel_stack: Vec<String>,
     pub cpu_time_ns: u64,
+    /// How often it was put on a CPU until it began the sleep in which it was read. 0 if it was not
+    /// read in its sleep, or the kernel does not count this.
+    runs: u64,
     pub syscall: Option<i64>,
     /// The call with its arguments, while the thread sleeps in it.
     call: Option<Call>,
@@ -134,7 +134,7 @@ impl Thread {
             Err(error) if error.is_gone() => return None,
             Err(error) => {
                 thread.incomplete = if error.is_denied() {
-                    permission::denied(pid, thread.status.uid).to_string()
+                    Error::denied(pid, thread.status.uid).to_string()
                 } else {
                     error.to_string()
                 };
@@ -168,8 +168,22 @@ impl Thread {
         if !has_slept(pid, tid, &schedule, &self.status) {
             return Ok(ReadResult::RanBetween);
         }
-        self.store_sleeping(frames, end, &syscall);
+        self.store_sleeping(frames, end, &syscall, schedule.runs);
         Ok(ReadResult::Done)
+    }
+
+    /// Whether the thread has slept since its stack was read.
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub fn still_sleeps(&self, pid: i32) -> Result<bool, procfs::Error> {
+        // Reading its status takes the kernel three times as long.
+        if self.runs > 0
+            && let Some(now) = procfs::schedstat(pid, self.tid)
+        {
+            return Ok(now.runs == self.runs);
+        }
+        Ok(slept(&self.status, &procfs::status(pid, self.tid)?))
     }
 
     /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
@@ -195,14 +209,14 @@ impl Thread {
             if !has_slept(pid, tid, &schedule, &status) {
                 return Err(ReadFailure::RanBetween);
             }
-            seen = Some((schedule.cpu_ns, status, syscall));
+            seen = Some((schedule, status, syscall));
             Ok((registers, regions))
         });
         match (taken, seen) {
-            (Ok((frames, end)), Some((cpu_ns, status, syscall))) => {
-                self.cpu_time_ns = cpu_ns;
+            (Ok((frames, end)), Some((schedule, status, syscall))) => {
+                self.cpu_time_ns = schedule.cpu_ns;
                 self.status = status;
-                self.store_sleeping(frames, end, &syscall);
+                self.store_sleeping(frames, end, &syscall, schedule.runs);
                 Ok(ReadResult::Done)
             }
             (Err(ReadFailure::Failed(error)), _) => {
@@ -224,8 +238,9 @@ impl Thread {
         ended
     }
 
-    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: &Syscall) {
+    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: &Syscall, runs: u64) {
         self.frames = frames;
+        self.runs = runs;
         self.syscall = match *syscall {
             Syscall::Blocked { number, .. } => Some(number),
             Syscall::Running => None,
@@ -303,12 +318,15 @@ fn unwind_sleeping(
 
 /// Whether a thread has not run since its schedule was read. The kernel counts a run before it
 /// starts, so an unchanged count is proof. Without that count, the context switches in the status
-/// are used. They are counted when a thread leaves a CPU, so the state must be checked too.
+/// are used.
 fn has_slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
-    schedule.is_unchanged().unwrap_or_else(|| {
-        procfs::status(pid, tid)
-            .is_ok_and(|after| after.switches == before.switches && before.letter() != b'R' && after.letter() != b'R')
-    })
+    schedule.is_unchanged().unwrap_or_else(|| procfs::status(pid, tid).is_ok_and(|after| slept(before, &after)))
+}
+
+/// Whether a thread has slept between two reads of its status. A thread that was woken and still
+/// runs was not switched away from yet, so an equal count alone is no proof.
+fn slept(before: &Status, after: &Status) -> bool {
+    before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }
 
 /// Bytes of a stack to copy first. Most stacks use a few KB.
@@ -392,5 +410,53 @@ impl CopyBuffers {
             regions.push(Region::read_into(tid, address & !0xfff, buffer)?);
         }
         Ok(regions)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use crate::objects::Images;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_ran_or_ended_does_not_sleep_on() {
+        let (wake, sleep) = mpsc::channel::<()>();
+        let (sender, receiver) = mpsc::channel();
+        let sleeper = std::thread::spawn(move || {
+            sender.send(nix::unistd::gettid().as_raw()).unwrap();
+            while sleep.recv().is_ok() {
+                sender.send(0).unwrap();
+            }
+        });
+        let (pid, tid) = (std::process::id() as i32, receiver.recv().unwrap());
+        let images = Images::default();
+        let space = AddressSpace::open(&images, pid, pid).unwrap();
+        let read = || loop {
+            match Thread::read(pid, tid, &space, &mut UnwindContext::new()).unwrap() {
+                (thread, ReadResult::Done) => break thread,
+                _ => std::thread::yield_now(),
+            }
+        };
+        let mut thread = read();
+        assert!(thread.still_sleeps(pid).unwrap());
+        wake.send(()).unwrap();
+        receiver.recv().unwrap();
+        assert!(!thread.still_sleeps(pid).unwrap(), "it has run, whatever it does now");
+        // A kernel that does not count how often a thread ran counts its context switches.
+        thread = read();
+        thread.runs = 0;
+        assert!(thread.still_sleeps(pid).unwrap());
+        drop(wake);
+        sleeper.join().unwrap();
+        // The kernel removes the thread a little later.
+        while thread.still_sleeps(pid).is_ok() {
+            std::thread::yield_now();
+        }
+        assert!(thread.still_sleeps(pid).is_err_and(|error| error.is_gone()));
+        thread.runs = 1;
+        assert!(thread.still_sleeps(pid).is_err_and(|error| error.is_gone()));
     }
 }

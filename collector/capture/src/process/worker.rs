@@ -17,7 +17,7 @@ use std::{
 
 use xpu_timer_proto::procfs::{self, Schedstat, state_text};
 
-use crate::{native::ptrace, objects::Images};
+use crate::{native::ptrace, objects::Images, pool};
 
 use super::{
     Job, RawProcess,
@@ -90,8 +90,7 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, time_
     let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
     let mut started: Vec<Worker> = Vec::new();
     let (sender, receiver) = mpsc::channel();
-    let parallel = std::thread::available_parallelism()
-        .map_or(MAX_THREADS, |cpus| (cpus.get() * THREADS_PER_CPU).min(MAX_THREADS));
+    let parallel = (pool::cpus() * THREADS_PER_CPU).min(MAX_THREADS);
     loop {
         started.retain(|worker| answers[worker.index].is_none());
         let busy = started.iter().filter(|worker| worker.since.elapsed() < STUCK_AFTER).count();
@@ -197,7 +196,7 @@ fn unanswered(pid: i32, reason: &str) -> RawProcess {
 
 #[cfg(test)]
 mod tests {
-    use crate::process::Options;
+    use crate::{kernel::Tables, process::Options};
 
     use super::*;
 
@@ -233,6 +232,27 @@ mod tests {
         let scheduler_state = sleeper.scheduler_state();
         assert!(is_blocked_by_kernel(scheduler_state.as_ref(), sleeper.scheduler_state().as_ref()));
         assert!(sleeper.explain_delay().contains("the machine is busy"), "{}", sleeper.explain_delay());
+    }
+
+    #[test]
+    fn causes_are_searched_for_only_on_request() {
+        let pid = std::process::id() as i32;
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let waits = |causes| {
+            let options = Options { causes, ..Options::default() };
+            let tables: Arc<Tables> = Arc::default();
+            let job = Job { pid, options, deadline, tables: Arc::clone(&tables) };
+            let process = run(vec![job], &Arc::default(), deadline, Duration::from_secs(60)).remove(0);
+            assert!(!process.sample.stacktrace.is_empty(), "{:?}", process.sample.errors);
+            let known = process.sample.stacktrace.iter().filter(|thread| thread.timed.is_some()).count();
+            (known > 0, !process.sample.libraries.is_empty(), tables.open_files.is_read())
+        };
+        let (mut output, _input) = std::io::pipe().unwrap();
+        std::thread::spawn(move || std::io::Read::read(&mut output, &mut [0]));
+        assert_eq!(waits(false), (false, false, false));
+        while waits(true) != (true, true, true) {
+            assert!(Instant::now() < deadline, "a thread waits for a pipe, and the process has glibc");
+        }
     }
 
     /// A deadline in the past has the effect of a machine on which the capture gets no CPU.

@@ -195,11 +195,22 @@ pub(super) fn pairs_up_to(
     Ok((0..entries.count).filter_map(|index| entries.get(memory, index)).collect())
 }
 
-/// The value of a dictionary for a key that is ASCII text.
+/// The value of a dictionary for a key that is ASCII text. The entries are searched in the order in
+/// which they were added, some at a time: a process with thousands of modules imports the standard
+/// library's first.
 pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
-    let pairs = pairs(memory, layout, dict)?;
-    let found = with_lengths_of(memory, layout, pairs, &[key]).into_iter();
-    Ok(found.filter(|(found, _)| is_text(memory, layout, *found, key)).map(|(_, value)| value).next())
+    /// Number of entries that are read at once.
+    const BATCH: usize = 128;
+    let entries = Entries::of_dict(memory, layout, dict)?;
+    for first in (0..entries.count).step_by(BATCH) {
+        let batch = first..entries.count.min(first + BATCH as u64);
+        let pairs = batch.filter_map(|index| entries.get(memory, index)).collect();
+        let pairs = with_lengths_of(memory, layout, pairs, &[key]);
+        if let Some((_, value)) = pairs.into_iter().find(|(found, _)| is_text(memory, layout, *found, key)) {
+            return Ok(Some(value));
+        }
+    }
+    Ok(None)
 }
 
 /// Of pairs whose keys are strings, those whose keys are as long as one of these texts. The keys of

@@ -37,6 +37,8 @@ pub(super) struct Code {
 #[derive(Default)]
 pub(super) struct CodeCache {
     known: HashMap<u64, Result<Arc<Code>, ReadError>>,
+    /// The frames of code objects, by their instructions. Deep stacks repeat a few of them.
+    frames: HashMap<(u64, u64), Option<PySpyFrame>>,
     /// Types with the name `code`. There is only one, but its address is not known in advance.
     types: HashSet<u64>,
 }
@@ -50,6 +52,21 @@ impl CodeCache {
         let code = self.read(memory, layout, address).map(Arc::new);
         self.known.insert(address, code.clone());
         code
+    }
+
+    /// The frame at an instruction of a code object. `None` for code that is in no file.
+    pub fn frame(
+        &mut self,
+        memory: &mut Snapshot,
+        layout: &Layout,
+        (code, instruction): (u64, u64),
+    ) -> Result<Option<PySpyFrame>, ReadError> {
+        if let Some(known) = self.frames.get(&(code, instruction)) {
+            return Ok(known.clone());
+        }
+        let frame = self.get(memory, layout, code)?.frame(layout, code, instruction);
+        self.frames.insert((code, instruction), frame.clone());
+        Ok(frame)
     }
 
     /// Reads the code object at an address, even if it was read before.

@@ -161,5 +161,5 @@ fn frame(
         None if layout.minor >= 10 => bytes / 2,
         None => bytes,
     };
-    codes.get(memory, layout, code).ok()?.frame(layout, code, instruction)
+    codes.frame(memory, layout, (code, instruction)).ok()?
 }

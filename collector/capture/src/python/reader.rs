@@ -141,13 +141,13 @@ impl PythonReader {
             let mut entry = false;
             for frame in chain.frames.iter().rev() {
                 entry |= frame.entry;
-                match codes.get(memory, layout, frame.code) {
-                    Ok(code) => {
-                        let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
+                match codes.frame(memory, layout, (frame.code, frame.instruction)) {
+                    Ok(Some(shown)) => {
                         stack.frames.push(shown);
                         stack.raw_frames.push(*frame);
                         stack.entries.push(std::mem::take(&mut entry));
                     }
+                    Ok(None) => {}
                     Err(error) => problem = problem.or(Some(error)),
                 }
             }
@@ -261,7 +261,7 @@ impl PythonReader {
 
 /// A frame of a coroutine or greenlet. `None` if its code cannot be read or is in no file.
 fn shown(memory: &mut Snapshot, layout: &Layout, codes: &mut CodeCache, frame: InterpreterFrame) -> Option<PySpyFrame> {
-    codes.get(memory, layout, frame.code).ok()?.frame(layout, frame.code, frame.instruction)
+    codes.frame(memory, layout, (frame.code, frame.instruction)).ok()?
 }
 
 /// The threads of a process by their ids in its PID namespace.

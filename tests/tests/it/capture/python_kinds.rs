@@ -13,7 +13,9 @@ use super::{
 };
 
 const KINDS: &str = "\
-import asyncio, ctypes, sys, threading, time
+import sys
+sys.modules.update({f'padding.{number}': sys for number in range(300)})
+import asyncio, ctypes, threading, time
 def rest():
     time.sleep(100000)
 def generators():
