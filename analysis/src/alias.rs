@@ -10,23 +10,30 @@ use xpu_timer_proto::{
     v1::{Communicator, Evidence, FlightRecord},
 };
 
+use crate::world::EncodedOperations;
+
 /// Maximum number of generations to follow. Evidence may contain anything, even a communicator that
 /// is its own ancestor.
 const GENERATIONS: u32 = 64;
 
-/// The evidence with one identity for each communicator. Borrowed if no rank reports an alias.
-pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
+/// The evidence with one identity for each communicator, and the operations that are encoded.
+/// Borrowed if no rank reports an alias. Else no operations are encoded any more.
+pub(crate) fn resolved<'a>(
+    evidence: &'a Evidence,
+    operations: &'a [EncodedOperations],
+) -> (Cow<'a, Evidence>, &'a [EncodedOperations]) {
     let identities = Identities::of(evidence);
     if identities.aliases.is_empty() {
-        return Cow::Borrowed(evidence);
+        return (Cow::Borrowed(evidence), operations);
     }
     let names = identities.canonical_ids();
     let mut evidence = evidence.clone();
+    evidence.ranks.iter_mut().zip(operations).for_each(|(rank, operations)| operations.restore(rank));
     for rank in &mut evidence.ranks {
         let of_dump = rank.dump.iter_mut().flat_map(|dump| dump.flight_record.iter_mut());
         rank.flight.iter_mut().chain(of_dump).for_each(|record| rename(record, &names));
     }
-    Cow::Owned(evidence)
+    (Cow::Owned(evidence), &[])
 }
 
 /// The identities that the ranks report for their communicators.
@@ -108,7 +115,7 @@ mod tests {
     /// the operations have the same identities.
     fn after(ranks: Vec<RankEvidence>) -> Vec<Vec<(u64, u64)>> {
         let evidence = Evidence { ranks, ..Default::default() };
-        let resolved = resolved(&evidence);
+        let (resolved, _) = resolved(&evidence, &[]);
         let of = |rank: &RankEvidence| {
             let record = rank.flight.as_ref().unwrap();
             let comms: Vec<_> = record.communicators.iter().map(|comm| (comm.id, comm.parent)).collect();
@@ -164,6 +171,6 @@ mod tests {
     #[test]
     fn without_a_second_identity_nothing_is_copied() {
         let plain = Evidence { ranks: vec![rank(0, &[(7, 0, 1)]), rank(1, &[(9, 0, 0)])], ..Default::default() };
-        assert!(matches!(resolved(&plain), Cow::Borrowed(_)));
+        assert!(matches!(resolved(&plain, &[]).0, Cow::Borrowed(_)));
     }
 }

@@ -93,8 +93,8 @@ pub fn confidence(tallies: &[Tally], kind: VerdictKind, strength: Confidence) ->
 /// The kind of a verdict of an earlier release, by its evidence.
 #[must_use]
 pub fn kind_of(evidence: &Evidence, verdict: &Verdict) -> VerdictKind {
-    let evidence = alias::resolved(evidence);
-    let case = Case::of(&evidence);
+    let (evidence, _) = alias::resolved(evidence, &[]);
+    let case = Case::of(&evidence, &[]);
     let is_culprit = |index: &usize| verdict.culprits.contains(&case.view(*index).rank);
     let culprits: Vec<usize> = (0..case.world.views.len()).filter(is_culprit).collect();
     let others = verdict.culprit_processes.iter().any(|process| process.rank.is_none());

@@ -15,7 +15,7 @@ use crate::{
     matching::{self, Comm, KernelGroup},
     stacks::{self, ProcessState, StuckHelper},
     verdict::{Activity, Confidence, Location},
-    world::{RankView, World, is_collective, is_init},
+    world::{EncodedOperations, RankView, World, is_collective, is_init},
 };
 
 /// Where the main thread of a rank is, to compare it with others. It has the names of files without
@@ -79,8 +79,8 @@ pub(crate) struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// Matches the communicators and builds the wait-for graph.
-    pub fn of(evidence: &'a Evidence) -> Self {
-        let world = World::of(evidence);
+    pub fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
+        let world = World::of(evidence, operations);
         let mut comms = matching::communicators(&world);
         kernels::add_collectives(&world, &mut comms);
         let graph = graph::build(&world, &comms);

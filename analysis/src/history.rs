@@ -201,7 +201,7 @@ mod tests {
         let flight = FlightRecord { operations: text.bytes().map(operation).collect(), ..FlightRecord::default() };
         let rank = RankEvidence { flight: Some(flight), ..RankEvidence::default() };
         let evidence = Evidence { ranks: vec![rank], world_size: 1, ..Evidence::default() };
-        deviation(&World::of(&evidence).views[0])
+        deviation(&World::of(&evidence, &[]).views[0])
     }
 
     fn letters(text: &str) -> Option<(u8, u8, bool)> {

@@ -22,7 +22,7 @@ use crate::{
     report, stay, suspended,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     wording,
-    world::RankView,
+    world::{EncodedOperations, RankView},
 };
 
 /// Maximum number of lines of evidence. Those about the first culprits come first.
@@ -40,8 +40,14 @@ const MOST_FAILURES: usize = 8;
 /// [`Verdict::timing`] keeps its default, because only the collector knows it.
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
-    let evidence = alias::resolved(evidence);
-    let mut case = Case::of(&evidence);
+    judge_encoded(evidence, &[])
+}
+
+/// Like [`judge`], with the operations of each rank if they are encoded.
+#[must_use]
+pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
+    let (evidence, operations) = alias::resolved(evidence, operations);
+    let mut case = Case::of(&evidence, operations);
     let outcome = if all_launched_recently(&case) {
         not_a_hang(HealthyReason::AllLaunchedRecently, Confidence::Medium)
     } else {

@@ -139,10 +139,13 @@ struct PendingOperations<'a> {
 impl<'a> PendingOperations<'a> {
     fn of(world: &World<'a>, rank_index: usize) -> Self {
         let mut found = PendingOperations::default();
-        for operation in world.views[rank_index].operations().filter(|operation| is_collective(operation)) {
-            let last = found.last.entry(operation.communicator).or_default();
-            *last = operation.seq.max(*last);
-        }
+        world.views[rank_index].any_operation(|operation| {
+            if is_collective(operation) {
+                let last = found.last.entry(operation.communicator).or_default();
+                *last = operation.seq.max(*last);
+            }
+            false
+        });
         for operation in world.views[rank_index].pending() {
             if is_collective(operation) {
                 let first = found.oldest.entry(operation.communicator).or_insert(operation);

@@ -15,7 +15,7 @@ use std::{
     fmt,
 };
 
-use xpu_timer_proto::v1::PaceBlock;
+use xpu_timer_proto::{decode_varint, encode_varint, v1::PaceBlock};
 
 use crate::text;
 
@@ -46,7 +46,7 @@ pub struct Series {
     /// Number of ranks of the communicator.
     pub size: u32,
     /// At most [`KEPT_BLOCKS`], oldest first.
-    pub blocks: Vec<PaceBlock>,
+    pub blocks: Blocks,
     /// When the last block came, on the clock of the caller.
     pub heard_ns: u64,
 }
@@ -55,10 +55,39 @@ impl Series {
     /// Adds a block and drops the oldest beyond [`KEPT_BLOCKS`].
     pub fn push(&mut self, block: PaceBlock, now_ns: u64) {
         self.heard_ns = now_ns;
-        if self.blocks.len() >= KEPT_BLOCKS {
-            self.blocks.drain(..=self.blocks.len() - KEPT_BLOCKS);
+        let dropped = (self.blocks.iter().count() + 1).saturating_sub(KEPT_BLOCKS);
+        self.blocks = self.blocks.iter().skip(dropped).chain([block]).collect();
+    }
+}
+
+/// Blocks in few bytes, as variable-length integers: consecutive blocks have one level and
+/// consecutive indices. A cluster collector has some million blocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Blocks(Box<[u8]>);
+
+impl Blocks {
+    /// The blocks, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = PaceBlock> + use<'_> {
+        let (mut rest, mut index) = (&self.0[..], 0u32);
+        std::iter::from_fn(move || {
+            let mut next = || decode_varint(&mut rest).ok().map(|value| value as u32);
+            let [level, distance, inside_us, span_us] = [next()?, next()?, next()?, next()?];
+            index = index.wrapping_add(distance);
+            Some(PaceBlock { level, index, inside_us, span_us })
+        })
+    }
+}
+
+impl FromIterator<PaceBlock> for Blocks {
+    fn from_iter<I: IntoIterator<Item = PaceBlock>>(blocks: I) -> Self {
+        let (mut bytes, mut last) = (Vec::new(), 0u32);
+        for PaceBlock { level, index, inside_us, span_us } in blocks {
+            for value in [level, index.wrapping_sub(last), inside_us, span_us] {
+                encode_varint(value.into(), &mut bytes);
+            }
+            last = index;
         }
-        self.blocks.push(block);
+        Blocks(bytes.into())
     }
 }
 
@@ -261,12 +290,12 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
 /// The pace of each member of a communicator over the blocks that they share.
 fn member_paces(members: &[(u32, &Series)]) -> Vec<MemberPace> {
     let mut paces = vec![MemberPace::default(); members.len()];
-    let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
+    let levels = members.iter().flat_map(|(_, series)| series.blocks.iter()).map(|block| block.level);
     let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
     // By block index: member, time inside and span.
     let mut shared: BTreeMap<u32, Vec<(u32, f64, f64)>> = BTreeMap::new();
     for (member, (_, series)) in (0..).zip(members) {
-        merge_blocks(&series.blocks, level, |index, inside, span| {
+        merge_blocks(series.blocks.iter(), level, |index, inside, span| {
             let present = shared.entry(index).or_insert_with(|| Vec::with_capacity(members.len()));
             present.push((member, inside, span));
         });
@@ -292,11 +321,11 @@ fn member_paces(members: &[(u32, &Series)]) -> Vec<MemberPace> {
 
 /// Merges blocks to one level, so that they can be compared. Calls `merged` with index, time inside
 /// and span of each complete block.
-fn merge_blocks(blocks: &[PaceBlock], level: u32, mut merged: impl FnMut(u32, f64, f64)) {
+fn merge_blocks(blocks: impl Iterator<Item = PaceBlock>, level: u32, mut merged: impl FnMut(u32, f64, f64)) {
     // The block that is being merged: its index, its size so far in blocks of level 0, its time
     // inside and its span.
     let mut open: Option<(u32, u64, f64, f64)> = None;
-    for block in blocks.iter().filter(|block| block.level <= level) {
+    for block in blocks.filter(|block| block.level <= level) {
         let Some(index) = block.index.checked_shr(level - block.level) else { continue };
         let (inside, span) = (f64::from(block.inside_us), f64::from(block.span_us));
         open = match open {
@@ -322,8 +351,8 @@ fn median_of_others(sorted: &[f64], own: f64) -> Option<f64> {
     Some((other((count - 1) / 2) + other(count / 2)) / 2.0)
 }
 
-fn totals(blocks: &[PaceBlock]) -> (f64, f64) {
-    let sum = |part: fn(&PaceBlock) -> u32| blocks.iter().map(|block| f64::from(part(block))).sum();
+fn totals(blocks: &Blocks) -> (f64, f64) {
+    let sum = |part: fn(&PaceBlock) -> u32| blocks.iter().map(|block| f64::from(part(&block))).sum();
     (sum(|block| block.inside_us), sum(|block| block.span_us))
 }
 
@@ -509,7 +538,7 @@ mod tests {
         let fine = [block(0, 7, 9), block(0, 8, 10), block(0, 9, 11), block(1, 5, 50), block(0, 12, 7)];
         let merged = |blocks: &[PaceBlock], level| {
             let mut merged = Vec::new();
-            merge_blocks(blocks, level, |index, inside, span| merged.push((index, inside, span)));
+            merge_blocks(blocks.iter().copied(), level, |index, inside, span| merged.push((index, inside, span)));
             merged
         };
         assert_eq!(merged(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
@@ -524,7 +553,7 @@ mod tests {
         assert_eq!(job.slow(), [6]);
         for level in [31, 32, 64, u32::MAX] {
             let odd = PaceBlock { level, index: u32::MAX, inside_us: u32::MAX, span_us: 0 };
-            let series = Series { size: 8, blocks: vec![odd; 3], heard_ns: 0 };
+            let series = Series { size: 8, blocks: [odd; 3].into_iter().collect(), heard_ns: 0 };
             *job.paces.entry(0).or_default().series(2, false) = series.clone();
             *job.paces.entry(1).or_default().series(2, false) = series;
             assert_eq!(job.slow(), [6], "level {level}");
@@ -543,6 +572,19 @@ mod tests {
         let series = Series { size: 2, blocks: series.collect(), heard_ns: 0 };
         *job.paces.entry(1).or_default().series(3, true) = series;
         assert_eq!(job.slow(), [0]);
+    }
+
+    #[test]
+    fn blocks_are_kept_as_they_came() {
+        let block = |level, index, inside_us| PaceBlock { level, index, inside_us, span_us: 10_000_000 };
+        let blocks =
+            [block(0, 7, 0), block(0, 8, 1), block(6, 3, u32::MAX), block(u32::MAX, u32::MAX, 9), block(0, 0, 1)];
+        assert_eq!(blocks.into_iter().collect::<Blocks>().iter().collect::<Vec<_>>(), blocks);
+        let mut series = Series::default();
+        (0..40).for_each(|index| series.push(block(6, index, 3_000_000), u64::from(index)));
+        let kept: Vec<u32> = series.blocks.iter().map(|block| block.index).collect();
+        assert_eq!((kept, series.heard_ns), ((24..40).collect(), 39));
+        assert!(series.blocks.0.len() < KEPT_BLOCKS * size_of::<PaceBlock>() * 2 / 3);
     }
 
     #[test]

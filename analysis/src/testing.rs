@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use xpu_timer_proto::{
+    Message as _,
     server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     v1::{
         Communicator, CommunicatorState, DataType, Evidence, FlightRecord, HookHealth, KernelLaunches, Op, OpKind,
@@ -11,7 +12,7 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::{Verdict, judge};
+use crate::{EncodedOperations, Verdict, judge, judge_encoded};
 
 /// Nanoseconds of a second.
 pub const SECOND: u64 = 1_000_000_000;
@@ -504,8 +505,8 @@ impl Job {
         self.evidence.trigger.as_mut().expect("a trigger").kind = kind.into();
     }
 
-    /// The verdict. Asserts that it is the same for condensed evidence, and that the hang is none
-    /// of the known defects, whatever the versions.
+    /// The verdict. Asserts that it is the same for condensed evidence, also if its operations are
+    /// encoded, and that the hang is none of the known defects, whatever the versions.
     pub fn judge(&self) -> Verdict {
         let verdict = self.judge_with_defects();
         assert_eq!(verdict.known_defects, []);
@@ -517,8 +518,12 @@ impl Job {
         let verdict = judge(&self.evidence);
         let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
         let processes = self.evidence.processes.iter().map(crate::condense_process).collect();
-        let condensed = judge(&Evidence { ranks, processes, ..self.evidence.clone() });
-        assert_eq!(condensed, verdict, "of condensed evidence");
+        let mut condensed = Evidence { ranks, processes, ..self.evidence.clone() };
+        assert_eq!(judge(&condensed), verdict, "of condensed evidence");
+        let split = |rank: &RankEvidence| EncodedOperations::split(&rank.encode_to_vec()).unwrap();
+        let (ranks, operations): (Vec<_>, Vec<_>) = condensed.ranks.iter().map(split).unzip();
+        condensed.ranks = ranks;
+        assert_eq!(judge_encoded(&condensed, &operations), verdict, "of encoded operations");
         verdict
     }
 

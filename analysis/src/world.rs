@@ -1,9 +1,14 @@
 //! The ranks of a job as the judge sees them: one view for each rank, in ascending order, including
 //! missing ranks.
 
-use xpu_timer_proto::v1::{
-    Communicator, Evidence, Failure, FailureKind, FlightRecord, Op, OpKind, OpStatus, Operation, Presence,
-    ProcessEvidence, RankEvidence,
+use std::sync::OnceLock;
+
+use xpu_timer_proto::{
+    DecodeError, Message as _, lenient,
+    v1::{
+        Communicator, Evidence, Failure, FailureKind, FlightRecord, Op, OpKind, OpStatus, Operation, Presence,
+        ProcessEvidence, RankEvidence,
+    },
 };
 
 use crate::{
@@ -27,6 +32,97 @@ pub fn names_absent(world_size: u32, known: usize) -> bool {
     u64::from(world_size).saturating_sub(known) <= MAX_ABSENT.max(known.saturating_mul(MAX_ABSENT_PER_RANK))
 }
 
+/// All operations of one rank, encoded. The ranks of a large job have a million operations, and the
+/// judge reads those of a few ranks: it decodes them when it does.
+#[derive(Debug, Default)]
+pub struct EncodedOperations {
+    /// A `FlightRecord` with only the operations.
+    encoded: Box<[u8]>,
+    decoded: OnceLock<Vec<Operation>>,
+}
+
+/// Field 4 of `RankEvidence`, and field 3 of `FlightRecord`. A test fails if these change.
+const FLIGHT: u32 = 4;
+const OPERATIONS: u32 = 3;
+
+/// Why a search through operations ends early.
+enum Stop {
+    Found,
+    Invalid,
+}
+
+impl From<DecodeError> for Stop {
+    fn from(_: DecodeError) -> Self {
+        Stop::Invalid
+    }
+}
+
+impl EncodedOperations {
+    /// Decodes the evidence of a rank, whose flight record then contains only the operations that
+    /// are pending, and keeps all operations encoded.
+    ///
+    /// # Errors
+    /// If it is no valid message.
+    pub fn split(encoded: &[u8]) -> Result<(RankEvidence, Self), DecodeError> {
+        let (mut rest, mut operations, mut pending) = (Vec::with_capacity(encoded.len()), Vec::new(), Vec::new());
+        let mut record = None;
+        lenient::each_field(encoded, |number, field, value| match value.filter(|_| number == FLIGHT) {
+            Some(value) => {
+                let record = record.get_or_insert_with(Vec::new);
+                lenient::each_field(value, |number, field, value| {
+                    let Some(operation) = value.filter(|_| number == OPERATIONS) else {
+                        record.extend_from_slice(field);
+                        return Ok(());
+                    };
+                    operations.extend_from_slice(field);
+                    let operation = Operation::decode(operation)?;
+                    if operation.status() == OpStatus::Pending {
+                        pending.push(operation);
+                    }
+                    Ok::<(), DecodeError>(())
+                })
+            }
+            None => {
+                rest.extend_from_slice(field);
+                Ok(())
+            }
+        })?;
+        let mut evidence = RankEvidence::decode(&rest[..])?;
+        if let Some(record) = record {
+            pending.shrink_to_fit();
+            evidence.flight = Some(FlightRecord { operations: pending, ..FlightRecord::decode(&record[..])? });
+        }
+        Ok((evidence, EncodedOperations { encoded: operations.into(), decoded: OnceLock::new() }))
+    }
+
+    /// Puts all operations back into the evidence.
+    pub fn restore(&self, evidence: &mut RankEvidence) {
+        if let Some(flight) = evidence.flight.as_mut().filter(|_| !self.encoded.is_empty()) {
+            flight.operations.clone_from(self.decoded());
+        }
+    }
+
+    fn decoded(&self) -> &Vec<Operation> {
+        self.decoded.get_or_init(|| {
+            let mut all = Vec::new();
+            self.any(|operation| {
+                all.push(operation);
+                false
+            });
+            all
+        })
+    }
+
+    /// Whether a condition holds for any operation. Decodes one after another, and keeps none.
+    fn any(&self, mut is: impl FnMut(Operation) -> bool) -> bool {
+        let search = lenient::each_part(&self.encoded, |_, operation| match is(Operation::decode(operation)?) {
+            true => Err(Stop::Found),
+            false => Ok(()),
+        });
+        matches!(search, Err(Stop::Found))
+    }
+}
+
 /// One rank and the evidence about it.
 #[derive(Debug)]
 pub(crate) struct RankView<'a> {
@@ -37,14 +133,16 @@ pub(crate) struct RankView<'a> {
     pub presence: Presence,
     /// Everything collected about it. `None` for a missing rank.
     pub evidence: Option<&'a RankEvidence>,
-    /// Its flight record.
+    /// Its flight record. If its operations are encoded, it contains only the pending ones.
     pub flight: Option<&'a FlightRecord>,
+    /// All its operations, if they are encoded.
+    encoded: Option<&'a EncodedOperations>,
     /// Its process and main thread.
     pub host: Host,
 }
 
 impl<'a> RankView<'a> {
-    fn of(evidence: &'a RankEvidence) -> Self {
+    fn of(evidence: &'a RankEvidence, encoded: Option<&'a EncodedOperations>) -> Self {
         let dump = evidence.dump.as_ref();
         let presence = match evidence.presence() {
             Presence::Unspecified if dump.is_some() || evidence.flight.is_some() => Presence::Present,
@@ -55,12 +153,20 @@ impl<'a> RankView<'a> {
             presence,
             evidence: Some(evidence),
             flight: facts::flight_of(evidence),
+            encoded: encoded.filter(|operations| evidence.flight.is_some() && !operations.encoded.is_empty()),
             host: facts::host(evidence),
         }
     }
 
     fn missing(rank: u32) -> Self {
-        RankView { rank, presence: Presence::Missing, evidence: None, flight: None, host: Host::default() }
+        RankView {
+            rank,
+            presence: Presence::Missing,
+            evidence: None,
+            flight: None,
+            encoded: None,
+            host: Host::default(),
+        }
     }
 
     /// Its process is gone.
@@ -110,12 +216,37 @@ impl<'a> RankView<'a> {
 
     /// Operations that have neither completed nor failed, oldest first.
     pub fn pending(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
-        self.operations().filter(|operation| operation.status() == OpStatus::Pending)
+        self.listed().iter().filter(|operation| operation.status() == OpStatus::Pending)
     }
 
-    /// All recorded operations, oldest first.
+    /// The operations of its flight record.
+    fn listed(&self) -> &'a [Operation] {
+        self.flight.map_or(&[], |flight| &flight.operations)
+    }
+
+    /// All recorded operations, oldest first. A search through all ranks of a job uses
+    /// [`RankView::any_operation`] or [`RankView::newest_operation`].
     pub fn operations(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
-        self.flight.into_iter().flat_map(|flight| flight.operations.iter())
+        self.encoded.map_or(self.listed(), |encoded| encoded.decoded()).iter()
+    }
+
+    /// Whether a condition holds for any recorded operation. Encoded operations stay encoded.
+    pub fn any_operation(&self, mut is: impl FnMut(&Operation) -> bool) -> bool {
+        match self.encoded {
+            Some(encoded) => encoded.any(|operation| is(&operation)),
+            None => self.listed().iter().any(is),
+        }
+    }
+
+    /// The newest operation for which a condition holds: the newest pending one, if there is one.
+    /// Decodes the operations only if one of them is it.
+    pub fn newest_operation(&self, is: impl Fn(&Operation) -> bool) -> Option<&'a Operation> {
+        let newest = |all: &'a [Operation]| all.iter().rev().find(|operation| is(operation));
+        match self.encoded {
+            Some(encoded) => newest(self.listed())
+                .or_else(|| encoded.any(|operation| is(&operation)).then(|| newest(encoded.decoded()))?),
+            None => newest(self.listed()),
+        }
     }
 
     /// The name of its node, if known.
@@ -154,18 +285,22 @@ impl<'a> RankView<'a> {
     /// It has used a device, by its record.
     pub fn has_device(&self) -> bool {
         self.flight.is_some_and(|flight| !flight.streams.is_empty())
-            || self.operations().any(|operation| operation.stream != 0)
+            || self.pending().any(|operation| operation.stream != 0)
+            || self.any_operation(|operation| operation.stream != 0)
     }
 
     /// A collective that the rank polls for completion: each poll is an entry of its own in the
     /// record, with an end of its own, and the communicator has not completed the collective.
     pub fn polled_collective(&self, communicator: &Communicator) -> Option<&'a Operation> {
         let next = communicator.completed + 1;
-        let mut asked = self.operations().filter(move |operation| {
+        let asks = |operation: &Operation| {
             is_collective(operation) && operation.communicator == communicator.id && operation.seq == next
-        });
-        let first = asked.next().filter(|_| communicator.launched >= next)?;
-        asked.any(|again| again.ticket != first.ticket).then_some(first)
+        };
+        let mut first = None;
+        let asks_again =
+            |operation: &Operation| asks(operation) && *first.get_or_insert(operation.ticket) != operation.ticket;
+        let is_polled = communicator.launched >= next && self.any_operation(asks_again);
+        is_polled.then(|| self.operations().find(|operation| asks(operation)))?
     }
 
     /// Age of its oldest pending operation.
@@ -284,10 +419,11 @@ pub(crate) struct World<'a> {
 }
 
 impl<'a> World<'a> {
-    /// Reads the evidence. Entries out of order are sorted. If a rank has several entries, the
+    /// Reads the evidence, with the operations of each rank if they are encoded. Entries out of order are sorted. If a rank has several entries, the
     /// first counts.
-    pub fn of(evidence: &'a Evidence) -> Self {
-        let mut views: Vec<RankView> = evidence.ranks.iter().map(RankView::of).collect();
+    pub fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
+        let views = evidence.ranks.iter().enumerate();
+        let mut views: Vec<RankView> = views.map(|(at, rank)| RankView::of(rank, operations.get(at))).collect();
         views.sort_by_key(|view| view.rank);
         views.dedup_by_key(|view| view.rank);
         let highest = views.last().map_or(0, |view| view.rank.saturating_add(1));
@@ -333,13 +469,13 @@ mod tests {
             (100_000, 2_000, 100_000),
         ] {
             let evidence = evidence(world_size, known);
-            let world = World::of(&evidence);
+            let world = World::of(&evidence, &[]);
             assert_eq!((world.views.len(), world.size), (views, world_size), "{known} ranks of {world_size}");
         }
         // The rank number says nothing about the number of ranks.
         let ranks = vec![RankEvidence { rank: i32::MAX as u32, ..Default::default() }];
         let evidence = Evidence { world_size: 1 << 31, ranks, ..Default::default() };
-        assert_eq!(World::of(&evidence).views.len(), 1);
+        assert_eq!(World::of(&evidence, &[]).views.len(), 1);
         assert!(crate::judge(&evidence).to_text().len() < 10_000);
     }
 

@@ -29,7 +29,7 @@ mod status;
 pub(crate) mod supervisor;
 mod tick;
 mod timeline;
-mod uplink;
+pub mod uplink;
 mod verdict_actions;
 
 use std::{

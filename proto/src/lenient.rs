@@ -55,19 +55,33 @@ pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
 /// # Errors
 /// Those of [`Message::decode`], and the first error of `part`.
 pub fn each_part<'a, E: From<DecodeError>>(
-    mut message: &'a [u8],
+    message: &'a [u8],
     mut part: impl FnMut(u32, &'a [u8]) -> Result<(), E>,
 ) -> Result<(), E> {
+    each_field(message, |number, _, value| value.map_or(Ok(()), |value| part(number, value)))
+}
+
+/// Calls `field` with the number of each field of a message, its whole encoding, and the bytes of a
+/// text or a message.
+///
+/// # Errors
+/// Those of [`each_part`].
+pub fn each_field<'a, E: From<DecodeError>>(
+    mut message: &'a [u8],
+    mut field: impl FnMut(u32, &'a [u8], Option<&'a [u8]>) -> Result<(), E>,
+) -> Result<(), E> {
     while !message.is_empty() {
+        let begin = message;
         let (number, wire_type) = decode_key(&mut message)?;
-        let field = message;
+        let rest = message;
         skip_field(wire_type, number, &mut message, DecodeContext::default())?;
-        if wire_type == WireType::LengthDelimited {
-            let mut value = &field[..field.len() - message.len()];
+        let mut value = &rest[..rest.len() - message.len()];
+        let has_length = wire_type == WireType::LengthDelimited;
+        if has_length {
             // The rest of the field is as long as this.
             decode_varint(&mut value)?;
-            part(number, value)?;
         }
+        field(number, &begin[..begin.len() - message.len()], has_length.then_some(value))?;
     }
     Ok(())
 }

@@ -63,7 +63,10 @@ mod shapes {
     include!("generated/shapes.rs");
 }
 
-pub use prost::{DecodeError, Message, encode_length_delimiter};
+pub use prost::{
+    DecodeError, Message, encode_length_delimiter,
+    encoding::{decode_varint, encode_varint},
+};
 
 /// Start of the name of an awaited socket on which a process listens. The address follows. The
 /// capture writes it, and the judge reads it.

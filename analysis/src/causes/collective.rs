@@ -32,12 +32,11 @@ impl<'a> Collective<'a> {
             .members
             .iter()
             .filter_map(|member| {
-                let at = |operation: &&Operation| {
+                let at = |operation: &Operation| {
                     is_collective(operation) && operation.communicator == comm.id && operation.seq == seq
                 };
                 // The search starts with the newest operations, because they are the likeliest.
-                let found = case.view(member.rank_index).flight?.operations.iter().rev().find(at)?;
-                Some((member.rank_index, found))
+                Some((member.rank_index, case.view(member.rank_index).newest_operation(at)?))
             })
             .collect();
         let completed_by =

@@ -102,7 +102,7 @@ pub(super) fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
 /// for something.
 pub(super) fn is_idle(case: &Case<'_>) -> bool {
     let views = &case.world.views;
-    let worked = views.iter().any(|view| view.operations().any(is_collective));
+    let worked = views.iter().any(|view| view.any_operation(is_collective));
     let rests = |rank_index: usize| case.is_idle(rank_index) || is_served(case, rank_index);
     worked && (0..views.len()).all(|rank_index| views[rank_index].host.stack && rests(rank_index))
 }
@@ -229,9 +229,13 @@ fn makes_progress(case: &Case<'_>, rank_index: usize) -> bool {
 /// timeout. A rank that waits for it longer than that waits for a rank that is slow or elsewhere,
 /// but not for one that stands still.
 pub(super) fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
-    let Some(flight) = case.view(rank_index).flight else { return false };
-    let completed = flight.operations.iter().map(|operation| operation.completed_ns);
-    let last_ns = completed.chain([flight.last_launch_ns]).max().unwrap_or(0);
+    let view = case.view(rank_index);
+    let Some(flight) = view.flight else { return false };
+    let mut last_ns = flight.last_launch_ns;
+    view.any_operation(|operation| {
+        last_ns = last_ns.max(operation.completed_ns);
+        false
+    });
     last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
 }
 

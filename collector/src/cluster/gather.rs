@@ -23,7 +23,10 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    cluster::{ranks::Ranks, service::Credit},
+    cluster::{
+        ranks::{Decoded, Ranks},
+        service::Credit,
+    },
     error::{Error, chain},
     incident::{
         Plan,
@@ -245,14 +248,15 @@ impl Gather {
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
         let processes = self.processes.clone();
-        let mut evidence = Evidence { world_size: self.setup.world_size, processes, ..self.setup.plan.evidence() };
-        let written = self.write_evidence(&mut evidence);
-        self.ranks.decode_into(&mut evidence);
-        let count = evidence.ranks.len();
-        let mut verdict = judging::judge(&evidence);
+        let evidence = Evidence { world_size: self.setup.world_size, processes, ..self.setup.plan.evidence() };
+        let mut decoded = Decoded { evidence, operations: Vec::new() };
+        let written = self.write_evidence(&mut decoded);
+        self.ranks.decode_into(&mut decoded);
+        let count = decoded.evidence.ranks.len();
+        let mut verdict = judging::judge_encoded(&decoded.evidence, &decoded.operations);
         info!("incident {}: {count} ranks judged in {:.0?}", self.setup.plan.head.id, begun.elapsed());
         // The ranks are freed before the stacks are written, unless they exist only in memory.
-        let ranks = std::mem::take(&mut evidence.ranks);
+        let ranks = decoded.take_ranks();
         if !self.written {
             self.ranks.extend(ranks);
         }
@@ -275,9 +279,9 @@ impl Gather {
     }
 
     /// Moves the ranks to the evidence, and writes it. If that fails, some ranks are not moved.
-    fn write_evidence(&mut self, evidence: &mut Evidence) -> Result<(), String> {
+    fn write_evidence(&mut self, decoded: &mut Decoded) -> Result<(), String> {
         let Some(folder) = self.folder() else { return Err("no folder could be created".into()) };
-        let result = folder.write_with(EVIDENCE, |to| self.ranks.write_into(evidence, to));
+        let result = folder.write_with(EVIDENCE, |to| self.ranks.write_into(decoded, to));
         self.written = result.is_ok();
         self.log_error(result)
     }

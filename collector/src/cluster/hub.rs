@@ -142,7 +142,7 @@ impl Hub {
             Command::Gathered(id, event) => self.engine.gathered(&id, event, now),
             Command::Compared(job, attempt, comparison) => self.engine.note_comparison(&job, attempt, comparison, now),
             Command::OpenIncidentsFound(found) => self.engine.restore(found, now),
-            Command::FolderMade(id, made) => self.engine.folder_made(&id, made),
+            Command::FolderMade(id, made) => self.engine.folder_made(&id, made, now),
         }
         self.execute(now);
     }

@@ -29,11 +29,33 @@ pub struct Node {
     pub stream: Option<StreamId>,
     /// When its last stream ended; meaningless while it has a stream.
     pub lost_ns: u64,
-    reported: Vec<RankEntry>,
+    reported: Vec<Reported>,
     launches: BTreeMap<JobKey, u64>,
     clock: Clock,
     // The cluster's keys of its jobs, for jobs whose own key differs.
     keys: BTreeMap<JobKey, JobKey>,
+}
+
+/// What is kept of the entry of a rank, besides its claim. A cluster collector has a hundred
+/// thousand of them.
+#[derive(Debug)]
+struct Reported {
+    job: Arc<JobKey>,
+    rank: u32,
+    communicators: Box<[u64]>,
+}
+
+impl Reported {
+    fn key(&self) -> (&JobKey, u32) {
+        (&self.job, self.rank)
+    }
+}
+
+/// A report that is to be stored.
+struct NewClaim {
+    reported: Reported,
+    claim: Claim,
+    age_is_known: bool,
 }
 
 /// Converts the boot time of a node, the clock of its process start times, to the clock of this
@@ -84,7 +106,8 @@ struct Claim {
 }
 
 impl Claim {
-    fn new(entry: &RankEntry, number: u64, clock: Clock, now_ns: u64) -> Self {
+    /// Not numbered yet.
+    fn new(entry: &RankEntry, clock: Clock, now_ns: u64) -> Self {
         // Uses the node's clock if it is known, because a message may be late.
         let ago = |age_ms: u64| {
             let ago_ns = age_ms.saturating_mul(NS_PER_MS);
@@ -99,7 +122,7 @@ impl Claim {
             process: info.filter(|_| entry.start > 0).map(|info| (info.pid, entry.start)),
             started_ns: ago(entry.age_ms),
             ended_ns: u64::MAX,
-            number,
+            number: 0,
             hang_timeout_ms: entry.hang_timeout_ms,
             sample_interval_ms: entry.sample_interval_ms,
             idle_timeout_ms: entry.idle_timeout_ms,
@@ -396,9 +419,7 @@ impl Nodes {
 
     /// A node joined or left, which may change the holder of ranks that other nodes also claim.
     fn invalidate_summaries(&mut self, id: NodeId) {
-        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
-        let jobs: BTreeSet<JobKey> = reported.iter().filter_map(key_of).map(|(job, _)| job).collect();
-        for job in jobs {
+        for job in self.jobs_of(id) {
             if let Some(claims) = self.claims.get_mut(&job) {
                 claims.summary.get_mut().take_if(|summary| summary.contested);
             }
@@ -429,22 +450,38 @@ impl Nodes {
 
     /// Handles the list of the ranks of a node. Returns other nodes that also claim one of these
     /// ranks and may hold it from now on.
-    pub fn claim(&mut self, id: NodeId, mut ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
-        for job in ranks.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-            let known = self.key(id, job);
-            if is_of_node(&known) {
-                self.doubtful.insert(known.name.clone());
-            }
-            (job.name, job.instance) = (known.name, known.instance);
+    pub fn claim(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+        let mut clock = self.nodes.get(&id).map(|node| node.clock).unwrap_or_default();
+        ranks.iter().filter_map(sent_ns).for_each(|sent_ns| clock.note_message(sent_ns, now_ns));
+        if let Some(node) = self.nodes.get_mut(&id) {
+            node.clock = clock;
         }
-        let names: BTreeSet<String> = ranks.iter().filter_map(|entry| Some(entry.job.as_ref()?.name.clone())).collect();
-        let mut others = self.store_claims(id, ranks, now_ns);
+        // Most nodes have ranks of one job.
+        let mut jobs: Vec<(&JobId, Arc<JobKey>)> = Vec::new();
+        let mut claims = Vec::with_capacity(ranks.len());
+        for entry in &ranks {
+            let Some(job) = &entry.job else { continue };
+            let known = jobs.iter().find(|(known, _)| *known == job).map(|(_, key)| Arc::clone(key));
+            let job = known.unwrap_or_else(|| {
+                let key = Arc::new(self.key(id, job));
+                jobs.push((job, Arc::clone(&key)));
+                key
+            });
+            let Some(rank) = entry.info.as_ref().and_then(|info| u32::try_from(info.rank).ok()) else { continue };
+            let reported = Reported { job, rank, communicators: entry.communicators.as_slice().into() };
+            let claim = Claim::new(entry, clock, now_ns);
+            claims.push(NewClaim { reported, claim, age_is_known: entry.age_ms > 0 });
+        }
+        let of_node = jobs.iter().filter(|(_, key)| is_of_node(key)).map(|(_, key)| key.name.clone());
+        self.doubtful.extend(of_node);
+        let names: BTreeSet<String> = jobs.iter().map(|(_, key)| key.name.clone()).collect();
+        let mut others = self.store_claims(id, claims);
         if !others.is_empty() {
             self.doubtful.extend(names.iter().cloned());
         }
         for name in names {
             if self.doubtful.contains(&name) {
-                others.extend(self.join_jobs(&name, now_ns));
+                others.extend(self.join_jobs(&name));
             }
         }
         others
@@ -467,29 +504,37 @@ impl Nodes {
     /// The jobs that have ranks on a node.
     #[must_use]
     pub fn jobs_of(&self, id: NodeId) -> BTreeSet<JobKey> {
-        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
-        reported.iter().filter_map(key_of).map(|(job, _)| job).collect()
+        self.reported(id)
+            .iter()
+            .map(|reported| &reported.job)
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .map(|job| (**job).clone())
+            .collect()
+    }
+
+    fn reported(&self, id: NodeId) -> &[Reported] {
+        self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default()
     }
 
     /// Recomputes which jobs of this name on the nodes are one. Returns the nodes whose jobs
     /// changed their keys.
-    fn join_jobs(&mut self, name: &str, now_ns: u64) -> BTreeSet<NodeId> {
+    fn join_jobs(&mut self, name: &str) -> BTreeSet<NodeId> {
         let mut units: BTreeMap<(NodeId, JobKey), Unit> = BTreeMap::new();
         for (id, node) in &self.nodes {
-            for entry in &node.reported {
-                let Some((current, rank)) = key_of(entry).filter(|(job, _)| job.name == name) else { continue };
-                let job = self.key_at(*id, &current);
+            for entry in node.reported.iter().filter(|entry| entry.job.name == name) {
+                let job = self.key_at(*id, &entry.job);
                 let new = || Unit {
                     node: *id,
                     job: job.clone(),
-                    current,
+                    current: (*entry.job).clone(),
                     communicators: BTreeSet::new(),
                     ranks: BTreeSet::new(),
                 };
                 let unit = units.entry((*id, job.clone())).or_insert_with(new);
                 unit.communicators.extend(&entry.communicators);
-                if matches!(entry.presence(), Presence::Present | Presence::Unregistered) {
-                    unit.ranks.insert(rank);
+                if self.claim_of(*id, entry).is_some_and(Claim::is_alive) {
+                    unit.ranks.insert(entry.rank);
                 }
             }
         }
@@ -507,47 +552,53 @@ impl Nodes {
         }
         for id in &moved {
             let Some(node) = self.nodes.get(id) else { continue };
-            let before: BTreeMap<JobKey, JobKey> = units
-                .iter()
-                .filter(|unit| unit.node == *id)
-                .map(|unit| (unit.current.clone(), unit.job.clone()))
-                .collect();
-            let mut reported = node.reported.clone();
-            for job in reported.iter_mut().filter_map(|entry| entry.job.as_mut()) {
-                let current = job::cluster_key(job);
-                let own = before.get(&current).unwrap_or(&current);
-                let key = node.keys.get(own).unwrap_or(own);
-                (job.name, job.instance) = (key.name.clone(), key.instance.clone());
-            }
-            self.store_claims(*id, reported, now_ns);
+            let before: BTreeMap<&JobKey, &JobKey> =
+                units.iter().filter(|unit| unit.node == *id).map(|unit| (&unit.current, &unit.job)).collect();
+            let renamed = |entry: &Reported| {
+                let own = before.get(&*entry.job).copied().unwrap_or(&entry.job);
+                let job = Arc::new(node.keys.get(own).unwrap_or(own).clone());
+                let reported = Reported { job, rank: entry.rank, communicators: entry.communicators.clone() };
+                Some(NewClaim { reported, claim: self.claim_of(*id, entry)?.clone(), age_is_known: true })
+            };
+            let claims = node.reported.iter().filter_map(renamed).collect();
+            self.store_claims(*id, claims);
         }
         moved
     }
 
-    fn store_claims(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
-        let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
+    /// The claim of a rank that a node reports.
+    fn claim_of(&self, id: NodeId, entry: &Reported) -> Option<&Claim> {
+        self.claims.get(&*entry.job)?.ranks.get(&(entry.rank, id))
+    }
+
+    fn store_claims(&mut self, id: NodeId, new: Vec<NewClaim>) -> BTreeSet<NodeId> {
         let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.reported)).unwrap_or_default();
+        let listed: BTreeSet<(&JobKey, u32)> = new.iter().map(|new| new.reported.key()).collect();
         let mut others = BTreeSet::new();
-        for (job, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
-            if let Some(claims) = self.claims.get_mut(&job) {
+        for (job, rank) in before.iter().map(Reported::key).filter(|old| !listed.contains(old)) {
+            if let Some(claims) = self.claims.get_mut(job) {
                 others.extend(claims.others(rank, id));
                 claims.remove(rank, id);
                 if claims.ranks.is_empty() {
-                    self.claims.remove(&job);
+                    self.claims.remove(job);
                 }
             }
         }
-        let mut clock = self.nodes.get(&id).map(|node| node.clock).unwrap_or_default();
-        ranks.iter().filter_map(sent_ns).for_each(|sent_ns| clock.note_message(sent_ns, now_ns));
-        for entry in &ranks {
-            let Some((job, rank)) = key_of(entry) else { continue };
-            let claims = self.claims.entry(job).or_default();
-            others.extend(claims.others(rank, id));
+        let mut reported = Vec::with_capacity(new.len());
+        for NewClaim { reported: entry, mut claim, age_is_known } in new {
+            if !self.claims.contains_key(&*entry.job) {
+                self.claims.insert((*entry.job).clone(), Claims::default());
+            }
             self.claimed += 1;
-            claims.insert(rank, id, Claim::new(entry, self.claimed, clock, now_ns), entry.age_ms > 0);
+            claim.number = self.claimed;
+            if let Some(claims) = self.claims.get_mut(&*entry.job) {
+                others.extend(claims.others(entry.rank, id));
+                claims.insert(entry.rank, id, claim, age_is_known);
+            }
+            reported.push(entry);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
-            (node.reported, node.clock) = (ranks, clock);
+            node.reported = reported;
         }
         others
     }
@@ -555,9 +606,8 @@ impl Nodes {
     /// Other nodes that claim a rank which this one also claims.
     #[must_use]
     pub fn competing_nodes(&self, id: NodeId) -> BTreeSet<NodeId> {
-        let reported = self.nodes.get(&id).map(|node| node.reported.as_slice()).unwrap_or_default();
-        let keys = reported.iter().filter_map(key_of);
-        keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
+        let keys = self.reported(id).iter().map(Reported::key);
+        keys.filter_map(|(job, rank)| Some((self.claims.get(job)?, rank)))
             .flat_map(|(claims, rank)| claims.others(rank, id))
             .collect()
     }
@@ -596,8 +646,7 @@ impl Nodes {
     /// The ranks that one node holds.
     #[must_use]
     pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
-        let reported = self.nodes.get(&node).map(|node| node.reported.as_slice()).unwrap_or_default();
-        let listed = reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let listed = self.reported(node).iter().map(Reported::key).filter(|(of, _)| *of == job);
         listed.map(|(_, rank)| rank).filter(|rank| self.node_of_rank(job, *rank) == Some(node)).collect()
     }
 
@@ -613,7 +662,7 @@ impl Nodes {
     #[must_use]
     pub fn all_started_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
         let (Some(node), Some(claims)) = (self.nodes.get(&id), self.claims.get(job)) else { return false };
-        let ranks = node.reported.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let ranks = node.reported.iter().map(Reported::key).filter(|(of, _)| *of == job);
         let claims = ranks.filter_map(|(_, rank)| claims.ranks.get(&(rank, id)));
         let mut living = claims.filter(|claim| claim.is_alive()).peekable();
         // For a process that is not visible, only the registration time is known.
@@ -665,10 +714,6 @@ fn is_of_node(job: &JobKey) -> bool {
     job.instance
         .rsplit_once(" on ")
         .is_some_and(|(own, _)| JobKey { name: String::new(), instance: own.into() }.is_of_process())
-}
-
-fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
-    Some((job::cluster_key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]

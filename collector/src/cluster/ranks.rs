@@ -6,6 +6,7 @@ use std::{
     io::{self, Write},
 };
 
+use xpu_timer_analysis::EncodedOperations;
 use xpu_timer_proto::{
     Message as _, lenient,
     v1::{Evidence, RankEvidence, RankPresence},
@@ -40,18 +41,18 @@ impl Ranks {
         self.encoded.extend(ranks);
     }
 
-    /// Moves all ranks to `evidence`, and writes the evidence to `to` as one message. Each entry is
+    /// Moves all ranks to `decoded`, and writes its evidence to `to` as one message. Each entry is
     /// freed when it is decoded and written, so that few ranks are in memory twice. After an error
     /// of `to`, the remaining ranks stay here.
     ///
     /// # Errors
     /// Errors of `to`.
-    pub fn write_into(&mut self, evidence: &mut Evidence, to: &mut dyn Write) -> io::Result<()> {
-        to.write_all(&evidence.encode_to_vec())?;
-        evidence.ranks.reserve_exact(self.len());
+    pub fn write_into(&mut self, decoded: &mut Decoded, to: &mut dyn Write) -> io::Result<()> {
+        to.write_all(&decoded.evidence.encode_to_vec())?;
+        decoded.reserve(self.len());
         let mut head = Vec::new();
-        while let Some((rank, bytes)) = self.pop_first() {
-            evidence.ranks.push(rank);
+        while let Some((rank, operations, bytes)) = self.pop_first() {
+            decoded.push(rank, operations);
             head.clear();
             head.push(RANKS_KEY);
             xpu_timer_proto::encode_length_delimiter(bytes.len(), &mut head).expect("a vector grows");
@@ -61,24 +62,53 @@ impl Ranks {
         Ok(())
     }
 
-    /// Moves all ranks to `evidence`.
-    pub fn decode_into(&mut self, evidence: &mut Evidence) {
-        evidence.ranks.extend(std::iter::from_fn(|| self.pop_first()).map(|(rank, _)| rank));
+    /// Moves all ranks to `decoded`.
+    pub fn decode_into(&mut self, decoded: &mut Decoded) {
+        decoded.reserve(self.len());
+        while let Some((rank, operations, _)) = self.pop_first() {
+            decoded.push(rank, operations);
+        }
     }
 
     /// Removes the lowest rank. Also returns its bytes, which can be decoded.
-    fn pop_first(&mut self) -> Option<(RankEvidence, Vec<u8>)> {
+    fn pop_first(&mut self) -> Option<(RankEvidence, EncodedOperations, Vec<u8>)> {
         let (rank, mut bytes) = self.encoded.pop_first()?;
-        let mut evidence = RankEvidence::decode(&bytes[..]).unwrap_or_else(|_| {
+        let (evidence, operations) = EncodedOperations::split(&bytes).unwrap_or_else(|_| {
             let repaired = repaired(rank, &bytes);
             bytes = repaired.encode_to_vec();
-            repaired
+            (repaired, EncodedOperations::default())
         });
-        // A decoded list may have up to twice the capacity that it needs.
-        if let Some(flight) = &mut evidence.flight {
-            flight.operations.shrink_to_fit();
-        }
-        Some((evidence, bytes))
+        Some((evidence, operations, bytes))
+    }
+}
+
+/// The evidence of a job, decoded except for the operations of its ranks.
+#[derive(Debug, Default)]
+pub struct Decoded {
+    /// The evidence. The flight records contain only pending operations.
+    pub evidence: Evidence,
+    /// All operations of each rank.
+    pub operations: Vec<EncodedOperations>,
+}
+
+impl Decoded {
+    fn reserve(&mut self, ranks: usize) {
+        self.evidence.ranks.reserve_exact(ranks);
+        self.operations.reserve_exact(ranks);
+    }
+
+    fn push(&mut self, rank: RankEvidence, operations: EncodedOperations) {
+        self.evidence.ranks.push(rank);
+        self.operations.push(operations);
+    }
+
+    /// Takes the ranks with all their operations.
+    pub fn take_ranks(&mut self) -> impl Iterator<Item = RankEvidence> + use<> {
+        let operations = std::mem::take(&mut self.operations);
+        std::mem::take(&mut self.evidence.ranks).into_iter().zip(operations).map(|(mut rank, operations)| {
+            operations.restore(&mut rank);
+            rank
+        })
     }
 }
 
@@ -96,7 +126,7 @@ const RANKS_KEY: u8 = 6 << 3 | 2;
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::{FlightRecord, Operation, Presence};
+    use xpu_timer_proto::v1::{FlightRecord, OpStatus, Operation, Presence};
 
     use super::*;
 
@@ -104,7 +134,17 @@ mod tests {
         RankEvidence { rank, node: node.into(), ..Default::default() }
     }
 
-    fn head() -> Evidence {
+    fn head() -> Decoded {
+        Decoded { evidence: head_evidence(), operations: Vec::new() }
+    }
+
+    /// The evidence with all operations.
+    fn whole(mut decoded: Decoded) -> Evidence {
+        let ranks = decoded.take_ranks().collect();
+        Evidence { ranks, ..decoded.evidence }
+    }
+
+    fn head_evidence() -> Evidence {
         Evidence { incident: "1".into(), world_size: 301, hang_timeout_ns: 5, ..Default::default() }
     }
 
@@ -115,10 +155,11 @@ mod tests {
         ranks.extend([rank(7, "b"), rank(2, "c")]);
         assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));
         let mut bytes = Vec::new();
-        let mut evidence = head();
-        ranks.write_into(&mut evidence, &mut bytes).unwrap();
+        let mut decoded = head();
+        ranks.write_into(&mut decoded, &mut bytes).unwrap();
+        let evidence = whole(decoded);
         let expected = vec![rank(0, ""), rank(2, "c"), rank(7, "b"), rank(300, &"long".repeat(100_000))];
-        assert_eq!(evidence, Evidence { ranks: expected, ..head() });
+        assert_eq!(evidence, Evidence { ranks: expected, ..head_evidence() });
         assert_eq!(Evidence::decode(&bytes[..]).unwrap(), evidence);
         assert_eq!(ranks.len(), 0);
     }
@@ -137,8 +178,9 @@ mod tests {
             [&RankEvidence { flight: None, rank: 5, ..dead.clone() }.encode_to_vec()[..], &[0x22, 1, 0x0a]].concat();
         ranks.extend([rank(3, "a"), rank(6, "b")]);
         ranks.extend_encoded([(4, text), (5, cut)]);
-        let (mut evidence, mut bytes) = (head(), Vec::new());
-        ranks.write_into(&mut evidence, &mut bytes).unwrap();
+        let (mut decoded, mut bytes) = (head(), Vec::new());
+        ranks.write_into(&mut decoded, &mut bytes).unwrap();
+        let evidence = whole(decoded);
         assert_eq!(Evidence::decode(&bytes[..]).unwrap(), evidence);
         let [_, repaired, lost, last] = &evidence.ranks[..] else { panic!("{evidence:?}") };
         assert_eq!(repaired.flight.as_ref().unwrap().operations[0].function, "\u{fffd}ame");
@@ -152,10 +194,26 @@ mod tests {
         let mut ranks = Ranks::default();
         let expected: Vec<_> = (0..40).map(|number| rank(number, "node")).collect();
         ranks.extend(expected.clone());
-        let (mut evidence, mut disk) = (head(), [0; 100]);
-        ranks.write_into(&mut evidence, &mut &mut disk[..]).unwrap_err();
-        assert!(!evidence.ranks.is_empty() && ranks.len() > 0, "{} ranks were written", evidence.ranks.len());
-        ranks.decode_into(&mut evidence);
-        assert_eq!(evidence.ranks, expected);
+        let (mut decoded, mut disk) = (head(), [0; 100]);
+        ranks.write_into(&mut decoded, &mut &mut disk[..]).unwrap_err();
+        let written = decoded.operations.len();
+        assert!(written > 0 && ranks.len() > 0, "{written} ranks were written");
+        ranks.decode_into(&mut decoded);
+        assert_eq!(whole(decoded).ranks, expected);
+    }
+
+    #[test]
+    fn the_operations_of_a_rank_stay_encoded_except_for_pending_ones() {
+        let operation = |ticket, status: OpStatus| Operation { ticket, status: status.into(), ..Default::default() };
+        let operations = vec![operation(1, OpStatus::Completed), operation(2, OpStatus::Pending)];
+        let flight = Some(FlightRecord { operations, read_ns: 9, ..Default::default() });
+        let expected = RankEvidence { rank: 4, flight, ..Default::default() };
+        let mut ranks = Ranks::default();
+        ranks.extend([expected.clone(), rank(5, "without a record")]);
+        let mut decoded = head();
+        ranks.decode_into(&mut decoded);
+        let flight = decoded.evidence.ranks[0].flight.as_ref().unwrap();
+        assert_eq!((flight.read_ns, flight.operations.len(), flight.operations[0].ticket), (9, 1, 2));
+        assert_eq!(whole(decoded).ranks, [expected, rank(5, "without a record")]);
     }
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use tracing::error;
-use xpu_timer_analysis::{Activity, Cause, Confidence, HangEvidence, RankGroup, Verdict};
+use xpu_timer_analysis::{Activity, Cause, Confidence, EncodedOperations, HangEvidence, RankGroup, Verdict};
 use xpu_timer_proto::v1::{Evidence, Grounds, RankEvidence};
 
 use crate::os::clock::nanoseconds;
@@ -16,7 +16,13 @@ use crate::os::clock::nanoseconds;
 /// Makes the verdict. Never panics.
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
-    judge_by(evidence, xpu_timer_analysis::judge)
+    judge_encoded(evidence, &[])
+}
+
+/// Like [`judge`], with the operations of each rank if they are encoded.
+#[must_use]
+pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
+    judge_by(evidence, |evidence| xpu_timer_analysis::judge_encoded(evidence, operations))
 }
 
 /// Runs work and catches its panics, so that its thread does not end silently.

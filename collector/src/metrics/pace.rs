@@ -172,7 +172,7 @@ mod tests {
     }
 
     fn blocks(recorder: &Recorder) -> Vec<(u32, u32, u32, u32)> {
-        let all = recorder.pace.iter().flat_map(|(_, _, series)| &series.blocks);
+        let all = recorder.pace.iter().flat_map(|(_, _, series)| series.blocks.iter());
         all.map(|block| (block.level, block.index, block.inside_us / 1000, block.span_us / 1000)).collect()
     }
 

@@ -31,6 +31,7 @@ use crate::{
         part::{CHUNK_BYTES, PartLocation, pieces},
     },
     job::JobKey,
+    node::uplink::SmallFrames,
     os::{clock::Now, process},
 };
 
@@ -59,7 +60,7 @@ pub struct Link {
 /// The channel for the pieces of one delivery. It is bounded, so that a slow cluster slows the
 /// delivery down.
 pub type DeliverySender = mpsc::Sender<Delivery>;
-pub(super) type Client = ClusterClient<InterceptedService<Channel, AuthInterceptor>>;
+pub(super) type Client = ClusterClient<InterceptedService<SmallFrames<Channel>, AuthInterceptor>>;
 
 impl Link {
     /// Sends a control message. Returns false when the stream has ended or is stuck, which ends it.

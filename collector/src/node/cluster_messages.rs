@@ -307,7 +307,7 @@ impl NodeState {
             };
             let jobs = self.member.last_launch.iter().map(activity).collect();
             self.member.send(Message::Heartbeat(Heartbeat { jobs }));
-            if let Some(paces) = self.paces() {
+            for paces in self.paces() {
                 self.member.send(Message::Paces(paces));
             }
         }

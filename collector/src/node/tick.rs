@@ -9,7 +9,7 @@ use std::{
 use tracing::warn;
 use xpu_timer_analysis::stragglers;
 use xpu_timer_proto::{
-    WATCHER_THREAD, procfs,
+    WATCHER_THREAD, codec, procfs,
     ring::{self, filtered, header},
     v1::{Paces, RankPace},
 };
@@ -278,8 +278,9 @@ impl NodeState {
         }
     }
 
-    /// The progress of the ranks' collectives since the last call; `None` when there was none.
-    pub(crate) fn paces(&mut self) -> Option<Paces> {
+    /// The progress of the ranks' collectives since the last call, in messages for the cluster
+    /// collector.
+    pub(crate) fn paces(&mut self) -> Vec<Paces> {
         let mut ranks = Vec::new();
         for rank in living_ranks(&self.registry) {
             let Ok(number) = u32::try_from(rank.info.rank) else { continue };
@@ -289,6 +290,6 @@ impl NodeState {
                 ranks.push(RankPace { job, attempt, rank: number, communicators });
             }
         }
-        (!ranks.is_empty()).then_some(Paces { ranks })
+        codec::small_messages(ranks)
     }
 }

@@ -19,7 +19,7 @@ use crate::{
     cluster::{
         engine::{Action, Engine, Expected, SECOND},
         gather::{GatherSetup, GatherTask, NodePart, foreign_data},
-        incident::Progress,
+        incident::{Incident, Progress},
         nodes::Node,
         service::Credit,
     },
@@ -38,6 +38,9 @@ pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 /// Parts of an incident in transfer at a time. Each has some hundred kilobytes, and they are merged
 /// one by one.
 const DELIVERIES: usize = 32;
+/// The parts of an incident wait this long for its folder: an incident without a folder is not
+/// written. A disk that does not answer never makes the folder.
+const FOLDER_NS: u64 = 2 * SECOND;
 /// How often a part is requested again if its delivery was cut off while its node was connected.
 const RETRIES: u32 = 2;
 
@@ -61,7 +64,8 @@ impl Engine {
 
     /// Requests as many parts as may be in transfer.
     pub(super) fn request_parts(&mut self, now: Now) {
-        let waiting = self.incidents.values().filter(|one| !one.captured.is_empty());
+        let is_ready = |one: &Incident| one.folder.is_some() || now.mono_ns >= one.head.opened.mono_ns + FOLDER_NS;
+        let waiting = self.incidents.values().filter(|one| !one.captured.is_empty() && is_ready(one));
         let waiting: Vec<String> = waiting.map(|one| one.head.id.clone()).collect();
         for id in waiting {
             // Each incident has its own limit: a stuck thread of one does not block the others.

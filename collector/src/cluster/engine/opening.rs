@@ -138,7 +138,7 @@ impl Engine {
     }
 
     /// The folder of an incident was made, or could not be made.
-    pub fn folder_made(&mut self, id: &str, made: MadeFolder) {
+    pub fn folder_made(&mut self, id: &str, made: MadeFolder, now: Now) {
         let folder = match made {
             Ok((folder, problem)) => {
                 if let Some(problem) = problem {
@@ -151,6 +151,7 @@ impl Engine {
         match self.incidents.get_mut(id) {
             Some(incident) if incident.state == State::Open && !incident.is_gathering => {
                 incident.folder = Some(folder.path);
+                self.request_parts(now);
             }
             // Its thread has started without a folder, and an empty folder is not an incident.
             _ => {

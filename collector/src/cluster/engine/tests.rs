@@ -523,6 +523,23 @@ fn a_hang_during_a_dump_by_hand_takes_it_over() {
 }
 
 #[test]
+fn parts_wait_for_the_folder_but_not_for_a_disk_that_does_not_answer() {
+    for answers in [true, false] {
+        let mut cluster = hub();
+        let mut first = cluster.join(0);
+        cluster.say(0, NodeMessage::Alarm(alarm(0)), at(10));
+        let id = cluster.hub.engine.incidents.keys().next().unwrap().clone();
+        cluster.captured(&id, 0, at(10));
+        assert_eq!(cluster.progress_of(&id, "n0"), Progress::Captured, "it has no folder yet");
+        match answers {
+            true => cluster.folder_made(at(10)),
+            false => cluster.hub.tick(at(12)),
+        }
+        cluster.bring(&mut first);
+    }
+}
+
+#[test]
 fn a_hang_reported_for_an_ended_incident_reopens_it() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));

@@ -20,15 +20,19 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 use xpu_timer_analysis::{rank_set::RankSet, stragglers::KEPT_BLOCKS};
-use xpu_timer_collector::incident::part::{Part, pieces};
+use xpu_timer_collector::{
+    incident::part::{Part, pieces},
+    node::uplink::SmallFrames,
+};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
+    codec::small_messages,
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     timeline::file_name,
     v1::{
         Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FileKind,
         FlightRecord, JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock,
-        Paces, Presence, RankEntry, RankEvidence, RankInfo, RankPace, StackTree, TimelineFile, Trigger, TriggerKind,
+        Presence, RankEntry, RankEvidence, RankInfo, RankPace, StackTree, TimelineFile, Trigger, TriggerKind,
         cluster_client::ClusterClient, cluster_message::Message as Asked, delivery::Message as Brought,
         node_message::Message,
     },
@@ -118,7 +122,7 @@ const BLOCKS: u32 = 4;
 
 /// The collective timings of a node's ranks in some blocks: all equal, except for the straggler,
 /// which arrived last in the collectives of the world.
-fn paces(nodes: u32, node: u32, first: u32) -> Paces {
+fn paces(nodes: u32, node: u32, first: u32) -> Vec<RankPace> {
     let ranks = (node * RANKS..(node + 1) * RANKS).map(|rank| {
         let communicators = groups(nodes, rank).into_iter().map(|(id, size, _)| {
             let inside_us = if id == 1 && rank != SLOW { 3_000_000 } else { 20_000 };
@@ -128,7 +132,7 @@ fn paces(nodes: u32, node: u32, first: u32) -> Paces {
         });
         RankPace { job: Some(job()), attempt: 0, rank, communicators: communicators.collect() }
     });
-    Paces { ranks: ranks.collect() }
+    ranks.collect()
 }
 
 /// A simulated node: responds to requests.
@@ -151,7 +155,7 @@ pub async fn play(
     };
     let say = |message| sender.send(NodeMessage { message: Some(message) });
     say(Message::Hello(hello(&shared, node))).await?;
-    let mut client = ClusterClient::with_interceptor(channel, authorize as Authorize);
+    let mut client = ClusterClient::with_interceptor(SmallFrames(channel), authorize as Authorize);
     let mut asked = client.join(ReceiverStream::new(receiver)).await?.into_inner();
     while let Some(message) = asked.next().await {
         match message?.message {
@@ -160,7 +164,9 @@ pub async fn play(
                 // A real node completes one block of each communicator every ten seconds, and sends
                 // it then.
                 for first in (0..KEPT_BLOCKS as u32).step_by(BLOCKS as usize) {
-                    say(Message::Paces(paces(shared.nodes, node, first))).await?;
+                    for message in small_messages(paces(shared.nodes, node, first)) {
+                        say(Message::Paces(message)).await?;
+                    }
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }
@@ -224,7 +230,7 @@ fn authorize(mut request: Request<()>) -> Result<Request<()>, Status> {
 
 /// Delivers what the cluster requested with this key.
 async fn bring(
-    client: &mut ClusterClient<InterceptedService<Channel, Authorize>>,
+    client: &mut ClusterClient<InterceptedService<SmallFrames<Channel>, Authorize>>,
     key: String,
     pieces: impl Iterator<Item = Brought> + Send + 'static,
 ) -> Result<()> {
