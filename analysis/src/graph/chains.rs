@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use xpu_timer_proto::{
     LISTENS, REPLIES,
     server::{Awaited, AwaitedKind, Holder},
+    v1::Operation,
 };
 
 use crate::{
@@ -60,6 +61,19 @@ pub(super) struct Chain {
     pub is_due: bool,
     /// The member before the end expects a reply from it.
     owes_reply: bool,
+    /// The last process of the chain that holds a lock for which the member before it waits.
+    locker: Option<usize>,
+    /// The chain continues with this rank, which waits in an operation for the rank at the
+    /// beginning.
+    pub through: Option<usize>,
+}
+
+impl Chain {
+    /// The process that keeps a lock from the rank at the beginning, and waits for that rank itself
+    /// through a rank in an operation. The other members of such a cycle cannot release the lock.
+    pub fn keeps_lock(&self) -> Option<(usize, usize)> {
+        self.locker.zip(self.through)
+    }
 }
 
 /// What all processes wait for.
@@ -169,6 +183,19 @@ impl Chains<'_, '_> {
         view.host.observed.activity == Activity::DeviceWait || view.pending().any(is_collective)
     }
 
+    /// Whether a rank waits in a collective that another rank, which is a member too, is not in.
+    fn waits_in_operation_for(&self, rank_index: usize, other: usize) -> bool {
+        let [view, other] = [rank_index, other].map(|index| &self.world.views[index]);
+        let is_member =
+            |id: u64| other.flight.is_some_and(|flight| flight.communicators.iter().any(|one| one.id == id));
+        let is_inside = |id: u64, seq: u64| other.pending().any(|one| (one.communicator, one.seq) == (id, seq));
+        let awaits = |operation: &Operation| {
+            let (id, seq) = (operation.communicator, operation.seq);
+            is_collective(operation) && is_member(id) && !is_inside(id, seq)
+        };
+        view.pending().any(awaits)
+    }
+
     fn is_halted(&self, member: Member) -> bool {
         let host = self.host(member);
         host.stopped() || host.gone()
@@ -247,13 +274,22 @@ impl Chains<'_, '_> {
             match next {
                 // A server that waits for the answer of a rank in a collective waits for the ranks
                 // of that collective, and one of these may be the rank at the beginning.
-                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
+                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => {
+                    let is_cycle = matches!(start, Member::Rank(waiter)
+                        if before.is_empty() && self.waits_in_operation_for(holder, waiter));
+                    let chain = Chain { through: is_cycle.then_some(holder), ..chain };
+                    return if chain.keeps_lock().is_some() { End::Cycle(chain, None) } else { End::Unknown };
+                }
                 Member::Rank(holder) => return End::Rank(holder),
                 // It may be a rank of another job, unless it is a child.
                 Member::Process(_) if self.in_operation_of_its_own(next) && !self.waits_for_child(current) => {
                     return End::Unknown;
                 }
-                Member::Process(index) => chain.processes.push(index),
+                Member::Process(index) => {
+                    let wants_lock = awaited.kind() == AwaitedKind::Lock || held == Some(next);
+                    chain.locker = wants_lock.then_some(index).or(chain.locker);
+                    chain.processes.push(index);
+                }
             }
             current = next;
         }
@@ -270,8 +306,13 @@ impl Chains<'_, '_> {
         };
         let members = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
         let members: Vec<Member> = members.chain(from.is_none().then_some(member)).collect();
-        // The kernel of a notebook and its front end look like this between two cells.
-        let may_rest = self.world.views.len() == 1 && members.iter().all(|member| self.waits_for_message(*member));
+        // The kernel of a notebook and its front end look like this between two cells: the front
+        // end has started it, or waits for anything. A client that waits for one answer does not.
+        let expects_answer = members.iter().all(|member| self.reads_one_stream(*member));
+        let has_front_end = members.iter().any(|member| self.launchers.contains(member));
+        let may_rest = self.world.views.len() == 1
+            && members.iter().all(|member| self.waits_for_message(*member))
+            && (has_front_end || !expects_answer);
         chain.is_closed = !may_rest && members.iter().all(|member| self.is_closed(*member, seen));
         End::Cycle(chain, from)
     }
@@ -365,6 +406,14 @@ impl Chains<'_, '_> {
         host.awaited.as_ref().is_some_and(is_message) && !self.is_in_send(member)
     }
 
+    /// Whether the main thread of a process reads from one pipe or socket, and does not poll.
+    fn reads_one_stream(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let polls = host.location.native.as_deref().is_none_or(stacks::is_poll);
+        let kind = host.awaited.as_ref().map(Awaited::kind);
+        matches!(kind, Some(AwaitedKind::Pipe | AwaitedKind::Socket)) && !polls
+    }
+
     /// Whether the main thread of a process sends to another one.
     pub fn sends(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
@@ -388,6 +437,20 @@ impl Chains<'_, '_> {
     pub fn waits_for_child(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
         awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
+    }
+
+    /// Whether a process that is no rank has started ranks, and its main thread waits for their
+    /// ends: it shares the locks that it has made for them, and holds none.
+    fn waits_for_its_ranks(&self, member: Member) -> bool {
+        let host = self.host(member);
+        let polls = host.location.native.as_deref().is_some_and(stacks::is_poll);
+        let of_children = |awaited: &Awaited| {
+            let waits = polls && is_stream(awaited.kind()) || awaited.kind() == AwaitedKind::Child;
+            waits && awaited.holders.iter().all(|holder| holder.child)
+        };
+        matches!(member, Member::Process(_))
+            && self.launchers.contains(&member)
+            && host.awaited.as_ref().is_some_and(of_children)
     }
 
     /// Whether the main thread of a process waits for a lock that one process at a time can hold.
@@ -513,8 +576,14 @@ impl Chains<'_, '_> {
     /// because processes inherit descriptors.
     fn next(&self, current: Member, awaited: &Awaited) -> Next {
         let own = self.pid(current);
-        let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
-        let ended = if awaited.kind() == AwaitedKind::SharedMemory { self.ended_sharers(current) } else { Vec::new() };
+        let in_memory = awaited.kind() == AwaitedKind::SharedMemory;
+        let is_launcher = |holder: &Holder| {
+            let member = self.by_pid.get(&(self.node(current), holder.pid));
+            in_memory && member.is_some_and(|member| self.waits_for_its_ranks(*member))
+        };
+        let others: Vec<&Holder> =
+            awaited.holders.iter().filter(|holder| holder.pid != own && !is_launcher(holder)).collect();
+        let ended = if in_memory { self.ended_sharers(current) } else { Vec::new() };
         if others.is_empty() && ended.is_empty() {
             return self.on_other_node(current, awaited);
         }
