@@ -23,7 +23,7 @@ pub(crate) use host::{
     DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, Sample, ThreadWait, is_terminal, of_process as sample_of,
     samples,
 };
-pub(crate) use names::{base_name, is_poll, plain, shortened};
+pub(crate) use names::{base_name, plain, shortened};
 pub use names::{native_place, own_frame, own_place};
 pub use patterns::FREEZER_WCHAN;
 pub(crate) use process_state::ProcessState;

@@ -308,7 +308,7 @@ impl Chains<'_, '_> {
         let members: Vec<Member> = members.chain(from.is_none().then_some(member)).collect();
         // The kernel of a notebook and its front end look like this between two cells: the front
         // end has started it, or waits for anything. A client that waits for one answer does not.
-        let expects_answer = members.iter().all(|member| self.reads_one_stream(*member));
+        let expects_answer = members.iter().all(|member| self.host(*member).reads_one_stream());
         let has_front_end = members.iter().any(|member| self.launchers.contains(member));
         let may_rest = self.world.views.len() == 1
             && members.iter().all(|member| self.waits_for_message(*member))
@@ -326,6 +326,9 @@ impl Chains<'_, '_> {
         let is_inside = !host.halted() && host.same_in_both && !in_operation && self.may_wait_for_threads(current);
         let waits = if is_inside { &host.thread_waits[..] } else { &[] };
         let candidates = if is_inside { self.of_threads(current) } else { Vec::new() };
+        if !chain.processes.is_empty() && self.keeps_locks_of_clients(current) {
+            return self.through_clients(chain, &candidates, seen, branches);
+        }
         let reached = self.branches(&candidates, seen, branches);
         let in_queue = matches!(host.observed.activity, Activity::Lock | Activity::DataLoader);
         let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
@@ -346,6 +349,39 @@ impl Chains<'_, '_> {
                 End::Process(chain)
             }
         }
+    }
+
+    /// The end of a chain at a server that keeps the locks of its clients: the only client for which
+    /// a thread of the server waits, and which waits for nobody in the chain, may have the lock. If
+    /// this client waits for a process that is stuck, that one is the end.
+    fn through_clients(
+        &self,
+        mut chain: Chain,
+        candidates: &[Candidate],
+        seen: &HashSet<Member>,
+        branches: usize,
+    ) -> End {
+        let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        let is_other = |one: &&Candidate| {
+            !seen.contains(&one.member) && !waits(one.member) && !self.waits_for_its_ranks(one.member)
+        };
+        let clients: Vec<Candidate> = candidates.iter().filter(is_other).copied().collect();
+        let [client] = clients[..] else { return End::Unknown };
+        chain = Chain { is_certain: false, is_served: true, ..chain };
+        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), client.member) {
+            (Some(end), _) => end.after(chain),
+            (None, Member::Rank(index)) => End::Rank(index),
+            (None, Member::Process(index)) => {
+                chain.processes.push(index);
+                End::Process(chain)
+            }
+        }
+    }
+
+    /// Whether a process serves clients in threads of its own, runs no code of the program, and
+    /// waits for a lock: a manager of Python's multiprocessing. Its clients hold its locks.
+    fn keeps_locks_of_clients(&self, member: Member) -> bool {
+        matches!(self.state(member), ProcessState::WaitsForLock) && self.host(member).only_serves()
     }
 
     /// The processes that the other threads of a process wait for.
@@ -406,14 +442,6 @@ impl Chains<'_, '_> {
         host.awaited.as_ref().is_some_and(is_message) && !self.is_in_send(member)
     }
 
-    /// Whether the main thread of a process reads from one pipe or socket, and does not poll.
-    fn reads_one_stream(&self, member: Member) -> bool {
-        let host = self.host(member);
-        let polls = host.location.native.as_deref().is_none_or(stacks::is_poll);
-        let kind = host.awaited.as_ref().map(Awaited::kind);
-        matches!(kind, Some(AwaitedKind::Pipe | AwaitedKind::Socket)) && !polls
-    }
-
     /// Whether the main thread of a process sends to another one.
     pub fn sends(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
@@ -442,15 +470,8 @@ impl Chains<'_, '_> {
     /// Whether a process that is no rank has started ranks, and its main thread waits for their
     /// ends: it shares the locks that it has made for them, and holds none.
     fn waits_for_its_ranks(&self, member: Member) -> bool {
-        let host = self.host(member);
-        let polls = host.location.native.as_deref().is_some_and(stacks::is_poll);
-        let of_children = |awaited: &Awaited| {
-            let waits = polls && is_stream(awaited.kind()) || awaited.kind() == AwaitedKind::Child;
-            waits && awaited.holders.iter().all(|holder| holder.child)
-        };
-        matches!(member, Member::Process(_))
-            && self.launchers.contains(&member)
-            && host.awaited.as_ref().is_some_and(of_children)
+        let is_launcher = matches!(member, Member::Process(_)) && self.launchers.contains(&member);
+        is_launcher && self.host(member).waits_for_children()
     }
 
     /// Whether the main thread of a process waits for a lock that one process at a time can hold.

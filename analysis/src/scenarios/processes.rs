@@ -591,7 +591,7 @@ fn killed_sharer(job: &mut Job, pids: &[i32]) {
     job.process(60, "feeder", Stack::sleep());
     let process = job.evidence.processes.last_mut().expect("it was just added");
     process.shared_memory_with = pids.to_vec();
-    let dump = Stacktrace { pid: 1060, rank: -1, process_state: "X (dead)".into(), ..Default::default() };
+    let dump = Stacktrace { pid: 1060, rank: -1, process_state: "X (killed by SIGKILL)".into(), ..Default::default() };
     process.dump = Some(Stacktrace { command: "feeder".into(), ..dump });
 }
 
@@ -607,7 +607,7 @@ fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared()
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
     assert_eq!(verdict.strength, Some(Confidence::Medium), "{text}");
-    assert!(verdict.sentence.contains("is dead; rank 2 waits for it"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("is dead (killed by SIGKILL); rank 2 waits for it"), "{}", verdict.sentence);
     let mut job = behind(2, Stack::sleep());
     job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
     killed_sharer(&mut job, &[1002]);
@@ -639,6 +639,7 @@ fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
     let verdict = judged(&[1002, 1050, 1051]);
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
+    assert!(verdict.sentence.contains("is dead (killed by SIGKILL); rank 2 waits"), "{}", verdict.sentence);
     assert_ne!(judged(&[]).cause, Cause::ProcessDead, "it shared nothing");
 }
 
@@ -670,6 +671,36 @@ fn a_launcher_that_waits_for_its_ranks_holds_no_lock_that_they_share() {
     }
     // One that does something else may hold the lock.
     assert_eq!(culprits(&judged("read", AwaitedKind::File, false)), [(None, 1050)]);
+}
+
+#[test]
+fn the_locks_of_a_manager_are_held_by_its_clients() {
+    let judged = |clients: &[i32], state: &'static str| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, "read", AwaitedKind::Socket, &[1050]);
+        let frames = [
+            ("Condition.wait", "/usr/lib/python3.11/threading.py:324"),
+            ("Server.serve_forever", "/usr/lib/python3.11/multiprocessing/managers.py:176"),
+        ];
+        job.process(50, "manager", Stack::new(&frames, &["sem_wait", "PyThread_acquire_lock_timed"]));
+        reader_thread(&mut job, 0, AwaitedKind::Socket, "anybody who connects to /tmp/listener", &[]);
+        for client in clients {
+            reader_thread(&mut job, 0, AwaitedKind::Socket, "", &[*client]);
+        }
+        // It waits for a job of a feeder.
+        let evict =
+            [("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:103"), ("evict", "/job/janitor.py:13")];
+        job.process(51, "janitor", Stack::new(&evict, &["read"]));
+        chained(&mut job, 1, AwaitedKind::Pipe, "", &[1052]);
+        job.process(52, "feeder", Stack::sleep().state(state, ""));
+        job.process(53, "viewer", Stack::sleep());
+        culprits(&job.judge())
+    };
+    // Rank 0 is a client too, and waits in the collective.
+    assert_eq!(judged(&[1051, 1000], "S (sleeping)"), [(None, 1051)]);
+    assert_eq!(judged(&[1051], "T (stopped)"), [(None, 1052)]);
+    assert_eq!(judged(&[1051, 1053], "S (sleeping)"), [(Some(2), 1002)], "either may hold the lock");
+    assert_eq!(judged(&[], "S (sleeping)"), [(Some(2), 1002)], "none is known");
 }
 
 #[test]

@@ -39,7 +39,7 @@ pub(super) fn unqualified(function: &str) -> &str {
 }
 
 /// Whether a function waits for any of several descriptors.
-pub(crate) fn is_poll(function: &str) -> bool {
+pub(super) fn is_poll(function: &str) -> bool {
     patterns::POLL_NATIVE.contains(&strip_variant(function))
 }
 

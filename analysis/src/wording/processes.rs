@@ -20,7 +20,11 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
     let host = &case.world.processes[process].host;
     let place = phrases::place(Position::of(&host.location));
     match state {
-        ProcessState::Ended => "is dead".to_owned(),
+        // `X (killed by SIGKILL)`, if it is known how it ended.
+        ProcessState::Ended => match host.state.strip_prefix("X (").and_then(|state| state.strip_suffix(')')) {
+            Some(exit) if exit != "dead" => format!("is dead ({exit})"),
+            _ => "is dead".to_owned(),
+        },
         ProcessState::Stopped => format!("is stopped (state {}){place}", host.state),
         ProcessState::SleepsUninterruptibly { wchan } => {
             format!("sleeps uninterruptibly{}{place}", hosts::kernel_function(wchan))
