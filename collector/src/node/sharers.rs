@@ -53,6 +53,8 @@ pub struct EndedSharer {
     pub pid: i32,
     /// Its command line.
     pub command: String,
+    /// How it ended: `killed by SIGKILL`.
+    pub exit: String,
     /// CLOCK_MONOTONIC at which its end was noticed.
     pub ended_ns: u64,
     objects: BTreeSet<SharedObject>,
@@ -115,7 +117,7 @@ impl Running {
         let exit = Exit::of(&text);
         let is_failure = exit != Exit::Unknown && !exit.succeeded() && !exit.was_requested();
         let Running { command, objects, .. } = self;
-        is_failure.then_some(EndedSharer { pid, command, ended_ns, objects })
+        is_failure.then_some(EndedSharer { pid, command, exit: text, ended_ns, objects })
     }
 }
 
@@ -130,7 +132,7 @@ pub fn evidence(ended: &[EndedSharer], pids: &BTreeSet<i32>, node: &str) -> Vec<
     let of_one = |one: &EndedSharer| {
         let is_common = |(_, objects): &&(i32, BTreeSet<SharedObject>)| !objects.is_disjoint(&one.objects);
         let shared_memory_with: Vec<i32> = living.iter().filter(is_common).map(|(pid, _)| *pid).collect();
-        let evidence = of_ended_process(one.pid, &one.command, node);
+        let evidence = of_ended_process(one.pid, &one.command, &one.exit, node);
         (!shared_memory_with.is_empty()).then_some(ProcessEvidence { shared_memory_with, ..evidence })
     };
     ended.iter().filter(|one| !pids.contains(&one.pid)).filter_map(of_one).collect()
@@ -202,7 +204,9 @@ mod tests {
         }
         assert_eq!(ended.iter().map(|one| one.pid).collect::<Vec<_>>(), [ids[0].0]);
         assert_eq!((found.len(), &found[0].shared_memory_with[..]), (1, &[ids[2].0][..]));
-        assert!(found[0].dump.as_ref().is_some_and(|dump| dump.command.contains("python3")), "{found:?}");
+        let dump = found[0].dump.as_ref().expect("a dump");
+        assert!(dump.command.contains("python3"), "{found:?}");
+        assert_eq!(dump.process_state, "X (killed by SIGKILL)");
         assert_eq!(sharers.ended_about(3 * BEFORE_NS), [], "the job went on for long");
         assert_eq!(sharers.ended_about(0), [], "the job stood still before");
     }
