@@ -104,9 +104,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
     let says_more = if waits_for_end || is_silent { state.is_stuck() } else { hard };
     let is_explained_by_rank = wait.is_own && !is_mutual && (!says_more || matches!(state, ProcessState::Ended));
     // A rank that waits for the end of a process which needs the rank, or that does not receive
-    // what the process sends, is the cause, whatever that process is in.
-    let unread = wait.mutual.as_ref().is_some_and(|mutual| mutual.fault == MutualFault::LeavesUnread);
-    let found = if is_mutual && (waits_for_end || unread) { Cause::MissingRank } else { cause(&state) };
+    // what the process sends, is the cause, whatever that process is in. So is a process that keeps
+    // a lock.
+    let is_named = wait
+        .mutual
+        .as_ref()
+        .is_some_and(|mutual| matches!(mutual.fault, MutualFault::LeavesUnread | MutualFault::KeepsLock { .. }));
+    let found = if is_mutual && (waits_for_end || is_named) { Cause::MissingRank } else { cause(&state) };
     if found != wanted || is_explained_by_rank {
         return None;
     }

@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use xpu_timer_proto::{
     LISTENS, REPLIES,
     server::{Awaited, AwaitedKind, Holder},
+    v1::Operation,
 };
 
 use crate::{
@@ -60,6 +61,19 @@ pub(super) struct Chain {
     pub is_due: bool,
     /// The member before the end expects a reply from it.
     owes_reply: bool,
+    /// The last process of the chain that holds a lock for which the member before it waits.
+    locker: Option<usize>,
+    /// The chain continues with this rank, which waits in an operation for the rank at the
+    /// beginning.
+    pub through: Option<usize>,
+}
+
+impl Chain {
+    /// The process that keeps a lock from the rank at the beginning, and waits for that rank itself
+    /// through a rank in an operation. The other members of such a cycle cannot release the lock.
+    pub fn keeps_lock(&self) -> Option<(usize, usize)> {
+        self.locker.zip(self.through)
+    }
 }
 
 /// What all processes wait for.
@@ -169,6 +183,19 @@ impl Chains<'_, '_> {
         view.host.observed.activity == Activity::DeviceWait || view.pending().any(is_collective)
     }
 
+    /// Whether a rank waits in a collective that another rank, which is a member too, is not in.
+    fn waits_in_operation_for(&self, rank_index: usize, other: usize) -> bool {
+        let [view, other] = [rank_index, other].map(|index| &self.world.views[index]);
+        let is_member =
+            |id: u64| other.flight.is_some_and(|flight| flight.communicators.iter().any(|one| one.id == id));
+        let is_inside = |id: u64, seq: u64| other.pending().any(|one| (one.communicator, one.seq) == (id, seq));
+        let awaits = |operation: &Operation| {
+            let (id, seq) = (operation.communicator, operation.seq);
+            is_collective(operation) && is_member(id) && !is_inside(id, seq)
+        };
+        view.pending().any(awaits)
+    }
+
     fn is_halted(&self, member: Member) -> bool {
         let host = self.host(member);
         host.stopped() || host.gone()
@@ -247,13 +274,22 @@ impl Chains<'_, '_> {
             match next {
                 // A server that waits for the answer of a rank in a collective waits for the ranks
                 // of that collective, and one of these may be the rank at the beginning.
-                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => return End::Unknown,
+                Member::Rank(holder) if !is_first && self.waits_in_operation(holder) => {
+                    let is_cycle = matches!(start, Member::Rank(waiter)
+                        if before.is_empty() && self.waits_in_operation_for(holder, waiter));
+                    let chain = Chain { through: is_cycle.then_some(holder), ..chain };
+                    return if chain.keeps_lock().is_some() { End::Cycle(chain, None) } else { End::Unknown };
+                }
                 Member::Rank(holder) => return End::Rank(holder),
                 // It may be a rank of another job, unless it is a child.
                 Member::Process(_) if self.in_operation_of_its_own(next) && !self.waits_for_child(current) => {
                     return End::Unknown;
                 }
-                Member::Process(index) => chain.processes.push(index),
+                Member::Process(index) => {
+                    let wants_lock = awaited.kind() == AwaitedKind::Lock || held == Some(next);
+                    chain.locker = wants_lock.then_some(index).or(chain.locker);
+                    chain.processes.push(index);
+                }
             }
             current = next;
         }
@@ -270,8 +306,13 @@ impl Chains<'_, '_> {
         };
         let members = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
         let members: Vec<Member> = members.chain(from.is_none().then_some(member)).collect();
-        // The kernel of a notebook and its front end look like this between two cells.
-        let may_rest = self.world.views.len() == 1 && members.iter().all(|member| self.waits_for_message(*member));
+        // The kernel of a notebook and its front end look like this between two cells: the front
+        // end has started it, or waits for anything. A client that waits for one answer does not.
+        let expects_answer = members.iter().all(|member| self.host(*member).reads_one_stream());
+        let has_front_end = members.iter().any(|member| self.launchers.contains(member));
+        let may_rest = self.world.views.len() == 1
+            && members.iter().all(|member| self.waits_for_message(*member))
+            && (has_front_end || !expects_answer);
         chain.is_closed = !may_rest && members.iter().all(|member| self.is_closed(*member, seen));
         End::Cycle(chain, from)
     }
@@ -285,6 +326,9 @@ impl Chains<'_, '_> {
         let is_inside = !host.halted() && host.same_in_both && !in_operation && self.may_wait_for_threads(current);
         let waits = if is_inside { &host.thread_waits[..] } else { &[] };
         let candidates = if is_inside { self.of_threads(current) } else { Vec::new() };
+        if !chain.processes.is_empty() && self.keeps_locks_of_clients(current) {
+            return self.through_clients(chain, &candidates, seen, branches);
+        }
         let reached = self.branches(&candidates, seen, branches);
         let in_queue = matches!(host.observed.activity, Activity::Lock | Activity::DataLoader);
         let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
@@ -305,6 +349,39 @@ impl Chains<'_, '_> {
                 End::Process(chain)
             }
         }
+    }
+
+    /// The end of a chain at a server that keeps the locks of its clients: the only client for which
+    /// a thread of the server waits, and which waits for nobody in the chain, may have the lock. If
+    /// this client waits for a process that is stuck, that one is the end.
+    fn through_clients(
+        &self,
+        mut chain: Chain,
+        candidates: &[Candidate],
+        seen: &HashSet<Member>,
+        branches: usize,
+    ) -> End {
+        let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        let is_other = |one: &&Candidate| {
+            !seen.contains(&one.member) && !waits(one.member) && !self.waits_for_its_ranks(one.member)
+        };
+        let clients: Vec<Candidate> = candidates.iter().filter(is_other).copied().collect();
+        let [client] = clients[..] else { return End::Unknown };
+        chain = Chain { is_certain: false, is_served: true, ..chain };
+        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), client.member) {
+            (Some(end), _) => end.after(chain),
+            (None, Member::Rank(index)) => End::Rank(index),
+            (None, Member::Process(index)) => {
+                chain.processes.push(index);
+                End::Process(chain)
+            }
+        }
+    }
+
+    /// Whether a process serves clients in threads of its own, runs no code of the program, and
+    /// waits for a lock: a manager of Python's multiprocessing. Its clients hold its locks.
+    fn keeps_locks_of_clients(&self, member: Member) -> bool {
+        matches!(self.state(member), ProcessState::WaitsForLock) && self.host(member).only_serves()
     }
 
     /// The processes that the other threads of a process wait for.
@@ -388,6 +465,13 @@ impl Chains<'_, '_> {
     pub fn waits_for_child(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
         awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
+    }
+
+    /// Whether a process that is no rank has started ranks, and its main thread waits for their
+    /// ends: it shares the locks that it has made for them, and holds none.
+    fn waits_for_its_ranks(&self, member: Member) -> bool {
+        let is_launcher = matches!(member, Member::Process(_)) && self.launchers.contains(&member);
+        is_launcher && self.host(member).waits_for_children()
     }
 
     /// Whether the main thread of a process waits for a lock that one process at a time can hold.
@@ -513,8 +597,14 @@ impl Chains<'_, '_> {
     /// because processes inherit descriptors.
     fn next(&self, current: Member, awaited: &Awaited) -> Next {
         let own = self.pid(current);
-        let others: Vec<&Holder> = awaited.holders.iter().filter(|holder| holder.pid != own).collect();
-        let ended = if awaited.kind() == AwaitedKind::SharedMemory { self.ended_sharers(current) } else { Vec::new() };
+        let in_memory = awaited.kind() == AwaitedKind::SharedMemory;
+        let is_launcher = |holder: &Holder| {
+            let member = self.by_pid.get(&(self.node(current), holder.pid));
+            in_memory && member.is_some_and(|member| self.waits_for_its_ranks(*member))
+        };
+        let others: Vec<&Holder> =
+            awaited.holders.iter().filter(|holder| holder.pid != own && !is_launcher(holder)).collect();
+        let ended = if in_memory { self.ended_sharers(current) } else { Vec::new() };
         if others.is_empty() && ended.is_empty() {
             return self.on_other_node(current, awaited);
         }

@@ -55,6 +55,9 @@ pub(crate) enum MutualFault {
     ExpectsEnd,
     /// They do not receive what another member sends to them.
     LeavesUnread,
+    /// They keep a lock for which another member waits. The member behind them that closes the
+    /// cycle is this rank, which waits in an operation.
+    KeepsLock { through: usize },
 }
 
 impl ProcessWait {
@@ -155,6 +158,9 @@ impl Mutual {
     /// that waits for the end of another one must not expect that it ends while it needs something,
     /// and a process must receive what another one sends before it waits for an answer.
     fn of(chains: &Chains<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
+        if let Some((locker, through)) = chain.keeps_lock() {
+            return Mutual { rank: false, processes: vec![locker], fault: MutualFault::KeepsLock { through } };
+        }
         let inside = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
         let members: Vec<Member> = from.is_none().then_some(Member::Rank(waiter)).into_iter().chain(inside).collect();
         let parents = members.iter().copied().filter(|member| chains.waits_for_child(*member)).collect();

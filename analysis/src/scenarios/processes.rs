@@ -591,7 +591,7 @@ fn killed_sharer(job: &mut Job, pids: &[i32]) {
     job.process(60, "feeder", Stack::sleep());
     let process = job.evidence.processes.last_mut().expect("it was just added");
     process.shared_memory_with = pids.to_vec();
-    let dump = Stacktrace { pid: 1060, rank: -1, process_state: "X (dead)".into(), ..Default::default() };
+    let dump = Stacktrace { pid: 1060, rank: -1, process_state: "X (killed by SIGKILL)".into(), ..Default::default() };
     process.dump = Some(Stacktrace { command: "feeder".into(), ..dump });
 }
 
@@ -607,7 +607,7 @@ fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared()
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
     assert_eq!(verdict.strength, Some(Confidence::Medium), "{text}");
-    assert!(verdict.sentence.contains("is dead; rank 2 waits for it"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("is dead (killed by SIGKILL); rank 2 waits for it"), "{}", verdict.sentence);
     let mut job = behind(2, Stack::sleep());
     job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
     killed_sharer(&mut job, &[1002]);
@@ -639,7 +639,101 @@ fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
     let verdict = judged(&[1002, 1050, 1051]);
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
+    assert!(verdict.sentence.contains("is dead (killed by SIGKILL); rank 2 waits"), "{}", verdict.sentence);
     assert_ne!(judged(&[]).cause, Cause::ProcessDead, "it shared nothing");
+}
+
+#[test]
+fn a_launcher_that_waits_for_its_ranks_holds_no_lock_that_they_share() {
+    let judged = |call: &'static str, kind: AwaitedKind, killed: bool| {
+        let mut job = behind(2, shared_lock());
+        job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+        for rank in 0..4 {
+            job.rank(rank).dump.as_mut().expect("a dump").parent_pid = 1050;
+        }
+        let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+        let holders = vec![Holder { pid: 1050, ..Holder::default() }];
+        thread.awaited = Some(Awaited { kind: AwaitedKind::SharedMemory.into(), holders, ..Default::default() });
+        job.process(50, "launch.py", Stack::new(&[("join", "/job/launch.py:36")], &[call]));
+        chained(&mut job, 0, kind, "", &[1000, 1001, 1002, 1003]);
+        let dump = job.evidence.processes[0].dump.as_mut().expect("a dump");
+        dump.stacktrace[0].awaited.iter_mut().flat_map(|one| &mut one.holders).for_each(|one| one.child = true);
+        if killed {
+            killed_sharer(&mut job, &[1002, 1050]);
+        }
+        job.judge()
+    };
+    for (call, kind) in [("poll", AwaitedKind::Several), ("wait4", AwaitedKind::Child)] {
+        let verdict = judged(call, kind, false);
+        assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
+        let verdict = judged(call, kind, true);
+        assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]));
+    }
+    // One that does something else may hold the lock.
+    assert_eq!(culprits(&judged("read", AwaitedKind::File, false)), [(None, 1050)]);
+}
+
+#[test]
+fn the_locks_of_a_manager_are_held_by_its_clients() {
+    let judged = |clients: &[i32], state: &'static str| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, "read", AwaitedKind::Socket, &[1050]);
+        let frames = [
+            ("Condition.wait", "/usr/lib/python3.11/threading.py:324"),
+            ("Server.serve_forever", "/usr/lib/python3.11/multiprocessing/managers.py:176"),
+        ];
+        job.process(50, "manager", Stack::new(&frames, &["sem_wait", "PyThread_acquire_lock_timed"]));
+        reader_thread(&mut job, 0, AwaitedKind::Socket, "anybody who connects to /tmp/listener", &[]);
+        for client in clients {
+            reader_thread(&mut job, 0, AwaitedKind::Socket, "", &[*client]);
+        }
+        // It waits for a job of a feeder.
+        let evict =
+            [("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:103"), ("evict", "/job/janitor.py:13")];
+        job.process(51, "janitor", Stack::new(&evict, &["read"]));
+        chained(&mut job, 1, AwaitedKind::Pipe, "", &[1052]);
+        job.process(52, "feeder", Stack::sleep().state(state, ""));
+        job.process(53, "viewer", Stack::sleep());
+        culprits(&job.judge())
+    };
+    // Rank 0 is a client too, and waits in the collective.
+    assert_eq!(judged(&[1051, 1000], "S (sleeping)"), [(None, 1051)]);
+    assert_eq!(judged(&[1051], "T (stopped)"), [(None, 1052)]);
+    assert_eq!(judged(&[1051, 1053], "S (sleeping)"), [(Some(2), 1002)], "either may hold the lock");
+    assert_eq!(judged(&[], "S (sleeping)"), [(Some(2), 1002)], "none is known");
+}
+
+#[test]
+fn a_process_that_keeps_a_lock_from_the_rank_for_which_it_waits_is_the_culprit() {
+    // Rank 2 waits for the lock of an agent, which waits for a front end, which waits for a rank
+    // that waits for rank 2 in a collective.
+    let judged = |kind: AwaitedKind, call: &'static str, enters: bool| {
+        let mut job = behind(2, Stack::sleep());
+        awaits(&mut job, 2, call, kind, &[1050]);
+        let thread = &mut job.rank(2).dump.as_mut().expect("a dump").stacktrace[0];
+        thread.awaited.as_mut().expect("it waits").name = "/job/gpu.lease".into();
+        job.process(50, "python3 /job/lease.py agent", Stack::new(&[("renew", "/job/lease.py:19")], &["recv"]));
+        chained(&mut job, 0, AwaitedKind::Socket, "", &[1051]);
+        job.process(51, "python3 /job/lease.py", Stack::new(&[("collect", "/job/lease.py:39")], &["read"]));
+        chained(&mut job, 1, AwaitedKind::Pipe, "", &[1000]);
+        if !enters {
+            // Rank 0 waits in a collective of which rank 2 is no member.
+            job.comm(0x88, &[0, 1]);
+            let operations = &mut job.flight(0).operations;
+            operations.last_mut().expect("it is in a collective").communicator = 0x88;
+        }
+        job.judge()
+    };
+    let verdict = judged(AwaitedKind::Lock, "flock", true);
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::MissingRank, vec![(None, 1050)]), "{}", verdict.to_text());
+    assert_eq!((&verdict.victims[..], verdict.confidence), (&[0, 1, 2, 3][..], Confidence::Medium));
+    let told = "Process 1050 (python3 lease.py agent) holds the lock on gpu.lease and waits at lease.py:19 in renew \
+                (C function recv) for process 1051 (python3 lease.py), which waits for rank 0; rank 2 waits for the \
+                lock at train.py:7";
+    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert_eq!(culprits(&judged(AwaitedKind::Socket, "recv", true)), [(Some(2), 1002)], "it keeps no lock");
+    let other = judged(AwaitedKind::Lock, "flock", false);
+    assert!(!culprits(&other).contains(&(None, 1050)), "{}", other.to_text());
 }
 
 #[test]
@@ -1122,20 +1216,26 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
     }
     assert_eq!(judged(true, 3).hang, crate::HangEvidence::None);
     // Ranks, and a process of which they wait for messages. With one rank, it may be the front end
-    // of a notebook.
-    for (ranks, hang) in [(1, crate::HangEvidence::None), (2, crate::HangEvidence::WaitChain)] {
+    // of a notebook if it has started the rank or polls.
+    let (idle, hangs) = (crate::HangEvidence::None, crate::HangEvidence::WaitChain);
+    for (ranks, is_parent, call, hang) in
+        [(1, true, "recv", idle), (1, false, "poll", idle), (1, false, "recv", hangs), (2, true, "recv", hangs)]
+    {
         let mut job = Job::with_world(ranks, 30);
         job.trigger(TriggerKind::Idle);
         for rank in 0..ranks {
             awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
-            job.rank(rank).dump.as_mut().expect("a dump").stacktrace[0].timed = Some(false);
+            let dump = job.rank(rank).dump.as_mut().expect("a dump");
+            dump.stacktrace[0].timed = Some(false);
+            dump.parent_pid = if is_parent { 1050 } else { 1 };
         }
-        job.process(50, "engine", Stack::sleep()).stacktrace[0].timed = Some(false);
+        job.process(50, "engine", Stack::new(&[("ask", "/job/client.py:7")], &[call])).stacktrace[0].timed =
+            Some(false);
         chained(&mut job, 0, AwaitedKind::Socket, "", &[1000]);
         let verdict = job.judge();
         assert_eq!(verdict.hang, hang, "{}", verdict.to_text());
         let named = culprits(&verdict);
-        assert_eq!(named, if ranks == 1 { vec![] } else { vec![(Some(0), 1000), (None, 1050)] });
+        assert_eq!(named, if hang == idle { vec![] } else { vec![(Some(0), 1000), (None, 1050)] });
     }
 }
 

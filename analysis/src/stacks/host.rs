@@ -226,6 +226,34 @@ impl Host {
         !polls && self.awaited.as_ref().is_some_and(is_own)
     }
 
+    /// The main thread reads from one pipe or socket, and does not poll.
+    pub fn reads_one_stream(&self) -> bool {
+        let polls = self.location.native.as_deref().is_none_or(is_poll);
+        let kind = self.awaited.as_ref().map(Awaited::kind);
+        matches!(kind, Some(AwaitedKind::Pipe | AwaitedKind::Socket)) && !polls
+    }
+
+    /// The main thread waits for the end of a child, or polls pipes that only its children have.
+    pub fn waits_for_children(&self) -> bool {
+        let polls = self.location.native.as_deref().is_some_and(is_poll);
+        let of_children = |awaited: &Awaited| match awaited.kind() {
+            AwaitedKind::Child => true,
+            AwaitedKind::Pipe | AwaitedKind::Socket | AwaitedKind::Several => {
+                polls && awaited.holders.iter().all(|holder| holder.child)
+            }
+            _ => false,
+        };
+        self.awaited.as_ref().is_some_and(of_children)
+    }
+
+    /// It serves clients in threads other than the main one, and runs no code of the program: a
+    /// manager of Python's multiprocessing.
+    pub fn only_serves(&self) -> bool {
+        self.location.python.is_none()
+            && self.thread_waits.iter().any(|wait| wait.awaited.name.starts_with(LISTENS))
+            && self.thread_waits.iter().all(|wait| !wait.own)
+    }
+
     /// Nothing proves that it makes progress.
     pub fn frozen(&self) -> bool {
         !self.moved.is_some_and(Movement::is_progress)

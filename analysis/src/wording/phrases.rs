@@ -93,6 +93,16 @@ impl<'a> Case<'a> {
         self.object_text(node, host.pid, host.awaited.as_ref().filter(is_named)?)
     }
 
+    /// The lock for which a process that is no rank waits, or else this rank: `the lock on x.lock`.
+    pub(super) fn kept_lock_text(&self, process: Option<usize>, rank_index: usize) -> String {
+        let of_process = |index: usize| self.world.processes[index].host.awaited.as_ref();
+        let awaited = process.map_or_else(|| self.awaited(rank_index), of_process);
+        match awaited.filter(|awaited| awaited.kind() == AwaitedKind::Lock) {
+            Some(awaited) => format!("the lock on {}", stacks::base_name(&awaited.name)),
+            None => "a lock in shared memory".to_owned(),
+        }
+    }
+
     /// What a call of the process `pid` on `node` waits for.
     fn object_text(&self, node: &str, pid: i32, awaited: &Awaited) -> Option<String> {
         let own = |holder: &Holder| holder.pid == pid;
@@ -153,8 +163,13 @@ impl<'a> Case<'a> {
             |other: &RankView<'_>| other.pid() == Some(holder.pid) && other.node().unwrap_or_default() == node;
         match self.world.views.iter().position(of_rank) {
             Some(other) => format!("rank {} (process {})", self.view(other).rank, holder.pid),
-            None if holder.child => format!("its child process {} ({})", holder.pid, holder.name),
-            None => format!("process {} ({})", holder.pid, holder.name),
+            None => {
+                let is_it = |process: &&ProcessView| process.host.pid == holder.pid && process.node == node;
+                let known = self.world.processes.iter().find(is_it).map(|process| process.host.command.as_str());
+                let command = known.filter(|command| !command.is_empty()).unwrap_or(&holder.name);
+                let whose = if holder.child { "its child " } else { "" };
+                format!("{whose}{}", text::process_name(holder.pid, command))
+            }
         }
     }
 }

@@ -33,7 +33,11 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
     let host = &case.world.processes[process].host;
     let place = phrases::place(Position::of(&host.location));
     match state {
-        ProcessState::Ended => "is dead".to_owned(),
+        // `X (killed by SIGKILL)`, if it is known how it ended.
+        ProcessState::Ended => match host.state.strip_prefix("X (").and_then(|state| state.strip_suffix(')')) {
+            Some(exit) if exit != "dead" => format!("is dead ({exit})"),
+            _ => "is dead".to_owned(),
+        },
         ProcessState::Stopped => format!("is stopped (state {}){place}", host.state),
         ProcessState::SleepsUninterruptibly { wchan } => {
             format!("sleeps uninterruptibly{}{place}", hosts::kernel_function(wchan))
@@ -151,6 +155,9 @@ fn mutual_wait(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual) -> String
     if mutual.fault == MutualFault::LeavesUnread {
         return unread(case, fault, mutual, &members);
     }
+    if let MutualFault::KeepsLock { through } = mutual.fault {
+        return keeps_lock(case, fault, mutual, through);
+    }
     if let [only] = &members[..] {
         let child = fault.before.first().filter(|_| mutual.rank).unwrap_or(&fault.end);
         return format!("{} waits for the end of {}, which waits for it", text::capital(only), name(case, *child));
@@ -175,6 +182,27 @@ fn unread(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual, blamed: &[Stri
     format!("{}{sends}", text::capital(&blamed.join(" and ")))
 }
 
+/// The sentence about a process that keeps a lock while it waits for the rank that wants the lock:
+/// `Process 4242 (agent) holds the lock on gpu.lease and waits at b.py:9 in renew for process 4241
+/// (front), which waits for rank 0; rank 1 waits for the lock at a.py:7 in take_lease`.
+fn keeps_lock(case: &Case<'_>, fault: &ProcessFault, mutual: &Mutual, through: usize) -> String {
+    let Some(holder) = mutual.processes.first() else { return String::new() };
+    let all: Vec<usize> = fault.before.iter().chain([&fault.end]).copied().collect();
+    let position = all.iter().position(|index| index == holder).unwrap_or(0);
+    let waiter = position.checked_sub(1).map(|before| all[before]);
+    let behind: Vec<String> = all[position + 1..].iter().map(|index| name(case, *index)).collect();
+    let rank = |rank_index: usize| format!("rank {}", case.view(rank_index).rank);
+    let chain = behind.into_iter().chain([rank(through)]).collect::<Vec<_>>().join(", which waits for ");
+    let lock = case.kept_lock_text(waiter, fault.rank_index);
+    let place = phrases::place(Position::of(&case.world.processes[*holder].host.location));
+    let (wants, place_of_rank) = (rank(fault.rank_index), case.place(fault.rank_index));
+    let wants = match waiter {
+        Some(process) => format!("{wants} waits for {}{place_of_rank}, which waits for the lock", name(case, process)),
+        None => format!("{wants} waits for the lock{place_of_rank}"),
+    };
+    format!("{} holds {lock} and waits{place} for {chain}; {wants}", text::capital(&name(case, *holder)))
+}
+
 /// The line of evidence about a process.
 pub(super) fn state_line(case: &Case<'_>, fault: &ProcessFault) -> EvidenceLine {
     let waiters = Ranks::of(case, &waiters(case, fault.end));
@@ -184,5 +212,13 @@ pub(super) fn state_line(case: &Case<'_>, fault: &ProcessFault) -> EvidenceLine 
     } else {
         format!("for which {} {}", waiters.text(), waiters.number().waits())
     };
+    let keeps = fault.mutual.as_ref().filter(|mutual| matches!(mutual.fault, MutualFault::KeepsLock { .. }));
+    if let Some(locker) = keeps.and_then(|mutual| mutual.processes.first()) {
+        let place = |index: usize| phrases::place(Position::of(&case.world.processes[index].host.location));
+        let behind = fault.before.iter().chain([&fault.end]).skip_while(|index| *index != locker).skip(1);
+        let behind = behind.map(|index| format!(", {} is{}", name(case, *index), place(*index)));
+        let behind: String = behind.collect();
+        return waiters.line(format!("{} is{}{behind}", name(case, *locker), place(*locker)));
+    }
     waiters.line(format!("{}, {whose}, {state}", name(case, fault.end)))
 }

@@ -206,7 +206,7 @@ fn evidence(task: &DumpTask, mut taken: BTreeMap<u32, RankCapture>, related: Rel
     pids.extend(task.subjects.iter().filter_map(|subject| Some(subject.process.as_ref()?.pid)));
     let mut processes = related.evidence(&taken, node);
     pids.extend(processes.iter().filter_map(|process| Some(process.dump.as_ref()?.pid)));
-    processes.extend(ended_parents.into_iter().map(|pid| of_ended_process(pid, "", node)));
+    processes.extend(ended_parents.into_iter().map(|pid| of_ended_process(pid, "", "", node)));
     processes.extend(sharers::evidence(&task.ended_sharers, &pids, node));
     let (world_size, here) = world(&task.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();

@@ -186,8 +186,9 @@ pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEv
 
 /// The evidence of a process that is no rank and has ended. The command line may be empty.
 #[must_use]
-pub fn of_ended_process(pid: i32, command: &str, node: &str) -> ProcessEvidence {
-    let (process_state, command) = (procfs::state_text('X'), command.to_owned());
+pub fn of_ended_process(pid: i32, command: &str, exit: &str, node: &str) -> ProcessEvidence {
+    let process_state = if exit.is_empty() { procfs::state_text('X') } else { format!("X ({exit})") };
+    let command = command.to_owned();
     let dump = Stacktrace { pid, rank: -1, process_state, command, ..Default::default() };
     ProcessEvidence { node: node.into(), dump: Some(dump), ..Default::default() }
 }

@@ -20,8 +20,9 @@ use crate::{
 const MAX_ENDED: usize = 64;
 /// Beyond this number, no further process is watched.
 const MAX_WATCHED: usize = 512;
-/// Time between the first two looks at the memory of a process. Later it doubles each time.
-const FIRST_PAUSE_NS: u64 = 1_000_000_000;
+/// The time between two looks at the memory of a process is this part of the time for which it is
+/// known. A process may map memory late, after its imports, and be killed soon after that.
+const PAUSE_PART: u64 = 8;
 /// A job may go on this long on what the process had left in queues.
 const BEFORE_NS: u64 = 30_000_000_000;
 /// A process that ended this long after the job stood still is not the reason.
@@ -41,8 +42,8 @@ struct Running {
     process: Option<Handle>,
     command: String,
     objects: BTreeSet<SharedObject>,
-    looked_ns: u64,
-    pause_ns: u64,
+    first_ns: u64,
+    looked_ns: Option<u64>,
 }
 
 /// A process that was killed or failed.
@@ -52,6 +53,8 @@ pub struct EndedSharer {
     pub pid: i32,
     /// Its command line.
     pub command: String,
+    /// How it ended: `killed by SIGKILL`.
+    pub exit: String,
     /// CLOCK_MONOTONIC at which its end was noticed.
     pub ended_ns: u64,
     objects: BTreeSet<SharedObject>,
@@ -88,14 +91,15 @@ impl Sharers {
 
 impl Running {
     fn new(now_ns: u64) -> Self {
-        Running { process: None, command: String::new(), objects: BTreeSet::new(), looked_ns: now_ns, pause_ns: 0 }
+        Running { process: None, command: String::new(), objects: BTreeSet::new(), first_ns: now_ns, looked_ns: None }
     }
 
     fn look(&mut self, (pid, start): ProcessId, now_ns: u64) {
-        if now_ns < self.looked_ns + self.pause_ns {
+        let next_ns = |looked_ns: u64| looked_ns + (looked_ns - self.first_ns) / PAUSE_PART;
+        if self.looked_ns.is_some_and(|looked_ns| now_ns < next_ns(looked_ns)) {
             return;
         }
-        (self.looked_ns, self.pause_ns) = (now_ns, (self.pause_ns * 2).max(FIRST_PAUSE_NS));
+        self.looked_ns = Some(now_ns);
         let Ok(objects) = procfs::shared_objects(pid) else { return };
         if objects.is_empty() && self.process.is_none() {
             return;
@@ -113,7 +117,7 @@ impl Running {
         let exit = Exit::of(&text);
         let is_failure = exit != Exit::Unknown && !exit.succeeded() && !exit.was_requested();
         let Running { command, objects, .. } = self;
-        is_failure.then_some(EndedSharer { pid, command, ended_ns, objects })
+        is_failure.then_some(EndedSharer { pid, command, exit: text, ended_ns, objects })
     }
 }
 
@@ -128,7 +132,7 @@ pub fn evidence(ended: &[EndedSharer], pids: &BTreeSet<i32>, node: &str) -> Vec<
     let of_one = |one: &EndedSharer| {
         let is_common = |(_, objects): &&(i32, BTreeSet<SharedObject>)| !objects.is_disjoint(&one.objects);
         let shared_memory_with: Vec<i32> = living.iter().filter(is_common).map(|(pid, _)| *pid).collect();
-        let evidence = of_ended_process(one.pid, &one.command, node);
+        let evidence = of_ended_process(one.pid, &one.command, &one.exit, node);
         (!shared_memory_with.is_empty()).then_some(ProcessEvidence { shared_memory_with, ..evidence })
     };
     ended.iter().filter(|one| !pids.contains(&one.pid)).filter_map(of_one).collect()
@@ -136,19 +140,28 @@ pub fn evidence(ended: &[EndedSharer], pids: &BTreeSet<i32>, node: &str) -> Vec<
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Read, process::Stdio, time::Instant};
+    use std::{
+        io::{Read, Write},
+        process::Stdio,
+        time::Instant,
+    };
 
     use super::*;
 
-    /// Starts a process that shares a page of `path` until its input ends.
+    /// Starts a process that shares a page of `path` when it has read a line, until its input ends.
     fn start(path: &std::path::Path) -> std::process::Child {
-        let script = "import mmap, sys\nf = open(sys.argv[1], 'r+b')\nm = mmap.mmap(f.fileno(), 4096)\nprint('x')\n\
-                      sys.stdout.flush()\nsys.stdin.read()\nsys.exit(int(sys.argv[2]))";
+        let script = "import mmap, sys\nsys.stdin.readline()\nf = open(sys.argv[1], 'r+b')\n\
+                      m = mmap.mmap(f.fileno(), 4096)\nprint('x')\nsys.stdout.flush()\nsys.stdin.read()\n\
+                      sys.exit(int(sys.argv[2]))";
         let mut command = std::process::Command::new("python3");
         command.args(["-c", script]).arg(path).arg("0").stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("python3 runs");
+        command.spawn().expect("python3 runs")
+    }
+
+    /// The process shares its page now.
+    fn share(child: &mut std::process::Child) {
+        child.stdin.as_mut().expect("piped").write_all(b"\n").expect("it reads");
         child.stdout.as_mut().expect("piped").read_exact(&mut [0]).expect("it has mapped the file");
-        child
     }
 
     fn id(child: &std::process::Child) -> ProcessId {
@@ -165,7 +178,13 @@ mod tests {
         let ids = [id(&children[0]), id(&children[1]), id(&children[2])];
         let all = BTreeSet::from(ids);
         let mut sharers = Sharers::default();
-        sharers.note(&all, 1);
+        let looks = |sharers: &mut Sharers, seconds: std::ops::Range<u64>| {
+            seconds.for_each(|second| sharers.note(&all, second * 1_000_000_000));
+        };
+        looks(&mut sharers, 0..8);
+        // They have imported their modules for seven seconds. One is killed six seconds later.
+        children.iter_mut().for_each(share);
+        looks(&mut sharers, 8..14);
         assert_eq!(sharers.ended_about(1), []);
         // One is killed, one ends as it should.
         children[0].kill().and_then(|()| children[0].wait().map(drop)).expect("it ends");
@@ -185,7 +204,9 @@ mod tests {
         }
         assert_eq!(ended.iter().map(|one| one.pid).collect::<Vec<_>>(), [ids[0].0]);
         assert_eq!((found.len(), &found[0].shared_memory_with[..]), (1, &[ids[2].0][..]));
-        assert!(found[0].dump.as_ref().is_some_and(|dump| dump.command.contains("python3")), "{found:?}");
+        let dump = found[0].dump.as_ref().expect("a dump");
+        assert!(dump.command.contains("python3"), "{found:?}");
+        assert_eq!(dump.process_state, "X (killed by SIGKILL)");
         assert_eq!(sharers.ended_about(3 * BEFORE_NS), [], "the job went on for long");
         assert_eq!(sharers.ended_about(0), [], "the job stood still before");
     }

@@ -88,7 +88,7 @@ const MAX_ANCESTORS: usize = 32;
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
 #[must_use]
 pub fn command(pid: i32) -> String {
-    let bytes = procfs::cmdline(pid).unwrap_or_default();
+    let bytes = procfs::program_cmdline(pid).unwrap_or_default();
     shortened(&secrets::cmdline(&bytes), MOST_COMMAND_BYTES)
 }
 

@@ -83,7 +83,7 @@ struct Capture<'a> {
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`]. A process without
 /// argv gets the kernel's name for it in brackets.
 fn command(pid: i32) -> String {
-    let mut command = secrets::cmdline(&procfs::cmdline(pid).unwrap_or_default()).trim().to_string();
+    let mut command = secrets::cmdline(&procfs::program_cmdline(pid).unwrap_or_default()).trim().to_string();
     if command.is_empty() {
         return procfs::stat(pid).map(|stat| format!("[{}]", stat.name)).unwrap_or_default();
     }
