@@ -139,7 +139,7 @@ fn execute(engine: &mut Engine, action: Action, now: Now) {
     match action {
         Action::MakeFolder(record) => {
             let folder = Folder { path: format!("/incident-{}", record.id).into() };
-            engine.folder_made(&record.id, Ok((folder, None)));
+            engine.folder_made(&record.id, Ok((folder, None)), now);
         }
         Action::Send(_, cluster_message::Message::Deliver(wanted)) => {
             let part = delivery::Message::Dump(NodeDump { last: true, ..Default::default() });
