@@ -154,7 +154,7 @@ def world_of_billions():
     program.write_text("import cuda\ncuda.set_device(0)\nk = cuda.Kernel('k', 100)\n"
                        "for _ in range(400):\n    k.launch()\n    cuda.synchronize()\n")
     env = {"RANK": "0", "WORLD_SIZE": str(HUGE), "LOCAL_RANK": "0", "PYTHONPATH": EXAMPLES,
-           "XPU_SIM_FAULT": "stuck_kernel:rank=0,n=100"}
+           "XPU_SIM_FAULT": "stuck_kernel:rank=0,n=100", "XPU_TIMER_BRACKET": "all"}
     job = launched(sys.executable, program, env=env)
     registered(1)
     pid, most = collector(), 0
