@@ -10,7 +10,7 @@ use tonic_prost::ProstCodec;
 use crate::v1::{Paces, RankPace};
 
 /// Initial size of a stream's buffer, and the step by which it grows.
-const BUFFER_BYTES: usize = 1024;
+const BUFFER_BYTES: usize = 256;
 /// Queued messages are sent together up to this size. The receiver's buffer has room for all that
 /// is sent together, and twice for the largest message.
 const YIELD_BYTES: usize = 512;

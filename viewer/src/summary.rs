@@ -93,6 +93,15 @@ impl SummaryContext<'_> {
         requested.filter(|absent| !absent.ranks.is_empty()).collect()
     }
 
+    /// The place in the program without Python from which a group made its system call, by the
+    /// verdict: `serve (server.cpp:44)`.
+    fn place_in_program(&self, group: &Group) -> Option<&str> {
+        group.place.as_ref().filter(|place| place.mode == Mode::Native)?;
+        let first = group.ranks.first()?;
+        let of_verdict = self.verdict?.ranks.iter().find(|of_verdict| of_verdict.ranks.contains(&first))?;
+        Some(of_verdict.location.native.as_deref()?.split_once(", called from ")?.1)
+    }
+
     fn culprits(&self) -> RankSet {
         self.verdict.map(|verdict| verdict.culprits.iter().copied().collect()).unwrap_or_default()
     }
@@ -134,7 +143,7 @@ pub fn summary(merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) 
         let _ = writeln!(text, "{head}");
     } else {
         let _ = writeln!(text, "{head} {}", grouped(merged));
-        push_groups(&mut text, merged, &culprits, terminal);
+        push_groups(&mut text, merged, about, terminal);
         if !about.stacks {
             push_waiting(&mut text, merged, &culprits, terminal);
         }
@@ -182,8 +191,9 @@ fn push_processes(text: &mut String, verdict: &Verdict) {
     }
 }
 
-fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, terminal: Terminal) {
+fn push_groups(text: &mut String, merged: &Merged, about: &SummaryContext<'_>, terminal: Terminal) {
     let (mut left_out, mut of_ranks) = (0, 0);
+    let culprits = &about.culprits();
     for (place, group) in merged.groups.iter().enumerate() {
         let culprits_here = group.ranks.intersection(culprits);
         if place >= GROUPS_SHOWN && culprits_here.is_empty() {
@@ -191,6 +201,9 @@ fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, terminal:
             of_ranks += group.ranks.len();
         } else {
             push_group(text, merged, group, &culprits_here, terminal);
+            if let Some(place) = about.place_in_program(group) {
+                let _ = writeln!(text, "      called from {}", line(place));
+            }
         }
     }
     if left_out > 0 {
@@ -605,6 +618,23 @@ mod tests {
         let requested: RankSet = (5..9).collect();
         let text = summary(&merged, &SummaryContext { requested: Some(&requested), ..about }, Terminal::default());
         assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
+    }
+
+    #[test]
+    fn a_group_of_a_program_without_python_shows_its_function() {
+        let mut merged = Merger::default().finish();
+        merged.ranks = (0..2).collect();
+        let deepest = "__libc_recv@recv.c:28".to_owned();
+        let place = Some(StackLocation { mode: Mode::Native, deepest, own: None });
+        merged.groups = vec![Group { ranks: (0..2).collect(), place }];
+        let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let mut ranks = xpu_timer_analysis::RankGroup { ranks: vec![0, 1], ..Default::default() };
+        ranks.location.native = Some("recv, called from serve (server.cpp:44)".to_owned());
+        verdict.ranks = vec![ranks];
+        let about = SummaryContext { verdict: Some(&verdict), ..SummaryContext::default() };
+        let text = summary(&merged, &about, Terminal::default());
+        let told = "      at __libc_recv (recv.c:28) (native)\n      called from serve (server.cpp:44)\n";
+        assert!(text.contains(told), "{text}");
     }
 
     #[test]

@@ -82,35 +82,12 @@ impl cluster_server::Cluster for Service {
         let (outgoing, answers) = mpsc::channel(OUTGOING);
         let events = self.events.clone();
         tokio::spawn(async move {
-            let why = match timeout(FIRST_WORD, messages.next()).await.ok().flatten() {
-                Some(Ok(NodeMessage { message: Some(Message::Hello(hello)) })) => {
-                    match check(&hello) {
-                        Ok(()) => {
-                            // On loopback there may be no token.
-                            if let Some(caller) = &caller {
-                                caller.is_trusted();
-                            }
-                            let joined = StreamEvent::Joined(id, Box::new(hello), outgoing);
-                            // Fails only when the process ends.
-                            let _ = events.send(joined).await;
-                            listen(id, &mut messages, &events).await
-                        }
-                        Err(status) => {
-                            let refused = StreamEvent::Refused(hello.node, status.message().into());
-                            let _ = events.send(refused).await;
-                            let _ = outgoing.send(Box::new(Err(status))).await;
-                            return;
-                        }
-                    }
-                }
-                Some(Ok(_)) => {
-                    let refusal = Status::failed_precondition("the first message must be Hello");
-                    let _ = outgoing.send(Box::new(Err(refusal))).await;
-                    return;
-                }
-                _ => return,
-            };
-            let _ = events.send(StreamEvent::Ended(id, why)).await;
+            // Boxed, so that the task of a stream that has joined is small.
+            if Box::pin(admit(id, caller, &mut messages, outgoing, &events)).await {
+                let why = listen(id, &mut messages, &events).await;
+                // Fails only when the process ends.
+                let _ = events.send(StreamEvent::Ended(id, why)).await;
+            }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(answers).map(|message: Outbound| *message))))
     }
@@ -155,6 +132,39 @@ impl Drop for DeliveryGuard {
         let (events, key) = (self.events.clone(), Arc::clone(&self.key));
         runtime.spawn(async move { events.send(StreamEvent::DeliveryEnded(key)).await });
     }
+}
+
+/// Receives the hello of a stream. Returns whether the node joins.
+async fn admit(
+    id: StreamId,
+    caller: Option<Caller>,
+    messages: &mut Streaming<NodeMessage>,
+    outgoing: Outgoing,
+    events: &mpsc::Sender<StreamEvent>,
+) -> bool {
+    let refusal = match timeout(FIRST_WORD, messages.next()).await.ok().flatten() {
+        Some(Ok(NodeMessage { message: Some(Message::Hello(hello)) })) => match check(&hello) {
+            Ok(()) => {
+                // On loopback there may be no token.
+                if let Some(caller) = &caller {
+                    caller.is_trusted();
+                }
+                // Fails only when the process ends.
+                let _ = events.send(StreamEvent::Joined(id, Box::new(hello), outgoing)).await;
+                return true;
+            }
+            Err(status) => {
+                let refused = StreamEvent::Refused(hello.node, status.message().into());
+                let _ = events.send(refused).await;
+                status
+            }
+        },
+        Some(Ok(_)) => Status::failed_precondition("the first message must be Hello"),
+        _ => return false,
+    };
+    // Fails if the node is gone.
+    let _ = outgoing.send(Box::new(Err(refusal))).await;
+    false
 }
 
 fn check(hello: &NodeHello) -> Result<(), Status> {
