@@ -351,9 +351,9 @@ impl Chains<'_, '_> {
         }
     }
 
-    /// The end of a chain at a server that keeps the locks of its clients: the only client for which
-    /// a thread of the server waits, and which waits for nobody in the chain, may have the lock. If
-    /// this client waits for a process that is stuck, that one is the end.
+    /// The end of a chain at a server that keeps the locks and queues of its clients: the only other
+    /// client may have the lock, or should fill the queue. If clients wait for a process that is
+    /// stuck, that one is the end.
     fn through_clients(
         &self,
         mut chain: Chain,
@@ -366,15 +366,15 @@ impl Chains<'_, '_> {
             !seen.contains(&one.member) && !waits(one.member) && !self.waits_for_its_ranks(one.member)
         };
         let clients: Vec<Candidate> = candidates.iter().filter(is_other).copied().collect();
-        let [client] = clients[..] else { return End::Unknown };
         chain = Chain { is_certain: false, is_served: true, ..chain };
-        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), client.member) {
+        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), &clients[..]) {
             (Some(end), _) => end.after(chain),
-            (None, Member::Rank(index)) => End::Rank(index),
-            (None, Member::Process(index)) => {
-                chain.processes.push(index);
+            (None, [Candidate { member: Member::Rank(index), .. }]) => End::Rank(*index),
+            (None, [Candidate { member: Member::Process(index), .. }]) => {
+                chain.processes.push(*index);
                 End::Process(chain)
             }
+            (None, _) => End::Unknown,
         }
     }
 

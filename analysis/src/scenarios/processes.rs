@@ -702,7 +702,7 @@ fn the_locks_of_a_manager_are_held_by_its_clients() {
         job.process(52, "feeder", Stack::sleep().state(state, ""));
         job.process(53, "viewer", Stack::sleep());
         let verdict = job.judge();
-        let through_manager = "through process 1050 (manager), whose lock it may hold, at train.py:7";
+        let through_manager = "through process 1050 (manager), which keeps locks and queues for both, at train.py:7";
         let is_client = culprits(&verdict) == [(None, 1051)];
         assert_eq!(verdict.sentence.contains(through_manager), is_client, "{}", verdict.sentence);
         culprits(&verdict)
@@ -710,6 +710,7 @@ fn the_locks_of_a_manager_are_held_by_its_clients() {
     // Rank 0 is a client too, and waits in the collective.
     assert_eq!(judged(&[1051, 1000], "S (sleeping)"), [(None, 1051)]);
     assert_eq!(judged(&[1051], "T (stopped)"), [(None, 1052)]);
+    assert_eq!(judged(&[1051, 1053], "T (stopped)"), [(None, 1052)], "a stuck one is suspected first");
     assert_eq!(judged(&[1051, 1053], "S (sleeping)"), [(Some(2), 1002)], "either may hold the lock");
     assert_eq!(judged(&[], "S (sleeping)"), [(Some(2), 1002)], "none is known");
 }

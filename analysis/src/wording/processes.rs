@@ -99,9 +99,9 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
         Some(mutual) => mutual_wait(case, fault, mutual),
         None => {
             let through = before.last().map_or(String::new(), |last| {
-                let keeps_lock = case.world.processes[*last].host.only_serves() && state_of(case, *last).is_stuck();
-                let lock = if keeps_lock { ", whose lock it may hold," } else { "" };
-                format!(" through {}{lock}", name(case, *last))
+                let serves = case.world.processes[*last].host.only_serves() && state_of(case, *last).is_stuck();
+                let serves = if serves { ", which keeps locks and queues for both," } else { "" };
+                format!(" through {}{serves}", name(case, *last))
             });
             let state = predicate(case, *end, state);
             let it = if shares_lock(case, fault) { "a lock in the memory that they shared" } else { "it" };
