@@ -13,8 +13,8 @@ mod read;
 mod services;
 
 pub(crate) use classify::{
-    is_busy_in_nccl, is_exclusive_lock, is_file_lock, is_in_gil_wait, is_message_wait, is_mutex, is_network, is_send,
-    is_shared_lock, is_signal_wait, is_sleep, is_store_connect,
+    is_busy_in_nccl, is_file_lock, is_in_gil_wait, is_message_wait, is_mutex, is_network, is_send, is_shared_lock,
+    is_signal_wait, is_sleep, is_store_connect,
 };
 pub(crate) use helpers::{
     GilHolder, NO_OTHER_THREAD, StuckHelper, compiler_child, gil_holder, other_thread, stuck_helper,

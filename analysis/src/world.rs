@@ -419,8 +419,8 @@ pub(crate) struct World<'a> {
 }
 
 impl<'a> World<'a> {
-    /// Reads the evidence, with the operations of each rank if they are encoded. Entries out of order are sorted. If a rank has several entries, the
-    /// first counts.
+    /// Reads the evidence, with the operations of each rank if they are encoded. Entries out of
+    /// order are sorted. If a rank has several entries, the first counts.
     pub fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
         let views = evidence.ranks.iter().enumerate();
         let mut views: Vec<RankView> = views.map(|(at, rank)| RankView::of(rank, operations.get(at))).collect();

@@ -13,19 +13,24 @@ pub(crate) mod watch;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
+    pin::Pin,
     sync::Arc,
+    task::{Context, Poll, ready},
     time::{Duration, Instant},
 };
 
 use axum::{
     Router,
+    body::{Bytes, HttpBody},
     extract::{Request, State},
-    http::{HeaderMap, StatusCode, header},
+    http::{self, HeaderMap, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
 };
+use hyper::body::{Frame, SizeHint};
 use nix::unistd::getuid;
 use tokio::{net::TcpListener, sync::Mutex};
+use tonic::{Status, body::Body, codegen::Service};
 
 use crate::http::{
     access::Token,
@@ -48,6 +53,65 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
             "there is no {what} endpoint: cannot listen on port {port} ({error}{owner}); choose another port with {variable}"
         )
     })
+}
+
+/// Largest data frame that a node sends, without its head. The receiver's buffer of a connection
+/// has eight kilobytes at first. A larger frame would let it grow for as long as the connection
+/// lasts.
+const FRAME_BYTES: usize = 8 * 1024 - 9;
+
+/// A channel whose requests have data frames of at most [`FRAME_BYTES`].
+#[derive(Debug, Clone)]
+pub struct SmallFrames<S>(pub S);
+
+impl<S: Service<http::Request<Body>>> Service<http::Request<Body>> for SmallFrames<S> {
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> S::Future {
+        self.0.call(request.map(|body| Body::new(SmallFrameBody { body, rest: Bytes::new() })))
+    }
+}
+
+struct SmallFrameBody {
+    body: Body,
+    // The rest of a frame that was too large.
+    rest: Bytes,
+}
+
+impl HttpBody for SmallFrameBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if self.rest.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(context)).map(|frame| frame.map(Frame::into_data)) {
+                Some(Ok(Ok(data))) => self.rest = data,
+                Some(Ok(Err(trailers))) => return Poll::Ready(Some(Ok(trailers))),
+                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
+                None => return Poll::Ready(None),
+            }
+        }
+        let length = self.rest.len().min(FRAME_BYTES);
+        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(length)))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let (rest, hint) = (self.rest.len() as u64, self.body.size_hint());
+        let mut size = SizeHint::new();
+        size.set_lower(hint.lower() + rest);
+        hint.upper().into_iter().for_each(|upper| size.set_upper(upper + rest));
+        size
+    }
 }
 
 /// Serves the control endpoint until the process ends.
@@ -112,7 +176,7 @@ pub fn refusal(uid: Option<u32>) -> String {
 }
 
 /// The last page that was served to users other than the owner.
-type Cache = Arc<Mutex<Option<(Instant, axum::body::Bytes)>>>;
+type Cache = Arc<Mutex<Option<(Instant, Bytes)>>>;
 /// Maximum age of a page for users other than the owner. It bounds the load on the event loop,
 /// however many requests there are.
 const PAGE_AGE: Duration = Duration::from_secs(1);
@@ -176,6 +240,19 @@ fn is_loopback(authority: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_request_has_small_frames() {
+        let sent: Vec<usize> = vec![1, FRAME_BYTES, 3 * FRAME_BYTES + 5];
+        let frames = sent.iter().map(|length| Ok::<_, Status>(Bytes::from(vec![7; *length])));
+        let body = axum::body::Body::from_stream(tokio_stream::iter(frames.collect::<Vec<_>>()));
+        let mut small = SmallFrameBody { body: Body::new(body), rest: Bytes::new() };
+        let mut received = Vec::new();
+        while let Some(frame) = std::future::poll_fn(|context| Pin::new(&mut small).poll_frame(context)).await {
+            received.push(frame.unwrap().into_data().unwrap().len());
+        }
+        assert_eq!(received, [1, FRAME_BYTES, FRAME_BYTES, FRAME_BYTES, FRAME_BYTES, 5]);
+    }
 
     #[test]
     fn only_this_machine_is_loopback() {

@@ -29,7 +29,7 @@ mod status;
 pub(crate) mod supervisor;
 mod tick;
 mod timeline;
-pub mod uplink;
+mod uplink;
 mod verdict_actions;
 
 use std::{

@@ -224,18 +224,8 @@ impl Chains<'_, '_> {
             let is_first = current == start && before.is_empty();
             let awaited = host.awaited.as_ref().filter(|_| !host.halted() && host.same_in_both);
             let Some(awaited) = awaited else {
-                // A process that polls the memory that it shares looks as if it slept.
-                let polls = host.observed.activity == Activity::Sleep && host.same_in_both;
-                return match self.ended_sharers(current)[..] {
-                    [only] if polls => {
-                        chain.processes.push(only);
-                        End::Process(Chain { is_certain: false, ..chain })
-                    }
-                    _ => {
-                        chain.is_due |= held == Some(current);
-                        self.through_threads(current, chain, &seen, branches)
-                    }
-                };
+                chain.is_due |= held == Some(current);
+                return self.without_object(current, chain, &seen, branches);
             };
             let next = match self.next(current, awaited) {
                 next if is_first && self.is_orphaned(current, awaited, &next) => {
@@ -252,7 +242,7 @@ impl Chains<'_, '_> {
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
                 Next::One(member) if !awaited.name.starts_with(LISTENS) => {
-                    held = self.wants_exclusive_lock(current).then_some(member);
+                    held = self.host(current).wants_exclusive_lock().then_some(member);
                     member
                 }
                 next => {
@@ -292,6 +282,20 @@ impl Chains<'_, '_> {
                 }
             }
             current = next;
+        }
+    }
+
+    /// The end of a chain at a process whose main thread waits for nothing that the kernel shows.
+    /// One that polls the memory that it shares looks as if it slept.
+    fn without_object(&self, current: Member, mut chain: Chain, seen: &HashSet<Member>, branches: usize) -> End {
+        let host = self.host(current);
+        let polls = host.observed.activity == Activity::Sleep && host.same_in_both;
+        match self.ended_sharers(current)[..] {
+            [only] if polls => {
+                chain.processes.push(only);
+                End::Process(Chain { is_certain: false, ..chain })
+            }
+            _ => self.through_threads(current, chain, seen, branches),
         }
     }
 
@@ -351,9 +355,9 @@ impl Chains<'_, '_> {
         }
     }
 
-    /// The end of a chain at a server that keeps the locks of its clients: the only client for which
-    /// a thread of the server waits, and which waits for nobody in the chain, may have the lock. If
-    /// this client waits for a process that is stuck, that one is the end.
+    /// The end of a chain at a server that keeps the locks and queues of its clients: the only
+    /// other client may have the lock, or should fill the queue. If clients wait for a process that
+    /// is stuck, that one is the end.
     fn through_clients(
         &self,
         mut chain: Chain,
@@ -366,15 +370,15 @@ impl Chains<'_, '_> {
             !seen.contains(&one.member) && !waits(one.member) && !self.waits_for_its_ranks(one.member)
         };
         let clients: Vec<Candidate> = candidates.iter().filter(is_other).copied().collect();
-        let [client] = clients[..] else { return End::Unknown };
         chain = Chain { is_certain: false, is_served: true, ..chain };
-        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), client.member) {
+        match (self.branches(&clients, seen, branches).likely_end(ProcessState::is_stuck), &clients[..]) {
             (Some(end), _) => end.after(chain),
-            (None, Member::Rank(index)) => End::Rank(index),
-            (None, Member::Process(index)) => {
-                chain.processes.push(index);
+            (None, [Candidate { member: Member::Rank(index), .. }]) => End::Rank(*index),
+            (None, [Candidate { member: Member::Process(index), .. }]) => {
+                chain.processes.push(*index);
                 End::Process(chain)
             }
+            (None, _) => End::Unknown,
         }
     }
 
@@ -439,18 +443,13 @@ impl Chains<'_, '_> {
         use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
         let host = self.host(member);
         let is_message = |awaited: &Awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue);
-        host.awaited.as_ref().is_some_and(is_message) && !self.is_in_send(member)
+        host.awaited.as_ref().is_some_and(is_message) && !self.host(member).is_in_send()
     }
 
     /// Whether the main thread of a process sends to another one.
     pub fn sends(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
-        awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.is_in_send(member)
-    }
-
-    /// Whether the main thread of a process is in a function that sends.
-    fn is_in_send(&self, member: Member) -> bool {
-        self.host(member).location.native.as_deref().is_some_and(stacks::is_send)
+        awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.host(member).is_in_send()
     }
 
     /// Whether a process that waits for clients has taken the requests of all its clients and
@@ -472,12 +471,6 @@ impl Chains<'_, '_> {
     fn waits_for_its_ranks(&self, member: Member) -> bool {
         let is_launcher = matches!(member, Member::Process(_)) && self.launchers.contains(&member);
         is_launcher && self.host(member).waits_for_children()
-    }
-
-    /// Whether the main thread of a process waits for a lock that one process at a time can hold.
-    fn wants_exclusive_lock(&self, member: Member) -> bool {
-        let observed = &self.host(member).observed;
-        observed.activity == Activity::Lock && stacks::is_exclusive_lock(&observed.witness)
     }
 
     /// Whether the main thread of a process may wait for another thread: it waits for no process,
@@ -540,7 +533,7 @@ impl Chains<'_, '_> {
             let awaited = self.host(member).awaited.as_ref().map(Awaited::kind);
             matches!(awaited, Some(AwaitedKind::Semaphore | AwaitedKind::SharedMemory | AwaitedKind::Child))
         };
-        self.wants_exclusive_lock(current)
+        self.host(current).wants_exclusive_lock()
             && candidates.iter().any(|one| Some(one.member) == last)
             && candidates.iter().all(|one| Some(one.member) == last || waits(one.member))
     }

@@ -400,6 +400,12 @@ fn a_chain_of_processes_is_followed_to_its_end() {
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessStopped, vec![(None, 1051)]));
     let told = "rank 2 waits for it through process 1050 (python3 engine.py) at train.py:7";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    // They descend from the rank, and the sentence names the end once.
+    job.evidence.processes[0].dump.as_mut().expect("a dump").parent_pid = 1002;
+    job.evidence.processes[1].dump.as_mut().expect("a dump").parent_pid = 1050;
+    let verdict = job.judge();
+    assert_eq!(culprits(&verdict), [(Some(2), 1051)], "{}", verdict.to_text());
+    assert_eq!(verdict.sentence.matches("is stopped").count(), 1, "{}", verdict.sentence);
     // It leads to a rank.
     let led = |enters: bool| {
         let mut job = Job::with_world(4, 30);
@@ -639,7 +645,8 @@ fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
     let verdict = judged(&[1002, 1050, 1051]);
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
-    assert!(verdict.sentence.contains("is dead (killed by SIGKILL); rank 2 waits"), "{}", verdict.sentence);
+    let told = "is dead (killed by SIGKILL); rank 2 waits for a lock in the memory that they shared at";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     assert_ne!(judged(&[]).cause, Cause::ProcessDead, "it shared nothing");
 }
 
@@ -694,11 +701,16 @@ fn the_locks_of_a_manager_are_held_by_its_clients() {
         chained(&mut job, 1, AwaitedKind::Pipe, "", &[1052]);
         job.process(52, "feeder", Stack::sleep().state(state, ""));
         job.process(53, "viewer", Stack::sleep());
-        culprits(&job.judge())
+        let verdict = job.judge();
+        let through_manager = "through process 1050 (manager), which keeps locks and queues for both, at train.py:7";
+        let is_client = culprits(&verdict) == [(None, 1051)];
+        assert_eq!(verdict.sentence.contains(through_manager), is_client, "{}", verdict.sentence);
+        culprits(&verdict)
     };
     // Rank 0 is a client too, and waits in the collective.
     assert_eq!(judged(&[1051, 1000], "S (sleeping)"), [(None, 1051)]);
     assert_eq!(judged(&[1051], "T (stopped)"), [(None, 1052)]);
+    assert_eq!(judged(&[1051, 1053], "T (stopped)"), [(None, 1052)], "a stuck one is suspected first");
     assert_eq!(judged(&[1051, 1053], "S (sleeping)"), [(Some(2), 1002)], "either may hold the lock");
     assert_eq!(judged(&[], "S (sleeping)"), [(Some(2), 1002)], "none is known");
 }

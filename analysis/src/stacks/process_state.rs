@@ -3,7 +3,7 @@
 use xpu_timer_proto::server::AwaitedKind;
 
 use super::{
-    classify::is_join,
+    classify::{is_exclusive_lock, is_join, is_send},
     helpers::GilHolder,
     host::{Host, Movement, is_terminal},
 };
@@ -74,5 +74,17 @@ impl ProcessState {
     /// Whether the process is stuck: it cannot continue, or waits for a lock or for a file.
     pub fn is_stuck(&self) -> bool {
         self.cannot_continue() || matches!(self, ProcessState::WaitsForLock | ProcessState::StuckInIo)
+    }
+}
+
+impl Host {
+    /// The main thread is in a function that sends.
+    pub fn is_in_send(&self) -> bool {
+        self.location.native.as_deref().is_some_and(is_send)
+    }
+
+    /// The main thread waits for a lock that one process at a time can hold.
+    pub fn wants_exclusive_lock(&self) -> bool {
+        self.observed.activity == Activity::Lock && is_exclusive_lock(&self.observed.witness)
     }
 }

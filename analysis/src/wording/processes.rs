@@ -68,7 +68,7 @@ pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) 
     let host = &case.world.processes[process].host;
     let position = Position::of(&host.location);
     let pid = format!("process {}", host.pid);
-    let is_named = sentence.contains(&format!("{pid} "));
+    let is_named = [pid.clone(), text::capital(&pid)].iter().any(|pid| sentence.contains(&format!("{pid} ")));
     let is_said = match (&wait.state, position.python) {
         (ProcessState::Ended, _) => sentence.contains("is dead"),
         (_, Some((line, _))) => is_named && sentence.contains(line),
@@ -110,9 +110,14 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
     let mut sentence = match mutual {
         Some(mutual) => mutual_wait(case, fault, mutual),
         None => {
-            let through = before.last().map_or(String::new(), |last| format!(" through {}", name(case, *last)));
+            let through = before.last().map_or(String::new(), |last| {
+                let serves = case.world.processes[*last].host.only_serves() && state_of(case, *last).is_stuck();
+                let serves = if serves { ", which keeps locks and queues for both," } else { "" };
+                format!(" through {}{serves}", name(case, *last))
+            });
             let state = predicate(case, *end, state);
-            let waiting = format!("{} {} for it{through}{place}", who.text(), who.number().waits());
+            let it = if shares_lock(case, fault) { "a lock in the memory that they shared" } else { "it" };
+            let waiting = format!("{} {} for {it}{through}{place}", who.text(), who.number().waits());
             format!("{}, {what}, {state}; {waiting}", text::capital(&name(case, *end)))
         }
     };
@@ -124,6 +129,18 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
         sentence.push_str(&format!("; {} {verb} for {} in {}", others.text(), who.text(), case.describe(*event)));
     }
     Statement::Sentence(sentence)
+}
+
+fn state_of(case: &Case<'_>, process: usize) -> ProcessState {
+    let process = &case.world.processes[process];
+    ProcessState::of(&process.host, process.gil_holder.as_ref())
+}
+
+/// Whether a rank waits for a lock in the memory that it had in common with an ended process.
+fn shares_lock(case: &Case<'_>, fault: &ProcessFault) -> bool {
+    let shared = &case.world.processes[fault.end].shared_memory_with;
+    let in_memory = case.awaited(fault.rank_index).is_some_and(|one| one.kind() == AwaitedKind::SharedMemory);
+    in_memory && case.view(fault.rank_index).pid().is_some_and(|pid| shared.contains(&pid))
 }
 
 /// The sentence about a process that should become a missing rank, or start it.

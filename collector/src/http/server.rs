@@ -92,9 +92,13 @@ const MAX_HEADER_BYTES: usize = 32 * 1024;
 /// Maximum number of requests in flight on one HTTP/2 connection. A node needs one for its stream
 /// and a few for deliveries.
 const MAX_STREAMS: u32 = 64;
-/// Unread bytes that a peer may send per request. On a link of 256 kbit/s this takes two seconds in
-/// which nothing else arrives. With more, the connection would be considered dead.
-const WINDOW_BYTES: u32 = 64 * 1024;
+/// Unread bytes that a peer may send per request: three frames of a node. HTTP/2 keeps room for the
+/// largest number of unread frames for as long as a connection lasts. With 64 KB, nothing else
+/// arrives for two seconds on a link of 256 kbit/s. With more, the connection would be considered
+/// dead.
+const WINDOW_BYTES: u32 = 24 * 1024;
+/// Bytes of a response that wait for the peer.
+const SEND_BYTES: usize = 64 * 1024;
 
 fn is_owner(uid: Option<u32>) -> bool {
     uid.is_some_and(|uid| uid == 0 || uid == getuid().as_raw())
@@ -226,7 +230,7 @@ impl Server {
             .max_pending_accept_reset_streams(MAX_STREAMS as usize)
             .max_local_error_reset_streams(MAX_STREAMS as usize)
             .max_header_list_size(MAX_HEADER_BYTES as u32)
-            .max_send_buf_size(WINDOW_BYTES as usize);
+            .max_send_buf_size(SEND_BYTES);
         builder
     }
 }

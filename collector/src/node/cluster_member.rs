@@ -26,12 +26,12 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
+    http::SmallFrames,
     incident::{
         folder::rank_of_file,
         part::{CHUNK_BYTES, PartLocation, pieces},
     },
     job::JobKey,
-    node::uplink::SmallFrames,
     os::{clock::Now, process},
 };
 

@@ -5,17 +5,10 @@
 use std::{
     hash::{BuildHasher, RandomState},
     path::Path,
-    pin::Pin,
-    task::{Context, Poll, ready},
     time::{Duration, Instant},
 };
 
 use anyhow::anyhow;
-use axum::body::{Bytes, HttpBody};
-use hyper::{
-    Request,
-    body::{Frame, SizeHint},
-};
 use tokio::{
     runtime::Handle,
     sync::mpsc,
@@ -23,9 +16,6 @@ use tokio::{
 };
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::{
-    Status,
-    body::Body,
-    codegen::Service,
     metadata::{Ascii, MetadataValue},
     transport::{Certificate, Channel, ClientTlsConfig, Endpoint},
 };
@@ -38,6 +28,7 @@ use xpu_timer_proto::{
 use crate::{
     error::chain,
     http::{
+        SmallFrames,
         access::{check_url, read_token},
         watch::KEEPALIVE,
     },
@@ -68,65 +59,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 const REPEAT: Duration = Duration::from_secs(600);
 /// A cluster collector sends nothing larger.
 const MAX_MESSAGE_BYTES: usize = 1024 * 1024;
-
-/// Largest data frame that a node sends, without its head. The receiver's buffer of a connection
-/// has eight kilobytes at first. A larger frame would let it grow for as long as the connection
-/// lasts.
-const FRAME_BYTES: usize = 8 * 1024 - 9;
-
-/// A channel whose requests have data frames of at most [`FRAME_BYTES`].
-#[derive(Debug, Clone)]
-pub struct SmallFrames<S>(pub S);
-
-impl<S: Service<Request<Body>>> Service<Request<Body>> for SmallFrames<S> {
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = S::Future;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.0.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> S::Future {
-        self.0.call(request.map(|body| Body::new(SmallFrameBody { body, rest: Bytes::new() })))
-    }
-}
-
-struct SmallFrameBody {
-    body: Body,
-    // The rest of a frame that was too large.
-    rest: Bytes,
-}
-
-impl HttpBody for SmallFrameBody {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        if self.rest.is_empty() {
-            match ready!(Pin::new(&mut self.body).poll_frame(context)).map(|frame| frame.map(Frame::into_data)) {
-                Some(Ok(Ok(data))) => self.rest = data,
-                Some(Ok(Err(trailers))) => return Poll::Ready(Some(Ok(trailers))),
-                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
-                None => return Poll::Ready(None),
-            }
-        }
-        let length = self.rest.len().min(FRAME_BYTES);
-        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(length)))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.rest.is_empty() && self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let (rest, hint) = (self.rest.len() as u64, self.body.size_hint());
-        let mut size = SizeHint::new();
-        size.set_lower(hint.lower() + rest);
-        hint.upper().into_iter().for_each(|upper| size.set_upper(upper + rest));
-        size
-    }
-}
 
 impl Address {
     /// Builds the address from the settings.
@@ -246,20 +178,6 @@ mod tests {
         let error =
             Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err().to_string();
         assert!(error.contains("none"), "{error}");
-    }
-
-    #[tokio::test]
-    async fn a_request_has_small_frames() {
-        let sent: Vec<usize> = vec![1, FRAME_BYTES, 3 * FRAME_BYTES + 5];
-        let frames = sent.iter().map(|length| Ok::<_, Status>(Bytes::from(vec![7; *length])));
-        let body = axum::body::Body::from_stream(tokio_stream::iter(frames.collect::<Vec<_>>()));
-        let mut small = SmallFrameBody { body: Body::new(body), rest: Bytes::new() };
-        let mut received = Vec::new();
-        while let Some(frame) = std::future::poll_fn(|context| Pin::new(&mut small).poll_frame(context)).await {
-            received.push(frame.unwrap().into_data().unwrap().len());
-        }
-        assert_eq!(received, [1, FRAME_BYTES, FRAME_BYTES, FRAME_BYTES, FRAME_BYTES, 5]);
-        assert!(small.is_end_stream());
     }
 
     #[test]

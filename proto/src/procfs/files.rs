@@ -104,40 +104,6 @@ pub fn cmdline(process: impl Display) -> Result<Vec<u8>, Error> {
     bytes(format!("/proc/{process}/cmdline"))
 }
 
-/// The last argument of a worker that Python's multiprocessing has spawned.
-const SPAWNED: &[u8] = b"--multiprocessing-fork";
-
-/// The arguments of the program that a process runs, like [`cmdline`]. Those of a worker that
-/// Python's multiprocessing has spawned only say how it was started (`-c from multiprocessing.spawn
-/// import …`). In their place, it has those of its parent and `--multiprocessing-fork`.
-///
-/// # Errors
-/// There is no such process, or it belongs to another user.
-pub fn program_cmdline(pid: i32) -> Result<Vec<u8>, Error> {
-    /// Maximum number of workers between a worker and the program.
-    const MAX_SPAWNED: usize = 4;
-    let own = cmdline(pid)?;
-    let is_spawned = |arguments: &[u8]| arguments.split(|byte| *byte == 0).any(|argument| argument == SPAWNED);
-    let (mut process, mut arguments) = (pid, own.clone());
-    for _ in 0..MAX_SPAWNED {
-        if !is_spawned(&arguments) {
-            break;
-        }
-        let Ok(parent) = super::stat(process).map(|stat| stat.parent) else { return Ok(own) };
-        (process, arguments) = (parent, cmdline(parent).unwrap_or_default());
-    }
-    // A process whose parent has ended has another parent.
-    let is_python = arguments.split(|byte| *byte == 0).next().is_some_and(|program| {
-        program.rsplit(|byte| *byte == b'/').next().is_some_and(|name| name.starts_with(b"python"))
-    });
-    if process == pid || !is_python || is_spawned(&arguments) {
-        return Ok(own);
-    }
-    arguments.extend_from_slice(SPAWNED);
-    arguments.push(0);
-    Ok(arguments)
-}
-
 /// The environment at the start of the process, as `NAME=VALUE` entries that a zero byte ends.
 ///
 /// # Errors
@@ -189,25 +155,6 @@ mod tests {
         assert_eq!(variable(environ, "RANK"), Some(&b"3"[..]));
         assert_eq!(variable(environ, "EMPTY"), Some(&b""[..]));
         assert_eq!(variable(environ, "RAN"), None);
-    }
-
-    #[test]
-    fn a_spawned_worker_has_the_arguments_of_its_program() {
-        use std::{io::Read, process};
-        let waits = "import sys; print('x', flush=True); sys.stdin.read()";
-        let spawned = format!("subprocess.Popen([sys.executable, '-c', {waits:?}, '--multiprocessing-fork'])");
-        let script = format!("import subprocess, sys; print({spawned}.wait())");
-        let mut command = process::Command::new("python3");
-        command.args(["-c", &script, "train"]).stdin(process::Stdio::piped()).stdout(process::Stdio::piped());
-        let mut parent = command.spawn().expect("python3 runs");
-        parent.stdout.as_mut().expect("piped").read_exact(&mut [0]).expect("both run");
-        let pid = parent.id() as i32;
-        let worker = crate::procfs::children(pid, 8).unwrap()[0];
-        let (own, of_parent) = (program_cmdline(worker).unwrap(), program_cmdline(pid).unwrap());
-        drop(parent.stdin.take());
-        parent.wait().expect("it ends");
-        assert!(of_parent.ends_with(b"\0train\0"), "its own");
-        assert_eq!(own, [&of_parent[..], b"--multiprocessing-fork\0"].concat());
     }
 
     #[test]

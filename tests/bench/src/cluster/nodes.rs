@@ -21,8 +21,8 @@ use tonic::{
 };
 use xpu_timer_analysis::{rank_set::RankSet, stragglers::KEPT_BLOCKS};
 use xpu_timer_collector::{
+    http::SmallFrames,
     incident::part::{Part, pieces},
-    node::uplink::SmallFrames,
 };
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
