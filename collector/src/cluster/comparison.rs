@@ -3,7 +3,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc::{self, RecvTimeoutError},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -23,19 +27,31 @@ pub enum ComparisonInput {
     Running(BTreeSet<JobKey>),
 }
 
+impl ComparisonInput {
+    /// Number of ranks with new blocks.
+    fn ranks(&self) -> usize {
+        match self {
+            ComparisonInput::Paces(_, ranks) => ranks.len(),
+            ComparisonInput::Running(_) => 0,
+        }
+    }
+}
+
 /// The channel to the thread, which ends when this is dropped.
 #[derive(Debug)]
 pub struct ComparisonThread {
-    inputs: Option<mpsc::SyncSender<ComparisonInput>>,
+    inputs: Option<mpsc::Sender<ComparisonInput>>,
+    // Number of ranks in the queued messages.
+    queued: Arc<AtomicUsize>,
     // Whether the thread was too slow; logged once.
     fell_behind: bool,
 }
 
 /// Time between two comparisons.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(5);
-/// Messages that may queue during a comparison. Later ones are dropped, and fewer blocks are
-/// compared.
-const MAX_QUEUED_INPUTS: usize = 20_000;
+/// Ranks whose new blocks may queue during a comparison. Later ones are dropped, and fewer blocks
+/// are compared. A node sends any number of ranks in one message.
+const MAX_QUEUED_RANKS: usize = 200_000;
 /// Communicators kept per rank; if there are more, the most recently used ones.
 const MAX_COMMUNICATORS: usize = 64;
 
@@ -53,8 +69,10 @@ impl ComparisonThread {
     /// fails, nothing is compared.
     #[must_use]
     pub fn start(report: impl Fn(JobKey, u32, Comparison) + Send + 'static) -> Self {
-        let (sender, received) = mpsc::sync_channel(MAX_QUEUED_INPUTS);
-        let work = move || run(&received, &report);
+        let (sender, received) = mpsc::channel();
+        let queued = Arc::new(AtomicUsize::new(0));
+        let taken = Arc::clone(&queued);
+        let work = move || run(&received, &taken, &report);
         let inputs = match thread::Builder::new().name("comparing".into()).spawn(work) {
             Ok(_) => Some(sender),
             Err(error) => {
@@ -62,26 +80,34 @@ impl ComparisonThread {
                 None
             }
         };
-        ComparisonThread { inputs, fell_behind: false }
+        ComparisonThread { inputs, queued, fell_behind: false }
     }
 
     /// Sends a message to the thread.
     pub fn send(&mut self, input: ComparisonInput) {
-        // The thread lives as long as this, so sending fails only if it is too slow.
-        let lost = self.inputs.as_ref().is_some_and(|inputs| inputs.try_send(input).is_err());
-        if lost && !std::mem::replace(&mut self.fell_behind, true) {
-            warn!("the comparison of ranks falls behind; slow ranks may be found late");
+        let Some(inputs) = &self.inputs else { return };
+        let ranks = input.ranks();
+        if ranks > 0 && self.queued.load(Ordering::Relaxed) + ranks > MAX_QUEUED_RANKS {
+            if !std::mem::replace(&mut self.fell_behind, true) {
+                warn!("the comparison of ranks falls behind; slow ranks may be found late");
+            }
+            return;
         }
+        self.queued.fetch_add(ranks, Ordering::Relaxed);
+        // The thread ends only after this.
+        let _ = inputs.send(input);
     }
 }
 
-fn run(received: &mpsc::Receiver<ComparisonInput>, report: &impl Fn(JobKey, u32, Comparison)) {
+fn run(received: &mpsc::Receiver<ComparisonInput>, queued: &AtomicUsize, report: &impl Fn(JobKey, u32, Comparison)) {
     let begun = Instant::now();
     let mut jobs: BTreeMap<JobKey, Job> = BTreeMap::new();
     let mut next = begun + COMPARE_INTERVAL;
     loop {
         let now_ns = nanoseconds(begun.elapsed());
-        match received.recv_timeout(next.saturating_duration_since(Instant::now())) {
+        let input = received.recv_timeout(next.saturating_duration_since(Instant::now()));
+        queued.fetch_sub(input.as_ref().map_or(0, ComparisonInput::ranks), Ordering::Relaxed);
+        match input {
             Ok(ComparisonInput::Paces(key, ranks)) => {
                 let job = jobs.entry(key).or_default();
                 ranks.into_iter().for_each(|rank| job.add(rank, now_ns));
@@ -147,5 +173,20 @@ mod tests {
         let known: Vec<u64> = job.ranks[&2].iter().map(|(id, _, _)| id).collect();
         let newest = MAX_COMMUNICATORS as u64..2 * MAX_COMMUNICATORS as u64;
         assert_eq!(known, newest.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_ranks_of_a_large_job_are_kept_during_a_comparison_whatever_the_size_of_messages() {
+        for ranks in [1, 8, MAX_QUEUED_RANKS] {
+            let (sender, received) = mpsc::channel();
+            let mut thread = ComparisonThread { inputs: Some(sender), queued: Arc::default(), fell_behind: false };
+            let message = || ComparisonInput::Paces(JobKey::default(), vec![RankPace::default(); ranks]);
+            (0..MAX_QUEUED_RANKS / ranks).for_each(|_| thread.send(message()));
+            assert!(!thread.fell_behind);
+            thread.send(message());
+            thread.send(ComparisonInput::Running(BTreeSet::new()));
+            let kept = received.try_iter().count();
+            assert_eq!((kept, thread.fell_behind), (MAX_QUEUED_RANKS / ranks + 1, true));
+        }
     }
 }

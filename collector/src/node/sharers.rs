@@ -22,7 +22,7 @@ const MAX_ENDED: usize = 64;
 const MAX_WATCHED: usize = 512;
 /// The time between two looks at the memory of a process is this part of the time for which it is
 /// known. A process may map memory late, after its imports, and be killed soon after that.
-const PAUSE_PART: u64 = 8;
+const PAUSE_PART: u64 = 4;
 /// A job may go on this long on what the process had left in queues.
 const BEFORE_NS: u64 = 30_000_000_000;
 /// A process that ended this long after the job stood still is not the reason.
@@ -44,6 +44,8 @@ struct Running {
     objects: BTreeSet<SharedObject>,
     first_ns: u64,
     looked_ns: Option<u64>,
+    /// Size of its address space when its mappings were read, and when that was.
+    read: Option<(u64, u64)>,
 }
 
 /// A process that was killed or failed.
@@ -91,7 +93,14 @@ impl Sharers {
 
 impl Running {
     fn new(now_ns: u64) -> Self {
-        Running { process: None, command: String::new(), objects: BTreeSet::new(), first_ns: now_ns, looked_ns: None }
+        Running {
+            process: None,
+            command: String::new(),
+            objects: BTreeSet::new(),
+            first_ns: now_ns,
+            looked_ns: None,
+            read: None,
+        }
     }
 
     fn look(&mut self, (pid, start): ProcessId, now_ns: u64) {
@@ -100,6 +109,13 @@ impl Running {
             return;
         }
         self.looked_ns = Some(now_ns);
+        let pages = procfs::mapped_pages(pid);
+        // Memory of equal size may have been replaced.
+        let is_recent = |read_ns: u64| now_ns - self.first_ns < 2 * (read_ns - self.first_ns);
+        if self.read.is_some_and(|(read, read_ns)| Some(read) == pages && is_recent(read_ns)) {
+            return;
+        }
+        self.read = pages.map(|pages| (pages, now_ns));
         let Ok(objects) = procfs::shared_objects(pid) else { return };
         if objects.is_empty() && self.process.is_none() {
             return;

@@ -61,6 +61,14 @@ pub fn mapped_files(pid: i32) -> Result<Vec<PathBuf>, Error> {
 /// A file or an object in memory that several processes can map: its device and its inode.
 pub type SharedObject = (u32, u32, u64);
 
+/// Size of the address space of a process in pages. It changes when memory is mapped, and costs the
+/// kernel less than a list of the mappings.
+#[must_use]
+pub fn mapped_pages(pid: i32) -> Option<u64> {
+    let statm = bytes(format!("/proc/{pid}/statm")).ok()?;
+    std::str::from_utf8(&statm).ok()?.split(' ').next()?.parse().ok()
+}
+
 /// The objects that a process has mapped writable and shared, without devices such as a GPU.
 ///
 /// # Errors
