@@ -1,5 +1,5 @@
-//! Errors of a single thread or process. None of them ends a capture. If the kernel does not let the
-//! capture inspect a process, the error says which permission is missing, and how to get it.
+//! Errors of a single thread or process. None of them ends a capture. If the kernel does not let
+//! the capture inspect a process, the error says which permission is missing, and how to get it.
 
 use std::{fs, io, os::unix::fs::MetadataExt, path::PathBuf};
 

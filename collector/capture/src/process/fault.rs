@@ -1,5 +1,5 @@
-//! Captures one thread that waits in the handler of a fatal signal: its stacks, and the reason of an
-//! abort. It reads what the C library and the C++ runtime keep in memory, and changes nothing.
+//! Captures one thread that waits in the handler of a fatal signal: its stacks, and the reason of
+//! an abort. It reads what the C library and the C++ runtime keep in memory, and changes nothing.
 
 use std::{collections::HashSet, rc::Rc};
 

@@ -260,7 +260,8 @@ impl Tracker {
     /// When an operation that has started before `by_ns` was launched.
     ///
     /// The host launches a kernel at the end of the call. On an empty stream, the start event
-    /// completes before that. A collective may start within its call, and a copy may even end there.
+    /// completes before that. A collective may start within its call, and a copy may even end
+    /// there.
     fn launched(&self, slot: usize, by_ns: u64) -> u64 {
         let words = self.recorder.ring.op(slot);
         let [entered, returned] = [op::ENTERED_NS, op::RETURNED_NS].map(|word| words[word].load(Ordering::Relaxed));
@@ -275,8 +276,8 @@ impl Tracker {
         entered.max(started)
     }
 
-    /// Records the start, unless it was recorded before. It is corrected if it was before the launch,
-    /// which is known once the call has returned.
+    /// Records the start, unless it was recorded before. It is corrected if it was before the
+    /// launch, which is known once the call has returned.
     fn started(&self, slot: usize, started_ns: u64, launched_ns: u64) {
         let recorded = &self.recorder.ring.op(slot)[op::STARTED_NS];
         let _ = recorded.compare_exchange(0, started_ns, Ordering::Relaxed, Ordering::Relaxed);
