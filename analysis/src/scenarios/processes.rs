@@ -1372,7 +1372,7 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     let dump = job.rank(2).dump.as_mut().expect("a dump");
     let (kind, name, object) = (AwaitedKind::Mutex.into(), "uploader".into(), "5003".into());
     let holders = vec![Holder { pid: dump.pid, name: "python".into(), child: false, ..Holder::default() }];
-    dump.stacktrace[0].awaited = Some(Awaited { kind, name, object, holders, ..Default::default() });
+    dump.stacktrace[0].awaited = Some(Awaited { kind, name, object, holders });
     let verdict = job.judge();
     assert!(verdict.sentence.contains("waits for a lock that its thread uploader holds"), "{}", verdict.sentence);
     assert!(verdict.sentence.contains("waits for a lock at tokenize (tokens.py:7)"), "{}", verdict.sentence);

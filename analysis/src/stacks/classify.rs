@@ -316,7 +316,7 @@ pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
 /// Whether a thread is in one of Python's own queues or pipes, and does not wait for room there.
 pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
     let of_queue = |frame: &&PySpyFrame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file));
-    let outer = frames.iter().take(5).filter(of_queue).last();
+    let outer = frames.iter().take(5).rfind(of_queue);
     outer.is_some_and(|frame| unqualified(&frame.func_name) != patterns::QUEUE_PUT)
 }
 

@@ -180,7 +180,7 @@ mod tests {
         for ranks in [1, 8, MAX_QUEUED_RANKS] {
             let (sender, received) = mpsc::channel();
             let mut thread = ComparisonThread { inputs: Some(sender), queued: Arc::default(), fell_behind: false };
-            let message = || ComparisonInput::Paces(JobKey::default(), vec![RankPace::default(); ranks]);
+            let message = || ComparisonInput::Paces(JobKey::of_process("job", "", 1), vec![RankPace::default(); ranks]);
             (0..MAX_QUEUED_RANKS / ranks).for_each(|_| thread.send(message()));
             assert!(!thread.fell_behind);
             thread.send(message());
