@@ -234,11 +234,8 @@ impl Tracker {
         for member in operations::members(self.recorder, slot) {
             let words = self.recorder.ring.op(member);
             if error == 0 {
-                let start_event = completed.saturating_sub(elapsed);
-                let launched = self.launched(member, completed);
-                self.started(member, start_event, launched);
-                let before = launched.saturating_sub(start_event);
-                words[op::DEVICE_NS].store(elapsed.saturating_sub(before), Ordering::Relaxed);
+                self.started(member, completed.saturating_sub(elapsed), self.launched(member, completed));
+                words[op::DEVICE_NS].store(elapsed, Ordering::Relaxed);
                 self.recorder.raise_counter(member, comm::COMPLETED);
             }
             words[op::COMPLETED_NS].store(completed, Ordering::Relaxed);

@@ -293,7 +293,6 @@ fn a_kernel_starts_after_the_host_has_loaded_it() {
     assert!(second.returned_ns - second.entered_ns < LOADING_NS, "{second:?}");
     for kernel in [first, second] {
         assert!(kernel.started_ns >= kernel.returned_ns, "{kernel:?}");
-        assert!(kernel.device_ns <= kernel.completed_ns - kernel.started_ns, "{kernel:?}");
     }
 }
 
