@@ -135,8 +135,9 @@ fn write_folder(
     if !task.is_part() {
         write_record(&folder.path, &task.record);
     }
-    // The reader of a hang sees how the job looked before.
-    if !task.is_mild && !mild::is_mild(verdict) {
+    // The reader of a hang sees how the job looked before. A disk that does not answer would block
+    // this thread, too, so its captures stay captures.
+    if root_choice == RootChoice::Preferred && !task.is_mild && !mild::is_mild(verdict) {
         let reason = format!("the job hung later (incident {incident})");
         verdict.timing.earlier.extend(mild::promote(&task.timeline_path, &task.captured_job(), &reason));
     }
