@@ -20,8 +20,9 @@ use crate::{
 const MAX_ENDED: usize = 64;
 /// Beyond this number, no further process is watched.
 const MAX_WATCHED: usize = 512;
-/// The time between two looks at the memory of a process is this part of the time for which it is
-/// known. A process may map memory late, after its imports, and be killed soon after that.
+/// The mappings of a process are read again after this part of the time for which it is known, if it
+/// has mapped memory since, and when that time has doubled. A process may map memory late, after its
+/// imports, and be killed soon after that.
 const PAUSE_PART: u64 = 4;
 /// A job may go on this long on what the process had left in queues.
 const BEFORE_NS: u64 = 30_000_000_000;
@@ -43,9 +44,8 @@ struct Running {
     command: String,
     objects: BTreeSet<SharedObject>,
     first_ns: u64,
-    looked_ns: Option<u64>,
-    /// Size of its address space when its mappings were read, and when that was.
-    read: Option<(u64, u64)>,
+    /// When its mappings were read, and the size of its address space then.
+    read: Option<(u64, Option<u64>)>,
 }
 
 /// A process that was killed or failed.
@@ -93,29 +93,22 @@ impl Sharers {
 
 impl Running {
     fn new(now_ns: u64) -> Self {
-        Running {
-            process: None,
-            command: String::new(),
-            objects: BTreeSet::new(),
-            first_ns: now_ns,
-            looked_ns: None,
-            read: None,
-        }
+        Running { process: None, command: String::new(), objects: BTreeSet::new(), first_ns: now_ns, read: None }
     }
 
     fn look(&mut self, (pid, start): ProcessId, now_ns: u64) {
-        let next_ns = |looked_ns: u64| looked_ns + (looked_ns - self.first_ns) / PAUSE_PART;
-        if self.looked_ns.is_some_and(|looked_ns| now_ns < next_ns(looked_ns)) {
+        // Whether this part of the time until the last reading has passed since.
+        let has_passed = |part: u64| self.read.is_none_or(|(ns, _)| now_ns - ns >= (ns - self.first_ns) / part);
+        if !has_passed(PAUSE_PART) {
             return;
         }
-        self.looked_ns = Some(now_ns);
         let pages = procfs::mapped_pages(pid);
+        let is_same = pages.is_some() && self.read.is_some_and(|(_, read)| read == pages);
         // Memory of equal size may have been replaced.
-        let is_recent = |read_ns: u64| now_ns - self.first_ns < 2 * (read_ns - self.first_ns);
-        if self.read.is_some_and(|(read, read_ns)| Some(read) == pages && is_recent(read_ns)) {
+        if is_same && !has_passed(1) {
             return;
         }
-        self.read = pages.map(|pages| (pages, now_ns));
+        self.read = Some((now_ns, pages));
         let Ok(objects) = procfs::shared_objects(pid) else { return };
         if objects.is_empty() && self.process.is_none() {
             return;
