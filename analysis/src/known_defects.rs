@@ -461,8 +461,8 @@ fn threads_of(sample: Sample<'_>) -> impl Iterator<Item = u32> {
 }
 
 fn has_sign(sample: Sample<'_>, tid: u32, sign: &ThreadSign) -> bool {
-    let native = sample.native.iter().find(|thread| thread.pid == tid);
-    let python = sample.python.iter().find(|thread| thread.os_thread_id == tid);
+    let native = sample.native_of(tid);
+    let python = sample.python_of(tid);
     let in_state = match sign.state {
         State::Any => true,
         State::AtInnermost => python.is_some_and(|thread| {

@@ -89,8 +89,8 @@ pub(super) fn mutex_owner(thread: &PstackStacktrace) -> Option<u32> {
 
 /// Where the thread `owner` of a mutex is: `thread uploader waits for a lock at put (s3.py:30)`.
 fn owner_of_mutex(sample: Sample<'_>, owner: u32) -> Option<String> {
-    let native = sample.native.iter().find(|thread| thread.pid == owner)?;
-    let python = sample.python.iter().find(|thread| thread.os_thread_id == owner);
+    let native = sample.native_of(owner)?;
+    let python = sample.python_of(owner);
     let does = match classify(Some(native), python).activity {
         Activity::Lock => "waits for a lock",
         Activity::Io => "reads or writes",
@@ -117,7 +117,7 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
         return Some("tasks of asyncio wait only for each other".to_owned());
     }
     let python = |thread: &PySpyStacktrace| {
-        let native = last.native.iter().find(|native| native.pid == thread.os_thread_id)?;
+        let native = last.native_of(thread.os_thread_id)?;
         let has_own = |frames: &[PySpyFrame]| frames.iter().any(|frame| !is_library(&frame.file_name));
         let is_own = has_own(&thread.frames);
         // What says most about the lock comes first.
@@ -191,7 +191,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<
     let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return HelperWork::default() };
     let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
     let threads = last.native.iter().filter(|thread| thread.pid != main).map(|after| {
-        let of = |sample: Sample<'_>| sample.python.iter().find(|thread| thread.os_thread_id == after.pid).cloned();
+        let of = |sample: Sample<'_>| sample.python_of(after.pid).cloned();
         // Library threads may poll all the time, so only the program's own threads count.
         let (line_before, line_after) = (of(first), of(last));
         let is_own = line_after.is_some() || last.python.is_empty();
@@ -299,7 +299,7 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
         let given = thread.frames.iter().position(|frame| frame.file_name.contains(WORKERS))?;
         let own = |frames: &[PySpyFrame]| frames.iter().find(|frame| !is_library(&frame.file_name)).cloned();
         let frame = own(&thread.frames[..given])?;
-        let before = first.map(|first| first.python.iter().find(|before| before.os_thread_id == thread.os_thread_id));
+        let before = first.map(|first| first.python_of(thread.os_thread_id));
         let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
         same.then(|| (thread.thread_name.clone(), format!("is at {}", frame_label(&frame))))
     })
@@ -308,7 +308,7 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
 /// The first thread of a worker whose threads all wait without a timeout for locks of their own
 /// process: none of them will release one.
 fn locked_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
-    let before = |tid: u32| first.and_then(|first| first.native.iter().find(|thread| thread.pid == tid));
+    let before = |tid: u32| first.and_then(|first| first.native_of(tid));
     let is_locked = |thread: &PstackStacktrace| {
         let is_own = thread.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
         let is_same = before(thread.pid).is_some_and(|before| before.context_switches == thread.context_switches);
@@ -317,8 +317,7 @@ fn locked_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String,
     if !last.native.iter().all(is_locked) {
         return None;
     }
-    let python =
-        last.python.iter().find(|python| python.os_thread_id == last.native.first().map_or(0, |main| main.pid))?;
+    let python = last.python_of(last.native.first().map_or(0, |main| main.pid))?;
     let place = own_frame(&python.frames).map(frame_label)?;
     Some((python.thread_name.clone(), format!("waits for a lock at {place}")))
 }
@@ -327,7 +326,7 @@ fn locked_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String,
 /// come through queues and do not count.
 fn waiting_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
     last.python.iter().filter(|thread| thread.os_thread_id != 0 && !in_queue(&thread.frames)).find_map(|python| {
-        let of = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == python.os_thread_id).cloned();
+        let of = |sample: Sample<'_>| sample.native_of(python.os_thread_id).cloned();
         let native = of(last).filter(waits_for_network)?;
         let same = first.and_then(of).is_none_or(|before| before.context_switches == native.context_switches);
         let place = own_frame(&python.frames).filter(|_| same).map(frame_label)?;
@@ -433,7 +432,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     if holder(first)? != tid {
         return None;
     }
-    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
+    let find = |sample: Sample<'_>| sample.native_of(tid).cloned();
     let (before, after) = (find(first)?, find(last)?);
     // A capture may have stopped the thread for a moment, which counts as running.
     let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < MAX_CAPTURE_RUN_NS
@@ -451,7 +450,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
                 .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
         })
         .count();
-    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    let python = last.python_of(tid);
     // Devices and storage answer late, but they answer.
     let may_end = || {
         use Activity::{CommInit, DeviceWait, Io};

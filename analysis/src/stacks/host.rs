@@ -39,7 +39,17 @@ pub(crate) struct Sample<'a> {
     pub state: &'a str,
 }
 
-impl Sample<'_> {
+impl<'a> Sample<'a> {
+    /// The native stack of a thread.
+    pub fn native_of(self, tid: u32) -> Option<&'a PstackStacktrace> {
+        self.native.iter().find(|thread| thread.pid == tid)
+    }
+
+    /// The Python stack of a thread.
+    pub fn python_of(self, tid: u32) -> Option<&'a PySpyStacktrace> {
+        self.python.iter().find(|thread| thread.os_thread_id == tid)
+    }
+
     /// False if only the state of the process could be read.
     pub fn has_stacks(&self) -> bool {
         !(self.native.is_empty() && self.python.is_empty())
@@ -62,8 +72,7 @@ pub(super) type ThreadStacks<'a> = (Option<&'a PstackStacktrace>, Option<&'a PyS
 /// The stacks of the thread that represents a process: the training thread, else the main thread.
 pub(super) fn reporting_threads(sample: Sample<'_>, pid: i32, training: Option<u32>) -> ThreadStacks<'_> {
     if let Some(tid) = training {
-        let native = sample.native.iter().find(|thread| thread.pid == tid);
-        return (native, sample.python.iter().find(|thread| thread.os_thread_id == tid));
+        return (sample.native_of(tid), sample.python_of(tid));
     }
     let native = main_thread::of(sample.native.iter().map(Candidate::from), pid);
     let python = main_thread::of(sample.python.iter().map(Candidate::from), pid);

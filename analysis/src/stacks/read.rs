@@ -181,7 +181,7 @@ fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStac
         return false;
     };
     let waits_for_peers = |thread: &PySpyStacktrace| {
-        let native = sample.native.iter().find(|native| native.pid == thread.os_thread_id);
+        let native = sample.native_of(thread.os_thread_id);
         own_frame(&thread.frames).is_some() && classify(native, Some(thread)).activity == Activity::DeviceWait
     };
     sample.python.iter().filter(|thread| thread.os_thread_id != main.os_thread_id).any(waits_for_peers)
@@ -209,7 +209,7 @@ fn waits_of_threads(
     let main = native.map(|thread| thread.pid).or(python.map(|thread| thread.os_thread_id));
     let owner = native.and_then(helpers::mutex_owner);
     let runs_own_code = |tid: u32| {
-        let frames = sample.python.iter().find(|thread| thread.os_thread_id == tid).map(|thread| &thread.frames);
+        let frames = sample.python_of(tid).map(|thread| &thread.frames);
         frames.is_some_and(|frames| frames.iter().any(|frame| !is_library(&frame.file_name)))
     };
     let program = program(sample.native);
@@ -243,7 +243,7 @@ fn has_locked_threads(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> 
     let locked = |sample: Sample<'_>| -> HashSet<(u32, String)> {
         let others = sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main);
         let is_locked = |thread: &&PySpyStacktrace| {
-            let native = sample.native.iter().find(|native| native.pid == thread.os_thread_id);
+            let native = sample.native_of(thread.os_thread_id);
             !in_queue(&thread.frames) && classify(native, Some(thread)).activity == Activity::Lock
         };
         let place = |thread: &PySpyStacktrace| Some((thread.os_thread_id, own_place(&thread.frames)?));
