@@ -39,7 +39,8 @@ pub(crate) struct Graph {
     pub process_waits: Vec<ProcessWait>,
     /// The processes that should become missing ranks; see [`Graph::to_come`].
     to_come: Vec<ToCome>,
-    /// Ranks that wait for a process that waits for clients itself, ascending, and that process.
+    /// Ranks that wait for a process that waits for clients itself, ascending, and that process, if
+    /// it is no rank.
     at_rest: Vec<(usize, Option<usize>)>,
     /// Ranks that wait for a process of which too little is known, ascending.
     on_unknown: Vec<usize>,

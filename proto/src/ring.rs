@@ -16,9 +16,9 @@ mod read;
 pub mod span;
 
 pub use layout::{
-    BOOT_ID, FrameLayout, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, fault, filtered,
-    filters, header, kernel, key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves, pack_what,
-    stack, stderr, store_wait, stream,
+    BOOT_ID, COARSE_TICK_NS, FrameLayout, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, fault,
+    filtered, filters, header, kernel, key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves,
+    pack_what, stack, stderr, store_wait, stream,
 };
 pub use read::{
     Fault, LastText, Progress, RECENT_OPERATIONS, RawStack, communicator_of, operation, read, read_communicators,

@@ -8,7 +8,10 @@
 //! In a wait cycle, the culprit is the one rank whose stream is blocked by nothing that was
 //! recorded, with medium confidence.
 
-use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
+use xpu_timer_proto::{
+    ring::COARSE_TICK_NS,
+    v1::{OpKind, OpStatus, Operation},
+};
 
 use crate::{
     case::Case,
@@ -20,9 +23,6 @@ use crate::{
     verdict::{Activity, Cause, Confidence},
     world::RankView,
 };
-
-/// How much later than recorded a kernel may have been launched: the hook reads the coarse clock.
-const LAUNCH_TIME_ERROR_NS: u64 = 10_000_000;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
@@ -51,9 +51,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"))
         .filter(|name| !communicates(view, name));
     // A watcher that the driver blocks has not seen what completed since, so an operation that is
-    // not the newest one may have.
+    // not the newest one may have. The launch time is that of the coarse clock.
     let newest = stream.filter(|_| last.is_some() && view.watcher_stale());
-    let newest_ns = newest.map_or(0, |stream| stream.last_launch_ns + LAUNCH_TIME_ERROR_NS);
+    let newest_ns = newest.map_or(0, |stream| stream.last_launch_ns + COARSE_TICK_NS);
     let kernel = view.pending().find(|operation| {
         matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch)
             && !is_blocked(operation)

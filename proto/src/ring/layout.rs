@@ -177,6 +177,9 @@ pub mod copy {
     pub const DIRECTION: usize = op::SEQ;
 }
 
+/// How far the coarse clock lags behind the exact one: one kernel tick, which is 1 to 10 ms.
+pub const COARSE_TICK_NS: u64 = 10_000_000;
+
 /// Words of a communicator entry.
 pub mod comm {
     /// Identity, published last; 0 is a free entry.
@@ -222,7 +225,7 @@ pub mod stream {
     pub const LAUNCHES: usize = 1;
     /// Function handle of the last kernel.
     pub const LAST_FUNCTION: usize = 2;
-    /// Launch time of the last kernel.
+    /// Launch time of the last kernel on the coarse clock: see [`super::COARSE_TICK_NS`].
     pub const LAST_NS: usize = 3;
     /// Number of words in an entry.
     pub const WORDS: usize = 4;

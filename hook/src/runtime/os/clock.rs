@@ -2,6 +2,8 @@
 
 use std::sync::atomic::Ordering;
 
+use xpu_timer_proto::ring::COARSE_TICK_NS;
+
 use crate::runtime::os::{
     seccomp::{
         self,
@@ -114,9 +116,6 @@ pub fn burst_now_ns(thread: &ThreadState) -> u64 {
     now
 }
 
-/// The coarse clock lags behind the exact one by one kernel tick, which is 1 to 10 ms.
-const TICK_NS: u64 = 10_000_000;
-
 /// Under a seccomp filter: extrapolates the last reading with the counter, within the bounds of the
 /// coarse clock.
 #[cold]
@@ -133,7 +132,7 @@ fn now_without_clock(thread: &ThreadState, rate: u64, passed: u64) -> u64 {
 fn extrapolate(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
     let Some((rate, passed)) = since else { return last.max(coarse) };
     let after = |ticks: u64| last.saturating_add(((u128::from(ticks) * u128::from(rate)) >> 32) as u64);
-    after(passed).clamp(coarse, coarse + TICK_NS).max(after(CACHE_TICKS.min(passed)))
+    after(passed).clamp(coarse, coarse + COARSE_TICK_NS).max(after(CACHE_TICKS.min(passed)))
 }
 
 /// Reads the clock, and the counter just after it unless the thread was interrupted in between.
@@ -235,11 +234,11 @@ mod tests {
         let last = 1_000_000_000;
         assert_eq!(extrapolate(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
         assert_eq!(extrapolate(last, Some((HALF, 2_000_000)), last + 5_000_000), last + 5_000_000, "behind the clock");
-        let passed = 100 * TICK_NS;
-        assert_eq!(extrapolate(last, Some((HALF, passed)), last), last + TICK_NS, "ahead of it");
+        let passed = 100 * COARSE_TICK_NS;
+        assert_eq!(extrapolate(last, Some((HALF, passed)), last), last + COARSE_TICK_NS, "ahead of it");
         let poll_successful = (CACHE_TICKS * HALF) >> 32;
         assert_eq!(
-            extrapolate(last, Some((HALF, passed)), last - 2 * TICK_NS),
+            extrapolate(last, Some((HALF, passed)), last - 2 * COARSE_TICK_NS),
             last + poll_successful,
             "and never back"
         );
