@@ -19,7 +19,7 @@ pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
 pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
-pub use process::{Output, Process};
+pub use process::{Output, Process, copy_program};
 pub use pypi::{GEVENT, PypiFramework, PypiMpi, PypiTorch, TRIO, python_with};
 pub use timelines::{Hang, Timelines};
 pub use tools::{

@@ -3,6 +3,7 @@
 use std::{
     io::{BufRead, BufReader},
     os::unix::process::ExitStatusExt,
+    path::Path,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex},
     thread::JoinHandle,
@@ -30,6 +31,16 @@ pub struct Output {
     pub stdout: String,
     /// All of its standard error.
     pub stderr: String,
+}
+
+/// Copies a program, in a process of its own: this process has no descriptor of the copy that a
+/// child of another test could inherit, because no file can be executed that somebody may write.
+///
+/// # Panics
+/// It cannot be copied.
+pub fn copy_program(from: &Path, to: &Path) {
+    let status = Command::new("cp").arg("--preserve=mode").args([from, to]).status().expect("cp runs");
+    assert!(status.success(), "{} cannot be copied to {}", from.display(), to.display());
 }
 
 struct Lines {

@@ -11,7 +11,7 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use xpu_timer_proto::{Message, server::Stacktrace};
-use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, lacks, python, skip, wait_until};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, copy_program, lacks, python, skip, wait_until};
 
 use crate::collector::Tmpfs;
 
@@ -354,7 +354,7 @@ fn a_process_that_ends_forks_or_executes_is_reported_and_the_others_are_recorded
 fn an_interrupt_ends_a_recording_and_leaves_no_signal_blocked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let dump = folder.path().join("xpu_timer_dump");
-    fs::copy(artifacts().bin("xpu_timer_dump"), &dump).expect("the program can be copied");
+    copy_program(&artifacts().bin("xpu_timer_dump"), &dump);
     let viewer = folder.path().join("xpu_timer_stacktrace_viewer");
     // Some shells unblock all signals when they start.
     let program = format!("#!{}\nprint(open('/proc/self/status').read())\n", python().display());

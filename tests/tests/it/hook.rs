@@ -514,7 +514,7 @@ fn a_disabled_hook_does_nothing() {
 fn a_forked_child_does_not_share_the_state_of_its_parent() {
     let job = Job::new();
     let collector = job.collector();
-    let program = "import os, cuda\n\
+    let program = "import os, cuda, time\n\
         cuda.set_device(0)\nkernel = cuda.Kernel('k', 10)\nstream = cuda.Stream()\nkernel.launch(stream)\n\
         stream.synchronize()\n\
         look = lambda: (len(os.listdir('/proc/self/task')), [name for name in (os.readlink(f'/proc/self/fd/{fd}') \
@@ -523,8 +523,13 @@ fn a_forked_child_does_not_share_the_state_of_its_parent() {
         child = os.fork()\n\
         if child == 0:\n    print(look(), flush=True); os._exit(0)\n\
         os.waitpid(child, 0)\n\
-        kernel.launch(stream); stream.synchronize(); print('parent', flush=True)";
-    let output = run(job.hooked(python()).args(["-c", program]));
+        kernel.launch(stream); stream.synchronize(); print('parent', flush=True)\n\
+        while not os.path.exists('known'): time.sleep(0.01)";
+    let process = Process::spawn(job.hooked(python()).args(["-c", program]).current_dir(job.dir.path()));
+    // On a busy machine, the process could end before it is known.
+    collector.wait_hello();
+    fs::write(job.path("known"), "").unwrap();
+    let output = process.wait(PATIENCE);
     assert_eq!(output.stdout, "(1, [])\nparent\n", "{output:?}");
     wait_until(PATIENCE, "the goodbye", || !collector.goodbyes().is_empty());
     let hellos = collector.hellos();

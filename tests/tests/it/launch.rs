@@ -18,7 +18,8 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 use xpu_timer_proto::socket;
 use xpu_timer_tests::{
-    FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, processes_with, skip,
+    FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, copy_program,
+    processes_with, skip,
 };
 
 use crate::{collector::Tmpfs, namespaces::start_on_fuse};
@@ -330,7 +331,7 @@ fn two_users_of_a_node_have_a_collector_each() {
     fs::create_dir(&installed).unwrap();
     for name in ["xpu_timer_launch", "xpu_timer_collector", "libxpu_timer_hook.so"] {
         let (from, to) = (artifacts().bin(name), installed.join(name));
-        fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).unwrap();
+        fs::hard_link(&from, &to).unwrap_or_else(|_| copy_program(&from, &to));
     }
     let temporary = shared.path().display().to_string();
     let first = Job::new();

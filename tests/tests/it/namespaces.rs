@@ -21,7 +21,7 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackFrame, PstackStacktrace},
 };
 use xpu_timer_tests::{
-    PATIENCE, Process, artifacts, compile_c, forky, only_child, python, run_in_forky, skip, wait_until,
+    PATIENCE, Process, artifacts, compile_c, copy_program, forky, only_child, python, run_in_forky, skip, wait_until,
 };
 
 const NOBODY: &str = "65534";
@@ -245,7 +245,7 @@ fn a_rank_that_is_pid_1() {
 /// Makes `xpu_timer_dump` usable for every user.
 fn dump_for_all(folder: &Path) -> PathBuf {
     let copy = folder.join("xpu_timer_dump");
-    fs::copy(artifacts().bin("xpu_timer_dump"), &copy).expect("xpu_timer_dump is built");
+    copy_program(&artifacts().bin("xpu_timer_dump"), &copy);
     fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).expect("own file");
     copy
 }

@@ -263,7 +263,7 @@ fn no_permission_says_what_is_missing() {
     let folder = tempfile::Builder::new().permissions(std::os::unix::fs::PermissionsExt::from_mode(0o755)).tempdir();
     let folder = folder.expect("a temporary folder");
     let copy = folder.path().join("xpu_timer_dump");
-    std::fs::copy(artifacts.bin("xpu_timer_dump"), &copy).expect("the command can be copied");
+    xpu_timer_tests::copy_program(&artifacts.bin("xpu_timer_dump"), &copy);
     let mut command = Command::new(&copy);
     command.args(["--pid", &process.pid().to_string()]).uid(65534).gid(65534);
     let output = Process::spawn(&mut command).wait(PATIENCE);

@@ -8,7 +8,7 @@ use std::{
 };
 
 use xpu_timer_proto::server::CaptureMethod;
-use xpu_timer_tests::{Process, artifacts, compile_c, python, skip};
+use xpu_timer_tests::{Process, artifacts, compile_c, copy_program, python, skip};
 
 use super::{
     builds::{check, compile},
@@ -145,13 +145,13 @@ fn a_user_samples_his_own_processes() {
     let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir();
     let folder = folder.expect("a temporary folder");
     let dump = folder.path().join("xpu_timer_dump");
-    fs::copy(artifacts().bin("xpu_timer_dump"), &dump).expect("the command can be copied");
+    copy_program(&artifacts().bin("xpu_timer_dump"), &dump);
     const BUSY: &str = "#include <fcntl.h>\n#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>\n
         __attribute__((noinline)) static void in_zero(int zero, char *room) { for (;;) if (read(zero, room, 1 << 28) < 0) abort(); }
         int main(void) { puts(\"ready\"); fflush(stdout); in_zero(open(\"/dev/zero\", O_RDONLY), malloc(1 << 28)); return 0; }";
     let busy = compile_c(folder.path(), "busy", BUSY, &["-O1"]);
     let spin = folder.path().join("spin");
-    fs::copy(optimized(), &spin).expect("the program can be copied");
+    copy_program(&optimized(), &spin);
     let nobody = |program: &Path, arguments: &[&str]| {
         let mut command = Command::new(program);
         command.args(arguments).uid(65534).gid(65534);
