@@ -20,9 +20,9 @@ use crate::{
 const MAX_ENDED: usize = 64;
 /// Beyond this number, no further process is watched.
 const MAX_WATCHED: usize = 512;
-/// The mappings of a process are read again after this part of the time for which it is known, if it
-/// has mapped memory since, and when that time has doubled. A process may map memory late, after its
-/// imports, and be killed soon after that.
+/// The mappings of a process are read again after this part of the time for which it is known,
+/// if it has mapped memory since, and when that time has doubled. A process may map memory late,
+/// after its imports, and be killed soon after that.
 const PAUSE_PART: u64 = 4;
 /// A job may go on this long on what the process had left in queues.
 const BEFORE_NS: u64 = 30_000_000_000;
