@@ -35,9 +35,9 @@ int __wrap_gettid(void) { return (int)syscall(SYS_gettid); }
 /* Rust's standard library tests the address of this function, and forks if it is null. */
 __asm__(".globl __wrap_posix_spawn_file_actions_addchdir_np\n.set __wrap_posix_spawn_file_actions_addchdir_np, 0\n");
 
-/* From 2.34 on, the C library calls the constructors of a program; before, the program had to do it.
-   Rust's standard library gets the program's arguments in a constructor. Every C library calls the
-   function that it is given here, and then no other constructor. */
+/* From 2.34 on, the C library calls the constructors of a program; before, the program had to do
+   it. Rust's standard library gets the program's arguments in a constructor. Every C library calls
+   the function that it is given here, and then no other constructor. */
 typedef void constructor(int argc, char **argv, char **variables);
 extern constructor *const __init_array_start[] __attribute__((visibility("hidden")));
 extern constructor *const __init_array_end[] __attribute__((visibility("hidden")));

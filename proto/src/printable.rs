@@ -195,6 +195,23 @@ pub fn shortened(text: &str, most: usize) -> String {
     format!("{}{mark}", &text[..text.floor_char_boundary(most.saturating_sub(mark.len()))])
 }
 
+/// Wraps a text at spaces to a width in characters. A word that is too long stands alone.
+#[must_use]
+pub fn wrapped(text: &str, width: usize) -> String {
+    let (mut lines, mut used) = (String::new(), 0);
+    for word in text.split_whitespace() {
+        let length = word.chars().count();
+        if used > 0 {
+            let fits = used + 1 + length <= width;
+            lines.push(if fits { ' ' } else { '\n' });
+            used = if fits { used + 1 } else { 0 };
+        }
+        lines.push_str(word);
+        used += length;
+    }
+    lines
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -258,5 +275,11 @@ mod tests {
         assert!(one.len() <= 256 && one.len() > 250 && one.starts_with("üüü") && one.contains('…'), "{one}");
         assert_ne!(one, other);
         assert_eq!(one, long("a"));
+    }
+
+    #[test]
+    fn texts_wrap_at_spaces() {
+        assert_eq!(wrapped("ab  cd ef", 5), "ab cd\nef");
+        assert_eq!(wrapped("aaaa b cc", 3), "aaaa\nb\ncc");
     }
 }

@@ -1,7 +1,8 @@
-/* Stands in for Frida's devkit, which no package registry has: the functions of gum that the hook's engine calls, and no more. It proves
- * that the hook links with `--features frida` and makes its calls in the right order with the right arguments. It proves nothing about
- * how Frida moves code: what is moved here is the plainest beginning of a function (`push`, `mov` between registers, `sub rsp`), and
- * everything else is refused, as Frida refuses what it cannot move. */
+/* Stands in for Frida's devkit, which no package registry has: the functions of gum that the hook's
+ * engine calls, and no more. It proves that the hook links with `--features frida` and makes its
+ * calls in the right order with the right arguments. It proves nothing about how Frida moves code:
+ * what is moved here is the plainest beginning of a function (`push`, `mov` between registers,
+ * `sub rsp`), and everything else is refused, as Frida refuses what it cannot move. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -2,11 +2,11 @@
 //
 //     nvcc -o native native.cu [-cudart shared]; native MODE
 //
-// Modes: `healthy` ends by itself and prints what it computed; the others wait for a kernel that does
-// not end: in `sync` (the device), `stream`, `event`, `copy` (back to the host), `free`, `queue` (until
-// the launch queue is full), `graph` (the kernel is a node of a graph), `query` (it polls), or for a
-// host function (`host`). Two measure: `clock SECONDS` prints when kernels started and were allowed to
-// end, and `paced SECONDS` what a launch costs if there are 10,000 a second.
+// Modes: `healthy` ends by itself and prints what it computed; the others wait for a kernel that
+// does not end: in `sync` (the device), `stream`, `event`, `copy` (back to the host), `free`,
+// `queue` (until the launch queue is full), `graph` (the kernel is a node of a graph), `query` (it
+// polls), or for a host function (`host`). Two measure: `clock SECONDS` prints when kernels started
+// and were allowed to end, and `paced SECONDS` what a launch costs if there are 10,000 a second.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -412,21 +412,9 @@ fn push_waiting_stacks(text: &mut String, merged: &Merged, number: Option<usize>
     }
 }
 
-/// Wraps a text at spaces.
+/// Wraps a text at spaces, if there is a width.
 pub fn wrapped(text: &str, width: Option<usize>) -> String {
-    let Some(width) = width else { return text.to_owned() };
-    let (mut lines, mut used) = (String::new(), 0);
-    for word in text.split_whitespace() {
-        let length = word.chars().count();
-        if used > 0 {
-            let fits = used + 1 + length <= width;
-            lines.push(if fits { ' ' } else { '\n' });
-            used = if fits { used + 1 } else { 0 };
-        }
-        lines.push_str(word);
-        used += length;
-    }
-    lines
+    width.map_or_else(|| text.to_owned(), |width| printable::wrapped(text, width))
 }
 
 fn grouped(merged: &Merged) -> String {

@@ -24,6 +24,15 @@ pub(crate) struct Options {
     /// Only the tests on real PyTorch; sets up PyPI's build under target first (2.4 GB)
     #[arg(long)]
     torch: bool,
+
+    /// Also what takes minutes or downloads gigabytes: the long forms of tests, and those that are
+    /// ignored otherwise
+    #[arg(long)]
+    long: bool,
+
+    /// Print how long the slowest tests took; needs no other toolchain
+    #[arg(long)]
+    timings: bool,
 }
 
 /// Installs or names the tools that the tests need and this machine lacks.
@@ -47,15 +56,19 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let test = || {
         let mut command = cargo(&["test", "--no-fail-fast"]);
         command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
+        if options.long {
+            command.env(LONG, "1");
+        }
         command
     };
+    let harness = Harness { ignored: options.long, timings: options.timings };
     thread::scope(|scope| {
         let fuzzer = filter.is_none().then(|| {
             scope.spawn(set_up_environments);
             scope.spawn(set_up_mpi);
             scope.spawn(fuzz::build_short)
         });
-        run_tests(test, filter)?;
+        run_tests(test, filter, harness)?;
         let Some(fuzzer) = fuzzer else { return Ok(()) };
         fuzz::run_short(&fuzzer.join().expect("the build does not panic")?)
     })?;
@@ -67,6 +80,30 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// With this variable, tests run their long form.
+const LONG: &str = "XPU_TIMER_TEST_LONG";
+
+/// Options for libtest.
+#[derive(Debug, Clone, Copy, Default)]
+struct Harness {
+    /// Also runs the tests that are ignored otherwise.
+    ignored: bool,
+    /// Measures the time of each test.
+    timings: bool,
+}
+
+impl Harness {
+    fn add_to(self, command: &mut Command) {
+        if self.ignored {
+            command.arg("--include-ignored");
+        }
+        if self.timings {
+            // A stable libtest accepts its unstable options only with this variable.
+            command.env("RUSTC_BOOTSTRAP", "1").args(["-Z", "unstable-options", "--report-time"]);
+        }
+    }
 }
 
 /// Builds what the tests run, and the tests. Cargo chooses the features of a dependency by what is
@@ -106,6 +143,9 @@ pub(crate) fn bless() -> Result<()> {
 /// machine.
 const MAX_RETRIED: usize = 4;
 
+/// Number of tests in the list of the slowest.
+const MAX_TIMES: usize = 40;
+
 /// How often failed tests are run again. A broken test fails each time.
 const RETRIES: usize = 2;
 
@@ -118,19 +158,28 @@ const TESTS_A_CORE: usize = 3;
 const TAKING_TURNS: [&str; 2] = ["mpi::", "torch::"];
 
 /// The results that libtest printed.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 struct Log {
     failed: Vec<String>,
     /// Number of executables that began to run tests.
     begun: usize,
     /// Number of executables that printed their last line; one that crashed does not.
     ended: usize,
+    /// The seconds that tests took, with their names, if they were measured.
+    times: Vec<(f64, String)>,
 }
 
 impl Log {
     fn read(&mut self, line: &str) {
-        let result = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"));
-        if let Some(name) = result {
+        let (result, seconds) = match line.rsplit_once(" <") {
+            Some((result, time)) => (result, time.strip_suffix("s>").and_then(|seconds| seconds.parse().ok())),
+            None => (line, None),
+        };
+        let test = result.strip_prefix("test ").and_then(|test| test.rsplit_once(" ... "));
+        if let (Some((name, _)), Some(seconds)) = (test, seconds) {
+            self.times.push((seconds, name.to_owned()));
+        }
+        if let Some((name, "FAILED")) = test {
             self.failed.push(name.to_owned());
         } else if line.starts_with("test result: ") {
             self.ended += 1;
@@ -142,7 +191,15 @@ impl Log {
     /// The results of both.
     fn and(mut self, other: Log) -> Log {
         self.failed.extend(other.failed);
-        Log { failed: self.failed, begun: self.begun + other.begun, ended: self.ended + other.ended }
+        self.times.extend(other.times);
+        Log { begun: self.begun + other.begun, ended: self.ended + other.ended, ..self }
+    }
+
+    /// The slowest tests with their seconds, slowest first.
+    fn slowest(&self) -> Vec<String> {
+        let mut times: Vec<&(f64, String)> = self.times.iter().collect();
+        times.sort_by(|one, other| other.0.total_cmp(&one.0));
+        times.iter().take(MAX_TIMES).map(|(seconds, name)| format!("{seconds:8.1} s  {name}")).collect()
     }
 
     /// Whether the failures are few, and no test executable crashed or was not built.
@@ -159,18 +216,21 @@ impl Log {
 /// # Errors
 /// A test failed each time, more than [`MAX_RETRIED`] tests failed, or an executable crashed or
 /// could not be built.
-fn run_tests(test: impl Fn() -> Command, filter: Option<&str>) -> Result<()> {
+fn run_tests(test: impl Fn() -> Command, filter: Option<&str>, harness: Harness) -> Result<()> {
     let mut command = test();
     let at_once = TESTS_A_CORE * available_parallelism().map_or(1, usize::from);
     command.arg("--").arg(format!("--test-threads={at_once}")).args(filter);
+    harness.add_to(&mut command);
     let (success, mut log) = if filter.is_some() {
         follow(&mut command)?
     } else {
         command.args(TAKING_TURNS.iter().flat_map(|part| ["--skip", part]));
         let mut in_turn = test();
         in_turn.args(["--all-targets", "--", "--test-threads=1"]).args(TAKING_TURNS);
+        harness.add_to(&mut in_turn);
         follow_both(&mut command, &mut in_turn)?
     };
+    log.slowest().iter().for_each(|line| println!("{line}"));
     if success {
         return Ok(());
     }
@@ -183,6 +243,7 @@ fn run_tests(test: impl Fn() -> Command, filter: Option<&str>) -> Result<()> {
         eprintln!("repeating alone: {}", log.failed.join(" "));
         let mut again = test();
         again.args(["--", "--exact", "--test-threads=1"]).args(&log.failed);
+        Harness { timings: false, ..harness }.add_to(&mut again);
         let (success, next) = follow(&mut again)?;
         late.extend(log.failed.into_iter().filter(|name| !next.failed.contains(name)));
         if success {
@@ -261,10 +322,17 @@ mod tests {
         let run = |first: (&str, u8), second: (&str, u8)| {
             super::follow_both(&mut command(first.0, first.1), &mut command(second.0, second.1)).unwrap()
         };
-        assert_eq!(run(good, good), (true, Log { failed: Vec::new(), begun: 2, ended: 2 }));
-        let failed = Log { failed: vec!["b".to_owned()], begun: 2, ended: 2 };
+        assert_eq!(run(good, good), (true, Log { begun: 2, ended: 2, ..Log::default() }));
+        let failed = Log { failed: vec!["b".to_owned()], begun: 2, ended: 2, ..Log::default() };
         assert_eq!(run(good, bad), (false, failed));
         assert!(!run(bad, good).0);
+    }
+
+    #[test]
+    fn the_slowest_tests_come_first() {
+        let log = read("test a ... ok <0.015s>\ntest b ... FAILED <12.300s>\ntest c ... ignored\n");
+        assert_eq!(log.slowest(), ["    12.3 s  b", "     0.0 s  a"]);
+        assert_eq!(log.failed, ["b"]);
     }
 
     #[test]
@@ -272,7 +340,7 @@ mod tests {
         let closing = "test result: FAILED. 1 passed; 1 failed; 0 ignored\n";
         let one = "\nrunning 2 tests\ntest a::b ... ok\ntest a::c ... FAILED\n\nfailures:\n    a::c\n";
         let ended = read(&[one, closing].concat());
-        assert_eq!(ended, Log { failed: vec!["a::c".to_owned()], begun: 1, ended: 1 });
+        assert_eq!(ended, Log { failed: vec!["a::c".to_owned()], begun: 1, ended: 1, ..Log::default() });
         assert!(ended.can_be_retried());
         assert!(!read(one).can_be_retried(), "it crashed");
         assert!(!read("").can_be_retried(), "it was not built");

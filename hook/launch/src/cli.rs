@@ -11,7 +11,10 @@ use lexopt::{
     Arg::{Long, Short, Value},
     Parser,
 };
-use xpu_timer_proto::env::{VARIABLES, Variable};
+use xpu_timer_proto::{
+    env::{VARIABLES, Variable},
+    printable,
+};
 
 /// Exit code for wrong usage.
 pub(crate) const WRONG_USAGE: u8 = 2;
@@ -53,6 +56,14 @@ fn launch_request(arguments: Vec<OsString>) -> Result<LaunchRequest, lexopt::Err
     }
 }
 
+/// Columns at which help texts wrap.
+const COLUMNS: usize = 100;
+/// Column of the meaning of a variable.
+const MEANING: usize = 41;
+
+/// Stands for a space at which a line does not break.
+const UNBROKEN: char = '\u{1}';
+
 /// The text of `xpu_timer_launch --help`.
 pub fn launch_help() -> String {
     let mut text = format!(
@@ -61,29 +72,30 @@ Runs a command, such as `python train.py` or `torchrun …`, and explains each h
 
 {LAUNCH_USAGE}
 
-Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts libxpu_timer_hook.so first in
-LD_PRELOAD, and becomes the command, with its exit code, signals, input and output. If the collector cannot be started, the
-command runs without it, and one line on stderr says why.
+Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts
+libxpu_timer_hook.so first in LD_PRELOAD, and becomes the command, with its exit code, signals,
+input and output. If the collector cannot be started, the command runs without it, and one line on
+stderr says why.
 
-For each hang, the collector writes the verdict and the stacks of all ranks into a folder below XPU_TIMER_TIMELINE_PATH.
+For each hang, the collector writes the verdict and the stacks of all ranks into a folder below
+XPU_TIMER_TIMELINE_PATH.
 
-Environment (name, default, meaning):
+Environment:
 "
     );
     let (own, of_people): (Vec<&Variable>, Vec<&Variable>) =
         VARIABLES.iter().partition(|variable| variable.is_set_by_launcher);
-    for variable in of_people {
-        let default = if variable.default.is_empty() { "-" } else { variable.default };
-        text.push_str(&format!("  {:<26} {default:<15} {}\n", variable.name, variable.meaning));
+    for Variable { name, default, meaning, .. } in of_people {
+        let default = if default.is_empty() { String::new() } else { format!(" [default:{UNBROKEN}{default}]") };
+        let meaning = printable::wrapped(&format!("{meaning}{default}"), COLUMNS - MEANING).replace(UNBROKEN, " ");
+        let margin = format!("\n{:MEANING$}", "");
+        text.push_str(&format!("  {name:<width$}{}\n", meaning.replace('\n', &margin), width = MEANING - 2));
     }
     let own: Vec<&str> = own.iter().map(|variable| variable.name).collect();
-    text.push_str(&format!(
-        "Set by xpu_timer_launch itself: {}
-
-Exit code of the command, or 2 for wrong usage, 126 if the command cannot be executed, 127 if it is not found.
-",
-        own.join(", ")
-    ));
+    let own = format!("Set by xpu_timer_launch itself: {}", own.join(", "));
+    let exit_codes = "Exit code of the command, or 2 for wrong usage, 126 if the command cannot be executed, 127 if \
+                      it is not found.";
+    text.push_str(&format!("\n{}\n\n{}\n", printable::wrapped(&own, COLUMNS), printable::wrapped(exit_codes, COLUMNS)));
     text
 }
 
@@ -98,13 +110,16 @@ Shows the settings in force, where the parts of xpu_timer are, and which functio
 usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]]
 
   (nothing)        the settings of this shell
-  --pid N          the settings of a running process, whether the hook is in it, and the hooked functions of its libraries
-  program …        the same for a program and the libraries that the dynamic loader would load; does not run it
-  --library FILE   the hooked functions of a library, and functions that are not hooked but look like launches, collectives or matrix products
+  --pid N          the settings of a running process, whether the hook is in it, and the hooked
+                   functions of its libraries
+  program …        the same for a program and the libraries that the dynamic loader would load;
+                   does not run it
+  --library FILE   the hooked functions of a library, and functions that are not hooked but look
+                   like launches, collectives or matrix products
   --json           the same as JSON
 
-Exit codes: 0 without a problem; 1 for an invalid value, a missing part, or a process or program that cannot be hooked; 2 for
-wrong usage.
+Exit codes: 0 without a problem; 1 for an invalid value, a missing part, or a process or program
+that cannot be hooked; 2 for wrong usage.
 ";
 
 /// A parsed command line of `xpu_timer_print_env`.
@@ -212,13 +227,15 @@ mod tests {
     }
 
     #[test]
-    fn help_shows_every_variable_with_its_default_and_fits_a_tall_screen() {
+    fn help_shows_every_variable_with_its_default_and_wraps() {
         let help = launch_help();
         for variable in VARIABLES {
             assert!(help.contains(variable.name) && help.contains(variable.default), "{}", variable.name);
         }
         assert!(help.contains("itself: XPU_TIMER_CONFIG_READ, XPU_TIMER_SOCKET"), "{help}");
-        assert!(help.lines().count() <= 67, "{}", help.lines().count());
+        let is_wide = |line: &&str| line.chars().count() > COLUMNS;
+        let wide: Vec<&str> = help.lines().chain(PRINT_ENV_HELP.lines()).filter(is_wide).collect();
+        assert!(wide.is_empty(), "{wide:#?}");
     }
 
     fn print_env_request_of(words: &[&str]) -> PrintEnvRequest {

@@ -13,7 +13,7 @@
 #include <time.h>
 
 struct event { uint64_t ns; int tid; char what; };
-/* Shared with the child that the command has its threads stopped by; whoever ends last, the parent, writes the log. */
+/* Shared with the child process that stops the threads. The parent ends last and writes the log. */
 static struct log { atomic_uint used; struct event events[1 << 16]; } *shared;
 
 static __attribute__((constructor)) void share(void) {

@@ -2,9 +2,10 @@
 //
 //     native FAULT RANK [STEPS [TP]]
 //
-// TP consecutive ranks share a tensor-parallel group, the ranks at the same place of it a data-parallel one. FAULT begins on RANK in step 15:
-// mutex, cond, read, fifo, spin, yield, sleep, join, future, waitpid, accept, poll, loader (its thread reads a pipe), loader_died, throws,
-// segv, exits, stop, no_reduce (leaves one out); or none.
+// TP consecutive ranks share a tensor-parallel group, the ranks at the same place of it a
+// data-parallel one. FAULT begins on RANK in step 15: mutex, cond, read, fifo, spin, yield, sleep,
+// join, future, waitpid, accept, poll, loader (its thread reads a pipe), loader_died, throws, segv,
+// exits, stop, no_reduce (leaves one out); or none.
 #include <atomic>
 #include <condition_variable>
 #include <csignal>

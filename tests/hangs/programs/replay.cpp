@@ -1,11 +1,13 @@
-// Reinforcement learning in C++: actors fill a replay buffer, a learner takes samples of it, and one thread owns the communicator.
+// Reinforcement learning in C++: actors fill a replay buffer, a learner takes samples of it, and
+// one thread owns the communicator.
 //
 //     replay ACCIDENT RANK [UPDATES]
 //
-// ACCIDENT begins on RANK at update 20: lock_order (two threads take two mutexes in opposite order), own_shared_lock, missed_notify,
-// closed_gate, call_once, static_init, polls, timed_retries, semaphore, event_fd, message_queue, select, actor_throws, learner_throws,
-// unwinds_into_join, terminate, alarm, rwlock, spin_lock, recursive, thread_of_queue (the thread that owns the communicator
-// stops); or none.
+// ACCIDENT begins on RANK at update 20: lock_order (two threads take two mutexes in opposite
+// order), own_shared_lock, missed_notify, closed_gate, call_once, static_init, polls,
+// timed_retries, semaphore, event_fd, message_queue, select, actor_throws, learner_throws,
+// unwinds_into_join, terminate, alarm, rwlock, spin_lock, recursive, thread_of_queue (the thread
+// that owns the communicator stops); or none.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>

@@ -82,7 +82,8 @@ fn crate_roots(metadata: &Value) -> Vec<PathBuf> {
 pub(crate) const COLUMNS: usize = 100;
 
 /// Extensions of the files whose comments [`long_comments`] reads.
-pub(crate) const COMMENTED: &[&str] = &["rs", "proto", "py", "sh"];
+pub(crate) const COMMENTED: &[&str] =
+    &["rs", "proto", "c", "h", "cpp", "cu", "js", "css", "py", "sh", "toml", "yaml", "yml"];
 
 /// Numbers of the lines of a Markdown text that do not wrap. Tables, code blocks and links are
 /// exempt.
@@ -107,8 +108,9 @@ pub(crate) fn long_markdown(text: &str) -> Vec<usize> {
 pub(crate) fn long_comments(path: &Path, text: &str) -> Vec<usize> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("rs" | "proto") => long_slash_comments(text),
+        Some("c" | "h" | "cpp" | "cu" | "js" | "css") => long_c_comments(text),
         Some("py") => long_python_comments(text),
-        Some("sh") => long_hash_comments(text),
+        Some("sh" | "toml" | "yaml" | "yml") => long_hash_comments(text),
         _ => Vec::new(),
     }
 }
@@ -129,6 +131,24 @@ fn long_slash_comments(text: &str) -> Vec<usize> {
         if !is_code && is_long(line) && !is_exempt(comment) {
             long.push(number);
         }
+    }
+    long
+}
+
+/// Comments that begin with `//`, and those between `/*` and `*/`, which begin on a line of their
+/// own.
+fn long_c_comments(text: &str) -> Vec<usize> {
+    let mut is_inside = false;
+    let mut long = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let start = line.trim_start();
+        is_inside |= start.starts_with("/*");
+        // A line of a macro ends in a backslash at a column of its own.
+        let is_comment = (is_inside || start.starts_with("//")) && !line.ends_with('\\');
+        if is_comment && is_long(line) && !is_exempt(start) {
+            long.push(number);
+        }
+        is_inside &= !line.contains("*/");
     }
     long
 }
@@ -226,6 +246,13 @@ mod tests {
     }
 
     #[test]
+    fn comments_of_c_wrap() {
+        let long = "x".repeat(101);
+        let text = format!("/* {long}\n   {long} */\nint a; // {long}\n// {long}\n{long}\n  /* {long} */ \\\n");
+        assert_eq!(long_comments(Path::new("a.c"), &text), [1, 2, 4]);
+    }
+
+    #[test]
     fn rust_comments_wrap() {
         let long = "x".repeat(100);
         let text = format!(
@@ -251,6 +278,6 @@ mod tests {
     fn shell_comments_wrap() {
         let long = "x".repeat(100);
         assert_eq!(long_comments(Path::new("a.sh"), &format!("# {long}\necho {long}\n# short\n")), [1]);
-        assert_eq!(long_comments(Path::new("a.c"), &format!("// {long}\n")), [] as [usize; 0]);
+        assert_eq!(long_comments(Path::new("a.txt"), &format!("# {long}\n")), [] as [usize; 0]);
     }
 }

@@ -16,7 +16,8 @@ function el(tag, props, ...children) {
 const byId = (id) => document.getElementById(id);
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
-// Sets of ranks are ascending runs, flat: [first, last, first, last, …]. As text they have the form of labels: 0-3/6.
+// Sets of ranks are ascending runs, flat: [first, last, first, last, …]. As text they have the form
+// of labels: 0-3/6.
 
 function parseRuns(text) {
   const runs = [];
@@ -165,7 +166,7 @@ const CONDITIONS = {
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
 const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => containsRank(runs, rank))?.condition ?? "no_dump";
 
-/** Groups with their colours: groups of culprits are red, the largest others have their own colours. */
+/** Groups with their colours: groups of culprits are red, the largest others have own colours. */
 const COLOURS = 6;
 const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }));
 {
@@ -202,7 +203,7 @@ function splitWord(word) {
 const LIBRARY = /site-packages\/|dist-packages\/|\/lib(64)?\/python\d|\/torch\/|^<|importlib|\.so(\.|$)|^\?\?$/;
 const isOwn = (file) => /\.py:\d+$/.test(file) && !LIBRARY.test(file);
 
-/** One of the three trees: parents and labels of its nodes. It is unpacked when it is first shown. */
+/** One of the three trees: parents and labels of its nodes, unpacked when it is first shown. */
 const TREES = {};
 function treeOf(mode) {
   if (TREES[mode]) return TREES[mode];

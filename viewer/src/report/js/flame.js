@@ -1,6 +1,6 @@
-// The merged stacks as a flame graph with the root on top. The width of a frame is the number of its
-// ranks, or of the threads below it if its ranks have several. Only visible frames are in the page, so
-// depth and number of frames cost nothing.
+// The merged stacks as a flame graph with the root on top. The width of a frame is the number of
+// its ranks, or of the threads below it if its ranks have several. Only visible frames are in the
+// page, so depth and number of frames cost nothing.
 
 const ROW = 20;
 const NARROW = 3;

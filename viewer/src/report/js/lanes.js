@@ -406,7 +406,7 @@ function buildLanes() {
     arrange();
   }
 
-  /** Goes to the next or previous operation of the chosen lane, or to the next match of the search. */
+  /** Goes to the next or previous operation of the chosen lane, or match of the search. */
   function step(direction) {
     const row = list[state.row];
     if (!row) return;

@@ -1,4 +1,5 @@
-// The strip of all ranks: one cell each, in the colour of its group, with the sign of its condition.
+// The strip of all ranks: one cell each, in the colour of its group, with the sign of its
+// condition.
 
 function cellTitle(rank) {
   const entry = RANKS.get(rank);
@@ -127,7 +128,8 @@ function buildLegend() {
   byId("legend").replaceChildren(...entries);
 }
 
-// The panel of one rank: its identity, its progress, and the stacks of all its threads in both samples.
+// The panel of one rank: its identity, its progress, and the stacks of all its threads in both
+// samples.
 
 function openRank(rank) {
   show({ rank });

@@ -247,7 +247,8 @@ function buildGroups() {
   section.append(longTable(["Ranks", "Count", "Innermost user frame", "Innermost frame", "First frame of this group only"], rows, 12, "group"));
   const gone = BY_CONDITION.filter(({ condition }) => ["dead", "left", "no_dump"].includes(condition));
   if (!gone.length) return;
-  // Ranks with the same condition and reason are one row; the last row is for ranks without a reason.
+  // Ranks with the same condition and reason are one row; the last row is for ranks without a
+  // reason.
   const absent = gone.flatMap(({ condition, runs }) => {
     const explained = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
     const covered = union(explained.map((absent) => absent.runs));
