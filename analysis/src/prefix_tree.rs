@@ -139,15 +139,11 @@ pub struct Node {
     pub end: bool,
 }
 
-/// Fields of an encoded `StackTree`. A test below fails if they change.
-const WORDS: u32 = 1;
-const NODES: u32 = 2;
-
 /// Decodes the nodes of an encoded tree one by one, all into one message.
 fn each_node(tree: &[u8], mut visit: impl FnMut(&TreeNode) -> Result<(), TreeError>) -> Result<(), TreeError> {
     let mut node = TreeNode::default();
     lenient::each_part(tree, |number, part| {
-        if number != NODES {
+        if number != StackTree::NODES_FIELD {
             return Ok(());
         }
         node.clear();
@@ -294,7 +290,7 @@ impl PrefixTree {
     pub fn merge_encoded(&mut self, tree: &[u8], allowed: &RankSet) -> Result<(), TreeError> {
         let mut words: Vec<Cow<'_, str>> = Vec::new();
         lenient::each_part(tree, |number, part| {
-            if number == WORDS {
+            if number == StackTree::WORDS_FIELD {
                 words.push(String::from_utf8_lossy(part));
             }
             Ok::<(), TreeError>(())

@@ -41,10 +41,6 @@ pub struct EncodedOperations {
     decoded: OnceLock<Vec<Operation>>,
 }
 
-/// Field 4 of `RankEvidence`, and field 3 of `FlightRecord`. A test fails if these change.
-const FLIGHT: u32 = 4;
-const OPERATIONS: u32 = 3;
-
 /// Why a search through operations ends early.
 enum Stop {
     Found,
@@ -66,25 +62,27 @@ impl EncodedOperations {
     pub fn split(encoded: &[u8]) -> Result<(RankEvidence, Self), DecodeError> {
         let (mut rest, mut operations, mut pending) = (Vec::with_capacity(encoded.len()), Vec::new(), Vec::new());
         let mut record = None;
-        lenient::each_field(encoded, |number, field, value| match value.filter(|_| number == FLIGHT) {
-            Some(value) => {
-                let record = record.get_or_insert_with(Vec::new);
-                lenient::each_field(value, |number, field, value| {
-                    let Some(operation) = value.filter(|_| number == OPERATIONS) else {
-                        record.extend_from_slice(field);
-                        return Ok(());
-                    };
-                    operations.extend_from_slice(field);
-                    let operation = Operation::decode(operation)?;
-                    if operation.status() == OpStatus::Pending {
-                        pending.push(operation);
-                    }
-                    Ok::<(), DecodeError>(())
-                })
-            }
-            None => {
-                rest.extend_from_slice(field);
-                Ok(())
+        lenient::each_field(encoded, |number, field, value| {
+            match value.filter(|_| number == RankEvidence::FLIGHT_FIELD) {
+                Some(value) => {
+                    let record = record.get_or_insert_with(Vec::new);
+                    lenient::each_field(value, |number, field, value| {
+                        let Some(operation) = value.filter(|_| number == FlightRecord::OPERATIONS_FIELD) else {
+                            record.extend_from_slice(field);
+                            return Ok(());
+                        };
+                        operations.extend_from_slice(field);
+                        let operation = Operation::decode(operation)?;
+                        if operation.status() == OpStatus::Pending {
+                            pending.push(operation);
+                        }
+                        Ok::<(), DecodeError>(())
+                    })
+                }
+                None => {
+                    rest.extend_from_slice(field);
+                    Ok(())
+                }
             }
         })?;
         let mut evidence = RankEvidence::decode(&rest[..])?;

@@ -8,6 +8,9 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use xpu_timer_proto::server::{
+    ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, PySuspended, Stacktrace,
+};
 
 /// One frame. Its names stay bytes until [`Frame::text`] converts them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,29 +194,33 @@ impl<'a> Dump<'a> {
         let mut known = false;
         let mut reader = Reader::new(file);
         while let Some(field) = reader.next_field()? {
-            known |= matches!(field.number, 1..=11 | 100..=105);
+            known |= matches!(field.number,
+                Stacktrace::STACKTRACE_FIELD..=Stacktrace::PROCESS_STATE_FIELD
+                    | Stacktrace::FIRST_SAMPLE_FIELD..=Stacktrace::COMMAND_FIELD);
             match field.number {
-                1 => {
+                Stacktrace::STACKTRACE_FIELD => {
                     let thread = dump.threads.native_thread(reader.message(field)?)?;
                     dump.threads.native.push(thread);
                 }
-                2 => {
+                Stacktrace::PY_STACKTRACE_FIELD => {
                     let thread = dump.threads.python_thread(reader.message(field)?)?;
                     dump.threads.python.push(thread);
                 }
                 // An int32 is its varint truncated to 32 bits.
-                3 => dump.pid = reader.varint(field)? as i32,
-                6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
-                8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
-                11 => dump.process_state = String::from_utf8_lossy(reader.bytes(field)?),
+                Stacktrace::PID_FIELD => dump.pid = reader.varint(field)? as i32,
+                Stacktrace::PSTACK_STDERR_FIELD => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
+                Stacktrace::PYSPY_STDERR_FIELD => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
+                Stacktrace::PROCESS_STATE_FIELD => dump.process_state = String::from_utf8_lossy(reader.bytes(field)?),
                 // The pictures do not need these fields, so errors inside them do not make the file
                 // invalid.
-                100 if field.wire == BYTES => dump.first_sample = Some(reader.bytes(field)?),
-                101 if field.wire == BYTES => dump.last_sample = Some(reader.bytes(field)?),
-                102 if field.wire == BYTES => dump.children.push(reader.bytes(field)?),
-                103 if field.wire == BYTES => dump.flight_record = Some(reader.bytes(field)?),
-                104 if field.wire == BYTES => dump.node = reader.bytes(field)?,
-                105 if field.wire == BYTES => dump.command = reader.bytes(field)?,
+                Stacktrace::FIRST_SAMPLE_FIELD if field.wire == BYTES => dump.first_sample = Some(reader.bytes(field)?),
+                Stacktrace::LAST_SAMPLE_FIELD if field.wire == BYTES => dump.last_sample = Some(reader.bytes(field)?),
+                Stacktrace::CHILDREN_FIELD if field.wire == BYTES => dump.children.push(reader.bytes(field)?),
+                Stacktrace::FLIGHT_RECORD_FIELD if field.wire == BYTES => {
+                    dump.flight_record = Some(reader.bytes(field)?)
+                }
+                Stacktrace::NODE_FIELD if field.wire == BYTES => dump.node = reader.bytes(field)?,
+                Stacktrace::COMMAND_FIELD if field.wire == BYTES => dump.command = reader.bytes(field)?,
                 _ => reader.skip(field)?,
             }
         }
@@ -232,15 +239,15 @@ impl<'a> Threads<'a> {
         let mut thread = Thread::default();
         while let Some(field) = reader.next_field()? {
             match (field.number, field.wire) {
-                (3, _) => self.frames.push(frame(reader.message(field)?)?),
-                (1, _) => thread.tid = reader.varint(field)? as u32,
-                (2, _) => thread.name = reader.bytes(field)?,
-                (100, BYTES) => thread.state = reader.bytes(field)?,
-                (101, BYTES) => thread.wchan = reader.bytes(field)?,
-                (102, BYTES) => thread.kernel_stack.push(reader.bytes(field)?),
-                (103, VARINT) => thread.capture = reader.varint(field)? as i32,
-                (104, VARINT) => thread.context_switches = reader.varint(field)?,
-                (106, BYTES) => thread.incomplete = reader.bytes(field)?,
+                (PstackStacktrace::FRAMES_FIELD, _) => self.frames.push(frame(reader.message(field)?)?),
+                (PstackStacktrace::PID_FIELD, _) => thread.tid = reader.varint(field)? as u32,
+                (PstackStacktrace::THREAD_NAME_FIELD, _) => thread.name = reader.bytes(field)?,
+                (PstackStacktrace::STATE_FIELD, BYTES) => thread.state = reader.bytes(field)?,
+                (PstackStacktrace::WCHAN_FIELD, BYTES) => thread.wchan = reader.bytes(field)?,
+                (PstackStacktrace::KERNEL_STACK_FIELD, BYTES) => thread.kernel_stack.push(reader.bytes(field)?),
+                (PstackStacktrace::CAPTURE_FIELD, VARINT) => thread.capture = reader.varint(field)? as i32,
+                (PstackStacktrace::CONTEXT_SWITCHES_FIELD, VARINT) => thread.context_switches = reader.varint(field)?,
+                (PstackStacktrace::INCOMPLETE_FIELD, BYTES) => thread.incomplete = reader.bytes(field)?,
                 _ => reader.skip(field)?,
             }
         }
@@ -254,12 +261,12 @@ impl<'a> Threads<'a> {
         let mut suspended = Vec::new();
         while let Some(field) = reader.next_field()? {
             match (field.number, field.wire) {
-                (7, _) => self.frames.push(frame(reader.message(field)?)?),
-                (4, _) => thread.tid = reader.varint(field)? as u32,
-                (3, _) => thread.name = reader.bytes(field)?,
-                (6, VARINT) => thread.owns_gil = reader.varint(field)? != 0,
+                (PySpyStacktrace::FRAMES_FIELD, _) => self.frames.push(frame(reader.message(field)?)?),
+                (PySpyStacktrace::OS_THREAD_ID_FIELD, _) => thread.tid = reader.varint(field)? as u32,
+                (PySpyStacktrace::THREAD_NAME_FIELD, _) => thread.name = reader.bytes(field)?,
+                (PySpyStacktrace::OWNS_GIL_FIELD, VARINT) => thread.owns_gil = reader.varint(field)? != 0,
                 // Their frames follow those of the thread, wherever they are in the file.
-                (103, BYTES) => suspended.push(reader.message(field)?),
+                (PySpyStacktrace::SUSPENDED_FIELD, BYTES) => suspended.push(reader.message(field)?),
                 _ => reader.skip(field)?,
             }
         }
@@ -278,10 +285,10 @@ impl<'a> Threads<'a> {
         let mut suspended = Suspended::default();
         while let Some(field) = reader.next_field()? {
             match field.number {
-                1 => suspended.kind = reader.varint(field)? as i32,
-                2 => suspended.name = reader.bytes(field)?,
-                3 => self.frames.push(frame(reader.message(field)?)?),
-                4 => suspended.awaits = reader.bytes(field)?,
+                PySuspended::KIND_FIELD => suspended.kind = reader.varint(field)? as i32,
+                PySuspended::NAME_FIELD => suspended.name = reader.bytes(field)?,
+                PySuspended::FRAMES_FIELD => self.frames.push(frame(reader.message(field)?)?),
+                PySuspended::AWAITS_FIELD => suspended.awaits = reader.bytes(field)?,
                 _ => reader.skip(field)?,
             }
         }
@@ -297,20 +304,20 @@ impl<'a> Sample<'a> {
         let mut reader = Reader::new(message);
         while let Some(field) = reader.next_field()? {
             match field.number {
-                1 => {
+                ProcessSample::STACKTRACE_FIELD => {
                     let thread = sample.threads.native_thread(reader.message(field)?)?;
                     sample.threads.native.push(thread);
                 }
-                2 => {
+                ProcessSample::PY_STACKTRACE_FIELD => {
                     let thread = sample.threads.python_thread(reader.message(field)?)?;
                     sample.threads.python.push(thread);
                 }
-                3 => sample.process_state = reader.bytes(field)?,
-                4 => sample.captured_unix_ns = reader.varint(field)?,
-                5 => sample.cpu_time_ns = reader.varint(field)?,
-                6 => sample.io_bytes = reader.varint(field)?,
-                7 => sample.errors.push(reader.bytes(field)?),
-                10 => sample.tcp_bytes = reader.varint(field)?,
+                ProcessSample::PROCESS_STATE_FIELD => sample.process_state = reader.bytes(field)?,
+                ProcessSample::CAPTURED_UNIX_NS_FIELD => sample.captured_unix_ns = reader.varint(field)?,
+                ProcessSample::CPU_TIME_NS_FIELD => sample.cpu_time_ns = reader.varint(field)?,
+                ProcessSample::IO_BYTES_FIELD => sample.io_bytes = reader.varint(field)?,
+                ProcessSample::ERRORS_FIELD => sample.errors.push(reader.bytes(field)?),
+                ProcessSample::TCP_BYTES_FIELD => sample.tcp_bytes = reader.varint(field)?,
                 _ => reader.skip(field)?,
             }
         }
@@ -325,10 +332,10 @@ impl<'a> Child<'a> {
         let mut reader = Reader::new(message);
         while let Some(field) = reader.next_field()? {
             match field.number {
-                1 => child.pid = reader.varint(field)? as i32,
-                2 => child.parent = reader.varint(field)? as i32,
-                3 => child.command = reader.bytes(field)?,
-                4 => child.samples.push(Sample::decode(reader.bytes(field)?)?),
+                ChildProcess::PID_FIELD => child.pid = reader.varint(field)? as i32,
+                ChildProcess::PARENT_PID_FIELD => child.parent = reader.varint(field)? as i32,
+                ChildProcess::COMMAND_FIELD => child.command = reader.bytes(field)?,
+                ChildProcess::SAMPLES_FIELD => child.samples.push(Sample::decode(reader.bytes(field)?)?),
                 _ => reader.skip(field)?,
             }
         }
@@ -336,12 +343,13 @@ impl<'a> Child<'a> {
     }
 }
 
+/// A frame of either kind: both have equal numbers for these fields.
 fn frame<'a>(mut reader: Reader<'a>) -> Result<Frame<'a>, DecodeError> {
     let mut frame = Frame { func: b"", file: b"" };
     while let Some(field) = reader.next_field()? {
         match field.number {
-            1 => frame.func = reader.bytes(field)?,
-            2 => frame.file = reader.bytes(field)?,
+            PstackFrame::FUNC_NAME_FIELD => frame.func = reader.bytes(field)?,
+            PstackFrame::FILE_NAME_FIELD => frame.file = reader.bytes(field)?,
             _ => reader.skip(field)?,
         }
     }

@@ -54,8 +54,9 @@ impl Ranks {
         while let Some((rank, operations, bytes)) = self.pop_first() {
             decoded.push(rank, operations);
             head.clear();
-            head.push(RANKS_KEY);
-            xpu_timer_proto::encode_length_delimiter(bytes.len(), &mut head).expect("a vector grows");
+            for number in [(Evidence::RANKS_FIELD << 3 | EMBEDDED) as usize, bytes.len()] {
+                xpu_timer_proto::encode_length_delimiter(number, &mut head).expect("a vector grows");
+            }
             to.write_all(&head)?;
             to.write_all(&bytes)?;
         }
@@ -121,8 +122,8 @@ fn repaired(rank: u32, bytes: &[u8]) -> RankEvidence {
     })
 }
 
-/// Field 6 of `Evidence`, wire type 2. A test below fails if this changes.
-const RANKS_KEY: u8 = 6 << 3 | 2;
+/// Wire type of a message within another one.
+const EMBEDDED: u32 = 2;
 
 #[cfg(test)]
 mod tests {

@@ -64,8 +64,13 @@ fn generated_code_is_up_to_date() {
     }
 }
 
+/// The package of `.stacktrace` files.
+const SERVER: &str = "xpu_timer.server";
+/// Messages of other packages of which some code decodes only a part.
+const DECODED_IN_PART: [&str; 4] = ["Evidence", "RankEvidence", "FlightRecord", "StackTree"];
+
 /// Generates the shapes for [`lenient::decode`]: the fields of each message that are texts or
-/// messages.
+/// messages. Also generates the numbers of the fields, for code that decodes only some of them.
 ///
 /// [`lenient::decode`]: ../../src/lenient.rs
 fn shapes(descriptors: &prost_types::FileDescriptorSet) -> String {
@@ -93,13 +98,23 @@ fn shapes(descriptors: &prost_types::FileDescriptorSet) -> String {
             }
             let (name, path) = (shape(package, message.name()), package.trim_start_matches("xpu_timer."));
             text.push_str(&format!("static {name}: [(u32, Field); {}] = [\n{fields}];\n", fields.lines().count()));
-            text.push_str(&format!(
-                "impl Shaped for crate::{path}::{} {{\n    const SHAPE: &'static Shape = &{name};\n}}\n",
-                message.name()
-            ));
+            let of_type = format!("crate::{path}::{}", message.name());
+            text.push_str(&format!("impl Shaped for {of_type} {{\n    const SHAPE: &'static Shape = &{name};\n}}\n"));
+            if package == SERVER || DECODED_IN_PART.contains(&message.name()) {
+                text.push_str(&format!("impl {of_type} {{\n{}}}\n", numbers(message)));
+            }
         }
     }
     text
+}
+
+/// A constant with the number of each field: `PID_FIELD`.
+fn numbers(message: &prost_types::DescriptorProto) -> String {
+    let number = |field: &prost_types::FieldDescriptorProto| {
+        let (name, number) = (field.name(), field.number());
+        format!("    /// Number of the field `{name}`.\n    pub const {}_FIELD: u32 = {number};\n", name.to_uppercase())
+    };
+    message.field.iter().map(number).collect()
 }
 
 fn shape(package: &str, message: &str) -> String {

@@ -170,6 +170,32 @@ static V1_FLIGHT_RECORD: [(u32, Field); 7] = [
 impl Shaped for crate::v1::FlightRecord {
     const SHAPE: &'static Shape = &V1_FLIGHT_RECORD;
 }
+impl crate::v1::FlightRecord {
+    /// Number of the field `rank`.
+    pub const RANK_FIELD: u32 = 1;
+    /// Number of the field `communicators`.
+    pub const COMMUNICATORS_FIELD: u32 = 2;
+    /// Number of the field `operations`.
+    pub const OPERATIONS_FIELD: u32 = 3;
+    /// Number of the field `streams`.
+    pub const STREAMS_FIELD: u32 = 4;
+    /// Number of the field `kernels_launched`.
+    pub const KERNELS_LAUNCHED_FIELD: u32 = 5;
+    /// Number of the field `graphs_launched`.
+    pub const GRAPHS_LAUNCHED_FIELD: u32 = 6;
+    /// Number of the field `collectives_launched`.
+    pub const COLLECTIVES_LAUNCHED_FIELD: u32 = 7;
+    /// Number of the field `last_launch_ns`.
+    pub const LAST_LAUNCH_NS_FIELD: u32 = 8;
+    /// Number of the field `read_ns`.
+    pub const READ_NS_FIELD: u32 = 9;
+    /// Number of the field `health`.
+    pub const HEALTH_FIELD: u32 = 10;
+    /// Number of the field `coverage`.
+    pub const COVERAGE_FIELD: u32 = 11;
+    /// Number of the field `kernels`.
+    pub const KERNELS_FIELD: u32 = 12;
+}
 static SERVER_PSTACK_FRAME: [(u32, Field); 4] = [
     (1, Field::Text),
     (2, Field::Text),
@@ -178,6 +204,22 @@ static SERVER_PSTACK_FRAME: [(u32, Field); 4] = [
 ];
 impl Shaped for crate::server::PstackFrame {
     const SHAPE: &'static Shape = &SERVER_PSTACK_FRAME;
+}
+impl crate::server::PstackFrame {
+    /// Number of the field `func_name`.
+    pub const FUNC_NAME_FIELD: u32 = 1;
+    /// Number of the field `file_name`.
+    pub const FILE_NAME_FIELD: u32 = 2;
+    /// Number of the field `origin`.
+    pub const ORIGIN_FIELD: u32 = 3;
+    /// Number of the field `pc`.
+    pub const PC_FIELD: u32 = 100;
+    /// Number of the field `module`.
+    pub const MODULE_FIELD: u32 = 101;
+    /// Number of the field `module_address`.
+    pub const MODULE_ADDRESS_FIELD: u32 = 102;
+    /// Number of the field `inlined`.
+    pub const INLINED_FIELD: u32 = 103;
 }
 static SERVER_PSTACK_STACKTRACE: [(u32, Field); 7] = [
     (2, Field::Text),
@@ -191,6 +233,34 @@ static SERVER_PSTACK_STACKTRACE: [(u32, Field); 7] = [
 impl Shaped for crate::server::PstackStacktrace {
     const SHAPE: &'static Shape = &SERVER_PSTACK_STACKTRACE;
 }
+impl crate::server::PstackStacktrace {
+    /// Number of the field `pid`.
+    pub const PID_FIELD: u32 = 1;
+    /// Number of the field `thread_name`.
+    pub const THREAD_NAME_FIELD: u32 = 2;
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 3;
+    /// Number of the field `state`.
+    pub const STATE_FIELD: u32 = 100;
+    /// Number of the field `wchan`.
+    pub const WCHAN_FIELD: u32 = 101;
+    /// Number of the field `kernel_stack`.
+    pub const KERNEL_STACK_FIELD: u32 = 102;
+    /// Number of the field `capture`.
+    pub const CAPTURE_FIELD: u32 = 103;
+    /// Number of the field `context_switches`.
+    pub const CONTEXT_SWITCHES_FIELD: u32 = 104;
+    /// Number of the field `cpu_time_ns`.
+    pub const CPU_TIME_NS_FIELD: u32 = 105;
+    /// Number of the field `incomplete`.
+    pub const INCOMPLETE_FIELD: u32 = 106;
+    /// Number of the field `syscall`.
+    pub const SYSCALL_FIELD: u32 = 107;
+    /// Number of the field `awaited`.
+    pub const AWAITED_FIELD: u32 = 108;
+    /// Number of the field `timed`.
+    pub const TIMED_FIELD: u32 = 109;
+}
 static SERVER_AWAITED: [(u32, Field); 3] = [
     (2, Field::Text),
     (3, Field::Message(&SERVER_HOLDER)),
@@ -199,11 +269,31 @@ static SERVER_AWAITED: [(u32, Field); 3] = [
 impl Shaped for crate::server::Awaited {
     const SHAPE: &'static Shape = &SERVER_AWAITED;
 }
+impl crate::server::Awaited {
+    /// Number of the field `kind`.
+    pub const KIND_FIELD: u32 = 1;
+    /// Number of the field `name`.
+    pub const NAME_FIELD: u32 = 2;
+    /// Number of the field `holders`.
+    pub const HOLDERS_FIELD: u32 = 3;
+    /// Number of the field `object`.
+    pub const OBJECT_FIELD: u32 = 4;
+}
 static SERVER_HOLDER: [(u32, Field); 1] = [
     (2, Field::Text),
 ];
 impl Shaped for crate::server::Holder {
     const SHAPE: &'static Shape = &SERVER_HOLDER;
+}
+impl crate::server::Holder {
+    /// Number of the field `pid`.
+    pub const PID_FIELD: u32 = 1;
+    /// Number of the field `name`.
+    pub const NAME_FIELD: u32 = 2;
+    /// Number of the field `child`.
+    pub const CHILD_FIELD: u32 = 3;
+    /// Number of the field `both_ends`.
+    pub const BOTH_ENDS_FIELD: u32 = 4;
 }
 static SERVER_PY_SPY_FRAME: [(u32, Field); 3] = [
     (1, Field::Text),
@@ -212,6 +302,14 @@ static SERVER_PY_SPY_FRAME: [(u32, Field); 3] = [
 ];
 impl Shaped for crate::server::PySpyFrame {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME;
+}
+impl crate::server::PySpyFrame {
+    /// Number of the field `func_name`.
+    pub const FUNC_NAME_FIELD: u32 = 1;
+    /// Number of the field `file_name`.
+    pub const FILE_NAME_FIELD: u32 = 2;
+    /// Number of the field `module`.
+    pub const MODULE_FIELD: u32 = 3;
 }
 static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 5] = [
     (3, Field::Text),
@@ -223,6 +321,30 @@ static SERVER_PY_SPY_STACKTRACE: [(u32, Field); 5] = [
 impl Shaped for crate::server::PySpyStacktrace {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_STACKTRACE;
 }
+impl crate::server::PySpyStacktrace {
+    /// Number of the field `pid`.
+    pub const PID_FIELD: u32 = 1;
+    /// Number of the field `thread_id`.
+    pub const THREAD_ID_FIELD: u32 = 2;
+    /// Number of the field `thread_name`.
+    pub const THREAD_NAME_FIELD: u32 = 3;
+    /// Number of the field `os_thread_id`.
+    pub const OS_THREAD_ID_FIELD: u32 = 4;
+    /// Number of the field `active`.
+    pub const ACTIVE_FIELD: u32 = 5;
+    /// Number of the field `owns_gil`.
+    pub const OWNS_GIL_FIELD: u32 = 6;
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 7;
+    /// Number of the field `incomplete`.
+    pub const INCOMPLETE_FIELD: u32 = 100;
+    /// Number of the field `collects_garbage`.
+    pub const COLLECTS_GARBAGE_FIELD: u32 = 101;
+    /// Number of the field `exceptions`.
+    pub const EXCEPTIONS_FIELD: u32 = 102;
+    /// Number of the field `suspended`.
+    pub const SUSPENDED_FIELD: u32 = 103;
+}
 static SERVER_PY_SUSPENDED: [(u32, Field); 3] = [
     (2, Field::Text),
     (3, Field::Message(&SERVER_PY_SPY_FRAME)),
@@ -230,6 +352,16 @@ static SERVER_PY_SUSPENDED: [(u32, Field); 3] = [
 ];
 impl Shaped for crate::server::PySuspended {
     const SHAPE: &'static Shape = &SERVER_PY_SUSPENDED;
+}
+impl crate::server::PySuspended {
+    /// Number of the field `kind`.
+    pub const KIND_FIELD: u32 = 1;
+    /// Number of the field `name`.
+    pub const NAME_FIELD: u32 = 2;
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 3;
+    /// Number of the field `awaits`.
+    pub const AWAITS_FIELD: u32 = 4;
 }
 static SERVER_PY_EXCEPTION: [(u32, Field); 3] = [
     (1, Field::Text),
@@ -239,11 +371,23 @@ static SERVER_PY_EXCEPTION: [(u32, Field); 3] = [
 impl Shaped for crate::server::PyException {
     const SHAPE: &'static Shape = &SERVER_PY_EXCEPTION;
 }
+impl crate::server::PyException {
+    /// Number of the field `type`.
+    pub const TYPE_FIELD: u32 = 1;
+    /// Number of the field `message`.
+    pub const MESSAGE_FIELD: u32 = 2;
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 3;
+}
 static SERVER_DEVICE_STACKTRACE: [(u32, Field); 1] = [
     (1, Field::Text),
 ];
 impl Shaped for crate::server::DeviceStacktrace {
     const SHAPE: &'static Shape = &SERVER_DEVICE_STACKTRACE;
+}
+impl crate::server::DeviceStacktrace {
+    /// Number of the field `devices_frames`.
+    pub const DEVICES_FRAMES_FIELD: u32 = 1;
 }
 static SERVER_DEVICE_STATUS: [(u32, Field); 6] = [
     (1, Field::Text),
@@ -256,6 +400,24 @@ static SERVER_DEVICE_STATUS: [(u32, Field); 6] = [
 impl Shaped for crate::server::DeviceStatus {
     const SHAPE: &'static Shape = &SERVER_DEVICE_STATUS;
 }
+impl crate::server::DeviceStatus {
+    /// Number of the field `block_range`.
+    pub const BLOCK_RANGE_FIELD: u32 = 1;
+    /// Number of the field `thread_range`.
+    pub const THREAD_RANGE_FIELD: u32 = 2;
+    /// Number of the field `stack_trace`.
+    pub const STACK_TRACE_FIELD: u32 = 3;
+    /// Number of the field `sass`.
+    pub const SASS_FIELD: u32 = 4;
+    /// Number of the field `has_next`.
+    pub const HAS_NEXT_FIELD: u32 = 5;
+    /// Number of the field `hang_step`.
+    pub const HANG_STEP_FIELD: u32 = 6;
+    /// Number of the field `hang_sass`.
+    pub const HANG_SASS_FIELD: u32 = 7;
+    /// Number of the field `registers`.
+    pub const REGISTERS_FIELD: u32 = 8;
+}
 static SERVER_PROCESS_SAMPLE: [(u32, Field); 6] = [
     (1, Field::Message(&SERVER_PSTACK_STACKTRACE)),
     (2, Field::Message(&SERVER_PY_SPY_STACKTRACE)),
@@ -267,12 +429,44 @@ static SERVER_PROCESS_SAMPLE: [(u32, Field); 6] = [
 impl Shaped for crate::server::ProcessSample {
     const SHAPE: &'static Shape = &SERVER_PROCESS_SAMPLE;
 }
+impl crate::server::ProcessSample {
+    /// Number of the field `stacktrace`.
+    pub const STACKTRACE_FIELD: u32 = 1;
+    /// Number of the field `py_stacktrace`.
+    pub const PY_STACKTRACE_FIELD: u32 = 2;
+    /// Number of the field `process_state`.
+    pub const PROCESS_STATE_FIELD: u32 = 3;
+    /// Number of the field `captured_unix_ns`.
+    pub const CAPTURED_UNIX_NS_FIELD: u32 = 4;
+    /// Number of the field `cpu_time_ns`.
+    pub const CPU_TIME_NS_FIELD: u32 = 5;
+    /// Number of the field `io_bytes`.
+    pub const IO_BYTES_FIELD: u32 = 6;
+    /// Number of the field `errors`.
+    pub const ERRORS_FIELD: u32 = 7;
+    /// Number of the field `capture_ns`.
+    pub const CAPTURE_NS_FIELD: u32 = 8;
+    /// Number of the field `longest_stop_ns`.
+    pub const LONGEST_STOP_NS_FIELD: u32 = 9;
+    /// Number of the field `tcp_bytes`.
+    pub const TCP_BYTES_FIELD: u32 = 10;
+    /// Number of the field `libraries`.
+    pub const LIBRARIES_FIELD: u32 = 11;
+    /// Number of the field `tcp_connections`.
+    pub const TCP_CONNECTIONS_FIELD: u32 = 12;
+}
 static SERVER_LIBRARY: [(u32, Field); 2] = [
     (1, Field::Text),
     (2, Field::Text),
 ];
 impl Shaped for crate::server::Library {
     const SHAPE: &'static Shape = &SERVER_LIBRARY;
+}
+impl crate::server::Library {
+    /// Number of the field `name`.
+    pub const NAME_FIELD: u32 = 1;
+    /// Number of the field `version`.
+    pub const VERSION_FIELD: u32 = 2;
 }
 static SERVER_TCP_CONNECTION: [(u32, Field); 2] = [
     (1, Field::Text),
@@ -281,12 +475,28 @@ static SERVER_TCP_CONNECTION: [(u32, Field); 2] = [
 impl Shaped for crate::server::TcpConnection {
     const SHAPE: &'static Shape = &SERVER_TCP_CONNECTION;
 }
+impl crate::server::TcpConnection {
+    /// Number of the field `local`.
+    pub const LOCAL_FIELD: u32 = 1;
+    /// Number of the field `remote`.
+    pub const REMOTE_FIELD: u32 = 2;
+}
 static SERVER_CHILD_PROCESS: [(u32, Field); 2] = [
     (3, Field::Text),
     (4, Field::Message(&SERVER_PROCESS_SAMPLE)),
 ];
 impl Shaped for crate::server::ChildProcess {
     const SHAPE: &'static Shape = &SERVER_CHILD_PROCESS;
+}
+impl crate::server::ChildProcess {
+    /// Number of the field `pid`.
+    pub const PID_FIELD: u32 = 1;
+    /// Number of the field `parent_pid`.
+    pub const PARENT_PID_FIELD: u32 = 2;
+    /// Number of the field `command`.
+    pub const COMMAND_FIELD: u32 = 3;
+    /// Number of the field `samples`.
+    pub const SAMPLES_FIELD: u32 = 4;
 }
 static SERVER_STACKTRACE: [(u32, Field); 15] = [
     (1, Field::Message(&SERVER_PSTACK_STACKTRACE)),
@@ -308,11 +518,57 @@ static SERVER_STACKTRACE: [(u32, Field); 15] = [
 impl Shaped for crate::server::Stacktrace {
     const SHAPE: &'static Shape = &SERVER_STACKTRACE;
 }
+impl crate::server::Stacktrace {
+    /// Number of the field `stacktrace`.
+    pub const STACKTRACE_FIELD: u32 = 1;
+    /// Number of the field `py_stacktrace`.
+    pub const PY_STACKTRACE_FIELD: u32 = 2;
+    /// Number of the field `pid`.
+    pub const PID_FIELD: u32 = 3;
+    /// Number of the field `rank`.
+    pub const RANK_FIELD: u32 = 4;
+    /// Number of the field `pstack_stdout`.
+    pub const PSTACK_STDOUT_FIELD: u32 = 5;
+    /// Number of the field `pstack_stderr`.
+    pub const PSTACK_STDERR_FIELD: u32 = 6;
+    /// Number of the field `pyspy_stdout`.
+    pub const PYSPY_STDOUT_FIELD: u32 = 7;
+    /// Number of the field `pyspy_stderr`.
+    pub const PYSPY_STDERR_FIELD: u32 = 8;
+    /// Number of the field `device_stacktrace`.
+    pub const DEVICE_STACKTRACE_FIELD: u32 = 9;
+    /// Number of the field `device_status`.
+    pub const DEVICE_STATUS_FIELD: u32 = 10;
+    /// Number of the field `process_state`.
+    pub const PROCESS_STATE_FIELD: u32 = 11;
+    /// Number of the field `first_sample`.
+    pub const FIRST_SAMPLE_FIELD: u32 = 100;
+    /// Number of the field `last_sample`.
+    pub const LAST_SAMPLE_FIELD: u32 = 101;
+    /// Number of the field `children`.
+    pub const CHILDREN_FIELD: u32 = 102;
+    /// Number of the field `flight_record`.
+    pub const FLIGHT_RECORD_FIELD: u32 = 103;
+    /// Number of the field `node`.
+    pub const NODE_FIELD: u32 = 104;
+    /// Number of the field `command`.
+    pub const COMMAND_FIELD: u32 = 105;
+    /// Number of the field `parent_pid`.
+    pub const PARENT_PID_FIELD: u32 = 106;
+    /// Number of the field `ended_parent_pid`.
+    pub const ENDED_PARENT_PID_FIELD: u32 = 107;
+}
 static SERVER_PYTHON_STACK_IN_TIMELINE: [(u32, Field); 1] = [
     (1, Field::Message(&SERVER_NAMED_FRAMES)),
 ];
 impl Shaped for crate::server::PythonStackInTimeline {
     const SHAPE: &'static Shape = &SERVER_PYTHON_STACK_IN_TIMELINE;
+}
+impl crate::server::PythonStackInTimeline {
+    /// Number of the field `named_frames`.
+    pub const NAMED_FRAMES_FIELD: u32 = 1;
+    /// Number of the field `rank`.
+    pub const RANK_FIELD: u32 = 2;
 }
 static SERVER_NAMED_FRAMES: [(u32, Field); 2] = [
     (1, Field::Text),
@@ -321,11 +577,21 @@ static SERVER_NAMED_FRAMES: [(u32, Field); 2] = [
 impl Shaped for crate::server::NamedFrames {
     const SHAPE: &'static Shape = &SERVER_NAMED_FRAMES;
 }
+impl crate::server::NamedFrames {
+    /// Number of the field `name`.
+    pub const NAME_FIELD: u32 = 1;
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 2;
+}
 static SERVER_PY_SPY_FRAME_LIST: [(u32, Field); 1] = [
     (1, Field::Message(&SERVER_PY_SPY_FRAME)),
 ];
 impl Shaped for crate::server::PySpyFrameList {
     const SHAPE: &'static Shape = &SERVER_PY_SPY_FRAME_LIST;
+}
+impl crate::server::PySpyFrameList {
+    /// Number of the field `frames`.
+    pub const FRAMES_FIELD: u32 = 1;
 }
 static V1_HOOK_MESSAGE: [(u32, Field); 6] = [
     (1, Field::Message(&V1_HELLO)),
@@ -456,6 +722,28 @@ static V1_RANK_EVIDENCE: [(u32, Field); 8] = [
 impl Shaped for crate::v1::RankEvidence {
     const SHAPE: &'static Shape = &V1_RANK_EVIDENCE;
 }
+impl crate::v1::RankEvidence {
+    /// Number of the field `rank`.
+    pub const RANK_FIELD: u32 = 1;
+    /// Number of the field `presence`.
+    pub const PRESENCE_FIELD: u32 = 2;
+    /// Number of the field `dump`.
+    pub const DUMP_FIELD: u32 = 3;
+    /// Number of the field `flight`.
+    pub const FLIGHT_FIELD: u32 = 4;
+    /// Number of the field `node`.
+    pub const NODE_FIELD: u32 = 5;
+    /// Number of the field `errors`.
+    pub const ERRORS_FIELD: u32 = 6;
+    /// Number of the field `exit`.
+    pub const EXIT_FIELD: u32 = 7;
+    /// Number of the field `host`.
+    pub const HOST_FIELD: u32 = 8;
+    /// Number of the field `stay`.
+    pub const STAY_FIELD: u32 = 9;
+    /// Number of the field `failures`.
+    pub const FAILURES_FIELD: u32 = 10;
+}
 static V1_HOST_STAY: [(u32, Field); 2] = [
     (1, Field::Text),
     (2, Field::Text),
@@ -554,6 +842,26 @@ static V1_EVIDENCE: [(u32, Field); 5] = [
 ];
 impl Shaped for crate::v1::Evidence {
     const SHAPE: &'static Shape = &V1_EVIDENCE;
+}
+impl crate::v1::Evidence {
+    /// Number of the field `incident`.
+    pub const INCIDENT_FIELD: u32 = 1;
+    /// Number of the field `job`.
+    pub const JOB_FIELD: u32 = 2;
+    /// Number of the field `world_size`.
+    pub const WORLD_SIZE_FIELD: u32 = 3;
+    /// Number of the field `attempt`.
+    pub const ATTEMPT_FIELD: u32 = 4;
+    /// Number of the field `trigger`.
+    pub const TRIGGER_FIELD: u32 = 5;
+    /// Number of the field `ranks`.
+    pub const RANKS_FIELD: u32 = 6;
+    /// Number of the field `hang_timeout_ns`.
+    pub const HANG_TIMEOUT_NS_FIELD: u32 = 7;
+    /// Number of the field `sample_interval_ns`.
+    pub const SAMPLE_INTERVAL_NS_FIELD: u32 = 8;
+    /// Number of the field `processes`.
+    pub const PROCESSES_FIELD: u32 = 9;
 }
 static V1_PROCESS_EVIDENCE: [(u32, Field); 3] = [
     (1, Field::Text),
@@ -698,6 +1006,12 @@ static V1_STACK_TREE: [(u32, Field); 2] = [
 ];
 impl Shaped for crate::v1::StackTree {
     const SHAPE: &'static Shape = &V1_STACK_TREE;
+}
+impl crate::v1::StackTree {
+    /// Number of the field `words`.
+    pub const WORDS_FIELD: u32 = 1;
+    /// Number of the field `nodes`.
+    pub const NODES_FIELD: u32 = 2;
 }
 static V1_STACK_TREES: [(u32, Field); 2] = [
     (2, Field::Message(&V1_STACK_TREE)),
