@@ -55,6 +55,30 @@ pub struct Incident {
     pub verdict: Value,
 }
 
+impl Incident {
+    /// Asserts that the verdict came within the interval between the two samples plus 3 s after the
+    /// timeout. It may take longer if other processes keep the processors busy.
+    ///
+    /// # Panics
+    /// The verdict came later, or contains no time.
+    #[track_caller]
+    pub fn assert_in_time(&self, interval: Duration) {
+        /// Share of time for which some process has waited for a processor, in percent.
+        const BUSY: f64 = 50.0;
+        const TIMES_BUSY: f64 = 4.0;
+        let took = self.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
+        let times = if cpu_pressure().is_none_or(|percent| percent < BUSY) { 1.0 } else { TIMES_BUSY };
+        let limit = interval.as_secs_f64() + 3.0 * times;
+        assert!(took < limit, "the verdict came {took} s after the timeout, not within {limit} s");
+    }
+}
+
+/// For how much of the last minute some process waited for a processor, in percent.
+fn cpu_pressure() -> Option<f64> {
+    let pressure = fs::read_to_string("/proc/pressure/cpu").ok()?;
+    pressure.split_once("avg60=")?.1.split(' ').next()?.parse().ok()
+}
+
 impl Job {
     /// A job in a temporary folder, which is removed with it.
     ///

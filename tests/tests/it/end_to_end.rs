@@ -66,8 +66,7 @@ fn a_data_loader_that_waits_for_a_shard() {
     assert!(stuck.contains("@2|0-1/3"), "{stuck}");
     let native = fs::read_to_string(incident.path.join("cpp_stack")).expect("cpp_stack");
     assert!(native.contains("@0-1/3|2"), "the victims' common native frames are drawn");
-    let seconds = incident.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
-    assert!(seconds < 2.0 + 3.0, "sample interval 2 s plus 3 s, not {seconds}");
+    incident.assert_in_time(Duration::from_secs(2));
 }
 
 #[test]
@@ -302,6 +301,19 @@ fn a_process_that_is_no_rank_is_named_with_its_pid_and_command() {
     assert_eq!(process["command"], "VLLM::Detokenizer", "{text}");
     assert_eq!(incident.verdict["victims"], json!([0, 1, 2]), "{text}");
     assert_ne!(incident.verdict["hang"], "none", "{text}");
+}
+
+#[test]
+fn of_a_server_the_worker_is_named_in_time_by_its_pid_and_title() {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
+    let _server = serve(&job, "servers.py", "pipe_worker_lock");
+    let incident = job.wait_incident(1, PATIENCE);
+    let truth = fs::read(job.dir.join("truth.json")).expect("the program writes the truth");
+    let truth: Value = serde_json::from_slice(&truth).expect("JSON");
+    let process = &incident.verdict["culprit_processes"][0];
+    assert_eq!(process["pid"], truth["culprits"][0], "{}", text(&incident));
+    assert_eq!(process["command"], "VLLM::Worker_TP2", "{}", text(&incident));
+    incident.assert_in_time(Duration::from_secs(1));
 }
 
 #[test]
