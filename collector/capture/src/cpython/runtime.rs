@@ -235,8 +235,7 @@ fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
 fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
     let has_debug_offsets = debug_offsets_version(memory, runtime) == Some(minor);
     let flag = runtime.wrapping_add(FREE_THREADED_OFFSET);
-    let free_threaded =
-        has_debug_offsets && memory.read_u64(OFFSETS, flag).map_err(|error| error.to_string())? != 0;
+    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag).map_err(|error| error.to_string())? != 0;
     let name = format!("{}CPython 3.{minor}", if free_threaded { "free-threaded " } else { "" });
     let builds = || LAYOUTS.iter().filter(|layout| layout.free_threaded == free_threaded);
     let Some(layout) = builds().find(|layout| layout.minor == minor) else {

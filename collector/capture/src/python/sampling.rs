@@ -7,10 +7,7 @@
 //! is still there afterwards: the thread runs during the read, so what was read may never have
 //! existed.
 
-use std::{
-    collections::HashMap,
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
 use xpu_timer_proto::{procfs, server::PySpyFrame};
 

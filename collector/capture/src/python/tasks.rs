@@ -224,8 +224,10 @@ fn task_of_nursery(
         }
         let [nursery] = attributes(memory, layout, manager, ["_nursery"]).ok()?;
         let [children] = attributes(memory, layout, nursery?, ["_children"]).ok()?;
-        let tasks: Vec<TaskWords> =
-            members(memory, layout, children?)?.into_iter().filter_map(|task| trio_task(memory, layout, task)).collect();
+        let tasks: Vec<TaskWords> = members(memory, layout, children?)?
+            .into_iter()
+            .filter_map(|task| trio_task(memory, layout, task))
+            .collect();
         let first = tasks.into_iter().min_by_key(|task| task_name(memory, layout, task.name))?;
         return Some((at, first));
     }
