@@ -70,6 +70,36 @@ pub fn forky_headers() -> Result<PathBuf> {
     })
 }
 
+/// A free-threaded build of CPython, such as `3.14t`, under `target/python3.14t`. It is built from
+/// Debian's source in some minutes, because Debian has no package of it.
+///
+/// # Errors
+/// It cannot be built; one line.
+pub(crate) fn built_free_threaded(version: &str) -> Result<PathBuf> {
+    let small = forky()?;
+    let name = format!("python{version}");
+    let package = name.trim_end_matches('t');
+    let root = set_up(&name, |root| {
+        let folder = tempfile::tempdir_in(small.join("tmp"))?;
+        let inside = Path::new("/").join(folder.path().strip_prefix(&small)?);
+        let fetch = format!(
+            "cd {} && sed 's/^deb /deb-src /' /etc/apt/sources.list >list && mkdir -p lists && \
+             get() {{ apt-get -qq -o Acquire::Check-Valid-Until=false -o Dir::Etc::SourceList=$PWD/list \
+             -o Dir::State::Lists=$PWD/lists -o APT::Sandbox::User=root \"$@\"; }} && \
+             get update && get source --download-only {package}",
+            inside.display()
+        );
+        finish(run_in_forky(&small, "sh").args(["-c", &fetch]), &format!("the source of {package}"))?;
+        let build = format!(
+            "mkdir source && tar xf {package}_*.orig.tar.xz --strip-components=1 -C source && cd source && \
+             ./configure -q --disable-gil --disable-test-modules --prefix={} && make -s -j2 && make -s install",
+            root.display()
+        );
+        finish(Command::new("sh").args(["-c", &build]).current_dir(folder.path()), &format!("the build of {name}"))
+    })?;
+    Ok(root.join("bin").join(name))
+}
+
 /// A command that runs a program in a root, with its own mount and PID namespaces, its own `/proc`,
 /// and pid 1. Killing the command's process ends everything inside.
 #[must_use]

@@ -23,6 +23,6 @@ pub use process::{Output, Process, copy_program};
 pub use pypi::{GEVENT, PypiFramework, PypiMpi, PypiTorch, TRIO, python_with};
 pub use timelines::{Hang, Timelines};
 pub use tools::{
-    PATIENCE, compile_c, has_variable, http, idle_library, in_parallel, processes_with, python, python_version, skip,
-    tree, wait_until,
+    PATIENCE, compile_c, free_threaded_python, has_variable, http, idle_library, in_parallel, processes_with, python,
+    python_version, skip, tree, wait_until,
 };

@@ -2,7 +2,7 @@
 //! an object has its interpreter.
 //!
 //! `layouts.c` prints the offsets of `layouts.rs`; a test compiles it against the headers of every
-//! version. From 3.13 on, the interpreter itself has a table of most of these offsets, which takes
+//! version, once more for each that has a free-threaded build (without a GIL). From 3.13 on, the interpreter itself has a table of most of these offsets, which takes
 //! precedence. Before 3.13, one table covers all patch releases of a version, because CPython keeps
 //! its structures unchanged from the first release on, so that extension modules continue to work.
 //! 3.11.2 and 3.11.7 were compared and have equal offsets; other tools rely on this too.
@@ -17,12 +17,14 @@ macro_rules! layout {
         $($(#[$doc:meta])* $required:ident,)*;
         $($(#[$optional_doc:meta])* $optional:ident,)*;
         debug_offsets: $($debug_offsets:ident)*;
-        debug_offsets, not in every version: $($debug_offsets_optional:ident)*
+        debug_offsets, not in every version: $($debug_offsets_optional:ident)*;
+        debug_offsets, not in every build: $($debug_offsets_rare:ident)*
     ) => {
-        /// Offsets of one minor version, in bytes.
+        /// Offsets of one build of a minor version, in bytes.
         #[derive(Debug, Clone)]
         pub(crate) struct Layout {
             pub minor: u8,
+            pub free_threaded: bool,
             $($(#[$doc])* pub $required: u64,)*
             $($(#[$optional_doc])* pub $optional: Option<u64>,)*
             pub debug_offsets: Option<DebugOffsets>,
@@ -31,9 +33,9 @@ macro_rules! layout {
         /// Where `_Py_DebugOffsets`, at the start of `_PyRuntime`, has offsets of these names.
         #[derive(Debug, Clone)]
         pub(crate) struct DebugOffsets {
-            pub free_threaded: u64,
             $(pub $debug_offsets: u64,)*
             $(pub $debug_offsets_optional: u64,)*
+            $(pub $debug_offsets_rare: Option<u64>,)*
         }
 
         impl Layout {
@@ -48,6 +50,7 @@ macro_rules! layout {
                 let mut offset = |at: u64| memory.read_u64(OFFSETS, runtime.wrapping_add(at));
                 $(layout.$debug_offsets = offset(debug_offsets.$debug_offsets)?;)*
                 $(layout.$debug_offsets_optional = Some(offset(debug_offsets.$debug_offsets_optional)?);)*
+                $(layout.$debug_offsets_rare = debug_offsets.$debug_offsets_rare.map(&mut offset).transpose()?;)*
                 Ok(layout)
             }
 
@@ -100,6 +103,8 @@ layout! {
     thread_id,
     /// The innermost frame, or the _PyCFrame that points to it.
     thread_frame,
+    /// The innermost _PyErr_StackItem, which may be that of a generator.
+    thread_exceptions,
     /// PyFrameObject; from 3.11 on, _PyInterpreterFrame. Only as many bytes as the reader needs.
     frame_size,
     frame_previous,
@@ -116,7 +121,8 @@ layout! {
     code_name,
     code_first_line,
     code_lines,
-    /// PyObject.
+    /// PyObject: four bytes of its number of references, which are 0 once it is freed.
+    object_references,
     object_type,
     object_size,
     bytes_length,
@@ -161,6 +167,9 @@ layout! {
     runtime_gc,
     /// _gc_runtime_state, in PyInterpreterState.
     interpreter_gc,
+    /// The lists of objects of its generations, youngest first. Newer versions have other lists, and
+    /// free-threaded builds have none.
+    gc_lists,
     /// Number of consecutive statistics of the youngest generation. The newest has the totals.
     gc_young_items,
     /// Statistics of the other two generations, which follow.
@@ -179,14 +188,22 @@ layout! {
     frame_is_entry,
     /// The instructions.
     code_bytes,
+    /// _PyCodeArray: pointer to the copies of the instructions, which each thread of a free-threaded
+    /// build has of its own. The first one is that of the code object.
+    code_copies,
+    /// The references of other threads than the owner, above two bits with marks.
+    object_shared_references,
     /// Whether all keys are strings.
     keys_kind,
     /// The keys of the attributes that are stored in the objects themselves.
-    type_cached_keys,;
+    type_cached_keys,
+    /// Bytes before an object to the pointer to a dictionary that the interpreter manages.
+    managed_dict,;
     debug_offsets: runtime_finalizing runtime_interpreters interpreter_next interpreter_threads interpreter_modules
         thread_previous thread_next thread_interpreter thread_id thread_frame
         frame_previous frame_code frame_instruction code_filename code_name code_first_line code_lines
         object_type object_size bytes_length bytes_data unicode_length unicode_state unicode_ascii_data
         long_tag long_digits dict_keys dict_values type_flags;
-    debug_offsets, not in every version: interpreter_gil interpreter_gc thread_native_id thread_chunk frame_owner code_bytes
+    debug_offsets, not in every version: interpreter_gil interpreter_gc thread_native_id thread_chunk frame_owner code_bytes;
+    debug_offsets, not in every build: code_copies
 }

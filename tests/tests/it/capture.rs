@@ -6,6 +6,7 @@ mod builds;
 mod debug_files;
 mod eintr;
 mod hard;
+mod layouts;
 mod native;
 mod odd;
 pub mod python;

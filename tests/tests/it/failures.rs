@@ -346,7 +346,7 @@ fn exceptions_that_are_being_handled_are_read_from_every_python() {
     let pythons = all_pythons();
     assert!(!pythons.is_empty(), "no Python of these versions");
     for python in pythons {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(PROGRAM, &[]);
         let mut captured = Vec::new();
         wait_until(PATIENCE, "it sleeps in its except block", || {

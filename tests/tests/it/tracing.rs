@@ -14,11 +14,14 @@ use xpu_timer_proto::{
     v1::{Op, Operation},
 };
 use xpu_timer_tests::{
-    Job, PATIENCE, Process, PypiTorch, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree,
-    wait_until,
+    Job, PATIENCE, Process, PypiTorch, artifacts, forky_with_torch, free_threaded_python, http, python_version,
+    run_in_forky, skip, tree, wait_until,
 };
 
-use crate::metrics::{page, samples};
+use crate::{
+    capture::python::FREE_THREADED,
+    metrics::{page, samples},
+};
 
 const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
@@ -187,10 +190,11 @@ fn program(job: &Job, python: &Path, launched: bool) -> Command {
 /// The CPythons that are there, and whether each is without `sys.monitoring`.
 fn pythons() -> Vec<(PathBuf, bool)> {
     let known = VERSIONS.iter().filter_map(|version| Some((python_version(version)?, OLD.contains(version))));
-    let found: Vec<(PathBuf, bool)> = known.collect();
+    let mut found: Vec<(PathBuf, bool)> = known.collect();
     if found.len() < VERSIONS.len() {
         skip(&format!("one of CPython {} is missing (pyenv)", VERSIONS.join(", ")));
     }
+    found.extend(FREE_THREADED.iter().filter_map(|version| Some((free_threaded_python(version)?, false))));
     found
 }
 

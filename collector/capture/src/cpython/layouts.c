@@ -1,6 +1,7 @@
 // Prints the offsets of one CPython as Rust: where its structures have the fields that the reader
 // follows. The test that compares the output with layouts.rs compiles this against the headers of
-// each version, with Py_BUILD_CORE.
+// each version, with Py_BUILD_CORE, and for a free-threaded build also with Py_GIL_DISABLED: both
+// builds of a version have the same headers.
 #define Py_BUILD_CORE 1
 #include <Python.h>
 #include <stddef.h>
@@ -23,7 +24,9 @@
 #include "internal/pycore_tstate.h"
 #endif
 #ifdef Py_GIL_DISABLED
-#error "free-threaded builds have other structures"
+#define FREE_THREADED "true"
+#else
+#define FREE_THREADED "false"
 #endif
 
 #define AT(name, type, field) printf("    " name ": %zu,\n", offsetof(type, field))
@@ -62,6 +65,13 @@ typedef _PyInterpreterFrame Frame;
 #endif
 #endif
 
+// Bytes before an object to the pointer to its dictionary. 3.11 has no macro for it.
+#ifdef MANAGED_DICT_OFFSET
+#define MANAGED_DICT (-MANAGED_DICT_OFFSET)
+#else
+#define MANAGED_DICT (3 * sizeof(PyObject *))
+#endif
+
 static unsigned first_bit(const void *state) {
     unsigned bits;
     memcpy(&bits, state, sizeof bits);
@@ -83,6 +93,7 @@ static void state_bits(void) {
 
 int main(void) {
     printf("    minor: %d,\n", PY_MINOR_VERSION);
+    printf("    free_threaded: " FREE_THREADED ",\n");
 #if PY_VERSION_HEX >= 0x03090000
     AT("runtime_finalizing", _PyRuntimeState, _finalizing);
 #else
@@ -117,6 +128,11 @@ int main(void) {
     NUMBER("gc_generation_size", sizeof(struct gc_generation_stats));
     AT("gc_collections", struct gc_generation_stats, collections);
     AT("gc_collecting", struct _gc_runtime_state, collecting);
+#if PY_VERSION_HEX >= 0x030e0000 || defined(Py_GIL_DISABLED)
+    NONE("gc_lists");
+#else
+    SOME("gc_lists", struct _gc_runtime_state, generations);
+#endif
 #if PY_VERSION_HEX >= 0x030f0000
     SOME_NUMBER("gc_young_items", GC_YOUNG_STATS_SIZE);
     SOME("gc_old", struct gc_stats, old);
@@ -156,6 +172,7 @@ int main(void) {
 #else
     NONE("thread_tasks");
 #endif
+    AT("thread_exceptions", PyThreadState, exc_info);
     NUMBER("frame_size", offsetof(Frame, FRAME_INSTRUCTION) + 24);
     AT("frame_previous", Frame, FRAME_PREVIOUS);
     AT("frame_code", Frame, FRAME_CODE);
@@ -180,11 +197,23 @@ int main(void) {
     AT("code_name", PyCodeObject, co_name);
     NONE("code_bytes");
 #endif
+#if PY_VERSION_HEX >= 0x030e0000 && defined(Py_GIL_DISABLED)
+    SOME("code_copies", PyCodeObject, co_tlbc);
+#else
+    NONE("code_copies");
+#endif
     AT("code_first_line", PyCodeObject, co_firstlineno);
 #if PY_VERSION_HEX >= 0x030a0000
     AT("code_lines", PyCodeObject, co_linetable);
 #else
     AT("code_lines", PyCodeObject, co_lnotab);
+#endif
+#ifdef Py_GIL_DISABLED
+    AT("object_references", PyObject, ob_ref_local);
+    SOME("object_shared_references", PyObject, ob_ref_shared);
+#else
+    AT("object_references", PyObject, ob_refcnt);
+    NONE("object_shared_references");
 #endif
     AT("object_type", PyObject, ob_type);
     NUMBER("object_size", sizeof(PyObject));
@@ -217,9 +246,11 @@ int main(void) {
 #if PY_VERSION_HEX >= 0x030b0000
     AT("values_data", struct _dictvalues, values);
     SOME("type_cached_keys", PyHeapTypeObject, ht_cached_keys);
+    SOME_NUMBER("managed_dict", MANAGED_DICT);
 #else
     NUMBER("values_data", 0);
     NONE("type_cached_keys");
+    NONE("managed_dict");
 #endif
     AT("list_items", PyListObject, ob_item);
     AT("tuple_items", PyTupleObject, ob_item);
@@ -230,7 +261,6 @@ int main(void) {
 #if PY_VERSION_HEX >= 0x030d0000
 #define TOLD(name, field) printf("        " name ": %zu,\n", offsetof(_Py_DebugOffsets, field))
     printf("    debug_offsets: Some(DebugOffsets {\n");
-    TOLD("free_threaded", free_threaded);
     TOLD("runtime_finalizing", runtime_state.finalizing);
     TOLD("runtime_interpreters", runtime_state.interpreters_head);
     TOLD("interpreter_next", interpreter_state.next);
@@ -252,6 +282,12 @@ int main(void) {
     TOLD("code_filename", code_object.filename);
     TOLD("code_name", code_object.qualname);
     TOLD("code_bytes", code_object.co_code_adaptive);
+#if PY_VERSION_HEX >= 0x030e0000 && defined(Py_GIL_DISABLED)
+#define SOME_TOLD(name, field) printf("        " name ": Some(%zu),\n", offsetof(_Py_DebugOffsets, field))
+    SOME_TOLD("code_copies", code_object.co_tlbc);
+#else
+    printf("        code_copies: None,\n");
+#endif
     TOLD("code_first_line", code_object.firstlineno);
     TOLD("code_lines", code_object.linetable);
     TOLD("object_type", pyobject.ob_type);

@@ -214,11 +214,11 @@ fn leading_number(text: &str) -> Option<u8> {
     text[..end].parse().ok()
 }
 
-/// Oldest minor version that can be read.
-const OLDEST_MINOR: u8 = 8;
-/// First bytes of `_PyRuntime` from 3.13 on, and the offset of the version after them.
+/// First bytes of `_PyRuntime` from 3.13 on, and the offsets of the version after them and of whether
+/// the build is a free-threaded one.
 const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
 const VERSION_OFFSET: u64 = 8;
+const FREE_THREADED_OFFSET: u64 = 16;
 /// A larger offset shows that the table is a different one than expected.
 const MAX_OFFSET: u64 = 1 << 22;
 
@@ -233,22 +233,23 @@ fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
 
 /// The layout of one minor version, for the interpreter whose `_PyRuntime` is at `runtime`.
 fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
-    let Some(layout) = LAYOUTS.iter().find(|layout| layout.minor == minor) else {
-        let newest = LAYOUTS.last().map_or(0, |layout| layout.minor);
-        return Err(format!("CPython 3.{minor} is not supported, only 3.{OLDEST_MINOR} to 3.{newest}"));
+    let has_debug_offsets = debug_offsets_version(memory, runtime) == Some(minor);
+    let flag = runtime.wrapping_add(FREE_THREADED_OFFSET);
+    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag).map_err(|error| error.to_string())? != 0;
+    let name = format!("{}CPython 3.{minor}", if free_threaded { "free-threaded " } else { "" });
+    let builds = || LAYOUTS.iter().filter(|layout| layout.free_threaded == free_threaded);
+    let Some(layout) = builds().find(|layout| layout.minor == minor) else {
+        let minors = || builds().map(|layout| layout.minor);
+        let (oldest, newest) = (minors().min().unwrap_or(0), minors().max().unwrap_or(0));
+        return Err(format!("{name} is not supported, only 3.{oldest} to 3.{newest}"));
     };
     let Some(debug_offsets) = &layout.debug_offsets else { return Ok(layout.clone()) };
-    if debug_offsets_version(memory, runtime) != Some(minor) {
-        return Err(format!("CPython 3.{minor} has no table of offsets"));
-    }
-    if memory.read_u64(OFFSETS, runtime.wrapping_add(debug_offsets.free_threaded)).map_err(|error| error.to_string())?
-        != 0
-    {
-        return Err(format!("free-threaded CPython 3.{minor} (without a GIL) is not supported"));
+    if !has_debug_offsets {
+        return Err(format!("{name} has no table of offsets"));
     }
     let layout = layout.with_debug_offsets(debug_offsets, memory, runtime).map_err(|error| error.to_string())?;
     let plausible = layout.offsets().into_iter().all(|offset| offset < MAX_OFFSET);
-    if plausible { Ok(layout) } else { Err(format!("CPython 3.{minor} has a table of offsets of an unknown format")) }
+    if plausible { Ok(layout) } else { Err(format!("{name} has a table of offsets of an unknown format")) }
 }
 
 #[cfg(test)]

@@ -13,10 +13,16 @@ const MAX_ENTRIES: u64 = 1 << 20;
 const INLINE_VALUES: u64 = 1 << 2;
 /// Type flag: the interpreter manages the dictionary of attributes.
 const MANAGED_DICT: u64 = 1 << 4;
-/// Offset of the pointer to a managed dictionary, before the object.
-const MANAGED_DICT_OFFSET: u64 = 3 * 8;
 /// Bytes in a class from its name to the size of its objects.
 const SIZE_AFTER_NAME: u64 = 8;
+/// Bits below the number of shared references.
+const SHARED_MARKS: u32 = 2;
+/// PySetObject: bytes from its header to the number of places less one, and to the pointer to them;
+/// in all versions.
+const SET_MASK: u64 = 16;
+const SET_PLACES: u64 = 24;
+/// Maximum number of places of a set.
+const MAX_PLACES: u64 = 1 << 16;
 /// Bits of one digit of an integer.
 const DIGIT_BITS: u32 = 30;
 
@@ -261,7 +267,10 @@ pub(super) fn attributes<const N: usize>(
 /// The class of an object. `None` if there is no living object at the address.
 pub(super) fn class_of(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<u64> {
     // Python clears the reference count of an object that it frees, and little else.
-    let alive = memory.read_u32("an object", object).ok()? != 0;
+    let mut alive = memory.read_u32("an object", object.wrapping_add(layout.object_references)).ok()? != 0;
+    if let Some(shared) = layout.object_shared_references.filter(|_| !alive) {
+        alive = memory.read_u64("an object", object.wrapping_add(shared)).ok()? >> SHARED_MARKS != 0;
+    }
     let class = memory.read_u64("an object", object.wrapping_add(layout.object_type)).ok()?;
     (alive && class >= MIN_ADDRESS && class % 8 == 0).then_some(class)
 }
@@ -300,12 +309,27 @@ pub(super) fn items_from(memory: &mut Snapshot, layout: &Layout, list: u64, firs
     (0..length).map_while(|index| memory.read_u64(LIST, first.wrapping_add(index * 8)).ok()).collect()
 }
 
+/// The objects in a set.
+pub(super) fn members(memory: &mut Snapshot, layout: &Layout, set: u64) -> Option<Vec<u64>> {
+    let mut word = |address: u64| memory.read_u64("a set", address).ok();
+    let header = set.wrapping_add(layout.object_size);
+    let (mask, places) = (word(header.wrapping_add(SET_MASK))?, word(header.wrapping_add(SET_PLACES))?);
+    let mut found = Vec::new();
+    for index in 0..mask.checked_add(1)?.min(MAX_PLACES) {
+        // A place has an object and its hash.
+        let object = word(places.wrapping_add(index * 16))?;
+        found.extend((object >= MIN_ADDRESS && object % 8 == 0).then_some(object));
+    }
+    Some(found)
+}
+
 fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, ReadError> {
     const OBJECT: &str = "an object";
     const TYPE: &str = "a type";
     let class = memory.read_u64(OBJECT, object.wrapping_add(layout.object_type))?;
     let flags = memory.read_u64(TYPE, class.wrapping_add(layout.type_flags))?;
-    let Some(cached_keys) = layout.type_cached_keys.filter(|_| flags & MANAGED_DICT != 0) else {
+    let managed_dict = layout.managed_dict.zip(layout.type_cached_keys).filter(|_| flags & MANAGED_DICT != 0);
+    let Some((managed_dict, cached_keys)) = managed_dict else {
         let offset = memory.read_u64(TYPE, class.wrapping_add(layout.type_dict_offset))?.cast_signed();
         if offset <= 0 {
             return Err(ReadError { what: "the attributes of an object", address: object });
@@ -313,10 +337,10 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
         let dict = memory.read_u64(OBJECT, object.wrapping_add_signed(offset))?;
         return Entries::of_dict(memory, layout, dict);
     };
-    let managed = memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET))?;
+    let managed = memory.read_u64(OBJECT, object.wrapping_sub(managed_dict))?;
     let values = match layout.minor {
         // The values have a pointer of their own, before that of the dictionary.
-        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET + 8))?,
+        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(managed_dict + 8))?,
         // One pointer for both, odd if it points to the values.
         12 => {
             if managed & 1 == 1 {

@@ -19,7 +19,10 @@ use super::{
 
 /// Maximum number of bytes of a line table, more than any real function has.
 const MAX_LINE_TABLE_BYTES: u64 = 1 << 22;
+/// Maximum number of copies of the instructions of a code object: one for each thread.
+const MAX_COPIES: u64 = 1 << 16;
 const CODE: &str = "a code object";
+const COPIES: &str = "the copies of the instructions of a code object";
 /// The name and the file of the code with which 3.12 and 3.13 clean up after `__init__`. It has no
 /// lines.
 const CLEANUP_NAME: &str = "__init__";
@@ -30,7 +33,43 @@ pub(super) struct Code {
     file: String,
     first_line: i32,
     lines: Vec<u8>,
+    instructions: Instructions,
 }
+
+/// Where the instructions of a code object are.
+enum Instructions {
+    /// Up to 3.10, frames have the index of their instruction instead of its address.
+    Indexed,
+    /// In the code object, from this address on.
+    Inside(u64),
+    /// In copies, from these addresses on, and their length in bytes. Each thread of a free-threaded
+    /// build executes a copy of its own, which it makes when it needs one.
+    Copied(Vec<u64>, u64),
+}
+
+impl Instructions {
+    fn read(memory: &mut Snapshot, layout: &Layout, code: u64) -> Result<Self, ReadError> {
+        let Some(inside) = layout.code_bytes else { return Ok(Instructions::Indexed) };
+        let Some(copies) = layout.code_copies else { return Ok(Instructions::Inside(code.wrapping_add(inside))) };
+        // The number of instructions is where other objects have the number of their items.
+        let count = memory.read_u64(CODE, code.wrapping_add(layout.bytes_length))?;
+        let array = memory.read_u64(CODE, code.wrapping_add(copies))?;
+        let copies = memory.read_u64(COPIES, array)?;
+        if copies > MAX_COPIES {
+            return Err(ReadError { what: COPIES, address: array });
+        }
+        let mut starts = Vec::with_capacity(copies as usize);
+        for index in 1..=copies {
+            starts.push(memory.read_u64(COPIES, array.wrapping_add(index * 8))?);
+        }
+        // A thread that has not executed the code has no copy.
+        starts.retain(|start| *start != 0);
+        Ok(Instructions::Copied(starts, count.wrapping_mul(INSTRUCTION_BYTES)))
+    }
+}
+
+/// Bytes of an instruction, from 3.6 on.
+const INSTRUCTION_BYTES: u64 = 2;
 
 /// The code objects read so far. An entry is correct for a thread that did not run during the read:
 /// its frames keep their code alive, and the fields read here never change.
@@ -64,7 +103,11 @@ impl CodeCache {
         if let Some(known) = self.frames.get(&(code, instruction)) {
             return Ok(known.clone());
         }
-        let frame = self.get(memory, layout, code)?.frame(layout, code, instruction);
+        let found = self.get(memory, layout, code)?;
+        if !found.locates(layout, instruction) {
+            return Err(ReadError { what: COPIES, address: code });
+        }
+        let frame = found.frame(layout, instruction);
         self.frames.insert((code, instruction), frame.clone());
         Ok(frame)
     }
@@ -90,6 +133,7 @@ impl CodeCache {
             file: string(memory, layout, file)?,
             first_line,
             lines: memory.bytes("a line table", table.wrapping_add(layout.bytes_data), length as usize)?,
+            instructions: Instructions::read(memory, layout, address)?,
         })
     }
 }
@@ -136,14 +180,30 @@ impl Code {
         &self.file
     }
 
-    /// The frame that runs this code. `None` for code that is in no file.
-    pub fn frame(&self, layout: &Layout, address: u64, instruction: u64) -> Option<PySpyFrame> {
-        let offset = match layout.code_bytes {
-            Some(bytes) => instruction.wrapping_sub(address.wrapping_add(bytes)).cast_signed(),
-            // The index of the last instruction, which 3.10 counts in units of two bytes.
-            None => i64::from(instruction as i32) * if layout.minor >= 10 { 2 } else { 1 },
-        };
-        let line = line(layout.minor, &self.lines, self.first_line, offset);
+    /// The offset in bytes of the last instruction of a frame. `None` if it is in no copy that is
+    /// known.
+    fn offset(&self, layout: &Layout, instruction: u64) -> Option<i64> {
+        Some(match &self.instructions {
+            // 3.10 counts in units of two bytes.
+            Instructions::Indexed => i64::from(instruction as i32) * if layout.minor >= 10 { 2 } else { 1 },
+            Instructions::Inside(start) => instruction.wrapping_sub(*start).cast_signed(),
+            Instructions::Copied(starts, length) => {
+                let mut offsets = starts.iter().map(|start| instruction.wrapping_sub(*start));
+                offsets.find(|offset| offset < length)?.cast_signed()
+            }
+        })
+    }
+
+    /// Whether the line of a frame with this last instruction is known.
+    pub fn locates(&self, layout: &Layout, instruction: u64) -> bool {
+        self.offset(layout, instruction).is_some()
+    }
+
+    /// The frame that runs this code. `None` for code that is in no file. The line is 0 if the
+    /// instruction is in no copy that is known.
+    pub fn frame(&self, layout: &Layout, instruction: u64) -> Option<PySpyFrame> {
+        let offset = self.offset(layout, instruction);
+        let line = offset.map_or(0, |offset| line(layout.minor, &self.lines, self.first_line, offset));
         if self.name == CLEANUP_NAME && self.file == CLEANUP_NAME && line == 0 {
             return None;
         }

@@ -197,7 +197,7 @@ impl CountReader {
         code::fetch(memory, layout, &all);
         let mut codes = CodeCache::default();
         let mut named = |(code, instruction): &(u64, u64)| match codes.get(memory, layout, *code) {
-            Ok(found) => found.frame(layout, *code, *instruction),
+            Ok(found) => found.frame(layout, *instruction),
             Err(_) => Some(PySpyFrame { func_name: "??".into(), file_name: "??".into(), module: String::new() }),
         };
         let stack = |stack: &RawStack| NamedStack {

@@ -23,11 +23,10 @@ const MAX_TEXT: usize = 500;
 
 const EXCEPTION: &str = "an exception";
 
-/// Offsets that only the search for exceptions needs; from `Include/cpython/pystate.h` and
-/// `pyerrors.h`, `traceback.h` and `Include/internal/pycore_frame.h` of each version.
+/// Offsets that only the search for exceptions needs; from `Include/cpython/pyerrors.h`,
+/// `traceback.h` and `Include/internal/pycore_frame.h` of each version. Those of objects count from
+/// their header.
 struct Offsets {
-    /// PyThreadState: the innermost _PyErr_StackItem, which may be that of a generator.
-    exc_info: u64,
     /// _PyErr_StackItem.
     value: u64,
     previous: u64,
@@ -38,23 +37,21 @@ struct Offsets {
     frame: u64,
 }
 
-/// PyTracebackObject, in all versions.
-const NEXT: u64 = 16;
-const FRAME: u64 = 24;
-const INSTRUCTION: u64 = 32;
+/// PyTracebackObject, from its header on, in all versions.
+const NEXT: u64 = 0;
+const FRAME: u64 = 8;
+const INSTRUCTION: u64 = 16;
 
 impl Offsets {
-    fn of(minor: u8) -> Self {
-        let exc_info = match minor {
-            0..=10 => 144,
-            12 => 104,
-            11..=14 => 120,
-            15.. => 144,
+    fn of(layout: &Layout) -> Self {
+        let mut offsets = match layout.minor {
+            0..=10 => Offsets { value: 8, previous: 24, arguments: 8, traceback: 16, frame: 16 },
+            _ => Offsets { value: 0, previous: 8, arguments: 8, traceback: 24, frame: 8 },
         };
-        match minor {
-            0..=10 => Offsets { exc_info, value: 8, previous: 24, arguments: 24, traceback: 32, frame: 32 },
-            _ => Offsets { exc_info, value: 0, previous: 8, arguments: 24, traceback: 40, frame: 24 },
+        for of_object in [&mut offsets.arguments, &mut offsets.traceback, &mut offsets.frame] {
+            *of_object += layout.object_size;
         }
+        offsets
     }
 }
 
@@ -65,9 +62,9 @@ pub(super) fn handled(
     codes: &mut CodeCache,
     thread: &ThreadState,
 ) -> Vec<PyException> {
-    let offsets = Offsets::of(layout.minor);
+    let offsets = Offsets::of(layout);
     let mut found = Vec::new();
-    let mut next = memory.read_u64(EXCEPTION, thread.address.wrapping_add(offsets.exc_info)).ok();
+    let mut next = memory.read_u64(EXCEPTION, thread.address.wrapping_add(layout.thread_exceptions)).ok();
     for _ in 0..MAX_ITEMS {
         let Some(item) = next.filter(|item| *item >= MIN_ADDRESS) else { break };
         let value = memory.read_u64(EXCEPTION, item.wrapping_add(offsets.value)).unwrap_or(0);
@@ -133,7 +130,7 @@ fn frames(
             break;
         }
         found.extend(frame(memory, layout, codes, offsets, traceback));
-        let Ok(next) = memory.read_u64(EXCEPTION, traceback.wrapping_add(NEXT)) else { break };
+        let Ok(next) = memory.read_u64(EXCEPTION, traceback.wrapping_add(layout.object_size + NEXT)) else { break };
         traceback = next;
     }
     found.reverse();
@@ -147,8 +144,9 @@ fn frame(
     offsets: &Offsets,
     traceback: u64,
 ) -> Option<PySpyFrame> {
-    let object = memory.read_u64(EXCEPTION, traceback.wrapping_add(FRAME)).ok()?;
-    let bytes = u64::from(memory.read_u32(EXCEPTION, traceback.wrapping_add(INSTRUCTION)).ok()?);
+    let fields = traceback.wrapping_add(layout.object_size);
+    let object = memory.read_u64(EXCEPTION, fields.wrapping_add(FRAME)).ok()?;
+    let bytes = u64::from(memory.read_u32(EXCEPTION, fields.wrapping_add(INSTRUCTION)).ok()?);
     let inside = memory.read_u64(EXCEPTION, object.wrapping_add(offsets.frame)).ok()?;
     let code = match layout.code_bytes {
         // The bits below the address of an object are marks.

@@ -17,8 +17,6 @@ use super::{
     frames::{self, InterpreterFrame},
 };
 
-/// The newest version whose garbage collector has the lists that are read here.
-const NEWEST_MINOR: u8 = 13;
 /// Limits of the search: objects, greenlets and time.
 const MAX_OBJECTS: usize = 300_000;
 const MAX_FOUND: usize = 256;
@@ -28,21 +26,19 @@ const OBJECTS_OF_A_COPY: usize = 8192;
 /// Maximum number of base classes of a class.
 const MAX_BASES: usize = 16;
 
-/// Generations, from the youngest on: bytes before the statistics of the collector, the size of
-/// one, and their number.
-const BEFORE_STATISTICS: u64 = 104;
+/// Generations: the size of one, and their number.
 const GENERATION: u64 = 24;
 const GENERATIONS: u64 = 3;
 /// PyGC_Head: the pointer to the previous object with two marks, and its size.
 const PREVIOUS: u64 = 8;
 const MARKS: u64 = 3;
 const HEAD: u64 = 16;
-/// PyGreenlet: pointer to the private state.
-const STATE: u64 = 32;
+/// PyGreenlet: bytes from its header to the pointer to the private state.
+const STATE: u64 = 16;
 /// Number of words of a state that are examined.
 const STATE_WORDS: u64 = 24;
-/// From 3.11 on, PyFrameObject has a pointer to the interpreter's frame.
-const FRAME_OF_OBJECT: u64 = 24;
+/// From 3.11 on, PyFrameObject has a pointer to the interpreter's frame; bytes from its header.
+const FRAME_OF_OBJECT: u64 = 8;
 
 const BASE_CLASS: &[u8] = b"greenlet.greenlet";
 const OBJECT: &str = "an object of the garbage collector";
@@ -59,17 +55,14 @@ pub(super) struct Greenlet {
 /// The suspended greenlets of an interpreter whose garbage collector is at `collector`, newest
 /// first. Ends at `deadline` with those found so far.
 pub(super) fn suspended(tid: i32, layout: &Layout, collector: u64, deadline: Instant) -> Vec<Greenlet> {
-    if layout.minor > NEWEST_MINOR {
-        return Vec::new();
-    }
+    let Some(lists) = layout.gc_lists else { return Vec::new() };
     let deadline = deadline.min(Instant::now() + MAX_TIME);
     let mut memory = Snapshot::new(tid);
     let mut is_greenlet: HashMap<u64, bool> = HashMap::new();
     let mut found = Vec::new();
     let mut seen = 0;
-    let first = collector.wrapping_add(layout.gc_generations).wrapping_sub(BEFORE_STATISTICS);
     for generation in 0..GENERATIONS {
-        let list = first.wrapping_add(generation * GENERATION);
+        let list = collector.wrapping_add(lists + generation * GENERATION);
         let mut head = list;
         while let Ok(previous) = memory.read_u64(OBJECT, head.wrapping_add(PREVIOUS)) {
             head = previous & !MARKS;
@@ -107,14 +100,14 @@ fn derives_from_greenlet(memory: &mut Snapshot, layout: &Layout, mut class: u64)
 /// `None` for a greenlet that runs, has ended, or was never started.
 fn greenlet(memory: &mut Snapshot, layout: &Layout, object: u64) -> Option<Greenlet> {
     let class = class_name(memory, layout, object)?;
-    let state = memory.read_u64(GREENLET, object.wrapping_add(STATE)).ok()?;
+    let state = memory.read_u64(GREENLET, object.wrapping_add(layout.object_size + STATE)).ok()?;
     let frame = (0..STATE_WORDS).find_map(|index| {
         let word = memory.read_u64(GREENLET, state.wrapping_add(index * 8)).ok()?;
         class_name(memory, layout, word).filter(|name| name == "frame").map(|_| word)
     })?;
     let mut address = frame;
     if layout.minor >= 11 {
-        address = memory.read_u64(GREENLET, frame.wrapping_add(FRAME_OF_OBJECT)).ok()?;
+        address = memory.read_u64(GREENLET, frame.wrapping_add(layout.object_size + FRAME_OF_OBJECT)).ok()?;
     }
     let frames = frames::chain_from(memory, layout, address).frames;
     let class = class.rsplit('.').next().unwrap_or_default().to_string();

@@ -7,10 +7,7 @@
 //! is still there afterwards: the thread runs during the read, so what was read may never have
 //! existed.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
 use xpu_timer_proto::{procfs, server::PySpyFrame};
 
@@ -255,10 +252,15 @@ impl StackReader {
                 let bytes = self.buffer.get(at..copied.min(at + state.length)).unwrap_or_default();
                 at += state.length;
                 if state.agrees(&self.layout, bytes) {
-                    if state.take_instructions(&self.layout, bytes) {
-                        thread.number = None;
+                    if !state.take_instructions(&self.layout, bytes) {
+                        continue;
                     }
-                    continue;
+                    thread.number = None;
+                    if self.layout.code_copies.is_none()
+                        || state.chain.frames.iter().all(|frame| locates(&self.codes, &self.layout, frame))
+                    {
+                        continue;
+                    }
                 }
                 thread.number = None;
                 // The copy of the other threads is still needed.
@@ -327,18 +329,24 @@ impl StackReader {
         outcome
     }
 
-    /// Reads the names of code that is not known. Returns whether all of it is known then.
+    /// Reads the names of code that is not known. Code whose copy of the instructions is not known is
+    /// read again: the thread has just made it. Returns whether all of it is known then.
     fn name(&mut self, memory: &mut Snapshot, frames: &[InterpreterFrame]) -> bool {
         let (offset, length) = code::identity(&self.layout);
         if self.codes.len() > MAX_CODES {
             self.codes.clear();
         }
         for frame in frames {
-            let Entry::Vacant(entry) = self.codes.entry(frame.code) else { continue };
+            if locates(&self.codes, &self.layout, frame) {
+                continue;
+            }
             let start = frame.code.wrapping_add(offset);
             let Ok(identity) = memory.bytes("a code object", start, length) else { return false };
             let Ok(code) = self.cache.read(memory, &self.layout, frame.code) else { return false };
-            entry.insert(KnownCode { identity, code: Arc::new(code), frames: HashMap::new() });
+            if !code.locates(&self.layout, frame.instruction) {
+                return false;
+            }
+            self.codes.insert(frame.code, KnownCode { identity, code: Arc::new(code), frames: HashMap::new() });
         }
         true
     }
@@ -378,7 +386,7 @@ impl StackReader {
             let shown = known
                 .frames
                 .entry(frame.instruction)
-                .or_insert_with(|| known.code.frame(&self.layout, frame.code, frame.instruction).map(&mut number));
+                .or_insert_with(|| known.code.frame(&self.layout, frame.instruction).map(&mut number));
             out.extend(*shown);
         }
     }
@@ -471,6 +479,11 @@ impl KnownState {
         }
         has_changed
     }
+}
+
+/// Whether the code of a frame and the copy of the instructions that it executes are known.
+fn locates(codes: &HashMap<u64, KnownCode>, layout: &Layout, frame: &InterpreterFrame) -> bool {
+    codes.get(&frame.code).is_some_and(|known| known.code.locates(layout, frame.instruction))
 }
 
 /// Number of frames, from the root on, that two chains have in common.

@@ -9,7 +9,7 @@ use xpu_timer_proto::{FUTURE, MAX_SUSPENDED, WAKEUP, server::PySpyFrame};
 use crate::{cpython::Layout, memory::Snapshot};
 
 use super::{
-    builtins::{MIN_ADDRESS, attributes, class_name, item, items, read_integer, string},
+    builtins::{MIN_ADDRESS, attributes, class_name, item, items, members, read_integer, string},
     code::CodeCache,
     frames::{FrameWords, InterpreterFrame},
     threads::ThreadState,
@@ -26,8 +26,6 @@ const TASK_WORDS: u64 = 32;
 const MAX_CHILDREN: u64 = 256;
 /// Maximum number of tasks of a thread that are examined.
 const MAX_TASKS: usize = 4096;
-/// Maximum number of places of a set of tasks.
-const MAX_PLACES: u64 = 1 << 16;
 /// Maximum number of characters of a name.
 const MAX_NAME: usize = 200;
 /// From 3.11 on, bytes from the state of a coroutine to its frame.
@@ -40,13 +38,8 @@ const FRAME_STATE: u64 = 108;
 const STACK_END: u64 = 72;
 const STACK_START: u64 = 64;
 const STACK_ITEMS: u64 = 80;
-/// From 3.14 on, bytes from a task to its entry in the list of its thread.
-const TASK_NODE: u64 = 152;
-/// PySetObject: the number of places less one, and the pointer to them; in all versions.
-const SET_MASK: u64 = 32;
-const SET_PLACES: u64 = 40;
-/// PyWeakReference: the object, in all versions.
-const REFERENT: u64 = 16;
+/// From 3.14 on, bytes from the header of a task to its entry in the list of its thread.
+const TASK_NODE: u64 = 136;
 
 /// Parts of the paths of the files whose frames are on the stack of a loop that waits.
 const LOOP_FILES: [&str; 5] =
@@ -163,7 +156,7 @@ fn task_of_waiter(
                 None
             }
         };
-        tasks.extend(set.and_then(|set| members(memory, set)).into_iter().flatten());
+        tasks.extend(set.and_then(|set| members(memory, layout, set)).into_iter().flatten());
     }
     tasks.retain(|task| waits(memory, layout, *task));
     // The first one, as they are numbered: a set has no order.
@@ -201,7 +194,7 @@ fn main_task(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Option<u64>
 /// The tasks of a runner of trio.
 fn tasks_of_runner(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Vec<u64> {
     let sets = in_slots(memory, layout, runner, "set");
-    sets.first().and_then(|set| members(memory, *set)).unwrap_or_default()
+    sets.first().and_then(|set| members(memory, layout, *set)).unwrap_or_default()
 }
 
 /// A task of trio. `None` if the object is none.
@@ -231,8 +224,10 @@ fn task_of_nursery(
         }
         let [nursery] = attributes(memory, layout, manager, ["_nursery"]).ok()?;
         let [children] = attributes(memory, layout, nursery?, ["_children"]).ok()?;
-        let tasks: Vec<TaskWords> =
-            members(memory, children?)?.into_iter().filter_map(|task| trio_task(memory, layout, task)).collect();
+        let tasks: Vec<TaskWords> = members(memory, layout, children?)?
+            .into_iter()
+            .filter_map(|task| trio_task(memory, layout, task))
+            .collect();
         let first = tasks.into_iter().min_by_key(|task| task_name(memory, layout, task.name))?;
         return Some((at, first));
     }
@@ -465,7 +460,7 @@ fn listed(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Vec<u
         if node == head || node < MIN_ADDRESS || memory.read_u64(TASK, node.wrapping_add(8)) != Ok(before) {
             break;
         }
-        found.push(node.wrapping_sub(TASK_NODE));
+        found.push(node.wrapping_sub(layout.object_size + TASK_NODE));
         before = node;
     }
     found
@@ -480,21 +475,10 @@ fn registered(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> O
     let names = ["_all_tasks", "_scheduled_tasks"];
     let weak_set = attributes(memory, layout, module, names).ok()?.into_iter().flatten().next()?;
     let [set] = attributes(memory, layout, weak_set, ["data"]).ok()?;
-    let references = members(memory, set?)?.into_iter();
-    Some(references.filter_map(|reference| memory.read_u64(TASK, reference.wrapping_add(REFERENT)).ok()).collect())
-}
-
-/// The objects in a set.
-fn members(memory: &mut Snapshot, set: u64) -> Option<Vec<u64>> {
-    let mut word = |address: u64| memory.read_u64("a set", address).ok();
-    let (mask, places) = (word(set.wrapping_add(SET_MASK))?, word(set.wrapping_add(SET_PLACES))?);
-    let mut found = Vec::new();
-    for index in 0..mask.checked_add(1)?.min(MAX_PLACES) {
-        // A place has an object and its hash.
-        let object = word(places.wrapping_add(index * 16))?;
-        found.extend((object >= MIN_ADDRESS && object % 8 == 0).then_some(object));
-    }
-    Some(found)
+    let references = members(memory, layout, set?)?.into_iter();
+    // The object is the first field after the header of a weak reference, in all versions.
+    let referent = |reference: u64| memory.read_u64(TASK, reference.wrapping_add(layout.object_size)).ok();
+    Some(references.filter_map(referent).collect())
 }
 
 /// The first task of a `gather` that still waits.

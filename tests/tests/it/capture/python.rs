@@ -1,6 +1,6 @@
 //! Python stacks of every CPython that can be read (those of pyenv or the PATH, and the two of the
-//! second Debian), and the command line over them. The offsets of their structures are those of
-//! their headers. The interpreters of living processes are asked for what they count: collections
+//! second Debian), and the command line over them. Free-threaded
+//! builds that are there are tested like the others. The interpreters of living processes are asked for what they count: collections
 //! of garbage, and the batches of PyTorch's data loaders, wherever a program keeps their iterators.
 
 use std::{
@@ -23,8 +23,8 @@ use xpu_timer_proto::{
     v1::StackSamples,
 };
 use xpu_timer_tests::{
-    PATIENCE, Process, artifacts, compile_c, forky, forky_headers, only_child, python, python_version, run_in_forky,
-    skip, tree, wait_until,
+    PATIENCE, Process, artifacts, forky, free_threaded_python, only_child, python, python_version, run_in_forky, skip,
+    wait_until,
 };
 
 use super::{capture_until, describe};
@@ -33,11 +33,17 @@ use super::{capture_until, describe};
 pub const HOST: [&str; 6] = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
 /// Versions that the second Debian has.
 pub const FORKY: [&str; 2] = ["3.14", "3.15"];
+/// Versions with a free-threaded build that can be read.
+pub const FREE_THREADED: [&str; 3] = ["3.13t", "3.14t", "3.15t"];
 
 /// One CPython.
 pub struct Python {
     pub minor: u8,
+    /// Whether it has no GIL.
+    pub free_threaded: bool,
     program: PathBuf,
+    /// What is passed to it before the script.
+    options: &'static [&'static str],
     /// The root folder that it lives in, if that is not this one.
     root: Option<PathBuf>,
 }
@@ -52,9 +58,11 @@ pub struct Script {
     _folder: TempDir,
 }
 
-/// All versions that are there; the others are skipped out loud.
+/// All versions that are there; the others are skipped out loud. No Debian has a free-threaded
+/// build, so nothing is said of those.
 pub fn all() -> Vec<Python> {
-    let minor = |version: &str| version.trim_start_matches("3.").parse().expect("a minor version");
+    let minor =
+        |version: &str| version.trim_start_matches("3.").trim_end_matches('t').parse().expect("a minor version");
     let mut found = Vec::new();
     for version in HOST {
         match python_version(version) {
@@ -65,18 +73,38 @@ pub fn all() -> Vec<Python> {
     match forky() {
         Ok(root) => found.extend(FORKY.map(|version| Python {
             minor: minor(version),
+            free_threaded: false,
             program: format!("python{version}").into(),
+            options: &[],
             root: Some(root.clone()),
         })),
         Err(error) => skip(&format!("CPython {}: {error:#}", FORKY.join(" and "))),
     }
+    let free_threaded = FREE_THREADED.iter().filter_map(|version| Some((*version, free_threaded_python(version)?)));
+    found.extend(free_threaded.map(|(version, program)| Python {
+        minor: minor(version),
+        free_threaded: true,
+        program,
+        options: &[],
+        root: None,
+    }));
     found
 }
 
 impl Python {
     /// A program of this machine.
     pub fn here(minor: u8, program: PathBuf) -> Python {
-        Python { minor, program, root: None }
+        Python { minor, free_threaded: false, program, options: &[], root: None }
+    }
+
+    /// The same one with a GIL, which a free-threaded build enables when it is asked to.
+    pub fn with_gil(self) -> Python {
+        Python { options: if self.free_threaded { &["-X", "gil=1"] } else { &[] }, ..self }
+    }
+
+    /// Its version, with the `t` of a free-threaded build.
+    pub fn version(&self) -> String {
+        format!("3.{}{}", self.minor, if self.free_threaded { "t" } else { "" })
     }
 
     /// Runs a script until it prints `ready`.
@@ -95,7 +123,7 @@ impl Python {
             }
             None => (file, Command::new(&self.program)),
         };
-        let mut process = Process::spawn(command.arg(&path).args(arguments));
+        let mut process = Process::spawn(command.args(self.options).arg(&path).args(arguments));
         process.wait_for("ready", PATIENCE);
         let pid = match self.root {
             Some(_) => only_child(process.pid()).expect("the interpreter runs"),
@@ -173,7 +201,7 @@ fn own(trace: &PySpyStacktrace, script: &str) -> Vec<String> {
 #[test]
 fn every_version_shows_its_threads() {
     for python in all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(SCRIPT, &[]);
         let main = ["step:13", "forward:11", "__init__:9", "<module>:25"];
         let worker = ["inner:4", "outer:6"];
@@ -213,17 +241,20 @@ fn every_version_shows_its_threads() {
 #[test]
 fn the_holder_of_the_lock_is_named() {
     for python in all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(SCRIPT, &["spin"]);
         let captured = capture_until(script.pid, &version, |sample| {
-            let spins = |trace: &&PySpyStacktrace| trace.owns_gil && script.own(trace).len() == 1;
-            sample.py_stacktrace.iter().any(|trace| spins(&trace))
+            let spins = |trace: &&PySpyStacktrace| trace.thread_name == "spinner" && script.own(trace).len() == 1;
+            let spinner = sample.py_stacktrace.iter().find(spins);
+            spinner.is_some_and(|trace| trace.owns_gil || python.free_threaded)
         });
-        let holders: Vec<&PySpyStacktrace> =
-            captured.sample.py_stacktrace.iter().filter(|trace| trace.owns_gil).collect();
-        assert_eq!(holders.len(), 1, "{version}");
-        assert_eq!(holders[0].thread_name, "spinner", "{version}");
-        let line = script.own(holders[0])[0].clone();
+        let traces = &captured.sample.py_stacktrace;
+        let holders: Vec<&str> =
+            traces.iter().filter(|trace| trace.owns_gil).map(|trace| trace.thread_name.as_str()).collect();
+        let expected: &[&str] = if python.free_threaded { &[] } else { &["spinner"] };
+        assert_eq!(holders, expected, "{version}");
+        let spinner = traces.iter().find(|trace| trace.thread_name == "spinner").expect("it was waited for");
+        let line = script.own(spinner)[0].clone();
         assert!(line == "spin:16" || line == "spin:17", "{version}: {line}");
         assert_eq!(captured.sample.longest_stop_ns, 0, "no thread is stopped");
     }
@@ -343,76 +374,6 @@ fn the_command_finds_processes_by_rank() {
     assert!(missing.stderr.contains(&format!("RANK={}", rank + 1)), "{}", missing.stderr);
 }
 
-/// The beginning of the table of offsets.
-const HEAD: &str = "\
-//! Printed by `layouts.c` for each CPython; `cargo xtask bless` rewrites it.
-
-use super::{DebugOffsets, Layout};
-
-";
-
-/// Folders with the headers of a version.
-fn headers(version: &str) -> Result<Vec<PathBuf>, String> {
-    let name = format!("python{version}");
-    if FORKY.contains(&version) {
-        let root = forky_headers().map_err(|error| format!("headers of CPython {version}: {error:#}"))?;
-        let include = root.join("usr/include");
-        return Ok(vec![include.join(&name), include.clone(), include.join("x86_64-linux-gnu")]);
-    }
-    let python = python_version(version).ok_or_else(|| format!("CPython {version} is not installed"))?;
-    let mut ask = Command::new(python);
-    ask.args(["-c", "import sysconfig; print(sysconfig.get_path('include'))"]);
-    let folder = PathBuf::from(Process::spawn(&mut ask).wait(PATIENCE).stdout.trim());
-    if folder.join("internal/pycore_pystate.h").exists() {
-        Ok(vec![folder])
-    } else {
-        Err(format!("CPython {version} has no headers in {}", folder.display()))
-    }
-}
-
-/// One element of the table.
-fn printed(source: &str, version: &str) -> Result<String, String> {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let mut flags = vec!["-w".to_string()];
-    for path in headers(version)? {
-        flags.push(format!("-I{}", path.display()));
-        flags.push(format!("-I{}", path.join("internal").display()));
-    }
-    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-    let program = compile_c(folder.path(), "layouts", source, &flags);
-    let output = Process::spawn(&mut Command::new(program)).wait(PATIENCE);
-    let lines: String = output.stdout.lines().map(|line| format!("    {line}\n")).collect();
-    Ok(format!("    Layout {{\n{lines}    }},\n"))
-}
-
-/// `cargo xtask bless` (BLESS=1) rewrites the table.
-#[test]
-fn layouts_are_those_of_the_headers() {
-    let folder = tree().join("collector/capture/src/cpython");
-    let source = fs::read_to_string(folder.join("layouts.c")).expect("the program that prints them");
-    let table = folder.join("layouts.rs");
-    let old = fs::read_to_string(&table).expect("the table");
-    let versions: Vec<&str> = HOST.into_iter().chain(FORKY).collect();
-    let mut new = format!("{HEAD}pub(super) static LAYOUTS: [Layout; {}] = [\n", versions.len());
-    let mut blocks = old.split_inclusive("\n    },\n").map(|block| &block[block.find("    Layout {").unwrap_or(0)..]);
-    for version in versions {
-        let known = blocks.next().unwrap_or_default();
-        match printed(&source, version) {
-            Ok(block) => new += &block,
-            Err(reason) => {
-                skip(&reason);
-                new += known;
-            }
-        }
-    }
-    new += "];\n";
-    if std::env::var_os("BLESS").is_some() {
-        fs::write(&table, new).expect("the table can be written");
-    } else {
-        assert!(old == new, "{} is stale: run `cargo xtask bless`", table.display());
-    }
-}
-
 /// Repeats three phases, and prints the share of the time of each. The calls are short and many.
 const SCHEDULE: &str = "\
 import sys, threading, time
@@ -489,7 +450,7 @@ fn recorded_samples_agree_with_a_planted_schedule() {
         let file = output.join(samples::file_name(index as u32, versions.len() as u32));
         let samples = samples::decode(&fs::read(&file).expect("the samples")).expect("a file of samples");
         let (sampled, total) = sampled_shares(&samples);
-        let about = format!("3.{}: {sampled:?} of {total} samples, planted {planted:?}", python.minor);
+        let about = format!("{}: {sampled:?} of {total} samples, planted {planted:?}", python.version());
         // A machine under load takes fewer samples, but does not lose their threads.
         assert!(total + samples.missed as f64 > 85.0 * seconds as f64 && samples.threads.len() == 4, "{about}");
         let unknown = samples.cut + samples.discarded;
@@ -575,7 +536,7 @@ fn collections_and_batches_are_counted_in_every_python() {
         let mut counter = Counter::default();
         let mut look = |pid: i32| {
             let counts = counter.read(&[pid], true, PATIENCE);
-            let [Some(counts)] = counts[..] else { panic!("CPython 3.{}: {counts:?}", python.minor) };
+            let [Some(counts)] = counts[..] else { panic!("CPython {}: {counts:?}", python.version()) };
             counts
         };
         for (kind, first, second) in [
@@ -596,7 +557,7 @@ fn collections_and_batches_are_counted_in_every_python() {
                     collections >= 2
                 });
                 let Counts { collections: found, batches: yielded, .. } = look(script.pid);
-                assert_eq!((found, yielded), (collections, batches), "CPython 3.{} {kind} {word}", python.minor);
+                assert_eq!((found, yielded), (collections, batches), "CPython {} {kind} {word}", python.version());
             };
             check("ready", first);
             kill(Pid::from_raw(script.pid), Signal::SIGUSR1).expect("the script waits");

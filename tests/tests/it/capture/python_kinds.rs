@@ -127,7 +127,7 @@ fn assert_merged(version: &str, captured: &ProcessCapture) {
 }
 
 fn check_kinds(python: &Python) {
-    let version = format!("3.{}", python.minor);
+    let version = python.version();
     let script = python.start(KINDS, &[]);
     let rests = |trace: &PySpyStacktrace| trace.frames.first().is_some_and(|frame| frame.func_name == "rest");
     let captured = capture_until(script.pid, &version, |sample| {
@@ -220,7 +220,7 @@ time.sleep(100000)
 #[test]
 fn five_thousand_frames() {
     for python in python::all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(DEEP, &[]);
         let whole = |trace: &PySpyStacktrace| script.own(trace).len() == 5002;
         let captured = capture_until(script.pid, &version, |sample| {
@@ -263,7 +263,7 @@ time.sleep(100000)
 #[test]
 fn interpreters_within_interpreters() {
     for python in python::all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(INTERPRETERS, &[]);
         let names =
             |trace: &PySpyStacktrace| -> Vec<String> { frames_of(trace).into_iter().map(|(name, _)| name).collect() };
@@ -306,8 +306,8 @@ fn check_holder(version: &str, script: &Script) {
 
 #[test]
 fn a_thread_that_sleeps_with_the_lock() {
-    for python in python::all() {
-        let version = format!("3.{}", python.minor);
+    for python in python::all().into_iter().map(Python::with_gil) {
+        let version = python.version();
         let script = python.start(HOLDER, &[]);
         check_holder(&version, &script);
     }
@@ -326,8 +326,8 @@ while True:
 
 #[test]
 fn a_thread_that_collects_garbage() {
-    for python in python::all() {
-        let version = format!("3.{}", python.minor);
+    for python in python::all().into_iter().map(Python::with_gil) {
+        let version = python.version();
         for (word, collects) in [("collect", true), ("sum", false)] {
             let script = python.start(COLLECTOR, &[word]);
             let captured = capture_until(script.pid, &version, |sample| {
@@ -354,7 +354,7 @@ print('ready', flush=True)
 #[test]
 fn an_interpreter_that_shuts_down_says_so() {
     for python in python::all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let script = python.start(ENDING, &[]);
         let last = |trace: &PySpyStacktrace| script.own(trace) == ["__del__:4"];
         // A capture at the very moment at which it begins to may see the one and not the other.
@@ -472,7 +472,7 @@ fn tasks_and_coroutines_that_wait_in_an_event_loop() {
         found
     };
     for python in python::all() {
-        let version = format!("3.{}", python.minor);
+        let version = python.version();
         let mut ways = vec![
             ("task", "    await inner()", "task 'inner'"),
             ("gather", "await asyncio.gather", "the tasks of a gather"),
@@ -690,7 +690,7 @@ fn is_right(trace: &PySpyStacktrace) -> bool {
 }
 
 fn churn(python: &Python) {
-    let version = format!("3.{}", python.minor);
+    let version = python.version();
     let script = python.start(CHURN, &[]);
     let mut capturer = Capturer::new();
     let options = Options { deadline: PATIENCE, lines_budget: Duration::ZERO, ..Options::default() };
