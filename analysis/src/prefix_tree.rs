@@ -59,7 +59,7 @@ pub enum TreeError {
         /// Index of the node.
         node: usize,
     },
-    /// The bytes are no tree message.
+    /// The bytes are not a tree message.
     Undecodable,
 }
 

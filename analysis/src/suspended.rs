@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(lines.len(), 1);
         assert_eq!(lines[0].text, "task 'upload' of rank 1 awaits a future at train.py:31 in fetch");
         assert!(super::lines(&evidence, &[0]).is_empty());
-        // Tasks of trio that sleep are no line.
+        // Tasks of trio that sleep get no line.
         let of_trio = |name: &str, leaf: (&str, &str)| task(name, "a wakeup", &[leaf, ("fetch", "/job/train.py:31")]);
         let wakeups = [
             of_trio("receive", ("receive", "/v/site-packages/trio/_channel.py:30")),
@@ -266,7 +266,7 @@ mod tests {
         // A pool of equal workers is one line.
         let worker = |number| task(&format!("Task-{number}"), "a future", &[("fetch", "/job/train.py:31")]);
         let mut pool: Vec<PySuspended> = (9..12).map(worker).collect();
-        // Greenlets of eventlet that sleep are no line.
+        // Greenlets of eventlet that sleep get no line.
         let sleeps =
             task("GreenThread", "", &[("sleep", "/v/eventlet/greenthread.py:38"), ("beat", "/job/train.py:9")]);
         pool.push(PySuspended { kind: PySuspendedKind::Greenlet.into(), ..sleeps });

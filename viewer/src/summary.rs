@@ -182,7 +182,7 @@ impl TerminalStyle {
     }
 }
 
-/// Adds the culprits that are no ranks.
+/// Adds the culprits that are not ranks.
 fn push_processes(text: &mut String, verdict: &Verdict) {
     for process in verdict.culprit_processes.iter().filter(|process| process.rank.is_none()).take(GROUPS_SHOWN) {
         let node = if process.node.is_empty() { String::new() } else { format!(" on {}", line(&process.node)) };
@@ -633,8 +633,8 @@ mod tests {
         verdict.ranks = vec![ranks];
         let about = SummaryContext { verdict: Some(&verdict), ..SummaryContext::default() };
         let text = summary(&merged, &about, Terminal::default());
-        let told = "      at __libc_recv (recv.c:28) (native)\n      called from serve (server.cpp:44)\n";
-        assert!(text.contains(told), "{text}");
+        let expected = "      at __libc_recv (recv.c:28) (native)\n      called from serve (server.cpp:44)\n";
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

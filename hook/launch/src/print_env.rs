@@ -62,7 +62,7 @@ fn json_of(value: &serde_json::Value) -> String {
     printable::json(&format!("{value:#}\n")).into_owned()
 }
 
-/// Prints to stdout. It is no error if the reader is gone.
+/// Prints to stdout. A reader that is gone is not an error.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().write_all(printable::text(text).as_bytes());
     ExitCode::SUCCESS

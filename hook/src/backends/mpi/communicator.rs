@@ -130,7 +130,7 @@ struct Members {
     first_remote: u32,
 }
 
-/// The members of an intercommunicator, of which this process is member `rank` of the local group.
+/// The members of an intercommunicator; this process is member `rank` of the local group.
 fn intercommunicator_members(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
     let leads = own.iter().min() < remote.iter().min();
     let (first, second) = if leads { (own, remote) } else { (remote, own) };

@@ -426,7 +426,7 @@ mod tests {
             assert!(object.holds_code(found.address) && found.size > 0);
         }
         assert_eq!(object.exported(c"xpu_timer_no_such_function"), None);
-        assert_eq!(object.exported(c"environ"), None, "data is no function");
+        assert_eq!(object.exported(c"environ"), None, "data is not a function");
         assert!(!object.holds_code(std::ptr::from_ref(&object) as usize));
         assert!(!object.is_symbolic);
     }
