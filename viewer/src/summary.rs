@@ -215,7 +215,7 @@ fn push_groups(text: &mut String, merged: &Merged, about: &SummaryContext<'_>, t
 
 /// Tasks or greenlets that wait, in words, with their ranks.
 fn waiting_text(of: &WaitingRanks) -> String {
-    line(&of.waiting.words(&ranks_of(&of.ranks))).into_owned()
+    line(&of.waiting.describe(&ranks_of(&of.ranks))).into_owned()
 }
 
 /// Adds the tasks and greenlets that wait: first those of culprits, then those that wait for no

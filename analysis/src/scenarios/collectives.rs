@@ -614,7 +614,8 @@ fn few_in_a_collective_while_most_wait_for_a_key() {
     (0..3).for_each(|rank| job.awaits_keys(rank, &["shards"]));
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[3], Confidence::Medium);
-    let expected = "Rank 3 has not set the key \"shards\" that ranks 0-2 wait for in the store, and waits in all_reduce 10";
+    let expected =
+        "Rank 3 has not set the key \"shards\" that ranks 0-2 wait for in the store, and waits in all_reduce 10";
     assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     assert!(!verdict.to_text().contains("creation of a communicator"), "{}", verdict.to_text());
 }

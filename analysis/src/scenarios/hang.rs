@@ -171,7 +171,11 @@ fn ranks_that_wait_for_one_whose_thread_goes_on_do_not_hang() {
     assert_eq!(with("/job/eval.py:12", 5 * SECOND).hang, HangEvidence::None);
     let loops = with("/job/eval.py:9", 5 * SECOND);
     assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true));
-    assert_eq!(with("/job/eval.py:12", SECOND / 10).hang, HangEvidence::PendingOperation, "a logger is not an evaluator");
+    assert_eq!(
+        with("/job/eval.py:12", SECOND / 10).hang,
+        HangEvidence::PendingOperation,
+        "a logger is not an evaluator"
+    );
 }
 
 #[test]

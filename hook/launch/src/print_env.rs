@@ -88,9 +88,9 @@ fn text_of(report: &Report) -> String {
     for plugin in &report.plugins {
         let path = plugin.path.display();
         let found = plugin.functions.as_ref();
-        let words = found
+        let functions = found
             .map_or_else(|why| format!("{path}: UNUSABLE: {why}"), |found| format!("{path}: {}", found.join(", ")));
-        let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&words));
+        let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&functions));
     }
     let answers = match &report.collector {
         Ok(pid) => format!("answers as process {pid}"),
@@ -145,7 +145,7 @@ fn remark(setting: &Setting) -> String {
 }
 
 fn hooked(text: &mut String, target: &Hooked) {
-    let _ = writeln!(text, "\nHooks in {}\n  {}", line(&target.title), line(&target.words));
+    let _ = writeln!(text, "\nHooks in {}\n  {}", line(&target.title), line(&target.summary));
     if let Some(family) = target.family {
         let _ = writeln!(text, "  family {}", family.name);
     }

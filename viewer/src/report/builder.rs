@@ -303,7 +303,7 @@ impl Builder {
             if let Some(rank) = input.rank.filter(|_| main) {
                 self.main_suspended.entry(stack).or_default().insert(rank);
             }
-            Suspended { words: self.texts.number(&waiting.words("")), stack: Some(stack) }
+            Suspended { description: self.texts.number(&waiting.describe("")), stack: Some(stack) }
         };
         waiting.map(number).collect()
     }
