@@ -577,7 +577,7 @@ mod tests {
         assert_eq!(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }, 0);
         let own = nix::unistd::gettid().as_raw();
         let found = awaited(move || {
-            // SAFETY: as above.
+            // SAFETY: the mutex lives forever, so a thread may wait for it.
             let _ = unsafe { libc::pthread_mutex_lock(mutex.0.get()) };
         });
         // SAFETY: this thread has locked it.

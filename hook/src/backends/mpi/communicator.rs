@@ -255,9 +255,9 @@ impl Kind {
     /// `place` is null or points to a handle.
     unsafe fn handle_at(self, library: &Library, place: Word) -> usize {
         match self {
-            // SAFETY: the caller's promise.
+            // SAFETY: by the contract of this function, null or a handle, which is a pointer.
             Kind::File => unsafe { (place as *const usize).as_ref() }.map_or(0, |handle| *handle),
-            // SAFETY: as above.
+            // SAFETY: by the contract of this function, null or one handle.
             _ => unsafe { library.abi.handle_at(place, 0) as usize },
         }
     }
