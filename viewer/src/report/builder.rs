@@ -391,7 +391,7 @@ fn complete(tree: &mut PrefixTree, ends: &[StackEnd], used: impl Iterator<Item =
         if nodes[stack].is_none() {
             nodes[stack] = match &ends[stack] {
                 StackEnd::Drawn(node) => Some(*node),
-                StackEnd::Undrawn(words) => tree.insert_set(words, &RankSet::new()),
+                StackEnd::Undrawn(names) => tree.insert_set(names, &RankSet::new()),
             };
         }
     }
